@@ -1,6 +1,7 @@
 """The benchmarks' commands on the smallest shape: their output, and the agreement of both algorithms."""
 
 import json
+import multiprocessing
 import re
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,16 @@ def run(directory, *arguments: str) -> dict:
     file = directory / "new" / f"{len(list(directory.rglob('*.json')))}.json"
     assert coupling.main([*QUICK, *arguments, "--out", str(file)]) == 0
     return json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """Fork the processes in which memory is measured from one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["checkpoints.load", "tracker.measurement", "benchmarks.shapes", "transformers"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda method: context)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def command(module: str, *arguments: str, home: Path, **environment: str) -> sub
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         if name not in environment:
             settings.pop(name, None)
-    return processes.run(module, *arguments, env=settings, cold=True)
+    return processes.run(module, *arguments, env=settings)
 
 
 def copied(store: Store, to: Path) -> Store:

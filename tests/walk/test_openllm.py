@@ -57,47 +57,36 @@ def served(tmp_path_factory):
         yield hub
 
 
-def load_in_process(name: str, directory, **environment: str) -> subprocess.CompletedProcess:
-    """Load a set in a separate process, since the client reads its endpoint on import."""
+def load_in_process(*names: str, directory, **environment: str) -> subprocess.CompletedProcess:
+    """Load sets in a separate process, since the client reads its endpoint on import; it prints a line for each."""
     settings = {**os.environ, "HF_HOME": str(directory / "home"), "TRACKER_CACHE": str(directory / "ours")}
     code = (
-        "import json, sys; from tracker.walk.prompts import load_prompts; print(json.dumps(load_prompts(sys.argv[1])))"
+        "import json, sys; from tracker.walk.prompts import load_prompts\n"
+        "for name in sys.argv[1:]: print(json.dumps(load_prompts(name)))"
     )
-    command = [sys.executable, "-c", code, name]
+    command = [sys.executable, "-c", code, *names]
     return subprocess.run(command, cwd=ROOT, env=settings | environment, capture_output=True, text=True)
 
 
 @pytest.mark.slow
 def test_prompts_are_fetched_formatted_drawn_and_cached(served, tmp_path):
-    process = load_in_process("openllm", tmp_path, **served.environment)
+    process = load_in_process("openllm", "easy2hard", "wikitext", directory=tmp_path, **served.environment)
     assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout) == [[text, None, source] for source, (_, text) in FIRST.items() if text]
-    assert len(served.requested(r"GET /datasets/.*parquet")) == 6
-    again = load_in_process("openllm", tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "nothing"))
-    assert again.stdout == process.stdout
-
-
-@pytest.mark.slow
-def test_wikitext_draws_the_same_hundred_paragraphs(served, tmp_path):
-    sets = [
-        json.loads(load_in_process("wikitext", tmp_path / which, **served.environment).stdout)
-        for which in ("one", "another")
-    ]
-    assert sets[0] == sets[1] and len({text for text, *_ in sets[0]}) == 100
-    assert all(len(text.split()) > prompts.PARAGRAPH for text, *_ in sets[0])
-
-
-@pytest.mark.slow
-def test_difficulty_is_read_and_cached_with_the_question(served, tmp_path):
-    for environment in (served.environment, {"HF_HUB_OFFLINE": "1"}):
-        process = load_in_process("easy2hard", tmp_path, **environment)
-        assert json.loads(process.stdout) == [["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]], (
-            process.stderr
-        )
+    openllm, easy2hard, wikitext = map(json.loads, process.stdout.splitlines())
+    assert openllm == [[text, None, source] for source, (_, text) in FIRST.items() if text]
+    assert easy2hard == [["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]]  # with its difficulty
+    assert len({text for text, *_ in wikitext}) == 100
+    assert all(len(text.split()) > prompts.PARAGRAPH for text, *_ in wikitext)
+    assert len(served.requested(r"GET /datasets/.*parquet")) == len(FIRST)
+    again = load_in_process("wikitext", directory=tmp_path / "another", **served.environment)
+    assert json.loads(again.stdout) == wikitext, "the same hundred paragraphs"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "nothing")}
+    cached = load_in_process("openllm", "easy2hard", "wikitext", directory=tmp_path, **offline)
+    assert cached.stdout == process.stdout
 
 
 def test_missing_network_is_reported_in_one_sentence(tmp_path):
-    process = load_in_process("openllm", tmp_path, HF_HUB_OFFLINE="1")
+    process = load_in_process("openllm", directory=tmp_path, HF_HUB_OFFLINE="1")
     last = process.stderr.strip().splitlines()[-1]
     assert process.returncode == 1 and last.startswith(
         "ValueError: --prompts openllm: allenai/ai2_arc can't be fetched"
