@@ -123,6 +123,19 @@ def test_estimates_of_the_matrix_free_method(name):
         np.testing.assert_allclose(null_level(estimated, definition), null_level(exact, definition), rtol=0.05)
 
 
+def test_the_spread_of_a_dataset():
+    """Against the formula for each pair by itself, from the Jacobians that were kept."""
+    model, inputs = build("gpt_neox")
+    ds = tracker.measure(model.double(), inputs, k=3, dtype="float64", measures="coupling", keep="jacobian")
+    found, d, L = null_spread(ds), ds.attrs["width"], ds.sizes["layer"]
+    assert found.dims == ds.miscoupling.dims and found.shape == ds.miscoupling.shape
+    for p, t, l, m in np.ndindex(ds.sizes["prompt"], ds.sizes["token"], L, L):
+        J = torch.from_numpy(ds.jacobian.values[p, t])
+        s = torch.linalg.svdvals(J[l])[None, :3]
+        expected = coupling.spread(s, coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], 3)[2], d)
+        assert l == m or found.values[p, t, 0, l, m] == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_names_that_have_no_level():
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=3)
