@@ -261,9 +261,8 @@ def test_noise_as_small_as_rounding_is_refused_all_the_same(block, B):
 
 def test_a_gate_in_float32_hides_no_mixing_of_rows():
     model, x = stack(OverTokens), random(1, 5, 8)
-    with pytest.warns(UserWarning, match="value check") as warned:
+    with pytest.warns(UserWarning, match="value check"):  # once for all blocks
         seen = jacobians(model, x)
-    assert len(warned) == len(seen)
     for l, (J, checks) in enumerate(seen):
         assert not checks.sliced
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)

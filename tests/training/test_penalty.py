@@ -38,7 +38,7 @@ def untrained(name):
     return (model, images().double(), [0]) if FAMILIES[name].sees == "images" else (model, IDS, [-1])
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "llama, grouped keys", "bert", "timm vit"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "stablelm", "bert", "timm vit"])
 def test_orthonormal_probes_give_the_penalty_of_the_measured_jacobians(name):
     torch.manual_seed(0)
     model, inputs, token = untrained(name)
