@@ -120,7 +120,7 @@ def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_
     assert not workers_of(tmp_path / "grid")  # every worker ends with its driver
     done = sum(cells.is_done(tmp_path / "grid" / name) for name in CELLS)
     assert grid.main(arguments(tmp_path)) == 0
-    assert done == 2 and "2 already done" in capsys.readouterr().out
+    assert 2 <= done < 4 and f"{done} already done" in capsys.readouterr().out
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
