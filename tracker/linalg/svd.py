@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float
@@ -38,9 +38,6 @@ from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products, is_finite
 from tracker.linalg.transfer import moved
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 COMPLETENESS_MARGIN = 1e-4
 PANEL = 256  # rows at once of the Cholesky factor, and on a CPU of symmetric products
@@ -134,12 +131,13 @@ class Triplets:
         return above_rounding(self.S, self.U.shape[-2])
 
 
-Fields = TypeVar("Fields", bound="DataclassInstance")
+Fields = TypeVar("Fields")  # a dataclass of tensors
 
 
 def joined(of: type[Fields], parts: Sequence[Fields]) -> Fields:
     """Return dataclasses of tensors as one, with the matrices of each after those of the one before."""
-    return of(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(of)))
+    names = [field.name for field in fields(cast(Any, of))]
+    return of(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
 
 def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
