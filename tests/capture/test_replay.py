@@ -1,5 +1,6 @@
 """Blocks run again outside of their model: samples that mix, arithmetic in two precisions, what their code may raise."""
 
+import json
 from dataclasses import dataclass
 
 import pytest
@@ -263,6 +264,9 @@ def test_a_gate_in_float32_hides_no_mixing_of_rows():
     model, x = stack(OverTokens), random(1, 5, 8)
     with pytest.warns(UserWarning, match="value check"):  # once for all blocks
         seen = jacobians(model, x)
+        ds = tracker.measure(model, x, k=2, dtype=torch.float64)
+    reasons = json.loads(ds.attrs["fallbacks"])
+    assert len(reasons) == len(seen) and all("value check" in reason for reason in reasons.values())
     for l, (J, checks) in enumerate(seen):
         assert not checks.sliced
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)

@@ -59,23 +59,20 @@ def assert_as_alone(together, alone, place: int, atol: float):
     assert {name for name in alone.attrs if alone.attrs[name] != together.attrs[name]} <= OF_WHOLE
 
 
-SAMPLES = [((2, 0), 60_000), ((3, 0, 1), 4 << 30)]  # with a memory budget
-
-
 @pytest.mark.parametrize(
-    "kind, svd, dtype, choices",
+    "kind, svd, dtype",
     [
-        ("prompts", "full", "float64", [*SAMPLES, ((1, 2), 400_000)]),
-        ("images", "full", "float64", SAMPLES),
-        ("prompts", "full", "float32", [((3, 0, 1), 400_000)]),
-        pytest.param("ids", "krylov", "float64", SAMPLES, marks=pytest.mark.slow),
-        pytest.param("prompts", "matrix-free", "float64", [((3, 0, 1), 400_000)], marks=pytest.mark.slow),
+        ("prompts", "full", "float64"),
+        ("images", "full", "float64"),
+        ("prompts", "full", "float32"),
+        pytest.param("ids", "krylov", "float64", marks=pytest.mark.slow),
+        pytest.param("prompts", "matrix-free", "float64", marks=pytest.mark.slow),
     ],
 )
-def test_company_order_and_budget_change_no_number(kind, svd, dtype, choices):
+def test_company_order_and_budget_change_no_number(kind, svd, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for chosen, budget in choices:
+        for chosen, budget in (((2, 0), 60_000), ((3, 0, 1), 400_000), ((1, 2), 4 << 30)):
             together = measured(kind, chosen, svd, dtype, budget)
             for place, i in enumerate(chosen):
                 assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])

@@ -79,7 +79,8 @@ def test_of_a_run_of_transformers(tmp_path):
     run.train()
     for made in (before, *during.made, copy(callback)):
         assert made.trainer is None, "a copy has no copy of the model"
-        assert made.run.schedule.args == callback.run.schedule.args == (1,) and not made.run.publisher.loggers
+        of_copy, schedule = made.run.schedule, callback.run.schedule
+        assert (of_copy.func, of_copy.args) == (schedule.func, schedule.args) and not made.run.publisher.loggers
     assert any("coupling/mean_offdiag" in entry for entry in run.state.log_history)
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tracker
 from tests.models import FAMILIES, Size, images, neox, silence
@@ -34,11 +35,15 @@ def exactly(Ja, Jb):
 
 def untrained(name):
     """Return a model in float64, an input, and the token that is measured."""
+    if name == "llama":  # at a width of 32 its norms' rounding to float32 shows
+        sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+        config = LlamaConfig(**sizes, vocab_size=50, max_position_embeddings=16)
+        return LlamaForCausalLM(config).double(), IDS, [-1]
     model = FAMILIES[name].make(Size()).double()
     return (model, images().double(), [0]) if FAMILIES[name].sees == "images" else (model, IDS, [-1])
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "stablelm", "bert", "timm vit"])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "llama", "stablelm", "bert", "timm vit"])
 def test_orthonormal_probes_give_the_penalty_of_the_measured_jacobians(name):
     torch.manual_seed(0)
     model, inputs, token = untrained(name)
@@ -48,7 +53,7 @@ def test_orthonormal_probes_give_the_penalty_of_the_measured_jacobians(name):
     J = torch.tensor(J.values)[:, 0]  # (B, L, d, d)
     pairs = [(1, 3), (2, 3)]
     expected = torch.stack([exact_penalty(J[i, a - 1], J[i, b - 1]) for i in range(2) for a, b in pairs]).mean()
-    got = tracker.coupling_penalty(model, inputs, tokens=token, pairs=pairs, probes=torch.eye(D))
+    got = tracker.coupling_penalty(model, inputs, tokens=token, pairs=pairs, probes=torch.eye(J.shape[-1]))
     torch.testing.assert_close(got.detach(), expected, rtol=1e-9, atol=0)
 
 

@@ -38,6 +38,7 @@ from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import FORMING, Plan, measured_calls
+from tracker.measures.settings import OF_PAIRS
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 
@@ -222,7 +223,7 @@ def measure_blocks(
         memory: bytes that logits may take.
         halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
-    if set(choices) <= {"vju", "matrices"}:  # of pairs
+    if not set(choices).difference(OF_PAIRS):
         return {}
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
     like = layers[0].triplets.V

@@ -80,6 +80,7 @@ CHOICES = (
 CHOICE_NAMES = tuple(choice.name for choice in CHOICES)
 EXPENSIVE = tuple(choice.name for choice in CHOICES if choice.expensive)  # "all" leaves them out
 EVERYTHING = ("all", *EXPENSIVE)
+OF_PAIRS = ("vju", "matrices")  # of Jacobians, but not of each block
 USUAL = tuple(choice.name for choice in CHOICES if choice.default)  # measured where `measures=` is not given
 
 RELEASE_K = (10, 30, 50)
@@ -245,7 +246,7 @@ class Settings:
 
     def measures_of_jacobians(self) -> tuple[str, ...]:
         """Return the measures of each pair of Jacobians, and of each of them, in addition to the mis-couplings."""
-        names = ("vju", "matrices", *(option.name for option in CHOICES if option.of_jacobians))
+        names = (*OF_PAIRS, *(option.name for option in CHOICES if option.of_jacobians))
         return tuple(measure for measure in names if self.includes(measure))
 
     def pair_positions(self, valid: Sequence[int]) -> list[int]:
