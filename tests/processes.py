@@ -66,7 +66,8 @@ def children_seconds() -> float:
 
 def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
-    found.pop("PYTHONBREAKPOINT", None)  # read when it is used; Ray sets it
+    for name in ("PYTHONBREAKPOINT", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # read when used; Ray and Lightning set them
+        found.pop(name, None)
     return found
 
 

@@ -1,14 +1,17 @@
-"""`tracker.store` against xarray's own reading and joining."""
+"""`tracker.netcdf` against xarray's own reading and joining; files that can't be read; threads."""
 
+import errno
 import os
 
 import numpy as np
 import pytest
 import xarray as xr
 
+from tests import processes
 from tests.stores import unit
 from tracker.common.errors import UsageError
-from tracker.store import file_content, read_content, stacked
+from tracker.common.files import Lock
+from tracker.netcdf import DamagedFile, decoded, file_content, read_content, stacked
 
 
 def dataset(step: int = 7) -> xr.Dataset:
@@ -38,6 +41,7 @@ def test_one_file_is_read_as_xarray_reads_it(tmp_path):
     theirs = xr.load_dataset(file, engine="netcdf4")
     ours = stacked([read_content(file)]).isel(step=0)
     xr.testing.assert_identical(ours, theirs)
+    xr.testing.assert_identical(decoded(read_content(file)), theirs)
     for name, variable in theirs.variables.items():
         assert ours[name].dtype == (object if variable.dtype.kind == "U" else variable.dtype)
     np.testing.assert_array_equal(ours["miscoupling"], dataset()["miscoupling"])
@@ -94,12 +98,63 @@ def test_what_is_no_file_is_refused(tmp_path, make):
         read_content(tmp_path / "absent.nc")
 
 
-def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_file_that_cannot_be_read_at_this_moment_is_not_damaged(tmp_path, monkeypatch, number):
     (file,) = written(tmp_path, dataset())
 
-    def refuse(file):
-        raise PermissionError(13, "Permission denied", str(file))
+    def refuse(path):
+        raise OSError(number, os.strerror(number))  # as `read` does: without the name of the file
 
-    monkeypatch.setattr("netCDF4.Dataset", refuse)
-    with pytest.raises(PermissionError):
-        read_content(file)
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", refuse)
+        with pytest.raises(OSError, match=r"0\.nc") as raised:
+            read_content(file)
+    assert raised.value.errno == number and not isinstance(raised.value, DamagedFile)
+    assert "lss" in read_content(file).values
+
+
+def test_a_file_that_another_process_has_locked_is_read(tmp_path):
+    """HDF5 would take a lock of its own."""
+    file, same = written(tmp_path, dataset(), dataset())
+    with Lock.wait(file):
+        xr.testing.assert_identical(decoded(read_content(file)), xr.load_dataset(same, engine="netcdf4"))
+
+
+READERS = """
+import faulthandler, sys, threading
+from tests.test_netcdf import dataset
+from tracker.netcdf import decoded, file_content, read_content
+import xarray as xr
+from pathlib import Path
+
+faulthandler.enable()
+file = Path(sys.argv[2])
+expected, wrong = decoded(read_content(file)), []
+
+def read():
+    for _ in range(40):
+        wrong.extend([1] * (not decoded(read_content(file)).identical(expected)))
+
+def read_with_xarray():
+    for _ in range(40):
+        wrong.extend([2] * (not xr.load_dataset(file, engine="netcdf4").identical(expected)))
+
+def write(name):
+    for _ in range(10):
+        file.with_name(name).write_bytes(file_content(dataset()))
+        wrong.extend([3] * (not decoded(read_content(file.with_name(name))).identical(expected)))
+
+works = (read, read, read_with_xarray, lambda: write("a.nc"), lambda: write("b.nc"))
+threads = [threading.Thread(target=work) for work in works]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(f"wrong: {wrong}")
+"""
+
+
+@pytest.mark.slow
+def test_threads_read_and_write_at_the_same_time(tmp_path):
+    """Without a lock around the C library the process dies of SIGSEGV or SIGBUS."""
+    (file,) = written(tmp_path, dataset())
+    done = processes.run("tests.statements", READERS, file)
+    assert (done.returncode, done.stdout) == (0, "wrong: []\n"), done.stderr

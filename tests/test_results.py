@@ -14,7 +14,8 @@ from tracker.analysis.reduction import read_reduced
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
-from tracker.store import DamagedFile, Store
+from tracker.netcdf import DamagedFile
+from tracker.store import Store
 from tracker.version import SCHEMA
 
 SHARED = {"suite": "toy", "schema": SCHEMA}
@@ -97,7 +98,7 @@ def test_temporary_files_of_killed_writers_are_not_units(store):
 def test_damaged_units_are_reported(store, damage):
     file = store.write(3, unit(3, positions=30_000))  # files end with up to 64 KiB of zeros
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(DamagedFile, match=r"step00000003\.nc can't be read .*damaged"):
+    with pytest.raises(DamagedFile, match=r"step00000003\.nc is damaged \(.*move it away, or repeat the walk"):
         tracker.open_results(store.path)
 
 
@@ -106,8 +107,41 @@ def test_changed_byte_in_a_number_is_detected(store):
     content, number = bytearray(file.read_bytes()), unit(3, positions=50).lss.values.tobytes()
     content[content.index(number) + 100] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"step00000003.nc can't be read.*damaged"):
+    with pytest.raises(ValueError, match=r"step00000003\.nc is damaged"):
         store.read(3)
+
+
+def test_files_that_are_set_aside_replace_none_that_were_before(store):
+    """A run may be resumed twice from one checkpoint, and one step be damaged twice."""
+    for content in (b"first", b"second", b"third"):
+        store.file(3).write_bytes(content)
+        store.write(3, unit(3))
+        store.set_aside([3])
+    kept = {file.name: file.read_bytes() for file in (store.path / "damaged").iterdir()}
+    assert kept == {
+        "step00000003.nc": b"first",
+        "step00000003-1.nc": b"second",
+        "step00000003-2.nc": b"third",
+    }
+    superseded = sorted(file.name for file in (store.path / "superseded").iterdir())
+    assert superseded == ["step00000003-1.nc", "step00000003-2.nc", "step00000003.nc"]
+
+
+def test_a_unit_that_is_replaced_all_the_time_is_always_whole(store):
+    store.write(3, unit(3))
+    ended = threading.Event()
+
+    def replace():
+        while not ended.is_set():
+            store.write(3, unit(3))
+
+    writer = threading.Thread(target=replace)
+    writer.start()
+    try:
+        assert all(store.read(3).equals(labelled(unit(3))) for _ in range(50))
+    finally:
+        ended.set()
+        writer.join()
 
 
 def test_foreign_file_is_reported(store):

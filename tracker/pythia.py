@@ -86,10 +86,19 @@ def run(walk: Walk) -> int:
             if walk.dry_run:
                 return _dry_run(walk, plan)
             units = Units(plan.output.store, with_rows=bool(openers))
-            units.read(units.store.steps())
+            damaged = units.read(units.store.steps())
         except INPUT_ERRORS as error:
             raise UsageError(str(error)) from error
+        for step in damaged:
+            print(f"note: {_what_follows_damage(plan, step)}", file=sys.stderr)
         return _walk(walk, plan, units, openers, logged)
+
+
+def _what_follows_damage(plan: WalkPlan, step: int) -> str:
+    file = plan.output.store.file(step)
+    if step in (checkpoint.step for checkpoint in plan.selection.checkpoints):
+        return f"{file} is damaged: step {step} is measured again, and the file moves to {file.parents[1] / 'damaged'}"
+    return f"{file} is damaged and left out; a walk that selects step {step} measures it again"
 
 
 def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
@@ -188,7 +197,8 @@ def _measure_missing(
     from tracker.walk.units import measure_checkpoint
 
     def measured_elsewhere(step: int) -> bool:
-        if not units.read_claimed(step):
+        units.read([step])
+        if step not in units.known:  # its file is damaged
             return False
         log(units.row(step))
         shown.advance(f"step {step}: measured by another walk")
@@ -246,7 +256,7 @@ def _write_page(units: "Units") -> list[str]:
                     f"no page: {store.settings} was changed after these results were measured, and does not say how; restore "
                     "it, or measure into another --out"
                 ]
-            curve = read_reduced(store.path)
+            curve = read_reduced(store.path, without=lambda *_: None)  # damaged units were named at the start
             page = write_page({store.path: curve}, store.path / "report.html")
         except ValueError as error:  # a unit of another walk, or settings that cannot be read
             return [f"no page: {error}"]

@@ -3,26 +3,23 @@
     DIR/settings.json             settings that all units of this store share
     DIR/units/step00000128.nc     one Dataset, whose variables are described when it is read
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
+    DIR/damaged/                  files that were no units when their steps were measured again
     DIR/skipped.json              steps of a training run that could not be measured, and why
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
 W&B, the figures and the page are derived from the store. Units make one curve if they were measured alike (`likeness`).
-
-xarray opens and decodes each variable of each file by itself, which takes ten times as long as reading the numbers. Here the
-variables of files that differ in nothing but values are stacked, and decoded once as one Dataset along `step`.
 """
 
+import itertools
 import json
 import os
 import re
 import secrets
-import stat
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import netCDF4
 import numpy as np
 import xarray as xr
 
@@ -31,133 +28,8 @@ from tracker.common.files import Lock, differences, read_json, remove_stale_temp
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
+from tracker.netcdf import REMEDY, Content, DamagedFile, common, file_content, read_content, stacked
 from tracker.version import SCHEMA
-
-# What the libraries raise for bytes that are no NetCDF file, or not all of it.
-ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
-
-
-class DamagedFile(ValueError):
-    """A file that can't be read."""
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a file holds, as it is stored.
-
-    Attributes:
-        form: names, dimensions, types and sizes of the variables, and the values of indexes, as text.
-        values: values by name.
-        dims: dimensions by name.
-        attributes: attributes by name.
-        coordinates: names of variables that are coordinates, with spaces between them.
-        attrs: attributes of the file.
-    """
-
-    form: str
-    values: dict[str, np.ndarray]
-    dims: dict[str, tuple[str, ...]]
-    attributes: dict[str, dict[str, Any]]
-    coordinates: str
-    attrs: dict[str, Any]
-
-
-def file_content(dataset: xr.Dataset) -> memoryview:
-    """Return the bytes of a file that holds a Dataset.
-
-    Raises:
-        ValueError: if it has a text that no file can hold, such as half of a surrogate pair.
-    """
-    # Checksums detect bytes that have changed on the disk.
-    numbers = [name for name, v in dataset.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
-    encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
-    if "token_text" in dataset.coords:  # as characters a twentieth of the size of single strings
-        encoding["token_text"] = {"dtype": "S1", "zlib": True}
-    return dataset.to_netcdf(engine="netcdf4", encoding=encoding)
-
-
-def read_content(file: Path, names: Collection[str] | None = None, like: Content | None = None) -> Content:
-    """Read a file, or those of the named variables that it has.
-
-    Args:
-        like: another file, read in the same way: if it has the same form, its attributes of variables are not read again.
-
-    Raises:
-        FileNotFoundError, PermissionError: as `open`.
-        UsageError: if it is a directory or a pipe.
-        DamagedFile: if it can't be read.
-    """
-    if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for ever
-        raise UsageError(f"{file} is no file; remove it")
-    try:
-        with netCDF4.Dataset(file) as opened:
-            opened.set_auto_maskandscale(False)
-            opened.set_auto_chartostring(False)
-            stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
-            values = {name: _array(held) for name, held in stored.items()}
-            dims = {name: held.dimensions for name, held in stored.items()}
-            attrs = dict(opened.__dict__)
-            coordinates = attrs.pop("coordinates", "")
-            form = repr((coordinates, [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()]))
-            if like is not None and like.form == form:
-                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs)
-            attributes = {name: dict(held.__dict__) for name, held in stored.items()}
-            return Content(form, values, dims, attributes, coordinates, attrs)
-    except PermissionError:
-        raise
-    except ERRORS as error:
-        raise DamagedFile(f"{file} can't be read ({error}); the file is damaged") from error
-
-
-def stacked(contents: Sequence[Content]) -> xr.Dataset:
-    """Join files of one form along `step`, and empty `contents`, so that no value is in memory twice.
-
-    Coordinates with one value in all files have no `step`. Attributes of the files that differ become coordinates along it.
-    """
-    first = contents[0]
-    coordinates = {*_decoded(first, first.values, first.dims).coords} - {"step"}
-    values, dims = {}, dict(first.dims)
-    for name in first.dims:
-        several = [content.values.pop(name) for content in contents]
-        if name in coordinates and all(_same(several[0], other) for other in several):
-            values[name] = several[0]
-        else:
-            values[name], dims[name] = np.stack(several), ("step", *dims[name])
-    attrs, differing = common([content.attrs for content in contents])
-    return _decoded(first, values, dims).assign_attrs(attrs).assign_coords(differing)
-
-
-def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str, np.ndarray]]]:
-    """Return the attributes that are equal in all steps, and the others as coordinates along `step`, "" where there is none."""
-    equal, differing = {}, {}
-    for name in {name: None for of_step in attrs for name in of_step}:
-        values = [of_step.get(name, "") for of_step in attrs]
-        if all(_same(np.asarray(values[0]), np.asarray(value)) for value in values):
-            equal[name] = values[0]
-        else:
-            alike = len({type(value) for value in values}) == 1
-            differing[name] = "step", np.asarray(values) if alike else np.array(values, dtype=object)
-    return equal, differing
-
-
-def _array(stored: netCDF4.Variable) -> np.ndarray:
-    # As objects, texts of different lengths have one type.
-    return np.asarray(stored[...], object if stored.dtype is str else None)
-
-
-def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ...]:
-    return values.dtype.str, values.shape, values.tolist() if dims == (name,) else None
-
-
-def _decoded(content: Content, values: Mapping[str, np.ndarray], dims: Mapping[str, tuple[str, ...]]) -> xr.Dataset:
-    variables = {name: (dims[name], held, content.attributes[name]) for name, held in values.items()}
-    stored = xr.Dataset(variables, attrs={"coordinates": content.coordinates})
-    return xr.decode_cf(stored, decode_times=False).load().drop_encoding()
-
-
-def _same(values: np.ndarray, other: np.ndarray) -> bool:
-    return np.array_equal(values, other, equal_nan=values.dtype.kind == other.dtype.kind == "f")
-
 
 ATTRIBUTES = {
     "settings_sha256": "settings",
@@ -295,9 +167,24 @@ class Store:
         return self.write_content(step, file_content(unlabelled(unit)))
 
     def write_content(self, step: int, content: bytes | memoryview) -> Path:
-        """Write the `file_content` of one unit atomically."""
-        write_atomic(self.file(step), content)
+        """Write the `file_content` of one unit atomically; a damaged file in its place moves to DIR/damaged."""
+        damaged = self.has(step) and self._is_damaged(step)
+        write_atomic(self.file(step), content, aside=self._aside("damaged", step) if damaged else None)
         return self.file(step)
+
+    def _is_damaged(self, step: int) -> bool:
+        try:
+            self._content(step)
+        except DamagedFile:
+            return True
+        return False
+
+    def _aside(self, name: str, step: int) -> Path:
+        """Return a new file for a unit, in a directory of units that no longer count."""
+        directory, unit = self.path / name, self.file(step)
+        directory.mkdir(exist_ok=True)
+        names = (f"{unit.stem}{f'-{i}' if i else ''}{unit.suffix}" for i in itertools.count())
+        return next(file for file in map(directory.joinpath, names) if not file.exists())
 
     def read(self, step: int) -> xr.Dataset:
         """Read one unit into memory.
@@ -329,12 +216,12 @@ class Store:
         return self._joined(contents)
 
     def curves(
-        self, steps: Sequence[int], damaged: Callable[[int, OSError | ValueError], None] | None = None
+        self, steps: Sequence[int], without: Callable[[int, OSError | ValueError], None] | None = None
     ) -> Iterator[xr.Dataset]:
         """Read units, joined along `step` in parts that fit in memory.
 
         Args:
-            damaged: is called for a unit that can't be read, which is left out; by default an error is raised.
+            without: is called for a unit that is damaged or no longer there, and left out; by default an error is raised.
         """
         contents: list[Content] = []
         size = 0
@@ -343,9 +230,9 @@ class Store:
                 size += self.file(step).stat().st_size
                 contents.append(self._content(step, None, *contents[-1:]))
             except (FileNotFoundError, DamagedFile) as error:
-                if damaged is None:
+                if without is None:
                     raise
-                damaged(step, error)
+                without(step, error)
             if contents and (size > AT_ONCE or step == steps[-1]):
                 yield self._joined(contents)
                 contents, size = [], 0
@@ -354,7 +241,7 @@ class Store:
         file = self.file(step)
         content = read_content(file, names, like)
         if names is None and not any("prompt" in dims for dims in content.dims.values()):
-            raise DamagedFile(f"{file} is not a unit of results; remove it from the directory")
+            raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
         if content.attrs.get("schema") != SCHEMA:
             raise UsageError(
                 f"{file} was measured by another version of this package; measure again, into a new directory"
@@ -371,9 +258,7 @@ class Store:
     def set_aside(self, steps: Iterable[int]) -> None:
         """Move units that no longer belong to the curve to DIR/superseded."""
         for step in steps:
-            superseded = self.path / "superseded"
-            superseded.mkdir(exist_ok=True)
-            os.replace(self.file(step), superseded / self.file(step).name)
+            os.replace(self.file(step), self._aside("superseded", step))
 
     def skipped(self) -> dict[int, str]:
         """Return the steps that could not be measured and why, ascending; none that was measured later."""

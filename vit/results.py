@@ -14,6 +14,7 @@ import xarray as xr
 from tracker.analysis.reduction import read_miscouplings
 from tracker.common.errors import UsageError
 from tracker.common.files import write_atomic
+from tracker.netcdf import decoded, file_content, read_content
 from tracker.store import Store
 from vit.cells import read
 
@@ -55,15 +56,14 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
 def write_grid(grid: xr.Dataset, file: Path) -> None:
     """Write what the analysis reads of a grid to one file, from which it can be repeated without the trainings."""
     content = grid.assign_attrs(unfinished=json.dumps(grid.attrs["unfinished"]))
-    write_atomic(file, content.to_netcdf(engine="netcdf4"))
+    write_atomic(file, file_content(content))
 
 
 def _read_file(file: Path) -> xr.Dataset:
     try:
-        with xr.open_dataset(file, engine="netcdf4") as opened:
-            grid = opened.load()
+        grid = decoded(read_content(file))
         return grid.assign_attrs(unfinished=json.loads(grid.attrs["unfinished"]))
-    except (OSError, ValueError, KeyError) as error:
+    except (ValueError, KeyError) as error:
         raise UsageError(f"{file} is no {GRID_FILE} that vit.analysis wrote ({error})") from error
 
 

@@ -45,5 +45,5 @@ def test_measures_can_be_chosen_and_damage_is_named(store, tmp_path):
     damaged = Store(tmp_path)
     damaged.units.mkdir()
     damaged.file(3).write_bytes(Store(store).file(0).read_bytes()[:5000])
-    with pytest.raises(ValueError, match="step00000003.nc can't be read"):
+    with pytest.raises(ValueError, match="step00000003.nc is damaged"):
         read_miscouplings(tmp_path)

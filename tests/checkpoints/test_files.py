@@ -1,17 +1,21 @@
 """Tests of atomic writes by many processes and threads: files are never partial, and no temporary file remains."""
 
+import errno
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 
 from tracker.common import files
-from tracker.common.files import remove_stale_temporaries, write_atomic
+from tracker.common.files import Lock, hash_file, read_json, remove_stale_temporaries, write_atomic
 
 WRITE = """
 import sys, threading
@@ -114,19 +118,20 @@ def test_other_files_are_kept(tmp_path):
     assert names(tmp_path) == [".hidden", ".old.tmp", "plain.tmp"]
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt(), MemoryError()])
+@pytest.mark.parametrize("failure", [partial(OSError, 28, "No space left on device"), KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(tmp_path, monkeypatch, failure, moment):
     file = tmp_path / "file"
     write_atomic(file, b"old")
 
     def fail(*_):
-        raise failure
+        raise failure()
 
     monkeypatch.setattr(files.os, moment, fail)
-    with pytest.raises(type(failure)):
+    with pytest.raises(type(failure())) as raised:
         write_atomic(file, b"new")
     monkeypatch.undo()
+    assert not isinstance(raised.value, OSError) or raised.value.filename == str(file)
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"old"
 
 
@@ -143,6 +148,39 @@ def test_removed_temporary_file_is_written_again(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "fsync", remove_once)
     write_atomic(tmp_path / "file", b"whole")
     assert removed and names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_only_a_directory_that_cannot_be_synced_at_all_is_left_unsynced(tmp_path, monkeypatch, number):
+    """SMB and vboxsf refuse it with EINVAL; EIO is a disk that fails."""
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match=str(tmp_path)):
+        write_atomic(tmp_path / "file", b"whole")
+    assert (tmp_path / "file").read_bytes() == b"whole"
+
+
+@pytest.mark.parametrize(
+    "use", [Lock.take, Lock.wait, hash_file, lambda file: read_json(file, dict)], ids=["take", "wait", "hash", "json"]
+)
+def test_errors_of_an_open_file_name_it(tmp_path, monkeypatch, use):
+    file = tmp_path / "file"
+    file.write_bytes(b"{}")
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files.fcntl, "flock", fail)
+    monkeypatch.setattr("hashlib.file_digest", fail)
+    monkeypatch.setattr("pathlib.Path.read_bytes", fail)
+    with pytest.raises(OSError, match=r"Input/output error: '.*file'"):
+        use(file)
 
 
 def test_missing_directory_is_reported(tmp_path):

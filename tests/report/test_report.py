@@ -648,7 +648,7 @@ class TestCommandLine:
         damaged = shutil.copytree(other, tmp_path / "damaged")
         Store(damaged).file(4).write_bytes(b"\x89HDF no more")
         assert main([str(damaged), "--out", str(tmp_path / "page.html")]) == 2
-        assert "step00000004.nc can't be read" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
+        assert "step00000004.nc is damaged" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
 
     def test_the_package_loads_neither_torch_nor_xarray(self):
         code = "import sys, tracker.report; sys.exit('torch' in sys.modules or 'xarray' in sys.modules)"

@@ -3,8 +3,10 @@
 import re
 import resource
 import subprocess
+import threading
 import warnings
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import lightning
@@ -107,6 +109,30 @@ def test_training_is_bit_identical(case):
     assert losses == watched_losses and len(losses) >= 4
     assert len(states) == len(watched_states) > 10
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, watched_states, strict=True))
+
+
+@pytest.mark.slow
+def test_training_is_bit_identical_while_a_thread_reads_its_store(tmp_path):
+    """As a live plot does: the C library of netCDF serves one thread at a time."""
+    plain = fit(trainer(max_steps=12))
+    ended, opened = threading.Event(), []
+
+    def poll():
+        while not ended.is_set():
+            with suppress(FileNotFoundError):
+                opened.append(tracker.open_results(tmp_path).sizes["step"])
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        watched = fit(trainer([CouplingCallback(1, probe=PROBE, k=2, save_dir=tmp_path)], max_steps=12))
+    finally:
+        ended.set()
+        thread.join()
+    assert plain.losses == watched.losses and opened == sorted(opened) and len(set(opened)) > 3
+    weights = zip(plain.state_dict().values(), watched.state_dict().values(), strict=True)
+    assert all(torch.equal(*pair) for pair in weights)
+    assert Store(tmp_path).steps() == [*range(13)]
 
 
 @pytest.mark.slow

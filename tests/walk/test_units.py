@@ -89,7 +89,8 @@ def test_walk_reads_each_unit_at_its_start_and_for_its_page(walk, tmp_path):
     assert_page_of_the_store(out)
     scores = tmp_path / "scores.csv"
     scores.write_text("step,arc\n1,0.1\n2,0.2\n3,0.3\n4,0.4\n")
-    assert walk("--scores", str(scores)) == [3, 3, 3, 3]  # read again under the claim, to be rewritten
+    # Read again under the claim, and before they are replaced.
+    assert walk("--scores", str(scores)) == [4, 4, 4, 4]
     assert tracker.open_results(out).score.values.tolist() == [[0.1], [0.2], [0.3], [0.4]]
     assert_page_of_the_store(out)
     assert walk("--scores", str(scores)) == [2, 2, 2, 2]
@@ -187,7 +188,8 @@ def remeasure(ready, path: Path, done) -> None:
     for step in measured.store.steps():
         measured.read([step])
         if step not in measured.known and (claim := measured.store.claim(step)):
-            if not measured.store.has(step):
+            measured.read([step])  # another walk may have measured it before the claim
+            if step not in measured.known:
                 measured.add(step, measured.prepare(small_unit(step)))
                 done.put(step)
             claim.release(remove=True)
@@ -224,10 +226,12 @@ def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
     for step in steps:
         content = small.file(step).read_bytes()
         small.file(step).write_bytes(content[: len(content) // 2])
+    damaged = {small.file(step).name: small.file(step).read_bytes() for step in steps}
     done = FORK.Queue()
     run_together(remeasure, *[(small.path, done)] * 3)
     assert sorted(done.get(timeout=10) for _ in steps) == steps and done.empty()
     assert [int(small.read(step)["step"]) for step in steps] == steps
+    assert {file.name: file.read_bytes() for file in (small.path / "damaged").iterdir()} == damaged
 
 
 @pytest.mark.slow

@@ -397,23 +397,6 @@ def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_damaged_unit_whose_walk_was_killed_is_measured_again(walker, monkeypatch, capsys):
-    """Another walk claimed it, so that this one leaves it alone, and was killed before it removed the file."""
-    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
-    store = Store(walker.directory / "out")
-    content = store.file(2).read_bytes()
-    store.file(2).write_bytes(content[: len(content) // 2])
-    claim, claimed = Store.claim, [2]
-    monkeypatch.setattr(
-        Store, "claim", lambda self, step: claimed.remove(step) if step in claimed else claim(self, step)
-    )
-    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
-    assert "the file is damaged: it is measured again" in capsys.readouterr().err
-    assert [int(store.read(step)["step"]) for step in store.steps()] == [1, 2, 4]
-    assert not list(store.units.glob(".*"))
-
-
-@pytest.mark.slow
 def test_a_walk_that_is_about_to_start_keeps_others_from_its_store(walker, monkeypatch, capsys):
     """It has measured and claimed nothing yet: it sets up its loggers, or trains nano."""
     walk, statuses = pythia._walk, []

@@ -6,7 +6,7 @@ whole walk fit in memory. A Dataset with a `step` dimension gives the same value
 `read_miscouplings` reads the mis-couplings of a store without its other variables: a grid of trainings has a thousand units.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,15 +77,20 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     return xr.Dataset(summary, coords, results.attrs)
 
 
-def read_reduced(directory: str | Path) -> xr.Dataset:
+def read_reduced(
+    directory: str | Path, without: Callable[[int, OSError | ValueError], None] | None = None
+) -> xr.Dataset:
     """Return the results of a store along `step`, `reduced` unit by unit.
+
+    Args:
+        without: as in `Store.curves`.
 
     Raises:
         FileNotFoundError: if there are none.
         ValueError: if a unit is damaged, or the units make no curve.
     """
     store = Store(directory)
-    return join([*map(reduced, store.curves(require_steps(store)))], store.path)
+    return join([*map(reduced, store.curves(require_steps(store), without))], store.path)
 
 
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:

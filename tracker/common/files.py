@@ -17,14 +17,15 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 Content = TypeVar("Content", bound=dict[str, Any] | list[Any])
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # a file system without locks
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without locks
+NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)  # a file system that syncs no directories, such as SMB
 TEMPORARY = re.compile(r"\.(?P<name>.+)\.\d+-\d+-[0-9a-f]{16}\.tmp")  # the temporary files of `write_atomic`
 ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file is stale, where locks can't tell
 
@@ -35,31 +36,57 @@ def cache_root() -> Path:
     return Path(root) / "block-coupling-tracker"
 
 
-def write_atomic(file: Path, content: bytes | memoryview) -> None:
+@contextmanager
+def naming(file: Path) -> Iterator[None]:
+    """Name a file in the errors of a context that name none, as those of reading, writing and locking an open file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(file)
+        raise
+
+
+def write_atomic(file: Path, content: bytes | memoryview, aside: Path | None = None) -> None:
     """Write a file completely or not at all, even with concurrent writers, a full disk or a killed process.
 
     The content of the last writer wins. Temporary files that killed writers of the same file left behind are removed.
+
+    Args:
+        aside: where the file that is replaced is kept.
     """
-    while not _try_write(file, content):
+    while not _try_write(file, content, aside):
         pass
     remove_stale_temporaries(file.parent, file.name)
-    directory = os.open(file.parent, os.O_RDONLY)
+    _sync_directory(file.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    """Write the names in a directory to the disk, where its file system can."""
+    directory = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(directory)
+        with naming(path):
+            os.fsync(directory)
+    except OSError as error:
+        if error.errno not in NOT_SYNCED:
+            raise
     finally:
         os.close(directory)
 
 
-def _try_write(file: Path, content: bytes | memoryview) -> bool:
+def _try_write(file: Path, content: bytes | memoryview, aside: Path | None) -> bool:
     """Write under a name that no other writer uses, then rename; return False if another process removed the file."""
     writer = f"{os.getpid()}-{threading.get_native_id()}-{secrets.token_hex(8)}"
     temporary = file.with_name(f".{file.name}.{writer}.tmp")
     try:
-        with open(temporary, "xb") as handle:
+        with open(temporary, "xb") as handle, naming(file):
             _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: others must not remove a file being written
             handle.write(content)
             handle.flush()
             os.fsync(handle.fileno())
+            if aside is not None:  # its successor is on the disk
+                with suppress(FileNotFoundError):
+                    os.replace(file, aside)
             try:
                 os.replace(temporary, file)
             except FileNotFoundError:
@@ -108,8 +135,10 @@ def read_json(file: Path, kind: type[Content]) -> Content:
     """
     if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for ever
         raise ValueError(f"{file} is no file; remove it")
+    with naming(file):
+        stored = file.read_bytes()
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(stored)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); remove it") from error
     if not isinstance(content, kind):
@@ -148,7 +177,8 @@ class Lock:
         while True:
             descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                _flock(descriptor, operation)
+                with naming(file):
+                    _flock(descriptor, operation)
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -159,8 +189,9 @@ class Lock:
 
     def sign(self) -> None:
         """Write the host and process that hold the lock into the file."""
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
+        with naming(self.file):
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
 
     def release(self, remove: bool = False) -> None:
         """Release the lock; with `remove`, delete the file first."""
@@ -198,5 +229,5 @@ def sha256(file: Path) -> str:
 
 def hash_file(file: Path) -> str:
     """Read a file and return the SHA-256 of its content."""
-    with open(file, "rb") as handle:
+    with open(file, "rb") as handle, naming(file):
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -3,7 +3,6 @@
 `measure_checkpoint` makes a unit. `Units` keeps what the walk must know of each unit, and the rows that its loggers receive.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +22,8 @@ from tracker.common.text import UNTRAINED, first_line
 from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
-from tracker.store import DamagedFile, Store, file_content, likeness, require_one_curve
+from tracker.netcdf import DamagedFile, file_content
+from tracker.store import Store, likeness, require_one_curve
 from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
 
 if TYPE_CHECKING:
@@ -196,31 +196,20 @@ class Units:
         self.known: dict[int, Known] = {}  # by step
         self._rows: dict[int, Row] = {}
 
-    def read(self, steps: list[int]) -> None:
-        """Read units; remove the files that are damaged, with a notice, unless another walk has their steps.
+    def read(self, steps: list[int]) -> list[int]:
+        """Read units; return the steps whose files are damaged.
 
         Raises:
+            OSError: if a file can't be read at this moment.
             ValueError: if the units make no curve.
         """
-        damaged: dict[int, OSError | ValueError] = {}
-        self._read(steps, damaged)
-        for step, error in damaged.items():
-            if isinstance(error, FileNotFoundError):  # another walk has removed it
-                continue
-            print(f"{error}: it is measured again", file=sys.stderr)
-            if claim := self.store.claim(step):
-                try:
-                    self.read_claimed(step)
-                finally:
-                    claim.release(remove=True)
-
-    def read_claimed(self, step: int) -> bool:
-        """Read the unit of a step that is claimed; remove its file if it is damaged; return whether it was read."""
-        damaged: dict[int, OSError | ValueError] = {}
-        self._read([step], damaged)
-        if isinstance(damaged.get(step), DamagedFile):
-            self.store.file(step).unlink(missing_ok=True)
-        return not damaged
+        left_out: dict[int, OSError | ValueError] = {}
+        for curve in self.store.curves(steps, left_out.__setitem__):
+            for row in Row.from_curve(curve) if self.with_rows else ():
+                self._rows[row.step] = row
+            for i, step in enumerate(curve["step"].values.tolist()):
+                self.known[step] = _known(curve, i)
+        return [step for step, error in left_out.items() if isinstance(error, DamagedFile)]
 
     def prepare(self, unit: xr.Dataset) -> Serialized:
         """Reduce a measured unit, and make the content of its file.
@@ -254,13 +243,6 @@ class Units:
     def row(self, step: int) -> Row | None:
         """Take the row that loggers receive of a unit; None if it was taken before, or was not made."""
         return self._rows.pop(step, None)
-
-    def _read(self, steps: list[int], damaged: dict[int, OSError | ValueError]) -> None:
-        for curve in self.store.curves(steps, damaged.__setitem__):
-            for row in Row.from_curve(curve) if self.with_rows else ():
-                self._rows[row.step] = row
-            for i, step in enumerate(curve["step"].values.tolist()):
-                self.known[step] = _known(curve, i)
 
 
 def _known(ds: xr.Dataset, i: int = 0) -> Known:

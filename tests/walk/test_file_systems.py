@@ -1,0 +1,133 @@
+"""Walks on file systems without locks and without synced directories, and units that other processes have locked.
+
+A library that is loaded before the C library answers `flock`, and `fsync` of a directory, with a chosen error.
+"""
+
+import errno
+import os
+import shutil
+import subprocess
+
+import pytest
+
+import tracker
+from tracker import pythia
+from tracker.common.files import Lock
+from tracker.store import Store
+
+REFUSING = """
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+
+int flock(int file, int operation) { errno = atoi(getenv("FLOCK_ERROR")); return -1; }
+
+int fsync(int file) {
+    struct stat status;
+    if (fstat(file, &status) == 0 && S_ISDIR(status.st_mode)) { errno = EINVAL; return -1; }
+    return ((int (*)(int)) dlsym(RTLD_NEXT, "fsync"))(file);
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def refusing(tmp_path_factory) -> str:
+    """Compile the library; return its path."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler is found (cc, gcc, clang or $CC)")
+    source = tmp_path_factory.mktemp("refusing") / "refusing.c"
+    source.write_text(REFUSING)
+    library = str(source.with_suffix(".so"))
+    subprocess.run([compiler, "-D_GNU_SOURCE", "-shared", "-fPIC", str(source), "-o", library, "-ldl"], check=True)
+    return library
+
+
+def contents(store: Store) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(store.units.glob("step*.nc"))}
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("refusal", ["ENOLCK", "ENOTSUP", "EINVAL"])
+def test_a_walk_without_locks_keeps_the_units_of_a_store(walker, refusing, refusal):
+    def walk(*arguments):
+        failing = {"LD_PRELOAD": refusing, "FLOCK_ERROR": str(getattr(errno, refusal))}
+        return walker.run(*arguments, cold=True, **failing)
+
+    status, _, err = walk("--steps", "1,2,4")
+    assert status == 0, err
+    store = Store(walker.directory / "out")
+    measured = contents(store)
+    assert len(measured) == 3
+    status, _, err = walk("--steps", "2,4,8")
+    assert status == 0 and "damaged" not in err, err
+    assert store.steps() == [1, 2, 4, 8]
+    assert {name: content for name, content in contents(store).items() if name in measured} == measured
+    assert tracker.open_results(store).step.values.tolist() == [1, 2, 4, 8]
+
+
+@pytest.mark.slow
+def test_units_that_another_process_has_locked_are_read(walker, capsys):
+    assert pythia.main(walker.arguments("--steps", "1,2")) == 0
+    store = Store(walker.directory / "out")
+    measured = contents(store)
+    with Lock.wait(store.file(1)), Lock.wait(store.file(2)):
+        assert tracker.open_results(store).step.values.tolist() == [1, 2]
+        assert pythia.main(walker.arguments("--steps", "2,4")) == 0
+    assert "damaged" not in capsys.readouterr().err
+    assert contents(store).items() > measured.items() and store.steps() == [1, 2, 4]
+
+
+@pytest.mark.slow
+def test_a_unit_that_cannot_be_read_at_this_moment_ends_the_walk(walker, monkeypatch, capsys):
+    """Nothing is said to be damaged, and nothing is moved."""
+    assert pythia.main(walker.arguments("--steps", "1,2")) == 0
+    store = Store(walker.directory / "out")
+    measured, read = contents(store), type(store.path).read_bytes
+
+    def fails(file):
+        if file == store.file(1):
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.read_bytes", fails)
+        assert pythia.main(walker.arguments("--steps", "1,2")) == 2
+    err = capsys.readouterr().err
+    assert "Input/output error" in err and str(store.file(1)) in err and "damaged" not in err
+    assert contents(store) == measured and not (store.path / "damaged").exists()
+
+
+@pytest.mark.slow
+def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(walker, monkeypatch, capsys):
+    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
+    store = Store(walker.directory / "out")
+    whole = contents(store)
+    halves = {store.file(step): store.file(step).read_bytes()[:5000] for step in (1, 2)}
+    for file, half in halves.items():
+        file.write_bytes(half)
+    capsys.readouterr()
+    assert pythia.main(walker.arguments("--steps", "2,4")) == 0
+    err = capsys.readouterr().err
+    assert f"{store.file(1)} is damaged and left out; a walk that selects step 1 measures it again" in err
+    assert f"step 2 is measured again, and the file moves to {store.path / 'damaged'}" in err
+    assert store.file(1).read_bytes() == halves[store.file(1)]
+    assert (store.path / "damaged" / "step00000002.nc").read_bytes() == halves[store.file(2)]
+    assert (store.path / "report.html").stat().st_size and int(store.read(2)["step"]) == 2
+    # A disk that fills before the successor is written leaves the damaged file where it is.
+    sync = os.fsync
+
+    def full(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".tmp"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert pythia.main(walker.arguments("--steps", "1")) == 1
+    assert f"can't write to {store.file(1)} (No space left on device)" in capsys.readouterr().err
+    assert store.file(1).read_bytes() == halves[store.file(1)]
+    assert pythia.main(walker.arguments("--steps", "1")) == 0
+    assert (store.path / "damaged" / "step00000001.nc").read_bytes() == halves[store.file(1)]
+    assert contents(store).keys() == whole.keys() and tracker.open_results(store).step.values.tolist() == [1, 2, 4]

@@ -1,0 +1,168 @@
+"""Datasets as NetCDF files: made in memory, and read from memory as one Dataset along `step`.
+
+Files are read and written by Python, so that an error of the disk is an `OSError` and no HDF5 lock is taken, which some file
+systems refuse. What the C library then finds wrong is wrong with the content of the file.
+
+The C library of netCDF is used by one thread at a time, under xarray's own lock: a training may write a unit while another
+thread of its process reads the store.
+
+xarray opens and decodes each variable of each file by itself, which takes ten times as long as reading the numbers. Here the
+variables of files that differ in nothing but values are stacked, and decoded once.
+"""
+
+import stat
+import threading
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import netCDF4
+import numpy as np
+import xarray as xr
+from xarray.backends import NetCDF4DataStore
+from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK as C_LIBRARY
+
+from tracker.common.errors import UsageError
+from tracker.common.files import naming
+from tracker.common.text import first_line
+
+# What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
+ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
+REMEDY = "move it away, or repeat the walk, which measures its step again"
+
+
+class DamagedFile(ValueError):
+    """A file whose content is not what was written."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds, as it is stored.
+
+    Attributes:
+        form: names, dimensions, types and sizes of the variables, and the values of indexes, as text.
+        values: values by name.
+        dims: dimensions by name.
+        attributes: attributes by name.
+        coordinates: names of variables that are coordinates, with spaces between them.
+        attrs: attributes of the file.
+    """
+
+    form: str
+    values: dict[str, np.ndarray]
+    dims: dict[str, tuple[str, ...]]
+    attributes: dict[str, dict[str, Any]]
+    coordinates: str
+    attrs: dict[str, Any]
+
+
+def file_content(dataset: xr.Dataset) -> memoryview:
+    """Return the bytes of a file that holds a Dataset.
+
+    Raises:
+        ValueError: if it has a text that no file can hold, such as half of a surrogate pair.
+    """
+    # Checksums detect bytes that have changed on the disk.
+    numbers = [name for name, v in dataset.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
+    encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
+    if "token_text" in dataset.coords:  # as characters a twentieth of the size of single strings
+        encoding["token_text"] = {"dtype": "S1", "zlib": True}
+    # `Dataset.to_netcdf` takes the lock for the values alone, and not for names, dimensions and attributes.
+    with C_LIBRARY:
+        file = netCDF4.Dataset("in memory", "w", memory=0)
+        try:
+            dataset.dump_to_store(NetCDF4DataStore(file, lock=threading.Lock()), encoding=encoding)
+        except BaseException:
+            file.close()
+            raise
+        return file.close()
+
+
+def read_content(file: Path, names: Collection[str] | None = None, like: Content | None = None) -> Content:
+    """Read a file, or those of the named variables that it has.
+
+    Args:
+        like: another file, read in the same way: if it has the same form, its attributes of variables are not read again.
+
+    Raises:
+        OSError: if it can't be read at this moment.
+        UsageError: if it is a directory or a pipe.
+        DamagedFile: if it holds something else than a whole NetCDF file.
+    """
+    if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for ever
+        raise UsageError(f"{file} is no file; remove it")
+    with naming(file):
+        content = file.read_bytes()
+    try:
+        with C_LIBRARY, netCDF4.Dataset(file.name, memory=content) as opened:
+            opened.set_auto_maskandscale(False)
+            opened.set_auto_chartostring(False)
+            stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
+            values = {name: _array(held) for name, held in stored.items()}
+            dims = {name: held.dimensions for name, held in stored.items()}
+            attrs = dict(opened.__dict__)
+            coordinates = attrs.pop("coordinates", "")
+            form = repr((coordinates, [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()]))
+            if like is not None and like.form == form:
+                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs)
+            attributes = {name: dict(held.__dict__) for name, held in stored.items()}
+            return Content(form, values, dims, attributes, coordinates, attrs)
+    except ERRORS as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+        raise DamagedFile(f"{file} is damaged ({why}); {REMEDY}") from error
+
+
+def stacked(contents: Sequence[Content]) -> xr.Dataset:
+    """Join files of one form along `step`, and empty `contents`, so that no value is in memory twice.
+
+    Coordinates with one value in all files have no `step`. Attributes of the files that differ become coordinates along it.
+    """
+    first = contents[0]
+    coordinates = {*_decoded(first, first.values, first.dims).coords} - {"step"}
+    values, dims = {}, dict(first.dims)
+    for name in first.dims:
+        several = [content.values.pop(name) for content in contents]
+        if name in coordinates and all(_same(several[0], other) for other in several):
+            values[name] = several[0]
+        else:
+            values[name], dims[name] = np.stack(several), ("step", *dims[name])
+    attrs, differing = common([content.attrs for content in contents])
+    return _decoded(first, values, dims).assign_attrs(attrs).assign_coords(differing)
+
+
+def decoded(content: Content) -> xr.Dataset:
+    """Return the Dataset that a file holds."""
+    return _decoded(content, content.values, content.dims).assign_attrs(content.attrs)
+
+
+def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str, np.ndarray]]]:
+    """Return the attributes that are equal in all steps, and the others as coordinates along `step`, "" where there is none."""
+    equal, differing = {}, {}
+    for name in {name: None for of_step in attrs for name in of_step}:
+        values = [of_step.get(name, "") for of_step in attrs]
+        if all(_same(np.asarray(values[0]), np.asarray(value)) for value in values):
+            equal[name] = values[0]
+        else:
+            alike = len({type(value) for value in values}) == 1
+            differing[name] = "step", np.asarray(values) if alike else np.array(values, dtype=object)
+    return equal, differing
+
+
+def _array(stored: netCDF4.Variable) -> np.ndarray:
+    # As objects, texts of different lengths have one type.
+    return np.asarray(stored[...], object if stored.dtype is str else None)
+
+
+def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ...]:
+    return values.dtype.str, values.shape, values.tolist() if dims == (name,) else None
+
+
+def _decoded(content: Content, values: Mapping[str, np.ndarray], dims: Mapping[str, tuple[str, ...]]) -> xr.Dataset:
+    variables = {name: (dims[name], held, content.attributes[name]) for name, held in values.items()}
+    stored = xr.Dataset(variables, attrs={"coordinates": content.coordinates})
+    return xr.decode_cf(stored, decode_times=False).load().drop_encoding()
+
+
+def _same(values: np.ndarray, other: np.ndarray) -> bool:
+    return np.array_equal(values, other, equal_nan=values.dtype.kind == other.dtype.kind == "f")
