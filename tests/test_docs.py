@@ -21,7 +21,7 @@ FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^`\n#|;&]|\\\n)*)")
-HISTORY = [ROOT / "CHANGELOG.md", *(ROOT / "docs" / "log").iterdir()]  # commands as they were at the time
+HISTORY = [ROOT / "CHANGELOG.md"]  # commands as they were at the time
 VARIABLES = {*BY_NAME, *COORDINATES, *(f"{name}_null" for name, measure in BY_NAME.items() if measure.null)}
 
 
