@@ -120,6 +120,12 @@ def test_the_design_lists_the_layers_of_the_import_contract():
     assert listed == layers
 
 
+def test_the_design_finds_names_where_they_are():
+    placed = re.findall(r"`(?:\w+\.)?(\w+)` in `([\w/.]+\.py)`", text(ROOT / "docs" / "design.md"))
+    missing = [(name, file) for name, file in placed if not re.search(rf"\b{name}\b", (ROOT / file).read_text())]
+    assert len(placed) > 20 and missing == []
+
+
 def commands() -> list[tuple[str, tuple[str, ...]]]:
     """Return every `python -m MODULE` that the documents tell a reader to run, with its options."""
     found = {
