@@ -140,11 +140,21 @@ class Sample:
         return [self.block(l, *links[kind](t)) for t in self.compared]
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of pairs of tokens that a variable is of; "" if it is of blocks."""
+    return next((kind for kind in KINDS if name.removeprefix("diagnostics_").startswith(f"{kind}_")), "")
+
+
+def formula_name(name: str) -> str:
+    """Return the name of a variable's formula: without what names a variant of it."""
+    name, kind = name.removesuffix("_normed").removesuffix("_vju"), kind_of(name)
+    return name.replace(f"{kind}_", "", 1) if kind else name
+
+
 def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[..., Any]]) -> np.ndarray:
     """Return the values of a variable for one sample, over its declared dimensions, by one of some formulas."""
-    kind = next((kind for kind in KINDS if measure.name.removeprefix("diagnostics_").startswith(f"{kind}_")), "")
-    name, normed = measure.name.removesuffix("_normed").removesuffix("_vju"), measure.name.endswith("_normed")
-    formula, dims = formulas[name.replace(f"{kind}_", "", 1) if kind else name], measure.dims
+    kind, name = kind_of(measure.name), formula_name(measure.name)
+    normed, formula, dims = measure.name.endswith("_normed"), formulas[name], measure.dims
     if name in OF_SAMPLES:
         return np.array(formula(sample))
     if "position" in dims:
