@@ -26,6 +26,7 @@ from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
 
 ANY = np.inf
+NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length, relative to that of the embedding
 
 
 @dataclass(eq=False)
@@ -438,7 +439,7 @@ def noise_similarity(sample: Sample) -> np.ndarray:
     clean = sample.oracle.inputs[0]
     n, d = clean.shape[1:]
     unit, found = torch.from_numpy(sample.drawn(n, d)), []
-    for level in (0.01, 0.03, 0.1, 0.3, 1.0):
+    for level in NOISE:
         states = clean.clone()
         states[sample.b] += level * unit * clean[sample.b].norm(dim=-1, keepdim=True) / d**0.5
         path = [states[sample.b]]

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tracker
 from tests import brute_force
-from tests.measures.formulas import ANY, FORMULAS, NULL_LEVELS, WITHOUT_SIGN, Sample, evaluate, formula_name
+from tests.measures.formulas import ANY, FORMULAS, NOISE, NULL_LEVELS, WITHOUT_SIGN, Sample, evaluate, formula_name
 from tests.models import FAMILIES, Size, build, silence
 from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
@@ -57,15 +57,14 @@ def measured(name, **options):
     if name == SILENT:
         silence(model, [1])
     norms_in_float64(model)
-    lacking = () if hasattr(model, "get_output_embeddings") else ("entropy", "directions")
-    options.setdefault("measures", [choice for choice in EVERYTHING if choice not in lacking])
+    options.setdefault("measures", EVERYTHING)
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
     ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
     found = find_blocks(model)
     norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
     blocks = [model.get_submodule(one) for one in found.names]
     oracle = brute_force.run(model, inputs, blocks, None, found.batch_first, functorch=name != "bloom")
-    unembedding = None if lacking else model.get_output_embeddings()
+    unembedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sliced, seeds = not FAMILIES[of].full, [seed_of([one], {}) for one in inputs]
     return ds, [
         Sample(ds, oracle, b, norm, unembedding, HALVES[name] or (), seed, sliced) for b, seed in enumerate(seeds)
@@ -198,9 +197,11 @@ def test_each_measured_variable_is_declared():
     assert set(ds.data_vars) == {*BY_NAME, "diagnostics_undefined"}
 
 
-def test_certificates_and_counts_where_a_block_adds_nothing():
+def test_residuals_and_counts_where_a_block_adds_nothing():
     ds, _ = measured(SILENT)
-    assert ds.diagnostics_complete.all() and ds.diagnostics_residual.sel(layer=2).isnull().all()
+    undefined = ds.diagnostics_residual.isnull()
+    assert undefined.all(("prompt", "token")).values.tolist() == [False, True, False]
+    assert int(undefined.sum()) == undefined.size / 3
     alone, _ = measured(SILENT, measures=("coupling", "depth_use"))
     counts = [one.diagnostics_undefined.sel(quantity="update_cosine") for one in (ds, alone)]
     assert counts[0] == counts[1] == alone.update_cosine.isnull().sum()
@@ -230,6 +231,7 @@ def test_all_declared_variables_are_compared():
     assert names == BY_NAME.keys() - WITHOUT_FORMULA.keys() and len(BY_NAME) == len(MEASURES)
     assert {measure.option for measure in MEASURES} == set(OPTIONS) == {"", "keep", *CHOICE_NAMES}
     ds, _ = measured("gpt_neox")
+    assert ds["noise"].values.tolist() == list(NOISE)
     assert set(ds["quantity"].values) == {measure.name for measure in MEASURES if measure.counted}
 
 
