@@ -25,12 +25,13 @@ from tracker.measures.registry import BY_NAME, KINDS, MEASURES
 from tracker.measures.settings import CHOICE_NAMES, EVERYTHING
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROUNDING = "a rounding error alone: {} has the exact values of planted errors"
-WITHOUT_FORMULA = {  # why, and the test that checks them
-    f"diagnostics_{start}residual{end}": ROUNDING.format("test_certificates.py, of certificates and of a wrong vector,")
+ROUNDING = "a rounding error alone; planted errors are compared by tests/measures/test_certificates.py: "
+WITHOUT_FORMULA = {  # why, and the tests that check them
+    f"diagnostics_{start}residual{end}": f"{ROUNDING}{tests}"
+    for tests in ("test_certificates_are_those_of_each_jacobian, test_the_residual_of_a_wrong_vector",)
     for start, end in (("", ""), ("", "_normed"), *((f"{kind}_", "") for kind in KINDS))
 } | {
-    f"diagnostics_{name}_error{end}": ROUNDING.format("test_certificates.py::test_errors_of_checks_are_those_planted")
+    f"diagnostics_{name}_error{end}": f"{ROUNDING}test_errors_of_checks_are_those_planted"
     for name in ("value", "derivative", "independent")
     for end in ("", "_normed")
 }
