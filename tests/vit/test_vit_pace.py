@@ -151,7 +151,7 @@ def test_a_grid_prints_its_cost_once_and_goes_on(six, monkeypatch, capsys):
         for cell in six:
             cell.directory.mkdir()
         pace(six[0], 120.0, 60.0)
-        printed, deadline = "", time.monotonic() + 30
+        printed, deadline = "", time.monotonic() + 300
         while "from the first steps" not in printed and time.monotonic() < deadline:
             time.sleep(0.01)
             printed += capsys.readouterr().out
