@@ -15,7 +15,8 @@ BIN := .venv/bin
 # Where bytecode is not written, every test process compiles the tests again: 12 s.
 export PYTHONDONTWRITEBYTECODE =
 
-PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo demo-vit test test-all test-shapes test-oldest sweep-tenth lint docs package gpu .venv
 
@@ -38,20 +39,23 @@ demo-vit: .venv/installed
 	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --threads 1 --wandb offline --out results/vit/demo
 	$(BIN)/python -m vit.analysis results/vit/demo
 
-# One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.
+# Tests that measure time run afterwards, one after another: processes beside them would take some of it.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
 
 test-shapes: .venv/installed
-	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow" tests/linalg tests/jacobians tests/measures tests/test_measure.py
+	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL) tests/linalg tests/jacobians tests/measures tests/test_measure.py
 
 test-oldest: .venv/installed
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/oldest
 	$(BIN)/uv pip install --quiet --compile-bytecode --python build/oldest/bin/python --resolution lowest-direct --editable '.[dev]'
-	OMP_NUM_THREADS=1 build/oldest/bin/python $(PYTEST)
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -m "not alone" $(PARALLEL)
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -m alone
 
 sweep-tenth: .venv/installed
 	$(BIN)/python -m tests.sweep --share day/10

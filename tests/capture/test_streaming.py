@@ -88,7 +88,7 @@ def test_next_block_is_copied_while_one_is_in_use(pretend, monkeypatch):
     replica = replica_of(model(), pretend.device)
     for l, block in enumerate(replica.blocks):
         with replica.materialize(block):
-            assert all(event.wait(10) for event in copied[: l + 2])
+            assert all(event.wait(300) for event in copied[: l + 2])
             assert len(threads) == min(l + 2, DEPTH)
     assert threading.current_thread() not in threads
 

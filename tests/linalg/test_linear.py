@@ -79,6 +79,7 @@ def test_few_rows(rows, products, monkeypatch):
     assert len(addresses[0]) == 2 and addresses[0] == addresses[1], "W^T of both layers, and again there"
 
 
+@pytest.mark.alone
 def test_strides_that_onednn_is_slow_with():
     """Columns of a wider weight: handed on as they are, they take over a second."""
     W, x = torch.randn(2048, 4096), torch.randn(16, 4096)

@@ -128,7 +128,7 @@ def test_without_room_for_krylov_bases_the_full_decomposition_serves(d, K):
 # The certificate
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1000), d=st.integers(4, 40), K=st.integers(1, 12), single=st.booleans(), data=st.data())
 def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, single, data):
     """Residuals of the triplets that are there look perfect; only the completeness test sees what is not."""
@@ -433,7 +433,7 @@ def test_products_are_never_in_reduced_precision():
     assert seen == {"highest"}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-10, 1e10), K=st.integers(1, 20))
 def test_invariances(seed, scale, K):
     """Rotations of input and output turn the vectors; a factor scales the values."""
