@@ -147,7 +147,9 @@ def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, si
     U, S, Vh = torch.linalg.svd(J)
     U, S, V = U[..., kept].to(dtype), S[..., kept].to(dtype), Vh[..., kept, :].mT.to(dtype)
     J = J.to(dtype)
-    assert float(residual(J, U, S, V)) < rounding(dtype, amplified=1 / float(s[kept[0]]))  # relative to the first one kept
+    assert float(residual(J, U, S, V)) < rounding(
+        dtype, amplified=1 / float(s[kept[0]])
+    )  # relative to the first one kept
     assert bool(is_complete(J, U, S, V)) == (kept == list(range(len(kept))))
 
 
