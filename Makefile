@@ -3,6 +3,7 @@
 # make test: install, run the tests that take less than 1.5 s each
 # make test-all: install, run every test
 # make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
+# make test-kernels: run the tests of `make test` with the kernels of other processors; KERNELS=avx2 or any below, day: one a day
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
 # make lint: run ruff, pyright and import-linter
@@ -15,9 +16,20 @@ BIN := .venv/bin
 # Where bytecode is not written, every test process compiles the tests again: 12 s.
 export PYTHONDONTWRITEBYTECODE =
 
-PYTEST := -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.
+PARALLEL := --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-vit test test-all test-shapes test-oldest sweep-tenth lint docs package gpu .venv
+# What test-kernels sets: the newest instructions that PyTorch's own kernels, oneDNN's and MKL's may use, or the threads.
+COMBINATIONS := aten onednn mkl avx2 threads
+aten := ATEN_CPU_CAPABILITY=default
+onednn := ONEDNN_MAX_CPU_ISA=SSE41
+mkl := MKL_ENABLE_INSTRUCTIONS=SSE4_2
+avx2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2
+threads := OMP_NUM_THREADS=2
+KERNELS ?= $(COMBINATIONS)
+OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMBINATIONS))
+
+.PHONY: demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -38,20 +50,28 @@ demo-vit: .venv/installed
 	$(BIN)/python -m vit.grid --config digits --weight_decays 0.01,0.1 --drop_paths 0,0.1 --threads 1 --wandb offline --out results/vit/demo
 	$(BIN)/python -m vit.analysis results/vit/demo
 
-# One thread per process, so that processes do not compete for cores. Tests of one file share fixtures, so one process runs them.
+# Tests that measure time run afterwards, one after another: processes beside them would take some of it.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
 
 test-shapes: .venv/installed
-	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m "not slow" tests/linalg tests/jacobians tests/measures tests/test_measure.py
+	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL) tests/linalg tests/jacobians tests/measures tests/test_measure.py
+
+test-kernels: $(patsubst %,kernels-%,$(KERNELS:day=$(OF_TODAY)))
+
+$(COMBINATIONS:%=kernels-%): kernels-%: .venv/installed
+	OMP_NUM_THREADS=1 $($*) $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
 
 test-oldest: .venv/installed
 	$(BIN)/uv venv --quiet --clear --python $(PYTHON) build/oldest
 	$(BIN)/uv pip install --quiet --compile-bytecode --python build/oldest/bin/python --resolution lowest-direct --editable '.[dev]'
-	OMP_NUM_THREADS=1 build/oldest/bin/python $(PYTEST)
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -m "not alone" $(PARALLEL)
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -m alone
 
 sweep-tenth: .venv/installed
 	$(BIN)/python -m tests.sweep --share day/10

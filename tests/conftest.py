@@ -40,9 +40,14 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 from _pytest.doctest import DoctestModule  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from checkpoints import nano  # noqa: E402
 from tests import processes  # noqa: E402
+
+# By default Hypothesis fails a property that takes 0.2 s, as any does while other processes have the cores.
+settings.register_profile("at any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("at any pace")
 
 # torch is imported where it is used: the process that distributes tests to others reads this file and needs none of it.
 ROOT = processes.ROOT

@@ -10,7 +10,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ class Fault:
         default_factory=dict
     )  # of the answer; without a status, of a file in place of its own
     drop_after: int | None = None  # number of bytes of the body before the connection is closed
-    slow: float = 0.0  # seconds of delay per 64 kB
+    pause: Callable[[], object] | None = None  # called after each 64 kB of the body
     content: Callable[[bytes], bytes] | None = None  # changes the content, under the hash of the original
     then: Callable[[], None] | None = None  # called before answering
     reset: bool = False  # the connection is reset in place of an answer
@@ -150,7 +149,8 @@ class Handler(BaseHTTPRequestHandler):
             part = content[at : min(end, at + (1 << 16))]
             self.wfile.write(part)
             self.hub.sent += len(part)
-            time.sleep(fault.slow)
+            if fault.pause:
+                fault.pause()
         if end < len(content):
             self.close_connection = True
 
@@ -216,13 +216,19 @@ def git_hash(file: Path) -> str:
     return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
 
 
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_) -> None:
+        """Say nothing of clients that were killed."""
+
+
 @contextmanager
 def serve(root: Path) -> Iterator[Hub]:
     """Serve the repositories below `root`."""
     hub = Hub(root=root)
     handler = type("BoundHandler", (Handler,), {"root": root, "hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = Server(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     try:

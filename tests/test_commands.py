@@ -20,6 +20,7 @@ def test_each_subcommand_prints_its_own_help(name, capsys):
     assert callable(importlib.import_module(COMMANDS[name][0]).main)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     "module",
     ["tracker.pythia", "tracker.dashboards", "tracker.replay", "vit.train", "vit.grid", "vit.analysis"],

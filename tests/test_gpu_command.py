@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import select
 import subprocess
 import sys
 import time
 import warnings
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,18 +26,41 @@ MODULES = {
     "well": WRITE,
     "raising": WRITE + "raise MemoryError('no memory left')\n",
     "crashing": WRITE + "os.kill(os.getpid(), 11)\n",
-    "hanging": WRITE + "time.sleep(600)\n",
+    "hanging": WRITE + "open(__file__.replace('.py', '.reached'), 'w').close()\ntime.sleep(600)\n",
 }
+LIMIT = 1.0  # seconds
 
 
 @pytest.fixture
-def steps(tmp_path, monkeypatch):
+def hangs(tmp_path, monkeypatch):
+    """Begin the time of a process once it hangs, however long it took to start; return the file by which it says so."""
+    file, now = tmp_path / "hanging.reached", [0.0]
+
+    class Started(subprocess.Popen):
+        def wait(self, timeout=None):
+            while timeout == LIMIT and self.poll() is None and not file.exists():
+                time.sleep(0.01)
+            try:
+                return super().wait(timeout)
+            except subprocess.TimeoutExpired:
+                now[0] += LIMIT
+                file.unlink()
+                raise
+
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    monkeypatch.setattr(gpu, "GRACE", 300.0)
+    return file
+
+
+@pytest.fixture
+def steps(tmp_path, monkeypatch, hangs):
     """Replace the steps by the modules above; return the JSON file."""
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(SETUP + text)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(gpu, "CHECK", "")
-    monkeypatch.setattr(gpu, "STEPS", {name: (3, name) for name in MODULES})
+    monkeypatch.setattr(gpu, "STEPS", {name: (LIMIT, name) for name in MODULES})
     monkeypatch.setattr(gpu, "SMALL", dict.fromkeys(MODULES, ""))
     return tmp_path / "gpu.json"
 
@@ -60,9 +85,9 @@ def test_whatever_ends_a_step_the_others_run_and_results_so_far_are_kept(steps, 
 
 @pytest.mark.slow
 def test_the_same_command_runs_the_steps_for_which_no_time_was_left(steps, capsys):
-    code, first = run(steps, "--steps", "hanging", "well", "--limit", "4")
+    code, first = run(steps, "--steps", "hanging", "well", "--limit", "1.5")
     assert code == 1 and list(first) == ["hanging"]
-    assert "well: not run, 3 s are not left" in capsys.readouterr().out
+    assert "well: not run, 1.0 s are not left" in capsys.readouterr().out
     code, found = run(steps)
     assert list(found) == ["hanging", "well", "raising", "crashing"] and found["hanging"] == first["hanging"]
     (steps.parent / "raising.py").write_text(SETUP + WRITE)
@@ -103,13 +128,16 @@ def test_wheels_are_installed_for_the_steps(steps, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_ends_with_all_its_processes(tmp_path):
-    started = tmp_path / "started"
-    child = f"import pathlib, time; pathlib.Path({str(started)!r}).write_text(''); time.sleep(4); print('ran on')"
-    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    assert gpu.run_limited(["-c", script], 2, tmp_path)["status"] == "timed out" and started.exists()
-    time.sleep(4)
-    assert "ran on" not in (tmp_path / "output").read_text()
+def test_a_step_ends_with_all_its_processes(tmp_path, hangs):
+    """Its child has a pipe open for as long as it runs."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    child = f"import time; kept = open({str(pipe)!r}, 'w'); open({str(hangs)!r}, 'w').close(); time.sleep(600)"
+    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    assert gpu.run_limited(["-c", script], LIMIT, tmp_path)["status"] == "timed out"
+    assert select.select([reading], [], [], 60)[0] and os.read(reading, 1) == b"", "the child runs on"
+    os.close(reading)
 
 
 TESTS = """

@@ -105,7 +105,7 @@ def run_script(terminal, delay=0.0, shown=None):
     "terminal, delay, shown, expected",
     [
         (True, 0.0, None, True),
-        (True, 60.0, None, False),  # over before the bar is due
+        (True, 3600.0, None, False),  # over before the bar is due
         (True, 0.0, False, False),
         (False, 0.0, None, False),
         (False, 0.0, True, True),

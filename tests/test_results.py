@@ -197,7 +197,7 @@ from tracker.store import Store
 
 claim = Store(sys.argv[2]).claim(3)
 print("claimed", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

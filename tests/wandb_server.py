@@ -5,7 +5,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
@@ -25,13 +25,13 @@ class WandbServer:
     """What a server received, and how it fails.
 
     Attributes:
-        fail: how it answers from now on: it drops the connection, never answers, or refuses the key (401).
+        fault: returns how it answers a request: it drops the connection, never answers, refuses the key (401), or None.
         rows: how many lines of history it accepted.
         bodies: what it received as JSON.
     """
 
     def __init__(self) -> None:
-        self.fail: Fault | None = None
+        self.fault: Callable[[], Fault | None] = lambda: None
         self.rows = 0
         self.bodies: list[dict] = []
         self.requests: list[str] = []
@@ -76,7 +76,7 @@ def serve() -> Iterator[WandbServer]:
             content = gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
             is_json = "json" in self.headers.get("Content-Type", "")
             state.requests.append(f"{self.path} {content[:150]!r}")
-            fail = state.fail
+            fail = state.fault()
             if fail == "hang":
                 state.closed.wait()
             if fail in ("drop", "hang"):

@@ -88,7 +88,7 @@ CASES = {
 def main():
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
-    store, limit = f"file://{directory}/rendezvous", timedelta(seconds=30)
+    store, limit = f"file://{directory}/rendezvous", timedelta(seconds=600)
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=limit)
     mesh, model = init_device_mesh("cpu", (RANKS,)), make()
     for layer in model.gpt_neox.layers:

@@ -16,6 +16,7 @@ from tests.brute_force import run
 from tests.jacobians.measured import jacobians_at
 from tests.jacobians.test_rows import Attention, Stack, random
 from tests.models import tokens
+from tests.rounding import rounding
 from tracker.common.errors import UsageError
 from tracker.jacobians.checks import separating_sets
 
@@ -151,6 +152,8 @@ def test_arguments_with_an_axis_of_samples_are_no_mixing():
 # Arithmetic in float32 inside a block that is measured in float64
 
 
+SINGLE = rounding(torch.float32, operations=10)  # some ten are in float32; of entries up to 1
+
 SIZES = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=50)
 SIZES |= dict(num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
@@ -200,17 +203,19 @@ def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
     model.double()
     for l, (J, checks) in enumerate(seen):
         expected = brute(model, list(model.model.layers), ids, l)
-        assert float((J - expected).abs().max()) < 2e-7 * max(1.0, float(expected.abs().max()))
-        assert checks.value_error < 1e-6
+        assert float((J - expected).abs().max()) < SINGLE * max(1.0, float(expected.abs().max()))
+        assert checks.value_error < SINGLE
     if name != "GlmMoeDsaForCausalLM":  # its blocks are handed which tokens the one before looked up
         assert all(checks.sliced for _, checks in seen)
 
 
 class Routed(Block):
-    """A gate computed in float32, as many routers are."""
+    """A gate computed in float32, as many routers are; that of a single row rounds otherwise, as by another kernel."""
 
     def forward(self, x):
         gate = F.linear(x.float(), self.linear.weight.float()).sigmoid()
+        if x.shape[1] == 1:
+            gate = gate * (1 + torch.finfo(torch.float32).eps)
         return x + self.attend(x) + gate.to(x.dtype) * self.linear(x)
 
 
@@ -248,9 +253,9 @@ def test_a_gate_in_float32_is_sliced_and_its_error_told():
     model, x = stack(Routed), random(2, 40, 8)
     seen = jacobians(model, x)
     for l, (J, checks) in enumerate(seen):
-        assert checks.sliced and checks.value_error < 1e-6
-        assert 1e-9 < checks.derivative_error < 1e-5
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)
+        assert checks.sliced and checks.value_error < SINGLE
+        assert 1e-9 < checks.derivative_error < SINGLE
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
 
 
 @pytest.mark.parametrize("block", [Noisy, NoisyGate, CountingGate])
@@ -269,7 +274,7 @@ def test_a_gate_in_float32_hides_no_mixing_of_rows():
     assert len(reasons) == len(seen) and all("value check" in reason for reason in reasons.values())
     for l, (J, checks) in enumerate(seen):
         assert not checks.sliced
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=3e-7, rtol=0)
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
 
 
 def test_a_block_that_asks_for_the_gradient_mode_is_refused():
@@ -496,5 +501,5 @@ def test_a_stream_kept_in_float32_is_replayed_in_float32():
     torch.manual_seed(0)
     model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
     for l, (J, checks) in enumerate(jacobians(model, x)):
-        assert checks.sliced and checks.value_error < 1e-6
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l).double(), atol=5e-7, rtol=0)
+        assert checks.sliced and checks.value_error < SINGLE
+        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l).double(), atol=SINGLE, rtol=0)

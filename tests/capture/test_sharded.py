@@ -11,7 +11,7 @@ from tests.capture.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
 
 pytestmark = pytest.mark.slow  # two processes, ten cases
 BUDGET = SETTINGS.memory_budget
-SECONDS = 120  # some fifteen are used; a rank that waits for another one would wait until then
+SECONDS = 400  # some fifteen are used; a rank that waits for another one would wait until then
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import torch
 
 import tracker
 from tests.models import Size, language, tokens
+from tests.rounding import of_miscouplings, rounding
 from tracker.blocks.find import find_blocks
 from tracker.capture import weights as streaming
 from tracker.capture.global_state import preserve_global_state
@@ -39,7 +40,9 @@ def test_streamed_results_are_those_of_a_model_on_the_device(pretend, dtype):
     on_cpu = tracker.measure(model(dtype), tokens(1), **OPTIONS)
     for name in ("miscoupling", "singular_value"):
         np.testing.assert_array_equal(streamed[name], resident[name])
-        np.testing.assert_allclose(streamed[name], on_cpu[name], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(streamed.miscoupling, on_cpu.miscoupling, rtol=0, atol=of_miscouplings(on_cpu))
+    atol = rounding(torch.float32) * float(on_cpu.singular_value.max())
+    np.testing.assert_allclose(streamed.singular_value, on_cpu.singular_value, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -88,7 +91,7 @@ def test_next_block_is_copied_while_one_is_in_use(pretend, monkeypatch):
     replica = replica_of(model(), pretend.device)
     for l, block in enumerate(replica.blocks):
         with replica.materialize(block):
-            assert all(event.wait(10) for event in copied[: l + 2])
+            assert all(event.wait(300) for event in copied[: l + 2])
             assert len(threads) == min(l + 2, DEPTH)
     assert threading.current_thread() not in threads
 
@@ -195,5 +198,6 @@ def test_a_weight_whose_elements_share_memory_is_copied(pretend):
     for norm in norms:
         norm.weight = torch.nn.Parameter(torch.tensor([0.5]).expand(WIDTH))
     found = tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
-    np.testing.assert_allclose(found.miscoupling, tracker.measure(given, tokens(1), **OPTIONS).miscoupling, atol=1e-5)
+    expected = tracker.measure(given, tokens(1), **OPTIONS)
+    np.testing.assert_allclose(found.miscoupling, expected.miscoupling, rtol=0, atol=of_miscouplings(expected))
     assert all(norm.weight.stride() == (0,) for norm in norms)

@@ -19,26 +19,32 @@ from tracker.common.files import Lock, hash_file, read_json, remove_stale_tempor
 
 WRITE = """
 import sys, threading
+from itertools import count
 from pathlib import Path
 from tracker.common.files import write_atomic
 
-def work(letter):
-    for i in range(60):
-        write_atomic(Path(sys.argv[1]), letter * (500 * (1 + i % 40)))
-    print("written", flush=True)
+stop = threading.Event()
 
-sys.stdin.readline()
+def work(letter):
+    for i in count():
+        if i >= 60 and stop.is_set():
+            break
+        write_atomic(Path(sys.argv[1]), letter * (500 * (1 + i % 40)))
+    print("written\\n", end="", flush=True)  # in one piece, as two threads do it
+
 for letter in sys.argv[2]:
     threading.Thread(target=work, args=(letter.encode(),)).start()
+sys.stdin.read()
+stop.set()
 """
 HALF_WRITTEN = """
-import os, sys, time
+import os, sys
 from pathlib import Path
 from tracker.common.files import write_atomic
 
 def wait(descriptor):
     print("half", flush=True)
-    time.sleep(60)
+    sys.stdin.read()  # until it is killed
 
 os.fsync = wait
 write_atomic(Path(sys.argv[1]), b"new")
@@ -65,28 +71,25 @@ def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
     file = tmp_path / "file"
     write_atomic(file, b"x" * 500)
     writers = [program(WRITE, str(file), letters) for letters in ("ab", "cd", "ef", "gh")]
-    for writer in writers:
-        assert writer.stdin
-        writer.stdin.write("go\n")
-        writer.stdin.flush()
-    torn, reads, done = [], 0, threading.Event()
+    torn, deadline = [], time.monotonic() + 300
 
     def read():
-        nonlocal reads
-        while not done.is_set():
+        """Read while all are writing: until there was something of each."""
+        letters, reads = set(), 0
+        while (reads < 200 or not letters >= set(b"abcdefgh")) and time.monotonic() < deadline:
             content = file.read_bytes()
-            reads += 1
+            letters, reads = letters | set(content), reads + 1
             if len(set(content)) != 1 or len(content) % 500:
                 torn.append(content)
 
     readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    outputs = [writer.communicate(timeout=120)[0] for writer in writers]
-    done.set()
     for reader in readers:
         reader.join()
-    assert outputs == ["written\nwritten\n"] * 4 and not torn and reads > 100
+    in_time = time.monotonic() < deadline
+    outputs = [writer.communicate(timeout=300)[0] for writer in writers]
+    assert outputs == ["written\nwritten\n"] * 4 and not torn and in_time
     assert names(tmp_path) == ["file"] and file.read_text()[0] in "abcdefgh"
 
 

@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.measures.test_coupling import rotation
+from tests.rounding import rounding
 from tracker.linalg import costs, krylov, svd
 from tracker.linalg.costs import eigenvectors_are_cheaper, krylov_is_cheaper
 from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets, triplets_by_products
 
+RESIDUAL = dict(svd.TOLERANCE)  # promised; a test changes the original
 FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
 
 
@@ -36,26 +38,30 @@ def assert_same_span(A: torch.Tensor, B: torch.Tensor, atol: float):
     assert float(torch.linalg.matrix_norm(A - B @ (B.mT @ A), 2).max()) < atol
 
 
-def assert_same_vectors(t: svd.Triplets, J: torch.Tensor, atol: float):
-    """Each pair (u_k, v_k) against LAPACK's, joint sign aside."""
+def assert_same_vectors(t: svd.Triplets, J: torch.Tensor):
+    """Each pair (u_k, v_k) against LAPACK's, joint sign aside: it turns by its error over the gap to its neighbours (Wedin)."""
     K = t.S.shape[-1]
     U, S, Vh = torch.linalg.svd(J)
     sign = (t.U * U[..., :K]).sum(-2, keepdim=True).sign()
-    torch.testing.assert_close(t.S, S[..., :K], atol=atol, rtol=0)
-    torch.testing.assert_close(t.U * sign, U[..., :K], atol=atol, rtol=0)
-    torch.testing.assert_close(t.V * sign, Vh[..., :K, :].mT, atol=atol, rtol=0)
+    falls = torch.nn.functional.pad(-S.diff() / S[..., :1], (1, 1), value=torch.inf)
+    gap = torch.minimum(falls[..., :-1], falls[..., 1:])[..., :K]
+    assert (t.residual < RESIDUAL[J.dtype]).all()
+    error = rounding(J.dtype) + t.residual[..., None]
+    assert ((t.S - S[..., :K]).abs() / S[..., :1] <= error).all()
+    assert (torch.linalg.vector_norm(t.U * sign - U[..., :K], dim=-2) <= error / gap).all()
+    assert (torch.linalg.vector_norm(t.V * sign - Vh[..., :K, :].mT, dim=-2) <= error / gap).all()
 
 
 @pytest.mark.parametrize("method", ["full", "krylov"])
 @pytest.mark.parametrize("s", [FALLING, FLAT], ids=["falling", "flat"])
 @pytest.mark.parametrize("K", [1, 10, 40])
-def test_values_and_vectors_to_1e_10(method, s, K):
+def test_values_and_vectors(method, s, K):
     J = planted(s)
     t = top_singular_triplets(J, K, method)
-    assert_same_vectors(t, J, 1e-10)
-    torch.testing.assert_close(t.S[0], s[:K], atol=1e-12, rtol=0)
+    assert_same_vectors(t, J)
+    torch.testing.assert_close(t.S[0], s[:K], atol=2 * rounding(torch.float64), rtol=0)
     torch.testing.assert_close(t.gap[0], (s[:K] - s[1 : K + 1]) / s[0], atol=1e-12, rtol=0)
-    assert bool(t.complete) and float(t.residual) < 1e-11
+    assert bool(t.complete)
     assert bool(t.full) == (method == "full")
 
 
@@ -64,11 +70,12 @@ def test_in_float32(method):
     J = planted(FLAT).float()
     t = top_singular_triplets(J, 10, method)
     assert float(t.residual) < svd.TOLERANCE[torch.float32] and bool(t.complete)
-    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
+    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=rounding(torch.float32), rtol=0)
     for basis in (t.U, t.V):
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(10)[None], atol=1e-5, rtol=0)
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10)[None], atol=rounding(torch.float32), rtol=0)
     exact = residual(J.double(), t.U.double(), t.S.double(), t.V.double())
-    assert float(t.residual) == pytest.approx(float(exact), rel=0.2), "near rounding: no two evaluations agree wholly"
+    # Itself some ten roundings; a product with J and a difference evaluate it.
+    torch.testing.assert_close(t.residual.double(), exact, atol=rounding(torch.float32, operations=1), rtol=0)
 
 
 SPECTRA = {
@@ -93,13 +100,14 @@ def test_clustered_deficient_zero_and_tiny(method, dtype, name):
 
 def assert_right(t, s, dtype):
     """Assert that ten triplets have the singular values s, orthonormal vectors, and a certificate."""
-    accuracy = 100 * torch.finfo(dtype).eps
-    torch.testing.assert_close(t.S[0].cpu().double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
-    for basis in (t.U.cpu(), t.V.cpu()):
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=accuracy, rtol=0)
     assert bool(t.complete)
     assert bool(t.residual.isnan()) == bool(t.gap.isnan().all()) == (float(s[0]) == 0)
     assert not float(t.residual) > svd.TOLERANCE[dtype]
+    # Where values are equal, they err as much as the residual (Weyl), not as its square.
+    accuracy = rounding(dtype) + float(t.residual.nan_to_num(0))
+    torch.testing.assert_close(t.S[0].cpu().double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
+    for basis in (t.U.cpu(), t.V.cpu()):
+        torch.testing.assert_close(basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=rounding(dtype), rtol=0)
 
 
 def test_the_span_of_a_near_degenerate_pair_is_right_where_its_vectors_are_not_determined():
@@ -122,13 +130,13 @@ def test_without_room_for_krylov_bases_the_full_decomposition_serves(d, K):
     J = planted(FALLING[:d])
     t = top_singular_triplets(J, K, "krylov")
     assert bool(t.full)
-    assert_same_vectors(t, J, 1e-10)
+    assert_same_vectors(t, J)
 
 
 # The certificate
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 1000), d=st.integers(4, 40), K=st.integers(1, 12), single=st.booleans(), data=st.data())
 def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, single, data):
     """Residuals of the triplets that are there look perfect; only the completeness test sees what is not."""
@@ -139,7 +147,9 @@ def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, si
     U, S, Vh = torch.linalg.svd(J)
     U, S, V = U[..., kept].to(dtype), S[..., kept].to(dtype), Vh[..., kept, :].mT.to(dtype)
     J = J.to(dtype)
-    assert float(residual(J, U, S, V)) < 100 * torch.finfo(dtype).eps
+    assert float(residual(J, U, S, V)) < rounding(
+        dtype, amplified=1 / float(s[kept[0]])
+    )  # relative to the first one kept
     assert bool(is_complete(J, U, S, V)) == (kept == list(range(len(kept))))
 
 
@@ -170,7 +180,7 @@ def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
     J[:-1, :-1] = planted(flat(d - 1))[0]
     J[-1, -1] = 1.01
     t = top_singular_triplets((Q @ J @ Q.T)[None].to(dtype), 10, "krylov")
-    assert float(t.S[0, 0]) == pytest.approx(1.01, abs=1e-6) and bool(t.complete)
+    assert float(t.S[0, 0]) == pytest.approx(1.01, abs=rounding(dtype)) and bool(t.complete)
 
 
 @pytest.fixture(params=[0, 4])
@@ -206,7 +216,7 @@ def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype
     assert not bool(is_complete(J, missing.U, missing.S, missing.V))
     t = top_singular_triplets(J, 10, "krylov")
     assert bool(t.full) and bool(t.complete)
-    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=1e-6, rtol=0)
+    torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=rounding(dtype), rtol=0)
 
 
 def test_only_what_missed_is_done_again(blind):
@@ -215,7 +225,7 @@ def test_only_what_missed_is_done_again(blind):
     t = top_singular_triplets(J, 10, "krylov")
     assert t.full.tolist() == [False, True, False]
     assert t.complete.all()
-    assert_same_vectors(t, J, 1e-9)
+    assert_same_vectors(t, J)
 
 
 @pytest.mark.parametrize("single", [True, False])
@@ -225,7 +235,7 @@ def test_squares_serve_where_singular_values_certainly_do_not_fall_far(fall, by_
     way = svd._by_golub_kahan
     monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
     s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), 0.8 * fall * FLAT[10:]])
-    dtype, atol = (torch.float32, 2e-6) if single else (torch.float64, 1e-12)
+    dtype = torch.float32 if single else torch.float64
     J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
     t = top_singular_triplets(J, 10, "krylov")
     assert calls == ([] if by_squares else [2]), "of the three matrices, those alone that squares may not suit"
@@ -233,7 +243,7 @@ def test_squares_serve_where_singular_values_certainly_do_not_fall_far(fall, by_
     assert float(t.residual.max()) < svd.TOLERANCE[dtype]
     expected = torch.linalg.svdvals(J.double())
     largest = expected[:, :1]
-    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
+    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=rounding(dtype), rtol=0)
 
 
 @pytest.mark.parametrize("fall, tried", [(0.5, True), (0.02, False)])
@@ -245,8 +255,8 @@ def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
     assert bool(calls) == tried and bool(t.complete) and not bool(t.full)
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_squares_of_several_wider_than_a_panel(dtype, atol):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_squares_of_several_wider_than_a_panel(dtype):
     J = torch.randn(2, 2 * PANEL + 60, 2 * PANEL + 60, dtype=dtype)
     before = J.clone()
     t = svd._by_squares(J, 10)
@@ -254,7 +264,7 @@ def test_squares_of_several_wider_than_a_panel(dtype, atol):
     assert bool(t.complete.all()) and float(t.residual.max()) < svd.TOLERANCE[dtype]
     expected = torch.linalg.svdvals(J.double())
     largest = expected[:, :1]
-    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=atol, rtol=0)
+    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=rounding(dtype), rtol=0)
 
 
 @pytest.mark.parametrize("last", [0.105, 0.15])
@@ -285,7 +295,7 @@ def test_a_residual_out_of_reach_falls_back(monkeypatch):
     J = planted(FLAT)
     t = top_singular_triplets(J, 10, "krylov")
     assert bool(t.full) and bool(t.complete)
-    assert_same_vectors(t, J, 1e-10)
+    assert_same_vectors(t, J)
     assert not bool(triplets_by_products(*products(J), J[..., 0], 10).complete)
 
 
@@ -349,23 +359,25 @@ def test_auto_takes_the_cheapest(monkeypatch):
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2])
-@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-9), (torch.float32, 5e-3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("K", [1, 20, 40])
-def test_eigenvectors_of_steep_spectra(K, dtype, atol, power):
+def test_eigenvectors_of_steep_spectra(K, dtype, power):
     """s_K / s_1 down to 1/1600, where squares lose digits: what they do not find is decomposed in full."""
     s = torch.arange(1, 161, dtype=torch.float64) ** -power
     J = planted(s)
     t = top_singular_triplets(J.to(dtype), K)
-    torch.testing.assert_close(t.S[0].double(), s[:K], atol=1e-6, rtol=0)
-    assert_same_span(torch.linalg.svd(J)[0][..., :K], t.U.double(), atol)
     assert bool(t.complete) and float(t.residual) <= svd.TOLERANCE[dtype]
+    error = rounding(dtype) + float(t.residual)
+    torch.testing.assert_close(t.S[0].double(), s[:K], atol=error, rtol=0)
+    gap = float(s[K - 1] - s[K])  # 3e-5 of s_1 at the steepest
+    assert_same_span(torch.linalg.svd(J)[0][..., :K], t.U.double(), error / gap)
 
 
 # By products alone
 
 
-@pytest.mark.parametrize("dtype, atol", [(torch.float64, 1e-10), (torch.float32, 2e-3)])
-def test_products_alone(dtype, atol):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_products_alone(dtype):
     J = torch.cat([planted(FLAT), planted(FLAT, 4)]).to(dtype)
     columns = []
 
@@ -374,7 +386,7 @@ def test_products_alone(dtype, atol):
         return J @ V
 
     t = triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
-    assert_same_vectors(t, J, atol)
+    assert_same_vectors(t, J)
     assert t.complete.all() and not t.full.any()
     assert sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
 
@@ -433,7 +445,7 @@ def test_products_are_never_in_reduced_precision():
     assert seen == {"highest"}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 1000), scale=st.floats(1e-10, 1e10), K=st.integers(1, 20))
 def test_invariances(seed, scale, K):
     """Rotations of input and output turn the vectors; a factor scales the values."""

@@ -30,6 +30,7 @@ def dry_run(model, inputs, **options) -> Cost:
     return cost
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SHAPES)
 def test_the_estimate_is_within_a_factor_of_four(case):

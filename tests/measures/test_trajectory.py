@@ -23,7 +23,7 @@ def test_straight_lines_and_exponential_growth():
     assert float(trajectory.equidistance(even)) == pytest.approx(0, abs=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000))
 def test_the_line_shape_of_shifted_states(seed):
     X = states(seed)

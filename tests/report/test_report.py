@@ -32,6 +32,7 @@ browser_test = [
 ]
 TO_16_BITS = {"rtol": 1e-4}  # what the page promises of its matrices
 VISIBLE = "[...document.querySelectorAll('.chart')].filter((c) => c.offsetParent)"
+PATIENCE = 300_000  # milliseconds
 SHOWN = "(id) => document.getElementById(id).data"
 
 
@@ -105,6 +106,7 @@ def open_page(browser):
 
     def open_page(file, fragment="", **options):
         page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
+        page.set_default_timeout(PATIENCE)
         page.on("console", lambda message: said.append(message.text))
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
@@ -133,6 +135,7 @@ def opened(browser, written):
     def opened(which):
         if which not in pages:
             page, said = browser.new_page(), []
+            page.set_default_timeout(PATIENCE)
             page.on("console", lambda message: said.append(message.text))
             page.on("pageerror", lambda error: said.append(str(error)))
             page.on("request", lambda request: said.append(request.url))
@@ -166,10 +169,15 @@ def page(shared):
     return shared("one")
 
 
-def shown(page, chart):
-    """The traces of a chart, once it is in sight and drawn as chosen."""
+def draw(page, chart):
+    """Scroll a chart into sight and wait until it is drawn as chosen."""
     page.locator(f"#{chart}").scroll_into_view_if_needed()
     page.wait_for_function("(id) => seen.has(id) && !stale.has(id)", arg=chart)
+
+
+def shown(page, chart):
+    """The traces of a chart."""
+    draw(page, chart)
     return page.evaluate(SHOWN, chart)
 
 
@@ -188,10 +196,8 @@ def off_diagonal(matrix):
 
 def steps_through(page):
     """Scroll through the whole page, so that every chart is drawn."""
-    height = page.evaluate("document.documentElement.scrollHeight")
-    for y in range(0, height, 600):
-        page.evaluate("(y) => window.scrollTo(0, y)", y)
-        page.wait_for_timeout(40)
+    for chart in page.evaluate(f"{VISIBLE}.map((c) => c.id)"):
+        draw(page, chart)
 
 
 class TestNumbers:

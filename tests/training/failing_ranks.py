@@ -7,7 +7,6 @@ Each rank writes to DIRECTORY what it found in each run. A run trains on, or end
 
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -77,11 +76,7 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     patches.append(patch.object(logger, "log_metrics", plant("log", watch, faults, logger.log_metrics)))
     for each in patches:
         each.start()
-    error, started, runner = (
-        None,
-        time.monotonic(),
-        trainer([watch], STEPS, **RANKS, logger=logger, log_every_n_steps=100),
-    )
+    error, runner = None, trainer([watch], STEPS, **RANKS, logger=logger, log_every_n_steps=100)
     try:
         with warnings.catch_warnings(record=True, action="always") as caught:
             result = state(runner, fit(runner, Classifier))
@@ -94,7 +89,6 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     return {
         "state": result,
         "error": error,
-        "seconds": time.monotonic() - started,
         "skipped": watch.skipped.reasons,
         "warnings": [str(w.message) for w in caught if "training continues" in str(w.message)],
         "on_measure": seen,

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import tracker
 from tests.models import FAMILIES, Size, images, neox, silence
 from tests.models import WIDTH as D
+from tests.rounding import rounding
 from tracker.common.errors import UsageError
 from tracker.training.penalty import Jacobian, pair_penalty
 
@@ -54,7 +55,9 @@ def test_orthonormal_probes_give_the_penalty_of_the_measured_jacobians(name):
     pairs = [(1, 3), (2, 3)]
     expected = torch.stack([exact_penalty(J[i, a - 1], J[i, b - 1]) for i in range(2) for a, b in pairs]).mean()
     got = tracker.coupling_penalty(model, inputs, tokens=token, pairs=pairs, probes=torch.eye(J.shape[-1]))
-    torch.testing.assert_close(got.detach(), expected, rtol=1e-9, atol=0)
+    dtype = torch.float32 if name == "llama" else torch.float64  # its norms round to float32
+    # Numerator and denominator are squares of products of two Jacobians, and the numerator's are differences.
+    torch.testing.assert_close(got.detach(), expected, rtol=rounding(dtype, amplified=10), atol=0)
 
 
 def test_numerator_and_denominator_are_unbiased():
@@ -93,7 +96,7 @@ def test_unrelated_bases_give_the_null_level():
     assert abs(numerator / denominator - (1 - 1 / D)) < 0.01
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 10_000), scale=st.floats(1e-3, 1e3))
 def test_rotations_and_scales_change_nothing(seed, scale):
     torch.manual_seed(seed)

@@ -15,15 +15,14 @@ from tracker.store import Store
 from tracker.training.run import hold, release
 
 HOLD = """
-import os, sys, time
+import os, sys
 from tracker.store import Store
 from tracker.training.run import hold
 hold(Store(sys.argv[2]))
 worker = os.fork() if "fork" in sys.argv else None
-if worker == 0:
-    time.sleep(60)
-print(os.getpid(), worker, flush=True)
-sys.stdin.read()
+if worker != 0:
+    print(os.getpid(), worker, flush=True)
+sys.stdin.read()  # until the test ends
 """
 TRAIN = """
 import sys

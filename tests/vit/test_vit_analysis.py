@@ -340,6 +340,7 @@ def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
     assert grid.attrs["unfinished"] == ["cell1: not measured at step 4: OutOfMemoryError: CUDA out of memory"]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_64_cells_of_17_units_are_analysed_in_40_seconds(tmp_path):
     """Of CPU time, which other processes on the machine change less."""

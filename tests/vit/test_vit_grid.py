@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tests.vit.test_vit_train import TINY, assert_same_training, start, write_config
+from tests.vit.test_vit_train import STAYS, TINY, assert_same_training, start, write_config
 from vit import cells, grid, overview, tune
 from vit.analysis import main as analyse
 from vit.recipe import RECIPES, Recipe
@@ -70,6 +70,24 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
+# The worker stays in mid-training of one cell: in the first epoch, after two measurements.
+STAYING = (
+    STAYS
+    + """
+from vit import grid, tune
+trial = tune._trial
+
+def stay(config, recipes):
+    if config["cell"] == {cell!r}:
+        Classifier.training_step = step_or_stay
+    return trial(config, recipes)
+
+tune._trial = stay
+sys.exit(grid.main(sys.argv[2:]))
+"""
+)
+
+
 def workers_of(out: Path) -> list[int]:
     """Return the ids of the processes that keep a cell's lock file open."""
     workers = []
@@ -80,6 +98,11 @@ def workers_of(out: Path) -> list[int]:
         except OSError:
             continue
     return workers
+
+
+def start_and_stay(cell: str, *given: str):
+    """Start a grid, whose worker stays in mid-training of a cell until it is stopped."""
+    return start(STAYING.format(step=2, cell=cell), *given, module="tests.statements", cold=True)
 
 
 def wait_until_measured(cell: Path, process) -> int:
@@ -95,7 +118,7 @@ def wait_until_measured(cell: Path, process) -> int:
 
 @pytest.mark.slow(60)
 def test_cell_whose_worker_is_killed_is_recorded_and_the_others_continue(trained_grid, tmp_path):
-    process = start(*arguments(tmp_path, "--retries", "0", jobs=2), module="vit.grid", cold=True)
+    process = start_and_stay(CELLS[0], *arguments(tmp_path, "--retries", "0", jobs=2))
     os.kill(wait_until_measured(tmp_path / "grid" / CELLS[0], process), signal.SIGKILL)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 1 and "4 cells, 0 already done" in out and "[4/4]" in out
@@ -110,11 +133,11 @@ def test_cell_whose_worker_is_killed_is_recorded_and_the_others_continue(trained
 def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path, capsys):
     for name in CELLS[:2]:
         shutil.copytree(trained_grid / "grid" / name, tmp_path / "grid" / name)
-    process = start(*arguments(tmp_path, jobs=2), module="vit.grid", cold=True)
+    process = start_and_stay(CELLS[2], *arguments(tmp_path, jobs=2))
     wait_until_measured(tmp_path / "grid" / CELLS[2], process)
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while workers_of(tmp_path / "grid") and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not workers_of(tmp_path / "grid")  # every worker ends with its driver
@@ -169,14 +192,14 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     driver = threading.Thread(target=grid.train_in_turn, args=(recipes, 0))
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
-        deadline, printed = time.monotonic() + 60, ""
+        deadline, printed = time.monotonic() + 300, ""
         while "waiting for it" not in printed and time.monotonic() < deadline:
             time.sleep(0.01)
             printed += capsys.readouterr().out
         assert cells.is_done(recipes[1].directory) and printed.startswith(
             f"{recipes[0].cell}: trained by another process"
         )
-    driver.join(60)
+    driver.join(300)
     assert cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,6 +298,29 @@ def start(*arguments: str, module: str = "vit.train", cold: bool = False, **envi
     return processes.start(module, *arguments, env=settings, start_new_session=True, cold=cold)
 
 
+# The training stays before this step until it is stopped.
+STAYS = """
+import sys, time
+from vit.module import Classifier
+training_step = Classifier.training_step
+
+def step_or_stay(self, *batch):
+    if self.trainer.global_step == {step}:
+        print("staying", flush=True)
+        time.sleep(600)
+    return training_step(self, *batch)
+
+"""
+STAYS_IN_MID_EPOCH = (
+    STAYS.format(step=5)
+    + """
+Classifier.training_step = step_or_stay
+from vit.train import main
+sys.exit(main(sys.argv[2:]))
+"""
+)
+
+
 class TestCommandLine:
     def test_options_override_the_recipe(self, capsys):
         with pytest.raises(SystemExit):
@@ -322,15 +344,12 @@ class TestCommandLine:
     @pytest.mark.slow
     def test_interrupted_run_is_resumed(self, trained, tmp_path):
         arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
-        process = start(*arguments, cold=True)
-        assert process.stdout
-        for line in process.stdout:
-            if line.startswith("epoch 1/3"):
-                break
+        process = start(STAYS_IN_MID_EPOCH, *arguments, module="tests.statements", cold=True)
+        assert process.stdout and "staying\n" in process.stdout
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=120)
-        if process.returncode:  # 0 if it finished before the signal
-            assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err, err
+        _, err = process.communicate(timeout=300)
+        assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err, err
+        assert len(cells.read(tmp_path / "cell", "history")) == 1
         assert main(arguments) == 0
         assert_same_training(trained, tmp_path / "cell")
 
@@ -360,11 +379,11 @@ def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     directories = [tmp_path / "whole", tmp_path / "killed"]
     whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
     finish(start(*whole))
-    process = start(*killed)
-    while not (tmp_path / "killed" / "coupling" / "units" / "step00000004.nc").exists() and process.poll() is None:
-        time.sleep(0.02)
+    process = start(STAYS_IN_MID_EPOCH, *killed, module="tests.statements")
+    assert process.stdout and "staying\n" in process.stdout
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    assert Store(tmp_path / "killed" / "coupling").steps() == [0, 1, 2, 4]
     assert not cells.is_done(tmp_path / "killed") and len(cells.read(tmp_path / "killed", "history")) == 1
     finish(start(*killed))
     assert_same_training(*directories)

@@ -94,14 +94,14 @@ def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypat
     fingerprint, measure = integrity.fingerprint, measurement.measure
 
     def hash_meanwhile(tensors):
-        assert measuring.wait(20), "the measurement waits for the fingerprint"
+        assert measuring.wait(300), "the measurement waits for the fingerprint"
         found = fingerprint(tensors)
         hashed.set()
         return found
 
     def measure_meanwhile(*arguments, **options):
         measuring.set()
-        assert hashed.wait(20), "the fingerprint waits for the measurement"
+        assert hashed.wait(300), "the fingerprint waits for the measurement"
         return measure(*arguments, **options)
 
     monkeypatch.setattr(integrity, "fingerprint", hash_meanwhile)
@@ -121,7 +121,7 @@ def test_weights_that_are_not_finite_are_named_whatever_the_measurement_makes_of
         return "never stored", True
 
     def fingerprint(tensors):
-        assert reported.wait(20)
+        assert reported.wait(300)
         raise CheckpointError("NaN or infinite weights in a tensor")
 
     monkeypatch.setattr(integrity, "fingerprint", fingerprint)

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from checkpoints import __main__ as command_line
 from checkpoints import nano
 from tests.conftest import TINY
 from tests.hub_server import serve
-from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots
+from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots, start_and_stay_at_the_second
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
@@ -129,7 +130,7 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
     def watched(plan, checkpoint, directory):
         if (step := following.get(checkpoint.step)) is not None:
             request = f"GET .*{commit(served.root, step)}/{SHARDS[1]}"
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 300
             while not served.requested(request) and time.monotonic() < deadline:
                 time.sleep(0.01)
             arrived[step] = bool(served.requested(request))
@@ -279,21 +280,23 @@ def test_unusable_modules_are_refused(walker, tmp_path, capsys, module):
 
 @pytest.mark.slow
 def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
-    first, second = walker.start("--tokens", "all"), walker.start("--tokens", "all")
-    assert first.stdout
-    for line in first.stdout:
-        if line.startswith("[1/5]"):
+    first = start_and_stay_at_the_second(walker)  # and has claimed the third, to fetch it
+    second = walker.start()
+    assert second.stdout
+    measured = []
+    for line in second.stdout:
+        measured += [line] if ": miscoupling " in line else []
+        if line.startswith("step 1: measured by "):
+            assert f"process {first.pid}; waiting for it" in line
             break
+    assert len(measured) == 2 and Store(walker.directory / "out").steps() == [0, 4, 8]
     first.send_signal(signal.SIGKILL)
-    before = Store(walker.directory / "out").steps()
-    rest, _ = first.communicate()
+    first.communicate()
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
-    assert Store(walker.directory / "out").steps() == STEPS and len(before) < 5
-    by_first = [line for line in (line, *rest.splitlines()) if ": miscoupling " in line]
-    by_second = [line for line in out.splitlines() if ": miscoupling " in line]
-    # The first walk may have been killed after writing a unit and before printing it.
-    assert len(by_first) + len(by_second) in (5, 4)
+    assert Store(walker.directory / "out").steps() == STEPS
+    measured += [line for line in out.splitlines() if ": miscoupling " in line]
+    assert len(measured) == 4
     assert not list(Store(walker.directory / "out").units.glob(".*"))
 
 
@@ -309,38 +312,55 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
     assert Store(walker.directory / "out").read_settings()["k"] == ds["k"].values.tolist()
 
 
+KILLED_BY_A_CHANGE = """
+import atexit, os, signal, sys
+changes = []
+
+def hook(event, arguments):
+    if event == "open" and not (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")):
+        return
+    if event in ("open", "os.truncate", "os.rename", "os.link", "os.symlink", "os.remove"):
+        changes.append(event)
+        if len(changes) == {last}:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+atexit.register(lambda: print("changes:", len(changes)))
+"""
+
+
 @pytest.mark.slow
 def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker, served, tmp_path):
-    """Two walks at a time work on one store, and both are killed at random moments; KILLS=20 kills more of them."""
+    """Two walks at a time work on one store, and each is killed by a random one of its changes to files.
+
+    KILLS=20 kills more of them.
+    """
     kills = int(os.environ.get("KILLS", "4"))
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "uninterrupted-cache"
-    process = walker.start("--out", str(tmp_path / "uninterrupted"), **environment)
-    started = time.perf_counter()  # after the fork server has imported what it does
-    assert process.wait(300) == 0
-    seconds = time.perf_counter() - started
+    before = KILLED_BY_A_CHANGE.format(last=0)
+    status, out, err = walker.run("--out", str(tmp_path / "uninterrupted"), before=before, **environment)
+    assert status == 0, err
+    changes = int(out.splitlines()[-1].removeprefix("changes: "))
     walker.cache = tmp_path / "killed-cache"
     store = Store(walker.directory / "out")
-    served.fail("GET .*safetensors", slow=0.3, times=10_000)  # slow enough for downloads to take as long as measuring
-    moments, random_, killed = [], random.Random(0), 0
-    while killed < kills:
-        both = [walker.start(**environment) for _ in range(2)]
-        for process, pause in zip(both, (random_.uniform(0, seconds), random_.uniform(0, seconds / 2)), strict=True):
-            time.sleep(pause)
-            process.kill()
-            _, err = process.communicate()
+    found, random_, killed = [], random.Random(0), 0
+    while killed < kills or not any(found):
+        last = [random_.randint(1, changes // 2) for _ in range(2)]  # as they share the work
+        both = [walker.start(before=KILLED_BY_A_CHANGE.format(last=last[i]), **environment) for i in range(2)]
+        for process in both:
+            _, err = process.communicate(timeout=300)
             assert process.returncode in (0, -signal.SIGKILL), err
             killed += process.returncode == -signal.SIGKILL
-        moments.append(len(store.steps()))
-        for step in store.steps():  # a walk that finished must have something left to measure
-            if moments[-1] == len(STEPS) and step != STEPS[0]:
+        found.append(len(store.steps()))
+        if found[-1] == len(STEPS):  # the next ones must have something left to fetch and to measure
+            shutil.rmtree(walker.cache)
+            for step in STEPS[1:]:
                 store.file(step).unlink()
-    served.faults.clear()
     both = [walker.start(**environment) for _ in range(2)]
     for process in both:
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert max(moments) > 0, moments
     assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
     assert not [name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")]
 
@@ -351,8 +371,12 @@ def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
     walker.cache = tmp_path / "uninterrupted-cache"
     assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
     walker.cache = tmp_path / "cache-of-workers"
-    served.fail("GET .*safetensors", slow=6, times=10_000)  # otherwise the walk ends before a worker has imported torch
-    process = walker.start("--workers", "2", cold=True, **environment)  # Ray starts threads and processes of its own
+    # No weights arrive until a worker has claimed a checkpoint; the driver, which claims the first, waits for them.
+    claimed = threading.Event()
+    served.fail("GET .*safetensors", then=lambda: claimed.wait(600), times=10_000)
+    patient = "import checkpoints.fetch; checkpoints.fetch.TIMEOUT = 600.0"
+    # Ray starts threads and processes of its own.
+    process = walker.start("--workers", "2", cold=True, before=patient, **environment)
     store, killed = Store(walker.directory / "out"), 0
     while not killed and process.poll() is None:
         time.sleep(0.02)
@@ -361,10 +385,8 @@ def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
             if match and int(match[1]) != process.pid:
                 killed = int(match[1])
     assert killed, process.communicate()
-    for fault in served.faults:
-        fault.slow = 0.0  # of answers that are on their way, too
-    served.faults.clear()
     os.kill(killed, signal.SIGKILL)
+    claimed.set()
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
