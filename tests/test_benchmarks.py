@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +19,12 @@ from benchmarks import (
     dry_run,
     figures,
     machine,
-    penalty,
     shapes,
     stores,
     streaming,
     timing,
 )
-from checkpoints import nano
 from checkpoints.configuration import pythia_shapes
-from tests.conftest import TINY
 from tests.stores import generated
 
 QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
@@ -316,16 +312,3 @@ def test_bookkeeping_is_timed(tmp_path, capsys):
     found = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
     assert {"summary, 1 unit", "pictures, 1 unit", "summary, 3 steps"} <= set(found)
     assert all(re.fullmatch(r"\d+ ms", seconds) for seconds in found.values())
-
-
-@pytest.mark.slow
-def test_the_estimate_of_the_penalty_is_compared_with_the_exact_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
-    monkeypatch.setattr(nano, "load", partial(nano.load, recipe=replace(TINY, layers=5, steps=(0, 1))))
-    out = tmp_path / "penalty.json"
-    small = ["--draws", "10", "--sequences", "2", "--length", "8", "--repeats", "1", "--out", str(out)]
-    assert penalty.main(["--steps", "[0,1]", *small]) == 0
-    result = json.loads(out.read_text())
-    assert [row["step"] for row in result["course"]] == [0, 1] and 0 < result["exact"] < 1
-    assert all(abs(row["bias"]) < 5 * row["standard_error_of_the_bias"] + 0.05 for row in result["estimates"].values())
-    assert "a training step with the penalty takes" in capsys.readouterr().out
