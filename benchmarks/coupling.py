@@ -4,8 +4,6 @@ Times three things in turn, in one process, with the same weights and prompt: `t
 plain matrix products with the shapes of a block's linear layers. Reported are medians and their ratios. With fewer blocks than
 the shape has, ratios hold for those blocks: the cost of a block does not depend on the others, and the cost of the pairs grows
 with the square of their number.
-
-`--what scaling` times `tracker.measure` alone, over prompt lengths and over numbers of prompts.
 """
 
 import sys
@@ -22,9 +20,6 @@ from tracker.common.values import Method, Precision
 if TYPE_CHECKING:
     from torch import Tensor
 
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
-PROMPTS = (1, 2, 4, 8, 16, 32)
-
 
 @dataclass
 class Benchmark:
@@ -36,7 +31,6 @@ class Benchmark:
         k: number of top singular vectors.
         blocks: number of blocks, the first ones. Default: all, for which the published algorithm takes hours on large shapes.
         prompts: number of prompts or images in a call of tracker.measure; the published algorithm takes one.
-        what: coupling compares with the published algorithm; scaling times tracker.measure over lengths and numbers of prompts.
         svd: the method of tracker.measure for singular vectors.
         beside: a second such method to time, in turn with it.
         precision: of the matrix products in the Jacobians of tracker.measure, and of the plain products they are compared with.
@@ -56,7 +50,6 @@ class Benchmark:
     k: int = 50
     blocks: int | None = None
     prompts: int = 1
-    what: Literal["coupling", "scaling"] = "coupling"
     svd: Method = "auto"
     beside: Method | None = None
     precision: Precision = "float32"
@@ -93,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.provenance import usable_device
 
     usable_device(settings.device, f"--device {settings.device}")
-    result = coupling(settings) if settings.what == "coupling" else scaling(settings)
+    result = coupling(settings)
     print(table(result))
     if settings.out:
         keep(result, settings.out)
@@ -117,7 +110,11 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     other = replace(settings, svd=settings.beside) if settings.beside else None
     other_dataset = timing.ours(model, other, machine.Clock(settings.device)) if other else None
     result: dict[str, Any] = {
-        **_header(settings, environment, L, d),
+        "what": "coupling",
+        "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
+        "environment": environment,
+        "blocks": L,
+        "width": d,
         "tokens": shapes.length(settings.shape, settings.tokens),
         "certificate": agreement.certificate(dataset),
     }
@@ -199,36 +196,8 @@ def _rates(
     }
 
 
-def scaling(settings: Benchmark) -> dict[str, Any]:
-    """Time `tracker.measure` over prompt lengths, for one prompt, and over numbers of prompts of the given length."""
-    from benchmarks import machine, shapes, timing
-
-    environment = machine.environment(settings.device)
-    model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
-    lengths = () if settings.shape in shapes.IMAGES else LENGTHS
-    sizes = dict.fromkeys([*((n, 1) for n in lengths), *((settings.tokens, p) for p in PROMPTS)])
-    results = []
-    for n, p in sizes:
-        print(f"{n} tokens, {p} prompt(s)", file=sys.stderr, flush=True)
-        point = replace(settings, tokens=n, prompts=p)
-        timing.ours(model, point, machine.Clock(settings.device))
-        medians = timing.medians([timing.timed(timing.ours, model, point) for _ in range(settings.repeats)])
-        results.append({"tokens": shapes.length(settings.shape, n), "prompts": p, **medians})
-    blocks = shapes.blocks(model)
-    return {**_header(settings, environment, len(blocks), machine.linear_shapes(blocks[0])[0][1]), "points": results}
-
-
-def _header(settings: Benchmark, environment: dict[str, Any], L: int, d: int) -> dict[str, Any]:
-    chosen = {name: value for name, value in asdict(settings).items() if name not in ("what", "out")}
-    return {"what": settings.what, "settings": chosen, "environment": environment, "blocks": L, "width": d}
-
-
 def table(result: dict[str, Any]) -> str:
     """Format a result for a terminal."""
-    return _comparison_table(result) if result["what"] == "coupling" else _scaling_table(result)
-
-
-def _comparison_table(result: dict[str, Any]) -> str:
     mine, theirs = result["ours"], result.get("published", {"stages": {}})
     settings = result["settings"]
     lines = [
@@ -271,15 +240,6 @@ def _comparison_table(result: dict[str, Any]) -> str:
         )
     if settings["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
-    return "\n".join(lines)
-
-
-def _scaling_table(result: dict[str, Any]) -> str:
-    stages = list(result["points"][0]["stages"])
-    lines = [f"{'n':>6}{'prompts':>9}{'whole, s':>10}" + "".join(f"{stage:>10}" for stage in stages)]
-    for point in result["points"]:
-        cells = "".join(f"{point['stages'][stage]:10.3f}" for stage in stages)
-        lines.append(f"{point['tokens']:6}{point['prompts']:9}{point['seconds']:10.3f}{cells}")
     return "\n".join(lines)
 
 

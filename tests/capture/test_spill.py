@@ -13,7 +13,6 @@ from torch import nn
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
-from tests.capture.test_residual_pair import Model
 from tests.jacobians.test_rows import Stack
 from tests.models import build, neox, tokens
 from tests.rounding import rounding
@@ -104,19 +103,14 @@ class Remembering(nn.Module):
         return x + self.linear(x * self.table)
 
 
-@pytest.mark.parametrize(
-    "make, blocks",
-    [(lambda: Stack([Remembering(), Remembering()]), "blocks"), (lambda: Model("from the first"), "layers")],
-    ids=["table", "two tensors"],
-)
-def test_blocks_are_checked_on_the_device_with_states_from_files(pretend, monkeypatch, make, blocks):
+def test_blocks_are_checked_on_the_device_with_states_from_files(pretend, monkeypatch):
     torch.manual_seed(0)
-    model, inputs = make().to(pretend.device), torch.randn(2, 5, 8)
+    model, inputs = Stack([Remembering(), Remembering()]).to(pretend.device), torch.randn(2, 5, 8)
     again = copy.deepcopy(model)
-    usual = tracker.measure(model, inputs, k=4, blocks=blocks)
+    usual = tracker.measure(model, inputs, k=4, blocks="blocks")
     init = Spill.__init__
     monkeypatch.setattr(Spill, "__init__", lambda self, _: init(self, 0))
-    spilled = tracker.measure(again, inputs, k=4, blocks=blocks)
+    spilled = tracker.measure(again, inputs, k=4, blocks="blocks")
     atol = rounding(torch.float32) * float(usual.singular_value.max())
     np.testing.assert_allclose(spilled.singular_value, usual.singular_value, rtol=0, atol=atol)
 
