@@ -43,7 +43,7 @@ class Spill:
             UsageError: if the directory of temporary files has no space for them.
         """
         if tensor.nbytes > self.memory:
-            return _in_file(tensor)
+            return in_file(tensor)
         self.memory -= tensor.nbytes
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
@@ -60,7 +60,12 @@ def to_host(tensor: Tensor) -> Tensor:
     return kept.copy_(tensor, non_blocking=pinned)
 
 
-def _in_file(tensor: Tensor) -> Tensor:
+def in_file(tensor: Tensor) -> Tensor:
+    """Return the same values in a memory-mapped temporary file, without a name.
+
+    Raises:
+        UsageError: if the directory of temporary files has no space for them.
+    """
     try:
         with tempfile.NamedTemporaryFile(prefix="tracker-") as file:
             # Not mapped yet: a full disk raises here.
@@ -71,9 +76,8 @@ def _in_file(tensor: Tensor) -> Tensor:
         if error.errno not in NO_SPACE:
             raise
         raise UsageError(
-            f"recorded hidden states exceed their part of the memory budget, and {tempfile.gettempdir()} has no space for "
-            f"another {tensor.nbytes / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give "
-            "shorter inputs"
+            f"what is recorded and measured exceeds the memory budget, and {tempfile.gettempdir()} has no space for another "
+            f"{tensor.nbytes / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give shorter inputs"
         ) from error
 
 

@@ -9,6 +9,6 @@ products, checked against the full sequence.
 - `halves`: Jacobians of attention and MLP apart.
 - `slicing`: token rows, and the parts of a block's arguments and of attention masks that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.
-- `checks`: errors of values, derivatives and adjoints, and their tolerances; samples of a batch that mix.
+- `checks`: errors of values and derivatives, and their tolerances; samples of a batch that mix.
 - `independent`: comparison with derivatives that do not come from reverse mode.
 """

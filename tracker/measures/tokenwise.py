@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import Recording
+from tracker.capture.recording import Recording, in_file
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
@@ -195,7 +195,7 @@ def _couplings(
             if basis_layers.get(l) in bases:
                 couple(l, layers)
             elif l in basis_layers:
-                kept = layers if len(links) <= at_once else _recomputed_layers(layers, jacobians, l, samples)
+                kept = layers if len(links) <= at_once else {link: _in_file(layer) for link, layer in layers.items()}
                 pending.setdefault(l, {}).update(kept)
             del layers
         bases[l] = block_triplets
@@ -263,7 +263,7 @@ def _layers(
     triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
     of_links = {link: joined(Triplets, [next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
     return {
-        link: Layer(of_links[link], partial(_product, of_link), _moments(of_link, of_links[link]), [], [])
+        link: Layer(of_links[link], partial(_together, of_link), _moments(of_link, of_links[link]))
         for link, of_link in by_link.items()
     }
 
@@ -275,20 +275,14 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
     return joined(Moments, parts)
 
 
-def _product(Js: Sequence[Float[Tensor, "_ d d"]], V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
-    """Return J V for Jacobians in several tensors."""
-    return torch.cat([J @ columns for J, columns in zip(Js, V.split([len(J) for J in Js]), strict=True)])
+def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
+    return Js[0] if len(Js) == 1 else torch.cat([*Js])
 
 
-def _recomputed_layers(
-    layers: Mapping[Link, Layer], jacobians: Jacobians, l: int, samples: Sequence[Selected]
-) -> dict[Link, Layer]:
-    """Return the layers without their Jacobians: their products linearise the block again."""
-
-    def product(link: Link, V: Tensor) -> Tensor:
-        return jacobians.sketch(_selections(l, samples, [link])).operator.apply(V)
-
-    return {link: replace(layer, product=partial(product, link)) for link, layer in layers.items()}
+def _in_file(layer: Layer) -> Layer:
+    """Return the layer with its Jacobians in a file."""
+    J = layer.jacobian()
+    return replace(layer, jacobian=partial(in_file(J).to, J.device))
 
 
 def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:
