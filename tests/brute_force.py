@@ -28,16 +28,21 @@ class Oracle:
     def states(self) -> Tensor:
         return torch.stack([*self.inputs, self.norm(self.last) if self.norm else self.last])
 
+    def output(self, l: int, X: Tensor) -> Tensor:
+        """Return what block l gives for other states, with the arguments that it received; without the final norm."""
+        args, kwargs = self.calls[l]
+        out = self.blocks[l](X if self.batch_first else X.transpose(0, 1), *args, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        return out if self.batch_first else out.transpose(0, 1)
+
     def jacobian(self, l: int, b: int, t1: int, t2: int) -> Tensor:
         """Return d f^l(X)_{t2} / d x_{t1} of sample b, minus the identity where t1 = t2; rows are output coordinates."""
-        X, (args, kwargs) = self.inputs[l], self.calls[l]
+        X = self.inputs[l]
 
         def row(x: Tensor) -> Tensor:
             full = X.clone()
             full[b, t1] = x
-            out = self.blocks[l](full if self.batch_first else full.transpose(0, 1), *args, **kwargs)
-            out = out[0] if isinstance(out, tuple) else out
-            out = out if self.batch_first else out.transpose(0, 1)
+            out = self.output(l, full)
             if l == len(self.blocks) - 1 and self.norm is not None:
                 out = self.norm(out)
             return out[b, t2] - full[b, t2]

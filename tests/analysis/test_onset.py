@@ -36,6 +36,12 @@ def test_onset_of_a_ramp():
     assert of_sources.words == "between steps 8 and 16 (95 % interval over prompts of 4 sources: 8 to 16)"
 
 
+def test_the_onset_is_at_a_tenth_of_the_maximum():
+    ramp = np.array([0, 0, 0.01, 0.02, 0.05, 0.09, 0.11, 0.5, 1])
+    found = onset(STEPS, ramp[:, None] * np.linspace(0.99, 1.01, 5))
+    assert (found.earlier, found.later) == (found.low, found.high) == (16, 32)
+
+
 @pytest.mark.parametrize("dependence", [0, 0.95])
 @pytest.mark.parametrize("pairs", [3, 15, 66])
 def test_rate_of_false_onsets(pairs, dependence):

@@ -73,7 +73,11 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
         unit = ds.sel(step=int(step.replace(",", "")))
         expected = coupling(unit, "miscoupling", 4, unit.layer != unit.layer_other).mean()
         assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(expected, rel=1e-6)
-        assert np.isnan(table.loc["miscoupling", "blocks 2 and 4", step].low)
+        both = ((unit.layer == 2) & (unit.layer_other == 4)) | ((unit.layer == 4) & (unit.layer_other == 2))
+        pair = table.loc["miscoupling", "blocks 2 and 4", step]
+        assert pair.coupling == pytest.approx(coupling(unit, "miscoupling", 4, both).mean(), rel=1e-6)
+        assert pair.value == pytest.approx(float(unit.miscoupling.sel(k=4).where(both).mean()), rel=1e-6)
+        assert np.isnan(pair.low)
     assert "the first, the most coupled and the last of 4 steps" in table.attrs["title"]
     assert any(
         "Blocks 2 and 4 have the largest coupling by miscoupling at step 512" in note for note in table.attrs["notes"]

@@ -26,6 +26,7 @@ from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
 
 ANY = np.inf
+NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length, relative to that of the embedding
 
 
 @dataclass(eq=False)
@@ -62,19 +63,23 @@ class Sample:
         oracle: the blocks without the final norm, which is `norm`.
         b: its index.
         halves: the names of the attention's and the MLP's module in each block.
+        seed: of what is drawn for it.
+        sliced: whether its blocks can be evaluated at single rows.
     """
 
     def __init__(
-        self, ds: xr.Dataset, oracle: Oracle, b: int, norm: nn.Module | None, unembedding: Any, halves: Sequence[str]
+        self,
+        ds: xr.Dataset,
+        oracle: Oracle,
+        b: int,
+        norm: nn.Module | None,
+        unembedding: Any,
+        halves: Sequence[str],
+        seed: int,
+        sliced: bool,
     ) -> None:
-        self.ds, self.oracle, self.b, self.norm, self.unembedding, self.halves = (
-            ds,
-            oracle,
-            b,
-            norm,
-            unembedding,
-            halves,
-        )
+        self.ds, self.oracle, self.b, self.norm, self.unembedding = ds, oracle, b, norm, unembedding
+        self.halves, self.seed, self.sliced = halves, seed, sliced
         self.ks, self.L = ds.k.values.tolist(), len(oracle.blocks)
         self.tokens = ds.token_position.values[b].astype(int).tolist()
         self.X = oracle.states()[:, b].detach().numpy()
@@ -124,6 +129,11 @@ class Sample:
         pairs = zip(self.ds.layer.values, self.ds.pair_layer_other.values, strict=True)
         return {int(l) - 1: int(m) - 1 for l, m in pairs if np.isfinite(m)}
 
+    def drawn(self, *shape: int) -> np.ndarray:
+        """Return the first standard normal numbers of the sample's seed."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).numpy()
+
     def linked(self, kind: str, l: int) -> list[Block]:
         """Return block l by its Jacobians of a kind of pairs of tokens."""
         first, last = self.compared[0], self.compared[-1]
@@ -131,17 +141,27 @@ class Sample:
         return [self.block(l, *links[kind](t)) for t in self.compared]
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of pairs of tokens that a variable is of; "" if it is of blocks."""
+    return next((kind for kind in KINDS if name.removeprefix("diagnostics_").startswith(f"{kind}_")), "")
+
+
+def formula_name(name: str) -> str:
+    """Return the name of a variable's formula: without what names a variant of it."""
+    name, kind = name.removesuffix("_normed").removesuffix("_vju"), kind_of(name)
+    return name.replace(f"{kind}_", "", 1) if kind else name
+
+
 def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[..., Any]]) -> np.ndarray:
     """Return the values of a variable for one sample, over its declared dimensions, by one of some formulas."""
-    kind = next((kind for kind in KINDS if measure.name.removeprefix("diagnostics_").startswith(f"{kind}_")), "")
-    name, normed = measure.name.removesuffix("_normed").removesuffix("_vju"), measure.name.endswith("_normed")
-    formula, dims = formulas[name.removeprefix(f"{kind}_")], measure.dims
-    if "position" in dims and name not in OF_SAMPLES:
+    kind, name = kind_of(measure.name), formula_name(measure.name)
+    normed, formula, dims = measure.name.endswith("_normed"), formulas[name], measure.dims
+    if name in OF_SAMPLES:
+        return np.array(formula(sample))
+    if "position" in dims:
         paths = np.moveaxis(sample.X_normed if normed else sample.X, 1, 0)
         at = {"window": sample.ds.attrs["window"]} if name.endswith("_window") else {}
         return np.stack([formula(path, **at) for path in paths], -1)
-    if "layer" not in dims:
-        return np.array(formula(sample))
     if measure.name.endswith("_vju"):
         formula = partial(formula, swapped=True)
     ks = [(K,) for K in sample.ks] if "k" in dims else [()]
@@ -158,7 +178,7 @@ def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[.
             row, basis = sample.linked(kind, l), sample.linked(kind, sample.bases.get(l, l))
             found = np.array(of_row(formula, row, basis, paired, K))
             measured = l in sample.bases or (not paired and l in sample.bases.values())
-            of_blocks.append(found if measured else np.full_like(found, math.nan))
+            of_blocks.append(found if measured else np.full(found.shape, math.nan))
         values.append(of_blocks)
     return np.array(values if "k" in dims else values[0])
 
@@ -200,6 +220,13 @@ def antisymmetric(b: Block) -> float:
     return norm((b.J - b.J.T) / 2)
 
 
+def complete(b: Block) -> bool:
+    """Return whether σ² I − R Rᵀ is positive definite, by its eigenvalues; a zero matrix has no larger singular value."""
+    R = b.J - b.U[:, : b.K] * b.s[: b.K] @ b.V[:, : b.K].T
+    sigma = 1.0001 * b.s[b.K - 1]
+    return bool((sigma**2 - np.linalg.eigvalsh(R @ R.T) > 0).all()) or not b.J.any()
+
+
 def in_directions(b: Block, half: str) -> np.ndarray:
     """Return the Jacobian of a half in the top singular vectors of the block."""
     return b.U[:, : b.least].T @ b.halves[half] @ b.V[:, : b.least]
@@ -231,6 +258,9 @@ OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "alignment": lambda b: b.vectors(alignment(b)),
     "overlap_squares": partial(overlap, power=2),
     "overlap_fourths": partial(overlap, power=4),
+    "diagnostics_complete": complete,
+    "diagnostics_formed": lambda b: True,  # of so narrow models, formed and decomposed in full
+    "diagnostics_full_svd": lambda b: True,
     "diagnostics_singular_gap": lambda b: -np.diff(b.s[: b.K + 1]) / b.s[0],
     "jacobian": lambda b: b.J,
     "left_singular_vector": lambda b: b.vectors(b.U[:, : b.K]),
@@ -280,7 +310,8 @@ def effective_rank(s: np.ndarray) -> float:
 
 def exponents(sample: Sample) -> list[np.ndarray]:
     whole = [spectra([sample.block(l, t, t) for l in range(sample.L)], "from_first")[-1] for t in sample.tokens]
-    return [np.log(np.where(s > 1e-6 * s[0], s, ANY)) / sample.L for s in whole]
+    # The product of a post-norm model has a rank below d: other singular values than those of the rank are 0 to rounding.
+    return [np.log(np.where(s > len(s) * np.finfo(float).eps * s[0], s, math.nan)) / sample.L for s in whole]
 
 
 OF_PRODUCTS: dict[str, Callable[[list[Block]], Any]] = {}
@@ -404,10 +435,44 @@ def principal_plane(sample: Sample) -> np.ndarray:
     return (sample.X - mean) @ np.linalg.svd(sample.X[-1] - mean)[2][:2].T
 
 
+def noise_similarity(sample: Sample) -> np.ndarray:
+    clean = sample.oracle.inputs[0]
+    n, d = clean.shape[1:]
+    unit, found = torch.from_numpy(sample.drawn(n, d)), []
+    for level in NOISE:
+        states = clean.clone()
+        states[sample.b] += level * unit * clean[sample.b].norm(dim=-1, keepdim=True) / d**0.5
+        path = [states[sample.b]]
+        for l in range(sample.L):
+            states = sample.oracle.output(l, states)
+            path.append(states[sample.b])
+        with_noise = torch.stack(path).detach().numpy()
+        found.append(
+            [[cosine(*pair) for pair in zip(*at, strict=True)] for at in zip(sample.X, with_noise, strict=True)]
+        )
+    return np.array(found)
+
+
+def random_logits(sample: Sample) -> list[np.ndarray]:
+    """Return the logits along 256 random directions at each token, whose last state the block's number does not change."""
+    directions = sample.drawn(256, sample.X.shape[-1])
+    return [directions @ sample.block(0, t, t).logits.T for t in sample.tokens]
+
+
+def random_score(sample: Sample, signs: Sequence[int]) -> list[float]:
+    scores = ([max(score(sign * z) for sign in signs) for z in of_token] for of_token in random_logits(sample))
+    return [np.quantile(of_token, 0.95) for of_token in scores]
+
+
 OF_SAMPLES: dict[str, Callable[[Sample], Any]] = {
     "entropy": entropy,
     "pca": principal_plane,
+    "noise_similarity": noise_similarity,
+    "direction_out_score_null": partial(random_score, signs=(1, -1)),
+    "direction_in_score_null": partial(random_score, signs=(1,)),
+    "direction_random_words": lambda sample: [[words(of_token[0])] for of_token in random_logits(sample)],
     "lyapunov_exponent": exponents,
+    "diagnostics_sliced": lambda sample: np.full((len(sample.tokens), sample.L), sample.sliced),
     "token_position": lambda sample: sample.tokens,
     "pair_position": lambda sample: sample.compared,
 }

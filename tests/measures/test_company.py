@@ -34,10 +34,7 @@ def case(kind: str, width: int):
 def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: int = 4 << 30):
     width = 32 if svd == "full" else 64  # wide enough for iterations
     model, inputs_of = case(kind, width)
-    left_out = (
-        {"directions"} if kind == "images" else {"tokenwise", "halves", "eigenvalues"} if svd != "full" else set()
-    )
-    names = [name for name in EVERYTHING if name not in left_out]
+    names = EVERYTHING if svd == "full" else "all"
     how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
     how["pair_tokens"] = 3
     return tracker.measure(model, **inputs_of(list(chosen)), **how)

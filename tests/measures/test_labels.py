@@ -41,8 +41,7 @@ def test_variables_are_in_the_order_in_which_they_were_asked_for(ds):
     assert names[:4] == ["miscoupling", "offdiag_normalized", "lss", "expodistance"]
     diagnostics = [name.startswith(DIAGNOSTICS) for name in names]
     assert diagnostics == sorted(diagnostics) and names[-1] == "diagnostics_undefined" and sum(diagnostics) > 10
-    for line, name in zip(str(ds).partition("Data variables:")[2].splitlines()[1:7], names, strict=False):
-        assert line.split()[0] == name
+    assert [line.split()[0] for line in str(ds).partition("Data variables:")[2].splitlines()[1:7]] == names[:6]
     turned = tracker.measure(neox(), tokens(1), k=2, measures=["entropy", "trajectory", "coupling"])
     assert list(turned.data_vars)[:2] == ["entropy", "lss"] and list(turned.data_vars)[6] == "miscoupling"
 

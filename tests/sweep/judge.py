@@ -312,14 +312,13 @@ def _final_norm(built: Built, graph: oracle.Graph, ds: xr.Dataset) -> Tensor | N
 
 
 def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, float]:
-    errors = {}
-    with_norm, before_norm = oracle.trajectory(X), oracle.trajectory(raw)
-    by_variable = before_norm | {f"{name}_normed": values for name, values in with_norm.items()}
-    for name, expected in by_variable.items():
-        if name in ds:
-            seen = ds[name].values[..., : expected.shape[-1]]
-            errors[f"{name} sample {b}"] = _difference(seen, expected.numpy())
-    return errors
+    by_variable = oracle.trajectory(raw)
+    if ds.attrs["final_norm"] == "include":
+        by_variable |= {f"{name}_normed": values for name, values in oracle.trajectory(X).items()}
+    return {
+        f"{name} sample {b}": _difference(ds[name].values[..., : expected.shape[-1]], expected.numpy())
+        for name, expected in by_variable.items()
+    }
 
 
 def _of_jacobians(ds: xr.Dataset, J: list[Tensor], end: str, where: str) -> dict[str, float]:

@@ -174,7 +174,7 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
     ),
     "independent_error": (
         "error of J v against forward mode, or differences of values",
-        "root mean square over u of (uᵀ(Jv)ᵢ − (Jᵀu)ᵀv) / max(‖(Jv)ᵢ‖, floor ‖v‖), (Jv)ᵢ not by reverse mode, u and v random",
+        "root mean square over u of (uᵀ(Jv)ᵢ − (Jᵀu)ᵀv) / max(‖(Jv)ᵢ‖, ‖Jᵀu‖, floor ‖v‖), (Jv)ᵢ not by reverse mode, u, v random",
     ),
 }
 
