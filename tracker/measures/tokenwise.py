@@ -12,7 +12,7 @@ coupling matrices for every pair of blocks. Samples pass through a block togethe
 
 Block l' is measured before block l where possible, so that the Jacobians of block l can be dropped once they are expressed
 in its basis. Otherwise (l' = l, or cycles of blocks) the Jacobians of block l are kept until block l' is measured; if they
-do not fit into memory, their products are computed again.
+do not fit into memory, they wait in files.
 
 Memory: as many Jacobians as fit, and the singular vectors of the blocks whose bases are still needed.
 """
