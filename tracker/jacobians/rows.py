@@ -53,7 +53,6 @@ from tracker.linalg.precision import FAST, float32_products, is_finite, relative
 from tracker.linalg.transfer import read, to_device
 
 Result = TypeVar("Result")
-Form = Callable[[], Float[Tensor, "R d d"]]  # forms the Jacobians
 
 
 class CheckCache:
@@ -178,39 +177,35 @@ class Jacobians:
             FloatingPointError: if a Jacobian overflows.
         """
         dtype = selections[0][0].x.dtype
-        results = []
-        for form, part, checks in self._paths(dtype, selections):
-            J = form().split([len(rows) for _, rows in part])
-            results += zip(J, checks, strict=True)
+        results = self._formed(dtype, selections)
         for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
             if selections[i][1].source is None and hidden:
-                ((form, _, (checks,)),) = self._paths(torch.float64, selections[i : i + 1])
-                results[i] = form().to(dtype), checks
+                ((J, checks),) = self._formed(torch.float64, selections[i : i + 1])
+                results[i] = J.to(dtype), checks
                 finite = bool(is_finite(results[i][0]))
             require_finite(finite, selections[i][0])
         return results
 
-    def _paths(
+    def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]
-    ) -> list[tuple[Form, Sequence[CallRows], list[CheckResults]]]:
-        """Return what forms the Jacobians of all selections if a path passes its checks on all of them, else one for each."""
+    ) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
+        """Return the Jacobians of all selections, together if a path passes its checks on all of them, else one by one."""
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
             for selection in selections:
                 self._checks.require_independent_samples(*selection)
             try:
-                form, checks = self._sliced(selections)
-                return [(form, selections, checks)]
+                J, checks = self._sliced(selections)
+                return list(zip(J.split([len(rows) for _, rows in selections]), checks, strict=True))
             except NotSliceable as why:
                 reason = str(why)
             if len(selections) == 1:
-                form, checks = self._full(*selections[0], reason)
-                return [(form, selections, [checks])]
-        return [part for selection in selections for part in self._paths(dtype, [selection])]
+                return [self._full(*selections[0], reason)]
+        return [result for selection in selections for result in self._formed(dtype, [selection])]
 
-    def _sliced(self, selections: Sequence[CallRows]) -> tuple[Form, list[CheckResults]]:
+    def _sliced(self, selections: Sequence[CallRows]) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
@@ -228,7 +223,7 @@ class Jacobians:
                 reason = str(why)
         raise NotSliceable(reason)
 
-    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[Form, CheckResults]:
+    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[Float[Tensor, "R d d"], CheckResults]:
         J, value_error = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory)
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
@@ -238,7 +233,7 @@ class Jacobians:
             )
         self.fallbacks[call.layer] = reason
         error = self._check_independently(call, rows)
-        return lambda: J, CheckResults("full sequence", value_error, float("nan"), error)
+        return J, CheckResults("full sequence", value_error, float("nan"), error)
 
     def _check_independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None = None) -> float:
         """Return the error against a derivative that does not come from reverse mode; NaN if there is none.
@@ -255,7 +250,7 @@ class Jacobians:
 
     def _by_path(
         self, path: Any, selections: Sequence[CallRows], rounded: bool = False
-    ) -> tuple[Form, list[CheckResults]]:
+    ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
@@ -290,17 +285,13 @@ class Jacobians:
                 block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         chunk, identity = _chunk(16 * x.numel() + 2 * keys, x, self.memory), selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
-
-        def form() -> Tensor:
-            with float32_products("tf32") if self.precision == "tf32" else nullcontext():
-                J = dense_jacobian(block.pullback, block.y, chunk, identity)
-                if not isinstance(block, Elimination) or float(block.error(J, identity)) <= allowed_error:
-                    return J
+        with float32_products("tf32") if self.precision == "tf32" else nullcontext():
+            J = dense_jacobian(block.pullback, block.y, chunk, identity)
+            if isinstance(block, Elimination) and not float(block.error(J, identity)) <= allowed_error:
                 # A guess of the elimination was wrong.
-                reverse = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
-                return dense_jacobian(reverse.pullback, reverse.y, chunk, identity)
-
-        return form, checks
+                block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
+                J = dense_jacobian(block.pullback, block.y, chunk, identity)
+        return J, checks
 
 
 class RoundedInside(NotSliceable):

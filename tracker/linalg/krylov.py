@@ -74,12 +74,9 @@ def block_golub_kahan(
         start: an orthonormal block.
         K: number of triplets.
         tolerance: of the residuals, relative to s_1.
-
-    Raises:
-        ValueError: if a product has entries that are not finite.
     """
     U, V = (_empty_basis(start, K) for _ in "UV")
-    orthonormalise = Orthonormaliser(start, tested=start.device.type == "cpu")
+    orthonormalise = Orthonormaliser(start)
 
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, B: Tensor) -> tuple[Tensor, Tensor]:
         V[..., new, :] = Z
@@ -115,7 +112,7 @@ def block_lanczos(
         start: an orthonormal block.
     """
     U = _empty_basis(start, K)
-    orthonormalise = Orthonormaliser(start, tested=start.device.type == "cpu")
+    orthonormalise = Orthonormaliser(start)
 
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, T: Tensor) -> tuple[Tensor, Tensor]:
         U[..., new, :] = Z
