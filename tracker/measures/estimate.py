@@ -266,8 +266,8 @@ def _method(case: _Case) -> str:
         plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
     )
     chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
-    if plan.kept == "files":
-        chosen += ", which wait in files, as those of one token do not fit the budget together"
+    if plan.kept == "file":
+        chosen += ", which wait in a file, as those of one token do not fit the budget together"
     return f"{chosen} (svd={plan.svd!r})" if case.settings.forms_jacobians else "no Jacobians"
 
 

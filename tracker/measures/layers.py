@@ -1,13 +1,12 @@
 """The Jacobians of blocks at their rows, as the measures use them: singular triplets, moments and products.
 
-The plan says whether Jacobians are kept on the device, in the host's memory or in files. `keep=` of `tracker.measure` returns
+The plan says whether Jacobians are kept on the device, in the host's memory or in a file. `keep=` of `tracker.measure` returns
 them, and their singular vectors, themselves.
 """
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,9 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import Recording, in_file, to_host
+from tracker.capture.recording import Recording
 from tracker.common.errors import UsageError
 from tracker.common.text import size
+from tracker.jacobians.kept import Jacobian, JacobianFile, on_device, on_host
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import CheckResults, Jacobians
 from tracker.linalg.svd import Triplets, triplets_of_each
@@ -38,7 +38,7 @@ class Layer:
     """
 
     triplets: Triplets
-    jacobian: Callable[[], Tensor]
+    jacobian: Jacobian
     moments: Moments
     checks: Sequence[CheckResults] = ()
 
@@ -50,8 +50,8 @@ class Layer:
 def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan) -> list[Layer]:
     """Return the layers of some blocks, with their Jacobians kept where the plan says."""
     if plan.kept == "device":
-        return _layers(jacobians, blocks, plan, lambda J: J)
-    keep = {"host": to_host, "files": in_file}[plan.kept]
+        return _layers(jacobians, blocks, plan, on_device)
+    keep = on_host if plan.kept == "host" else JacobianFile().keep
     of_block = sum(len(rows) for _, rows in blocks[0]) * plan.bytes_of_jacobian
     # Half of the memory is for blocks that are decomposed together, each on a core; the other half for forming Jacobians.
     together = max(1, plan.memory // 2 // of_block)
@@ -61,21 +61,16 @@ def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: 
 
 
 def _layers(
-    jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan, keep: Callable[[Tensor], Tensor]
+    jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan, keep: Callable[[Tensor], Jacobian]
 ) -> list[Layer]:
     """Return layers whose Jacobians are formed and decomposed, then kept by a function."""
     Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
     triplets = triplets_of_jacobians(Js, plan, jacobians.advance)
     of_blocks = [moments(J, of_block.S[:, 0]) for J, of_block in zip(Js, triplets, strict=True)]
-    device = Js[0].device
     return [
-        Layer(of_block, partial(_on, device, keep(J)), of_J, checks_of_block)
+        Layer(of_block, keep(J), of_J, checks_of_block)
         for of_block, J, of_J, checks_of_block in zip(triplets, Js, of_blocks, checks, strict=True)
     ]
-
-
-def _on(device: torch.device, J: Tensor) -> Tensor:
-    return J.to(device, non_blocking=True)
 
 
 def triplets_of_jacobians(

@@ -6,7 +6,7 @@ vectors of all blocks, so that the Jacobians of some rows wait for the last bloc
 
     kept on "device"    the Jacobians of all blocks fit into `memory`
     kept on "host"      they fit into the host's memory, beside an accelerator
-    kept in "files"     they fit into neither
+    kept in a "file"    they fit into neither
 """
 
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ class Plan:
     of_row: int
     itemsize: int
     memory: int
-    kept: Literal["device", "host", "files"]
+    kept: Literal["device", "host", "file"]
     rows: int
 
     @property
@@ -101,7 +101,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
     rows = max(1, memory // (forming + beside))
     if of_all <= host:
         return replace(plan, kept="host", rows=min(rows, host // of_all))
-    return replace(plan, kept="files", rows=rows)
+    return replace(plan, kept="file", rows=rows)
 
 
 def measured_calls(recording: Recording) -> list[BlockCall]:

@@ -12,7 +12,7 @@ coupling matrices for every pair of blocks. Samples pass through a block togethe
 
 Block l' is measured before block l where possible, so that the Jacobians of block l can be dropped once they are expressed
 in its basis. Otherwise (l' = l, or cycles of blocks) the Jacobians of block l are kept until block l' is measured; if they
-do not fit into memory, they wait in files.
+do not fit into memory, they wait in a file.
 
 Memory: as many Jacobians as fit, and the singular vectors of the blocks whose bases are still needed.
 """
@@ -28,7 +28,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import Recording, in_file
+from tracker.capture.recording import Recording
+from tracker.jacobians.kept import JacobianFile
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
@@ -166,6 +167,7 @@ def _couplings(
     kinds = _links_by_kind(len(samples[0].tokens))
     links = _all_links(kinds)
     at_once = plan.samples(len(samples))  # links of all samples
+    file = JacobianFile() if at_once < len(links) else None
     measures = [name for name in plan.measures if name == "matrices"]
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
@@ -195,8 +197,7 @@ def _couplings(
             if basis_layers.get(l) in bases:
                 couple(l, layers)
             elif l in basis_layers:
-                kept = layers if len(links) <= at_once else {link: _in_file(layer) for link, layer in layers.items()}
-                pending.setdefault(l, {}).update(kept)
+                pending.setdefault(l, {}).update(layers if file is None else _in_file(layers, file))
             del layers
         bases[l] = block_triplets
         for m in [m for m in pending if basis_layers[m] in bases]:
@@ -279,10 +280,9 @@ def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
     return Js[0] if len(Js) == 1 else torch.cat([*Js])
 
 
-def _in_file(layer: Layer) -> Layer:
-    """Return the layer with its Jacobians in a file."""
-    J = layer.jacobian()
-    return replace(layer, jacobian=partial(in_file(J).to, J.device))
+def _in_file(layers: Mapping[Link, Layer], file: JacobianFile) -> dict[Link, Layer]:
+    """Return the layers with their Jacobians in a file."""
+    return {link: replace(layer, jacobian=file.keep(layer.jacobian())) for link, layer in layers.items()}
 
 
 def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:
