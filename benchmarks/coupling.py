@@ -8,7 +8,7 @@ with the square of their number.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,7 +32,6 @@ class Benchmark:
         blocks: number of blocks, the first ones. Default: all, for which the published algorithm takes hours on large shapes.
         prompts: number of prompts or images in a call of tracker.measure; the published algorithm takes one.
         svd: the method of tracker.measure for singular vectors.
-        beside: a second such method to time, in turn with it.
         precision: of the matrix products in the Jacobians of tracker.measure, and of the plain products they are compared with.
         weights: dtype of the model's weights; the published Pythias have float16, which the published algorithm cannot take.
         memory_budget: bytes in addition to the weights; half of them hold Jacobians. Default: that of tracker.measure.
@@ -51,7 +50,6 @@ class Benchmark:
     blocks: int | None = None
     prompts: int = 1
     svd: Method = "auto"
-    beside: Method | None = None
     precision: Precision = "float32"
     weights: Literal["float32", "float16", "bfloat16"] = "float32"
     memory_budget: int | None = None
@@ -107,8 +105,6 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         kept = jacobians if settings.published else None  # a large model's would fill the memory
         dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
     reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
-    other = replace(settings, svd=settings.beside) if settings.beside else None
-    other_dataset = timing.ours(model, other, machine.Clock(settings.device)) if other else None
     result: dict[str, Any] = {
         "what": "coupling",
         "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
@@ -124,12 +120,10 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     if settings.by_hand:
         of_hand = agreement.errors(dataset, [], *timing.by_hand(model, settings, machine.Clock(settings.device)))
     saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
-    our_runs, other_runs, published_runs, runs_by_hand, products = [], [], [], [], []
+    our_runs, published_runs, runs_by_hand, products = [], [], [], []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
         our_runs.append(timing.timed(timing.ours, model, settings))
-        if other:
-            other_runs.append(timing.timed(timing.ours, model, other))
         if reference is not None:
             published_runs.append(timing.timed(timing.published, model, settings))
         if settings.by_hand:
@@ -142,10 +136,6 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         }
         ours = result["ours"] = timing.medians(our_runs)
         ours |= _rates(ours, settings, L, d, result["gemm"], saved_share)
-        if other_dataset is not None:
-            beside = result["beside"] = timing.medians(other_runs)
-            beside["differences"] = agreement.differences(dataset, other_dataset)
-            beside["ratio"] = ours["seconds"] / beside["seconds"]
         if reference is not None:
             theirs = result["published"] = timing.medians(published_runs)
             result["ratio"] = _ratios(ours, theirs, settings.prompts)
@@ -181,12 +171,11 @@ def _rates(
         saved: fraction of the operations of the d cotangents that were not needed.
     """
     stages = ours["stages"]
-    jacobian = stages.get("jacobian", float("nan"))  # absent where the Jacobian is only used in products
-    speedup = gemm["seconds_per_block"] * L * settings.prompts / jacobian
+    speedup = gemm["seconds_per_block"] * L * settings.prompts / stages["jacobian"]
     pair_flops = 2 * L * L * d * settings.k * (d + settings.k) * settings.prompts
     return {
         "seconds_per_prompt": ours["seconds"] / settings.prompts,
-        "svd_over_jacobian": stages["svd"] / jacobian,
+        "svd_over_jacobian": stages["svd"] / stages["jacobian"],
         "products_saved": saved,
         "speedup_over_gemm": speedup,
         "fraction_of_gemm_rate": {
@@ -226,12 +215,6 @@ def table(result: dict[str, Any]) -> str:
         )
     if "errors" in result:
         lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
-    if "beside" in result:
-        beside = result["beside"]
-        lines.append(
-            f"{settings['svd']} takes {beside['ratio']:.2f} of the time of {settings['beside']} ({beside['seconds']:.3f} s)"
-        )
-        lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
     if "by_hand" in result:
         hand = result["by_hand"]
         lines.append(

@@ -84,18 +84,6 @@ def test_the_result_records_settings_and_environment(compared):
 
 
 @pytest.mark.slow
-def test_two_methods_in_turn(directory):
-    result = run(directory, "--published", "false", "--svd", "matrix-free", "--beside", "full", "--repeats", "2")
-    beside = result["beside"]
-    assert len(beside["runs"]) == len(result["ours"]["runs"]) == 2
-    assert beside["ratio"] == result["ours"]["seconds"] / beside["seconds"]
-    gap = result["certificate"]["smallest_gap"]
-    assert 0 < beside["differences"]["singular_value"] < rounding(torch.float32)
-    assert beside["differences"]["miscoupling"] < of_vectors(torch.float32, result["width"], gap)
-    assert "of the time of full" in coupling.table(result)
-
-
-@pytest.mark.slow
 def test_images_agree_and_cost_is_per_image(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)

@@ -59,14 +59,11 @@ def test_a_part_of_something_larger_is_copied_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "svd"),
-    [("timm vit", "full"), ("bloom", "matrix-free"), ("nn.TransformerEncoder, sequence first, post-norm", "full")],
-)
-def test_the_same_numbers(name, svd, directory):
+@pytest.mark.parametrize("name", ["timm vit", "bloom", "nn.TransformerEncoder, sequence first, post-norm"])
+def test_the_same_numbers(name, directory):
     model, inputs = build(name)
     model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
-    options = dict(dtype=torch.float64, tokens="all", k=3, svd=svd)
+    options = dict(dtype=torch.float64, tokens="all", k=3, svd="full")
     usual, little = (tracker.measure(model, inputs, memory_budget=budget, **options) for budget in (1 << 32, 100_000))
     assert set(little) == set(usual)
     for variable in ("miscoupling", "singular_value", "lss", "expodistance", "norm", "alpha_mean", "lss_window"):

@@ -151,11 +151,11 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
     if f"{DIAGNOSTICS}residual" not in results:
         return {}
-    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete", "formed")}
+    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete")}
     measured = checks["residual"].notnull()
     counts = {
         "jacobians": measured,
-        **{name: (checks[name] == 1) & measured for name in ("sliced", "complete", "formed")},
+        **{name: (checks[name] == 1) & measured for name in ("sliced", "complete")},
     }
     counted = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
     return counted | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}

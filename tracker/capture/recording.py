@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,19 +60,28 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _in_file(tensor: Tensor) -> Tensor:
+    with space_for(tensor.nbytes), tempfile.NamedTemporaryFile(prefix="tracker-") as file:
+        # Not mapped yet: a full disk raises here.
+        file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+        file.flush()
+        return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+
+
+@contextmanager
+def space_for(size: int) -> Iterator[None]:
+    """Say what to do if the directory of temporary files has no space for so many bytes.
+
+    Raises:
+        UsageError: if it has none.
+    """
     try:
-        with tempfile.NamedTemporaryFile(prefix="tracker-") as file:
-            # Not mapped yet: a full disk raises here.
-            file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-            file.flush()
-            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         raise UsageError(
-            f"recorded hidden states exceed their part of the memory budget, and {tempfile.gettempdir()} has no space for "
-            f"another {tensor.nbytes / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give "
-            "shorter inputs"
+            f"what is recorded and measured exceeds the memory budget, and {tempfile.gettempdir()} has no space for another "
+            f"{size / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give shorter inputs"
         ) from error
 
 

@@ -29,7 +29,7 @@ from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.costs import krylov_is_cheaper
-from tracker.linalg.krylov import basis_fits, basis_size
+from tracker.linalg.krylov import basis_fits
 from tracker.linalg.products import Chain
 from tracker.measures import block_products
 from tracker.measures.calls import jacobians_of, record_call
@@ -194,7 +194,7 @@ def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
     if settings.forms_jacobians and one > settings.memory_budget // 2:
         warnings = (
             f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
-            "the budget is exceeded; raise it, or choose svd='matrix-free'",
+            "the budget is exceeded; raise it",
         )
     return {
         "rows": case.total,
@@ -262,15 +262,12 @@ def _tokenwise(case: _Case) -> float:
 
 def _method(case: _Case) -> str:
     plan, dtype, device = case.plan, case.recording.calls[0].x.dtype, case.jacobians.replica.device
-    if not plan.forms:
-        chosen = "matrix-free: products with Jacobians that are not formed"
-    else:
-        iterates = basis_fits(plan.d, plan.K) and (
-            plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
-        )
-        chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
-        if plan.passes == 2:
-            chosen += ", in two passes over the blocks, as the Jacobians of one token do not fit the budget together"
+    iterates = basis_fits(plan.d, plan.K) and (
+        plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
+    )
+    chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
+    if plan.kept == "file":
+        chosen += ", which wait in a file, as those of one token do not fit the budget together"
     return f"{chosen} (svd={plan.svd!r})" if case.settings.forms_jacobians else "no Jacobians"
 
 
@@ -283,8 +280,6 @@ def _peak(case: _Case, calls: int) -> int:
     column = plan.d * plan.itemsize
     bases = 4 * rows * plan.of_row * plan.K * column  # U and V of each block, and of all blocks together
     products = max(rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column))
-    if not plan.forms:
-        return recordings + bases + rows * 2 * basis_size(plan.d, plan.K) * column + products
     kept = plan.of_row if plan.kept == "device" else 1
     parallel = min(kept, torch.get_num_threads())
     return (
