@@ -18,8 +18,7 @@ SHAPES = {  # models and options for which the blocks take most of the time
     "full": {"svd": "full"},
     "krylov": {"svd": "krylov", "k": 10},
     "in a file": {"svd": "krylov", "k": 10, "measures": ["coupling"], "memory_budget": 1_000_000},
-    "tokenwise": {"measures": ["tokenwise"], "k": 10, "pair_tokens": 3},
-    "all measures": {"measures": ["all", "tokenwise", "halves", "eigenvalues"], "k": 10, "pair_tokens": 3},
+    "measures of blocks": {"measures": ["coupling", "vju", "depth_use", "normality", "halves", "eigenvalues"], "k": 10},
     "states": {"measures": ["trajectory", "noise", "pca"]},
 }
 
@@ -83,6 +82,12 @@ def test_the_report_states_what_would_be_measured():
 )
 def test_the_report_names_the_method(options, method):
     assert method in dry_run(neox(**WIDE), tokens(), **options).method
+
+
+def test_the_report_names_the_measures_that_are_not_timed():
+    cost = dry_run(neox(), tokens(), k=4, measures=["all", "tokenwise"], pair_tokens=3)
+    assert cost.without == ", without products, directions, tokenwise" and f"{cost.without}\n" in str(cost)
+    assert not dry_run(neox(), tokens(), k=4, measures=["coupling", "halves"]).without
 
 
 def test_what_would_be_refused_is_reported():

@@ -2,10 +2,9 @@
 
     seconds = recorded calls * one call, with what is read off its states
         + L * (rows / R * seconds of a block at R rows, a second time + what the first time took in addition)
-        + steps of tokenwise * one step
 
 What a block takes in addition, the first time, are checks of its derivative. The estimate leaves out what does not grow with the
-model: imports, and the assembly of the Dataset.
+model (imports, the assembly of the Dataset), and measures that no block has by itself (`NOT_TIMED`).
 """
 
 import time
@@ -24,22 +23,18 @@ from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.weights import bytes_of, converted_block
 from tracker.common.errors import UsageError
 from tracker.common.progress import Progress
-from tracker.common.text import counted, duration, entry, size
+from tracker.common.text import counted, duration, entry, join_names, size
 from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits
-from tracker.linalg.products import Chain
-from tracker.measures import block_products
 from tracker.measures.calls import jacobians_of, record_call
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import measure_blocks, pairs
-from tracker.measures.directions import DIRECTIONS, RANDOM, heads, measure_directions
-from tracker.measures.layers import Layer, check_kept, kept_bytes, layers_of
+from tracker.measures.layers import check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import CHOICE_NAMES, Settings
-from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,8 @@ class Cost:
         k: the numbers of singular vectors.
         width: the width d of the hidden state.
         method: how singular vectors are found.
-        seconds: of the whole measurement.
+        seconds: of the whole measurement, except what `without` says.
+        without: which measures `seconds` leaves out, in words; "" if none.
         timed: what was timed, in words.
         peak_bytes: bytes beside the weights at the peak.
         warnings: what is beyond the budget.
@@ -80,6 +76,7 @@ class Cost:
     width: int = 0
     method: str = ""
     seconds: float = 0.0
+    without: str = ""
     timed: str = ""
     peak_bytes: int = 0
     warnings: tuple[str, ...] = ()
@@ -96,7 +93,7 @@ class Cost:
             ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
-            ("time", "" if self.refused else f"about {duration(self.seconds)}"),
+            ("time", "" if self.refused else f"about {duration(self.seconds)}{self.without}"),
             ("timed", self.timed),
             ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             *(("warning", warning) for warning in self.warnings),
@@ -109,6 +106,7 @@ class Cost:
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
+NOT_TIMED = ("products", "directions", "tokenwise")
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 
 T = TypeVar("T")
@@ -143,10 +141,9 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
         of_plan = _of_plan(case, prepared)
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
-            seconds += _coupling(case)
-        if settings.includes("tokenwise"):
-            seconds += samples * _tokenwise(case)
-        of_plan["seconds"] = seconds
+            seconds += _seconds_of_blocks(case)
+        left_out = [name for name in NOT_TIMED if settings.includes(name)]
+        of_plan |= {"seconds": seconds, "without": f", without {join_names(left_out)}" if left_out else ""}
     except (UsageError, FloatingPointError) as error:
         refused = str(error)
     return Cost(
@@ -210,7 +207,7 @@ def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _coupling(case: _Case) -> float:
+def _seconds_of_blocks(case: _Case) -> float:
     """Return the seconds of all blocks at all rows, from one block at up to `ROWS` of them.
 
     On a CPU, small Jacobians are decomposed one on each core, so a brief block is timed again among as many.
@@ -218,46 +215,25 @@ def _coupling(case: _Case) -> float:
     jacobians, plan = case.jacobians, case.plan
     rows = case.rows.subset(slice(0, case.timed))
     repeats = max(1, case.timed // len(rows))
-    rest = [choice for choice in plan.measures if choice not in ("products", "directions")]
+    choices = [choice for choice in plan.measures if choice not in NOT_TIMED]
     halves = HalfJacobians(jacobians)
 
-    def measure(calls: Sequence[BlockCall]) -> Layer:
+    def measure(calls: Sequence[BlockCall]) -> None:
         blocks = [[(call, rows)] * repeats for call in calls]
         layers = layers_of(jacobians, blocks, plan)
         pairs(layers, plan.ks, plan.measures, [layers[0].triplets] * plan.of_row)
-        measure_blocks(layers, blocks, rest, None, plan.memory // 2, halves, min(plan.ks))
-        return layers[0]
+        measure_blocks(layers, blocks, choices, None, plan.memory // 2, halves, min(plan.ks))
 
     first, *others = _from_the_middle(case.recording)
     calls = [first]
-    once, layer = _timed(lambda: measure(calls))
+    once = _timed(lambda: measure(calls))[0]
     if once < BRIEF:
         on_cores = plan.kept == "device" and jacobians.replica.device.type == "cpu"
         calls = others[: torch.get_num_threads() if on_cores else 1] or calls
-        once, layer = _timed(lambda: measure(calls))
+        once = _timed(lambda: measure(calls))[0]
     groups = case.total / (repeats * len(rows))
     every = _timed(lambda: measure(calls))[0] if groups > 1 else once
-    seconds = plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
-    if "products" in plan.measures:  # decomposed at a few depths
-        multiply, _ = _timed_again(lambda: Chain().multiply(layer.jacobian()))
-        whole, _ = _timed_again(lambda: block_products.of_matrices([layer.jacobian()], 1))
-        decompositions = 2 * len(block_products.depths(plan.L, plan.d)) - 1
-        seconds += groups * ((2 * plan.L - 1) * multiply + decompositions * max(0.0, whole - multiply))
-    head = heads([(case.recording, rows)] * repeats) if "directions" in plan.measures else None
-    if head is not None:  # random directions are taken once, not for each block
-        words, _ = _timed_again(lambda: measure_directions(head, [layer.triplets], plan.memory // 2))
-        seconds += groups * words * (plan.L * 2 * DIRECTIONS + RANDOM) / (2 * DIRECTIONS + RANDOM)
-    return seconds
-
-
-def _tokenwise(case: _Case) -> float:
-    """Return the seconds of a sample's couplings across tokens, from one block in its own basis."""
-    tokens = case.settings.pair_positions(range(case.sample.length))
-    few, at = tokens[:3], len(case.recording.calls) // 2 + 1
-    steps = tokenwise_steps(len(tokens), case.settings.basis_layers(len(case.recording.calls)))
-    selected = [Selected(case.recording, 0, few)]
-    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {at: at}, case.plan))
-    return seconds * steps / tokenwise_steps(len(few), {at: at})
+    return plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
 
 
 def _method(case: _Case) -> str:
