@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -240,9 +241,10 @@ class Store:
     def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
         file = self.file(step)
         content = read_content(file, names, like)
-        if names is None and not any("prompt" in dims for dims in content.dims.values()):
+        has_prompts = names is not None or any("prompt" in dims for dims in content.dims.values())
+        if "schema" not in content.attrs or not has_prompts:
             raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
-        if content.attrs.get("schema") != SCHEMA:
+        if content.attrs["schema"] != SCHEMA:
             raise UsageError(
                 f"{file} was measured by another version of this package; measure again, into a new directory"
             )
@@ -278,10 +280,15 @@ class Store:
 
     def continued(self, settings: Settings) -> Settings:
         """Return the settings that continue this store: the final norm, where they leave it open, is as in its units."""
-        steps = self.steps()
-        if steps and settings.final_norm == "auto":
-            return replace(settings, final_norm=self.attributes(steps[-1])["final_norm"])
-        return settings
+        shared = self.shared("final_norm") if settings.final_norm == "auto" else None
+        return settings if shared is None else replace(settings, final_norm=shared)
+
+    def shared(self, name: str) -> Any:
+        """Return an attribute that all units share, from the last that is whole; None if there is none."""
+        for step in reversed(self.steps()):
+            with suppress(DamagedFile, FileNotFoundError):
+                return self.attributes(step)[name]
+        return None
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""
