@@ -89,6 +89,12 @@ def test_only_named_variables_are_read(tmp_path):
     assert list(content.values) == ["lss"] and content.attrs["created"] == "at 7"
 
 
+def test_a_file_whose_name_is_no_text_is_read(tmp_path):
+    (file,) = written(tmp_path, dataset())
+    expected = decoded(read_content(file))
+    xr.testing.assert_identical(decoded(read_content(file.rename(tmp_path / os.fsdecode(b"gr\xffid.nc")))), expected)
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_what_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / "unit.nc")

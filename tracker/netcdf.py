@@ -29,7 +29,6 @@ from tracker.common.text import first_line
 
 # What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
-REMEDY = "move it away, or repeat the walk, which measures its step again"
 
 
 class DamagedFile(ValueError):
@@ -95,7 +94,7 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
     with naming(file):
         content = file.read_bytes()
     try:
-        with C_LIBRARY, netCDF4.Dataset(file.name, memory=content) as opened:
+        with C_LIBRARY, netCDF4.Dataset("in memory", memory=content) as opened:
             opened.set_auto_maskandscale(False)
             opened.set_auto_chartostring(False)
             stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
@@ -110,7 +109,7 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
             return Content(form, values, dims, attributes, coordinates, attrs)
     except ERRORS as error:
         why = getattr(error, "strerror", None) or first_line(error)
-        raise DamagedFile(f"{file} is damaged ({why}); {REMEDY}") from error
+        raise DamagedFile(f"{file} is damaged ({why})") from error
 
 
 def stacked(contents: Sequence[Content]) -> xr.Dataset:

@@ -29,7 +29,7 @@ from tracker.common.files import Lock, differences, read_json, remove_stale_temp
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.netcdf import REMEDY, Content, DamagedFile, common, file_content, read_content, stacked
+from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 from tracker.version import SCHEMA
 
 ATTRIBUTES = {
@@ -73,6 +73,7 @@ ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
+REMEDY = "move it away, or repeat the walk, which measures its step again"
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
@@ -240,7 +241,10 @@ class Store:
 
     def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
         file = self.file(step)
-        content = read_content(file, names, like)
+        try:
+            content = read_content(file, names, like)
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; {REMEDY}") from error
         has_prompts = names is not None or any("prompt" in dims for dims in content.dims.values())
         if "schema" not in content.attrs or not has_prompts:
             raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
