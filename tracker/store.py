@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tracker.common.files import Lock, differences, read_json, remove_stale_temp
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.netcdf import REMEDY, Content, DamagedFile, common, file_content, read_content, stacked
+from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 from tracker.version import SCHEMA
 
 ATTRIBUTES = {
@@ -72,6 +73,7 @@ ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
+REMEDY = "move it away, or repeat the walk, which measures its step again"
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
@@ -239,10 +241,14 @@ class Store:
 
     def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
         file = self.file(step)
-        content = read_content(file, names, like)
-        if names is None and not any("prompt" in dims for dims in content.dims.values()):
+        try:
+            content = read_content(file, names, like)
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; {REMEDY}") from error
+        has_prompts = names is not None or any("prompt" in dims for dims in content.dims.values())
+        if "schema" not in content.attrs or not has_prompts:
             raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
-        if content.attrs.get("schema") != SCHEMA:
+        if content.attrs["schema"] != SCHEMA:
             raise UsageError(
                 f"{file} was measured by another version of this package; measure again, into a new directory"
             )
@@ -278,10 +284,15 @@ class Store:
 
     def continued(self, settings: Settings) -> Settings:
         """Return the settings that continue this store: the final norm, where they leave it open, is as in its units."""
-        steps = self.steps()
-        if steps and settings.final_norm == "auto":
-            return replace(settings, final_norm=self.attributes(steps[-1])["final_norm"])
-        return settings
+        shared = self.shared("final_norm") if settings.final_norm == "auto" else None
+        return settings if shared is None else replace(settings, final_norm=shared)
+
+    def shared(self, name: str) -> Any:
+        """Return an attribute that all units share, from the last that is whole; None if there is none."""
+        for step in reversed(self.steps()):
+            with suppress(DamagedFile, FileNotFoundError):
+                return self.attributes(step)[name]
+        return None
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""

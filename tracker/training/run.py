@@ -115,10 +115,10 @@ def check_inputs(store: Store | None, probe: Any) -> None:
     Raises:
         UsageError: if it is not.
     """
-    steps = [] if store is None else store.steps()
-    if store is None or not steps:
+    if store is None:
         return
-    if (measured := str(store.attributes(steps[-1])["inputs_sha256"])) != inputs_digest(probe):
+    measured = store.shared("inputs_sha256")
+    if measured not in (None, inputs_digest(probe)):
         raise UsageError(
             f"{store.path} measured other inputs (SHA-256 {measured[:8]}); give the same probe=, or choose another save_dir"
         )
