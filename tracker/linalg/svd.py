@@ -357,10 +357,9 @@ def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
 
     The iteration's own tolerance is half: it estimates the residual, which is computed here.
     """
-    apply, apply_transpose = _products(J)
-    tolerance = TOLERANCE[J.dtype]
-    start = start_block(J.shape[-1], J).expand(len(J), -1, -1)
-    U, S, V = block_golub_kahan(apply, apply_transpose, start, K, tolerance / 2)
+    B, d, _ = J.shape
+    (apply, apply_transpose), tolerance = _products(J), TOLERANCE[J.dtype]
+    U, S, V = block_golub_kahan(apply, apply_transpose, start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
     gap, S = _gap(S, K), S[..., :K]
     error = relative_residual(apply(V), apply_transpose(U), U, S, V)
     complete = ~(error > tolerance) & is_complete(J, U, S, V)  # the residual of a zero matrix is NaN
