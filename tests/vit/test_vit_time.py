@@ -165,9 +165,14 @@ def test_the_bar_of_a_grid_counts_epochs_and_states_the_same_time_left(six, cloc
     with overview.shown(six, six):
         clock.now += 60.0
         finish(six[0])
+        cells.write(six[5].directory, "failed", {"reason": "no memory"})
     printed = terminal.getvalue()
-    assert "| 7/60 epochs, ? left" in printed and "| 12/60 epochs, 09:36 left" in printed  # 48 epochs of 12 s
-    assert f"[1/6] {six[0].cell}: 0.5000  about 9.6 min left" in printed and overview.table(six) in printed
+    assert "| 7/60 epochs, ? left" in printed
+    assert "| 12/60 epochs, 09:36 left" in printed  # 8 + 4 * 10 epochs of 12 s
+    assert f"[1/6] {six[0].cell}: 0.5000  about 9.6 min left" in printed
+    assert "| 12/50 epochs, 07:36 left" in printed
+    assert f"[2/6] {six[5].cell}: crashed: no memory  about 7.6 min left" in printed
+    assert overview.table(six) in printed
 
 
 def test_a_history_that_is_written_anew_leaves_the_time_unknown(six, clock, monkeypatch, capsys):
