@@ -377,9 +377,11 @@ def try_cell(recipe: Recipe, data: Data) -> Trial:
         trainer, times = make_trainer(recipe, data, **limits), StepTimes()
         callbacks: list[lightning.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.append(times)
+        couplings = [callback for callback in callbacks if isinstance(callback, CouplingCallback)]
+        for coupling in couplings:
+            coupling.run.max_overhead = None  # the share of measuring in a few steps is not that of a training
         trainer.fit(Classifier(recipe, len(data.classes), whole_epoch), datamodule=Batches(data, recipe))
         # The last measurement: the first one also makes checks whose results are kept.
-        couplings = [callback for callback in callbacks if isinstance(callback, CouplingCallback)]
         measurement = couplings[0].run.overhead.last if couplings else 0.0
         on_gpu = trainer.strategy.root_device.type == "cuda"
         process_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

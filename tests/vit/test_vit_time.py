@@ -192,11 +192,13 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     done.mkdir(parents=True)
     cells.write(done, "result", {"status": "finished"})
     assert grid.main(arguments(tmp_path, "--dry_run", "true", jobs=2)) == 0
-    first, out = capsys.readouterr().out.split("\n", 1)
+    printed = capsys.readouterr()
+    first, out = printed.out.split("\n", 1)
     assert first.startswith("4 cells, 1 already done; results would be in ")
     for text in ("time         about", "tests and", "per cell, ", "kept after training:", "measurement of"):
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
+    assert not printed.err  # two measurements and a few steps are no reason for a warning
     assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(list(done.iterdir())) == 1
 
 
