@@ -89,7 +89,8 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe]) -> Iterator[None
         tqdm.write(line, file=out)
         out.flush()
 
-    def count() -> str:
+    def count_epochs() -> str:
+        """Update the bar; return the time left in words, if it is known."""
         trained = sum(finished_epochs(cell.directory) for cell in missing)
         trained = max(trained, before)  # an earlier history whose checkpoint is missing is written anew
         # A cell that diverges or crashes has no epochs left.
@@ -105,8 +106,8 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe]) -> Iterator[None
         for cell in [*pending]:
             if is_done(cell.directory) or read(cell.directory, "failed"):
                 pending.remove(cell)
-                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}{count()}")
-        count()
+                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}{count_epochs()}")
+        count_epochs()
 
     def watch() -> None:
         while not stop.wait(SECONDS):

@@ -373,6 +373,7 @@ def try_cell(recipe: Recipe, data: Data) -> Trial:
         whole_epoch = recipe.steps_per_epoch(len(data.train))
         steps = min(whole_epoch, WARM_UP + TIMED)
         epochs = ceil((WARM_UP + TIMED) / steps)
+        # A test is not timed, but one batch of it may need the most memory.
         limits: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": steps, "limit_val_batches": 1}
         trainer, times = make_trainer(recipe, data, **limits), StepTimes()
         callbacks: list[lightning.Callback] = trainer.callbacks  # type: ignore[attr-defined]
