@@ -3,7 +3,7 @@
     DIR/settings.json             settings that all units of this store share
     DIR/units/step00000128.nc     one Dataset, whose variables are described when it is read
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
-    DIR/damaged/                  files that were no units when their steps were measured again
+    DIR/damaged/                  damaged files, whose steps were measured again
     DIR/skipped.json              steps of a training run that could not be measured, and why
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
@@ -218,12 +218,12 @@ class Store:
         return self._joined(contents)
 
     def curves(
-        self, steps: Sequence[int], without: Callable[[int, OSError | ValueError], None] | None = None
+        self, steps: Sequence[int], leave_out: Callable[[int, OSError | ValueError], None] | None = None
     ) -> Iterator[xr.Dataset]:
         """Read units, joined along `step` in parts that fit in memory.
 
         Args:
-            without: is called for a unit that is damaged or no longer there, and left out; by default an error is raised.
+            leave_out: called for a unit that is damaged or no longer there, which is left out; by default an error is raised.
         """
         contents: list[Content] = []
         size = 0
@@ -232,9 +232,9 @@ class Store:
                 size += self.file(step).stat().st_size
                 contents.append(self._content(step, None, *contents[-1:]))
             except (FileNotFoundError, DamagedFile) as error:
-                if without is None:
+                if leave_out is None:
                     raise
-                without(step, error)
+                leave_out(step, error)
             if contents and (size > AT_ONCE or step == steps[-1]):
                 yield self._joined(contents)
                 contents, size = [], 0

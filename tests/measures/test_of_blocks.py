@@ -66,9 +66,17 @@ def orthogonal(seed, d=6):
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # Haar-random
 
 
+def measures_of_products(Js):
+    """Return the measures of the products of blocks with these Jacobians."""
+    products = block_products.Products(len(Js), Js[0].shape[-1], 2, Js[0].dtype)
+    for l, J in enumerate(Js, 1):
+        products.add(l, J)
+    return products.values(lambda l: Js[l - 1])
+
+
 def test_products_of_blocks_that_add_nothing_and_of_isometries():
     for Js in ([0 * eye()] * 3, [orthogonal(seed) - eye() for seed in range(3)]):
-        found = block_products.of_matrices(Js, 2)
+        found = measures_of_products(Js)
         for name, expected in (("amplification", 1), ("effective_rank", 6)):
             for form in ("from_first", "to_last"):
                 torch.testing.assert_close(found[f"{form}_{name}"], torch.full((1, 3), float(expected)).double())
@@ -78,7 +86,7 @@ def test_products_of_blocks_that_add_nothing_and_of_isometries():
 def test_products_of_rank_one_factors():
     """I + J = 2 u v^T: all but one direction is lost in the first block, and its exponents are undefined."""
     u, v = orthogonal(1)[..., :1], orthogonal(2)[..., :1]
-    found = block_products.of_matrices([2 * u @ v.mT - eye()] * 3, 2)
+    found = measures_of_products([2 * u @ v.mT - eye()] * 3)
     torch.testing.assert_close(found["from_first_effective_rank"], torch.ones(1, 3).double(), rtol=1e-10, atol=0)
     overlap = abs(float((u * v).sum()))
     expected = torch.tensor([[2.0, 4 * overlap, 8 * overlap**2]]).double()

@@ -78,19 +78,19 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
 
 
 def read_reduced(
-    directory: str | Path, without: Callable[[int, OSError | ValueError], None] | None = None
+    directory: str | Path, leave_out: Callable[[int, OSError | ValueError], None] | None = None
 ) -> xr.Dataset:
     """Return the results of a store along `step`, `reduced` unit by unit.
 
     Args:
-        without: as in `Store.curves`.
+        leave_out: as in `Store.curves`.
 
     Raises:
         FileNotFoundError: if there are none.
         ValueError: if a unit is damaged, or the units make no curve.
     """
     store = Store(directory)
-    return join([*map(reduced, store.curves(require_steps(store), without))], store.path)
+    return join([*map(reduced, store.curves(require_steps(store), leave_out))], store.path)
 
 
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:

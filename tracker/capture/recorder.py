@@ -72,7 +72,7 @@ class _Recorder:
         self.head = HeadHooks(replica)
         self.norms = NormWatch()
         self.states: dict[int, Tensor] = {}  # what the last block returned, `states_in`
-        # A second state that the running block takes, and its index there.
+        # The index in `states` of a second state that the running block takes, and that state.
         self.stream: tuple[int, Tensor] | None = None
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tracker.capture.recording import space_for, to_host
 
-Jacobian = Callable[[], Tensor]
+Jacobian = Callable[[], Tensor]  # () -> J, on its device
 
 
 def on_device(J: Tensor) -> Jacobian:

@@ -17,8 +17,8 @@ from Z (Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005). This costs a tenth mo
 the small problems small.
 
 Cost of n columns: 2 n products (with A: n), 8 d n m operations (4) to keep the bases orthogonal, and n / m small
-decompositions. On an accelerator all of a step's operations are queued without waiting for their results; the
-host waits once for each full basis, when it copies the small problem.
+decompositions. On an accelerator all of a step's operations are queued without waiting for their results; the host waits once
+for each full basis, when it copies the small problem.
 """
 
 from collections.abc import Callable

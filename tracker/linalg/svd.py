@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tracker.common.values import Method
 from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
 from tracker.linalg.costs import MEMORY, eigenvectors_are_cheaper, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.eigenvectors import first_eigenvectors
@@ -105,7 +106,6 @@ SMALL = 512  # width up to which a matrix is decomposed on one CPU core
 SQUARABLE = 0.1  # s_K / s_1 above which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
 POWERS = 4  # steps of power iteration that give s_1 within a tenth, also for flat singular values
 
-Method = Literal["auto", "full", "krylov"]
 Advance = Callable[[int], None]  # receives how many matrices have been decomposed
 
 

@@ -54,8 +54,8 @@ class Cost:
         k: the numbers of singular vectors.
         width: the width d of the hidden state.
         method: how singular vectors are found.
-        seconds: of the whole measurement, except what `without` says.
-        without: which measures `seconds` leaves out, in words; "" if none.
+        seconds: of the measurement without the measures `not_timed`.
+        not_timed: measures that were asked for and that `seconds` leaves out.
         timed: what was timed, in words.
         peak_bytes: bytes beside the weights at the peak.
         warnings: what is beyond the budget.
@@ -76,7 +76,7 @@ class Cost:
     width: int = 0
     method: str = ""
     seconds: float = 0.0
-    without: str = ""
+    not_timed: tuple[str, ...] = ()
     timed: str = ""
     peak_bytes: int = 0
     warnings: tuple[str, ...] = ()
@@ -85,6 +85,7 @@ class Cost:
         shortest, longest = self.tokens
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
         convention, norm = self.final_norm
+        without = f", without {join_names(self.not_timed)}" if self.not_timed else ""
         memory = f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); "
         lines = [
             ("refused", self.refused),
@@ -93,7 +94,7 @@ class Cost:
             ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
-            ("time", "" if self.refused else f"about {duration(self.seconds)}{self.without}"),
+            ("time", "" if self.refused else f"about {duration(self.seconds)}{without}"),
             ("timed", self.timed),
             ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             *(("warning", warning) for warning in self.warnings),
@@ -142,8 +143,7 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
             seconds += _seconds_of_blocks(case)
-        left_out = [name for name in NOT_TIMED if settings.includes(name)]
-        of_plan |= {"seconds": seconds, "without": f", without {join_names(left_out)}" if left_out else ""}
+        of_plan |= {"seconds": seconds, "not_timed": tuple(name for name in NOT_TIMED if settings.includes(name))}
     except (UsageError, FloatingPointError) as error:
         refused = str(error)
     return Cost(
@@ -248,7 +248,7 @@ def _method(case: _Case) -> str:
 
 
 def _peak(case: _Case, calls: int) -> int:
-    """Return the bytes beside the weights: recordings, Jacobians or bases, and the larger of products and decompositions."""
+    """Return the bytes beside the weights: recordings, bases, Jacobians, and the larger of products and decompositions."""
     settings, plan, rows = case.settings, case.plan, case.together
     recordings = min(settings.memory(4), case.recording.nbytes() * min(max(1, ceil(rows / len(case.rows))), calls))
     if not settings.forms_jacobians:

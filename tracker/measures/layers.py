@@ -1,4 +1,4 @@
-"""The Jacobians of blocks at their rows, as the measures use them: singular triplets, moments and products.
+"""The Jacobians of blocks at their rows, as the measures use them: with singular triplets, moments and products.
 
 The plan says whether Jacobians are kept on the device, in the host's memory or in a file. `keep=` of `tracker.measure` returns
 them, and their singular vectors, themselves.
@@ -53,7 +53,7 @@ def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: 
         return _layers(jacobians, blocks, plan, on_device)
     keep = on_host if plan.kept == "host" else JacobianFile().keep
     of_block = sum(len(rows) for _, rows in blocks[0]) * plan.bytes_of_jacobian
-    # Half of the memory is for blocks that are decomposed together, each on a core; the other half for forming Jacobians.
+    # Blocks that are decomposed together, each on a core, take at most half of the memory. The rest is for forming Jacobians.
     together = max(1, plan.memory // 2 // of_block)
     parts = (blocks[start : start + together] for start in range(0, len(blocks), together))
     with jacobians.with_more_memory(max(0, plan.memory - together * of_block)):

@@ -28,7 +28,7 @@ class Choice:
     default: bool = False
     needs: str = ""  # the option that it extends
     expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
-    # Measured of each block, from products with J or from J itself.
+    # Measured of each block: from its triplets and J x, or from the entries of J, which takes more memory (`plan.ARRAYS`).
     of_jacobians: Literal["", "products", "entries"] = ""
 
 

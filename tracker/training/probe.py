@@ -264,7 +264,7 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
 
 
 def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], max_samples: int, forward: Forward | None) -> Any:
-    """Return the probe of a checkpoint, else the given one, else the own one, else the first samples of a batch.
+    """Return the probe measured before, `own` or `held`, else the given one, else the first samples of a batch.
 
     Args:
         given: the probe passed to the callback, a function that returns it, or None.
