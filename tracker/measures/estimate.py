@@ -256,7 +256,7 @@ def _peak(case: _Case, calls: int) -> int:
     column = plan.d * plan.itemsize
     bases = 4 * rows * plan.of_row * plan.K * column  # U and V of each block, and of all blocks together
     products = max(rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column))
-    kept = plan.of_row if plan.kept == "device" else 1
+    kept = plan.blocks_together(rows)
     parallel = min(kept, torch.get_num_threads())
     return (
         recordings

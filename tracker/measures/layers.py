@@ -52,11 +52,11 @@ def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: 
     if plan.kept == "device":
         return _layers(jacobians, blocks, plan, on_device)
     keep = on_host if plan.kept == "host" else JacobianFile().keep
-    of_block = sum(len(rows) for _, rows in blocks[0]) * plan.bytes_of_jacobian
-    # Blocks that are decomposed together, each on a core, take at most half of the memory. The rest is for forming Jacobians.
-    together = max(1, plan.memory // 2 // of_block)
+    rows = sum(len(rows) for _, rows in blocks[0])
+    together = plan.blocks_together(rows)
     parts = (blocks[start : start + together] for start in range(0, len(blocks), together))
-    with jacobians.with_more_memory(max(0, plan.memory - together * of_block)):
+    # What these blocks leave of the memory is for forming Jacobians.
+    with jacobians.with_more_memory(max(0, plan.memory - together * rows * plan.bytes_of_jacobian)):
         return [layer for part in parts for layer in _layers(jacobians, part, plan, keep)]
 
 

@@ -71,6 +71,12 @@ class Plan:
         """How often `Jacobians.advance` counts each row: in each block, the Jacobian and its singular vectors."""
         return 2 * self.of_row
 
+    def blocks_together(self, rows: int) -> int:
+        """Return how many blocks' Jacobians are in memory together, each decomposed on a core; at most half of it if they wait."""
+        if self.kept == "device":
+            return self.of_row
+        return min(self.of_row, max(1, self.memory // 2 // (rows * self.bytes_of_jacobian)))
+
     def samples(self, links: int) -> int:
         """Return how many samples are measured together whose token pairs have so many Jacobians in each block."""
         return max(1, self.memory // self.bytes_of_jacobian // links)
