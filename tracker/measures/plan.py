@@ -72,7 +72,7 @@ class Plan:
         return 2 * self.of_row
 
     def blocks_together(self, rows: int) -> int:
-        """Return how many blocks' Jacobians are in memory together, each decomposed on a core; at most half of it if they wait."""
+        """Return how many blocks' Jacobians are in memory together: all, or as many as half of it holds."""
         if self.kept == "device":
             return self.of_row
         return min(self.of_row, max(1, self.memory // 2 // (rows * self.bytes_of_jacobian)))
