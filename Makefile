@@ -3,7 +3,8 @@
 # make test: install, run the tests that take less than 1.5 s each
 # make test-all: install, run every test
 # make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
-# make test-kernels: run the tests of `make test` with the kernels of other processors; KERNELS=avx2 or any below, day: one a day
+# make test-kernels: run the tests of `make test` with the kernels of other processors: all COMBINATIONS below, or KERNELS=avx2;
+#     KERNELS=day takes another one each day
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
 # make lint: run ruff, pyright and import-linter

@@ -1,4 +1,4 @@
-"""Agreement of coupling measurements: between two methods, and with the published algorithm."""
+"""The certificate of a coupling measurement, and its agreement with the published algorithm."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +16,6 @@ def certificate(dataset: "xr.Dataset") -> dict[str, Any]:
         "sliced": float(dataset["diagnostics_sliced"].mean()),
         "smallest_gap": float(dataset["diagnostics_singular_gap"].min()),
     }
-
-
-def differences(dataset: "xr.Dataset", other: "xr.Dataset") -> dict[str, float]:
-    """Return the largest difference of each mis-coupling and, relative to s_1, of the singular values."""
-    from tracker.measures.registry import MISCOUPLINGS
-
-    largest = {name: float(abs(dataset[name] - other[name]).max()) for name in MISCOUPLINGS}
-    s, t = dataset["singular_value"], other["singular_value"]
-    return largest | {"singular_value": float((abs(s - t) / s.isel(rank=0)).max())}
 
 
 def errors(

@@ -4,13 +4,11 @@ Times three things in turn, in one process, with the same weights and prompt: `t
 plain matrix products with the shapes of a block's linear layers. Reported are medians and their ratios. With fewer blocks than
 the shape has, ratios hold for those blocks: the cost of a block does not depend on the others, and the cost of the pairs grows
 with the square of their number.
-
-`--what scaling` times `tracker.measure` alone, over prompt lengths and over numbers of prompts.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,9 +19,6 @@ from tracker.common.values import Method, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
-PROMPTS = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass
@@ -36,9 +31,7 @@ class Benchmark:
         k: number of top singular vectors.
         blocks: number of blocks, the first ones. Default: all, for which the published algorithm takes hours on large shapes.
         prompts: number of prompts or images in a call of tracker.measure; the published algorithm takes one.
-        what: coupling compares with the published algorithm; scaling times tracker.measure over lengths and numbers of prompts.
         svd: the method of tracker.measure for singular vectors.
-        beside: a second such method to time, in turn with it.
         precision: of the matrix products in the Jacobians of tracker.measure, and of the plain products they are compared with.
         weights: dtype of the model's weights; the published Pythias have float16, which the published algorithm cannot take.
         memory_budget: bytes in addition to the weights; half of them hold Jacobians. Default: that of tracker.measure.
@@ -56,9 +49,7 @@ class Benchmark:
     k: int = 50
     blocks: int | None = None
     prompts: int = 1
-    what: Literal["coupling", "scaling"] = "coupling"
     svd: Method = "auto"
-    beside: Method | None = None
     precision: Precision = "float32"
     weights: Literal["float32", "float16", "bfloat16"] = "float32"
     memory_budget: int | None = None
@@ -93,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.provenance import usable_device
 
     usable_device(settings.device, f"--device {settings.device}")
-    result = coupling(settings) if settings.what == "coupling" else scaling(settings)
+    result = coupling(settings)
     print(table(result))
     if settings.out:
         keep(result, settings.out)
@@ -114,10 +105,12 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         kept = jacobians if settings.published else None  # a large model's would fill the memory
         dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
     reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
-    other = replace(settings, svd=settings.beside) if settings.beside else None
-    other_dataset = timing.ours(model, other, machine.Clock(settings.device)) if other else None
     result: dict[str, Any] = {
-        **_header(settings, environment, L, d),
+        "what": "coupling",
+        "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
+        "environment": environment,
+        "blocks": L,
+        "width": d,
         "tokens": shapes.length(settings.shape, settings.tokens),
         "certificate": agreement.certificate(dataset),
     }
@@ -127,12 +120,10 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     if settings.by_hand:
         of_hand = agreement.errors(dataset, [], *timing.by_hand(model, settings, machine.Clock(settings.device)))
     saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
-    our_runs, other_runs, published_runs, runs_by_hand, products = [], [], [], [], []
+    our_runs, published_runs, runs_by_hand, products = [], [], [], []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
         our_runs.append(timing.timed(timing.ours, model, settings))
-        if other:
-            other_runs.append(timing.timed(timing.ours, model, other))
         if reference is not None:
             published_runs.append(timing.timed(timing.published, model, settings))
         if settings.by_hand:
@@ -145,10 +136,6 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         }
         ours = result["ours"] = timing.medians(our_runs)
         ours |= _rates(ours, settings, L, d, result["gemm"], saved_share)
-        if other_dataset is not None:
-            beside = result["beside"] = timing.medians(other_runs)
-            beside["differences"] = agreement.differences(dataset, other_dataset)
-            beside["ratio"] = ours["seconds"] / beside["seconds"]
         if reference is not None:
             theirs = result["published"] = timing.medians(published_runs)
             result["ratio"] = _ratios(ours, theirs, settings.prompts)
@@ -184,12 +171,11 @@ def _rates(
         saved: fraction of the operations of the d cotangents that were not needed.
     """
     stages = ours["stages"]
-    jacobian = stages.get("jacobian", float("nan"))  # absent where the Jacobian is only used in products
-    speedup = gemm["seconds_per_block"] * L * settings.prompts / jacobian
+    speedup = gemm["seconds_per_block"] * L * settings.prompts / stages["jacobian"]
     pair_flops = 2 * L * L * d * settings.k * (d + settings.k) * settings.prompts
     return {
         "seconds_per_prompt": ours["seconds"] / settings.prompts,
-        "svd_over_jacobian": stages["svd"] / jacobian,
+        "svd_over_jacobian": stages["svd"] / stages["jacobian"],
         "products_saved": saved,
         "speedup_over_gemm": speedup,
         "fraction_of_gemm_rate": {
@@ -199,36 +185,8 @@ def _rates(
     }
 
 
-def scaling(settings: Benchmark) -> dict[str, Any]:
-    """Time `tracker.measure` over prompt lengths, for one prompt, and over numbers of prompts of the given length."""
-    from benchmarks import machine, shapes, timing
-
-    environment = machine.environment(settings.device)
-    model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
-    lengths = () if settings.shape in shapes.IMAGES else LENGTHS
-    sizes = dict.fromkeys([*((n, 1) for n in lengths), *((settings.tokens, p) for p in PROMPTS)])
-    results = []
-    for n, p in sizes:
-        print(f"{n} tokens, {p} prompt(s)", file=sys.stderr, flush=True)
-        point = replace(settings, tokens=n, prompts=p)
-        timing.ours(model, point, machine.Clock(settings.device))
-        medians = timing.medians([timing.timed(timing.ours, model, point) for _ in range(settings.repeats)])
-        results.append({"tokens": shapes.length(settings.shape, n), "prompts": p, **medians})
-    blocks = shapes.blocks(model)
-    return {**_header(settings, environment, len(blocks), machine.linear_shapes(blocks[0])[0][1]), "points": results}
-
-
-def _header(settings: Benchmark, environment: dict[str, Any], L: int, d: int) -> dict[str, Any]:
-    chosen = {name: value for name, value in asdict(settings).items() if name not in ("what", "out")}
-    return {"what": settings.what, "settings": chosen, "environment": environment, "blocks": L, "width": d}
-
-
 def table(result: dict[str, Any]) -> str:
     """Format a result for a terminal."""
-    return _comparison_table(result) if result["what"] == "coupling" else _scaling_table(result)
-
-
-def _comparison_table(result: dict[str, Any]) -> str:
     mine, theirs = result["ours"], result.get("published", {"stages": {}})
     settings = result["settings"]
     lines = [
@@ -257,12 +215,6 @@ def _comparison_table(result: dict[str, Any]) -> str:
         )
     if "errors" in result:
         lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
-    if "beside" in result:
-        beside = result["beside"]
-        lines.append(
-            f"{settings['svd']} takes {beside['ratio']:.2f} of the time of {settings['beside']} ({beside['seconds']:.3f} s)"
-        )
-        lines.append("differences: " + ", ".join(f"{k} {v:.1e}" for k, v in beside["differences"].items()))
     if "by_hand" in result:
         hand = result["by_hand"]
         lines.append(
@@ -271,15 +223,6 @@ def _comparison_table(result: dict[str, Any]) -> str:
         )
     if settings["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
-    return "\n".join(lines)
-
-
-def _scaling_table(result: dict[str, Any]) -> str:
-    stages = list(result["points"][0]["stages"])
-    lines = [f"{'n':>6}{'prompts':>9}{'whole, s':>10}" + "".join(f"{stage:>10}" for stage in stages)]
-    for point in result["points"]:
-        cells = "".join(f"{point['stages'][stage]:10.3f}" for stage in stages)
-        lines.append(f"{point['tokens']:6}{point['prompts']:9}{point['seconds']:10.3f}{cells}")
     return "\n".join(lines)
 
 

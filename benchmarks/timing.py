@@ -25,7 +25,6 @@ STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("checks", "tracker.jacobians.rows", "derivative_error"),  # called within the stage before, like the next
     ("checks", "tracker.jacobians.rows", "find_mixing"),
     ("svd", "tracker.measures.layers", "triplets_of_each"),
-    ("svd", "tracker.measures.layers", "triplets_by_products"),
     ("pairs", "tracker.measures.depthwise", "pairs"),
 )
 

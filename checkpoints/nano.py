@@ -1,6 +1,6 @@
 """The embedded suite `nano`: a small GPT-NeoX with Pythia's architecture, trained locally, with log-spaced checkpoints.
 
-The recipe was chosen because it shows the findings of the paper; docs/log/2026-11-25.md has a table of those that were tried,
+The recipe was chosen because it shows the findings of the paper; docs/decisions.md has a table of those that were tried,
 most of which do not. The training text is the source and documentation of the Python standard library: about two million tokens,
 of which 256 steps use a quarter of a million. Initial weights are drawn as Pythia's were, and the rate rises and then falls as a
 cosine, as Pythia's did. Unlike there, embeddings learn at a multiple of the rate without decay, and the matrices of the blocks

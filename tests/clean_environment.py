@@ -52,7 +52,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         ds.to_netcdf(Path(directory) / "one.nc", engine="netcdf4")
     print(f"measured: mis-coupling {float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()):.3f}")
-    float(tracker.coupling_penalty(model, torch.randint(50, (2, 9))).detach())
     needs = {name: ("train", lambda name=name: getattr(tracker, name)) for name in CALLBACKS}
     needs["plot"] = "report", lambda: tracker.plot(ds)
     needs["report"] = "report", lambda: tracker.report.write_report("results", "page.html")

@@ -79,7 +79,7 @@ def unit(
     for name in ("norm", "norm_normed"):
         variables[name] = (depth, values(1, 50, L + 1, n))
     ones = np.ones((prompts, 1, L), np.float32)
-    checks = [f"{DIAGNOSTICS}{name}" for name in ("sliced", "complete", "formed", "full_svd")]
+    checks = [f"{DIAGNOSTICS}{name}" for name in ("sliced", "complete", "full_svd")]
     variables |= {name: (("prompt", "token", "layer"), ones) for name in checks}
     errors = [f"{DIAGNOSTICS}{name}" for name in ("residual", "value_error", "derivative_error")]
     variables |= {name: (("prompt", "token", "layer"), 1e-6 * ones) for name in errors}

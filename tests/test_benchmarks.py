@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +12,15 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import (
-    beyond,
-    bookkeeping,
     callback,
     coupling,
-    dry_run,
-    figures,
     machine,
-    penalty,
     shapes,
     stores,
     streaming,
     timing,
 )
-from checkpoints import nano
 from checkpoints.configuration import pythia_shapes
-from tests.conftest import TINY
 from tests.rounding import of_vectors, rounding
 from tests.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
@@ -62,14 +54,6 @@ def compared(directory) -> dict:
     return run(directory, "--by_hand", "true")
 
 
-@pytest.fixture(scope="module")
-def scaled(directory) -> dict:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coupling, "LENGTHS", (4, 8))
-        patch.setattr(coupling, "PROMPTS", (1, 3))
-        return run(directory, "--what", "scaling")
-
-
 def test_ours_and_the_published_algorithm_agree(compared):
     single = rounding(torch.float32)
     of_couplings = of_vectors(torch.float32, compared["width"], compared["certificate"]["smallest_gap"])
@@ -97,18 +81,6 @@ def test_the_result_records_settings_and_environment(compared):
     assert compared["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
     printed = coupling.table(compared)
     assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
-
-
-@pytest.mark.slow
-def test_two_methods_in_turn(directory):
-    result = run(directory, "--published", "false", "--svd", "matrix-free", "--beside", "full", "--repeats", "2")
-    beside = result["beside"]
-    assert len(beside["runs"]) == len(result["ours"]["runs"]) == 2
-    assert beside["ratio"] == result["ours"]["seconds"] / beside["seconds"]
-    gap = result["certificate"]["smallest_gap"]
-    assert 0 < beside["differences"]["singular_value"] < rounding(torch.float32)
-    assert beside["differences"]["miscoupling"] < of_vectors(torch.float32, result["width"], gap)
-    assert "of the time of full" in coupling.table(result)
 
 
 @pytest.mark.slow
@@ -182,24 +154,6 @@ def test_memory_is_measured_in_fresh_processes(directory):
     assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
     assert ours > 512 * 512 * 4  # one Jacobian
     assert result["ratio"]["memory"] == published / ours
-
-
-def test_scaling(scaled):
-    assert [(p["tokens"], p["prompts"]) for p in scaled["points"]] == [(4, 1), (8, 1), (6, 1), (6, 3)]
-    assert all(p["seconds"] > p["stages"]["jacobian"] > 0 for p in scaled["points"])
-    assert len(coupling.table(scaled).splitlines()) == 5
-
-
-def test_figures(compared, scaled, directory, capsys):
-    (directory / "new" / "callback.json").write_text("{}")  # of another benchmark
-    assert figures.main([str(directory / "new"), "--k", "5", "--out", str(directory)]) == 0
-    assert capsys.readouterr().out.strip() == str(directory / "cost.png")
-    assert (directory / "cost.png").stat().st_size > 10_000
-
-
-def test_figures_of_nothing(tmp_path, capsys):
-    assert figures.main([str(tmp_path)]) == 2
-    assert "no results in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -304,37 +258,3 @@ def test_stores_are_timed_in_processes_of_their_own(capsys):
     assert header == "||2 units|4 units|exponent|" and re.fullmatch(
         r"\|open(\|[\d.]+ s, [\d,]+ MB){2}\|-?[\d.]+\|", row
     )
-
-
-def test_choices_of_measures_are_timed_beside_coupling(capsys):
-    small = ["--shape", "14m", "--blocks", "2", "--tokens", "6", "--k", "3", "--repeats", "1"]
-    assert beyond.main([*small, "--choices", "halves", "--together", "products,normality"]) == 0
-    first, *shares = capsys.readouterr().out.splitlines()
-    assert re.match(r"coupling alone: [\d.]+ s, 14m, 2 blocks, K = 3$", first)
-    assert [line.split(":")[0] for line in shares] == ["halves", "products + normality"]
-
-
-def test_dry_runs_are_timed_beside_measurements(capsys):
-    assert dry_run.main(["--shape", "14m", "--blocks", "2", "--tokens", "6", "--repeats", "1"]) == 0
-    assert re.match(r"14m: a dry run takes [\d.]+ s and predicts [\d.]+ s; measuring takes", capsys.readouterr().out)
-
-
-def test_bookkeeping_is_timed(tmp_path, capsys):
-    store = generated(tmp_path / "store", [0, 1000])
-    assert bookkeeping.main(["--out", str(store), "--steps", "[3]", "--repeats", "1"]) == 0
-    found = dict(line.split(": ") for line in capsys.readouterr().out.splitlines())
-    assert {"summary, 1 unit", "pictures, 1 unit", "summary, 3 steps"} <= set(found)
-    assert all(re.fullmatch(r"\d+ ms", seconds) for seconds in found.values())
-
-
-@pytest.mark.slow
-def test_the_estimate_of_the_penalty_is_compared_with_the_exact_one(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
-    monkeypatch.setattr(nano, "load", partial(nano.load, recipe=replace(TINY, layers=5, steps=(0, 1))))
-    out = tmp_path / "penalty.json"
-    small = ["--draws", "10", "--sequences", "2", "--length", "8", "--repeats", "1", "--out", str(out)]
-    assert penalty.main(["--steps", "[0,1]", *small]) == 0
-    result = json.loads(out.read_text())
-    assert [row["step"] for row in result["course"]] == [0, 1] and 0 < result["exact"] < 1
-    assert all(abs(row["bias"]) < 5 * row["standard_error_of_the_bias"] + 0.05 for row in result["estimates"].values())
-    assert "a training step with the penalty takes" in capsys.readouterr().out

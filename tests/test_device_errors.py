@@ -89,9 +89,7 @@ def test_other_errors(error):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("svd", "operator"), [("full", "mm"), ("full", "_softmax"), ("krylov", "bmm"), ("matrix-free", "mul")]
-)
+@pytest.mark.parametrize(("svd", "operator"), [("full", "mm"), ("full", "_softmax"), ("krylov", "bmm")])
 def test_a_planted_error_is_raised_wherever_it_happens(pretend, svd, operator):
     """Neither another path of Jacobians, nor one gradient per cotangent, nor a message on the model follows it."""
     # Wide enough for an iteration.

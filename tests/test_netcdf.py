@@ -1,11 +1,15 @@
 """`tracker.netcdf` against xarray's own reading and joining; files that can't be read; threads."""
 
 import errno
+import itertools
 import os
+import sys
 
 import numpy as np
 import pytest
 import xarray as xr
+from xarray.backends import locks
+from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from tests import processes
 from tests.stores import unit
@@ -89,6 +93,12 @@ def test_only_named_variables_are_read(tmp_path):
     assert list(content.values) == ["lss"] and content.attrs["created"] == "at 7"
 
 
+def test_a_file_whose_name_is_no_text_is_read(tmp_path):
+    (file,) = written(tmp_path, dataset())
+    expected = decoded(read_content(file))
+    xr.testing.assert_identical(decoded(read_content(file.rename(tmp_path / os.fsdecode(b"gr\xffid.nc")))), expected)
+
+
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_what_is_no_file_is_refused(tmp_path, make):
     make(tmp_path / "unit.nc")
@@ -118,6 +128,38 @@ def test_a_file_that_another_process_has_locked_is_read(tmp_path):
     file, same = written(tmp_path, dataset(), dataset())
     with Lock.wait(file):
         xr.testing.assert_identical(decoded(read_content(file)), xr.load_dataset(same, engine="netcdf4"))
+
+
+def test_ctrl_c_leaves_the_c_library_unlocked(tmp_path):
+    """It may come at each line of xarray's locks."""
+    (file,) = written(tmp_path, dataset())
+
+    def interrupted(work, at: int) -> bool:
+        lines = itertools.count()
+
+        def trace(frame, event, _):
+            if frame.f_code.co_filename != locks.__file__:
+                return None
+            if event == "line" and next(lines) == at:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            work()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+    assert interrupted(lambda: xr.load_dataset(file, engine="netcdf4"), 0), "the lines are those that take a lock"
+    for work in (lambda: read_content(file), lambda: file_content(dataset())):
+        at = 0
+        while interrupted(work, at):
+            assert not NETCDF4_PYTHON_LOCK.locked()
+            at += 1
+    assert not NETCDF4_PYTHON_LOCK.locked()
 
 
 READERS = """

@@ -25,18 +25,13 @@ from tracker.walk import display as of_walks
 METHODS = {
     "full": {"svd": "full"},
     "krylov": {"svd": "krylov", "k": 4},
-    "matrix-free": {"svd": "matrix-free", "k": 2, "measures": ["coupling"]},
-    "matrix-free, vju": {"svd": "matrix-free", "k": 2, "measures": ["coupling", "vju"], "final_norm": "exclude"},
-    "two passes": {"memory_budget": 40_000},
-    "two passes, products": {"memory_budget": 40_000, "measures": ["coupling", "products", "depth_use"]},
-    "two passes, words": {"memory_budget": 40_000, "measures": ["coupling", "directions"]},
-    "matrix-free, depth use": {"svd": "matrix-free", "k": 2, "measures": ["coupling", "depth_use"]},
+    "in a file": {"memory_budget": 20_000, "measures": ["coupling", "vju"], "final_norm": "exclude"},
+    "in a file, of blocks": {"memory_budget": 20_000, "measures": ["coupling", "products", "depth_use", "directions"]},
     "tokens": {"tokens": [0, 3, -1]},
     "tokenwise": {"measures": ["tokenwise"], "pair_tokens": 3},
     "tokenwise in few bytes": {"measures": ["tokenwise", "coupling"], "pair_tokens": 3, "memory_budget": 40_000},
     "states alone": {"measures": ["trajectory", "noise"]},
 }
-WIDE = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128}
 
 
 class Recorded(Progress):
@@ -59,8 +54,7 @@ def inputs(settings):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
-    model = neox(**WIDE) if "matrix-free" in method else neox()
-    settings = settings_from(METHODS[method], "test")
+    model, settings = neox(), settings_from(METHODS[method], "test")
     calls = [batch for given in inputs(settings) for batch in batches(model, given, None, None)]
     shown = Recorded()
     with prepare(model, None, calls, torch.device("cpu"), settings.torch_dtype) as prepared:

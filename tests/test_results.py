@@ -14,6 +14,7 @@ from tracker.analysis.reduction import read_reduced
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
+from tracker.measures.options import settings_from
 from tracker.netcdf import DamagedFile
 from tracker.store import Store
 from tracker.version import SCHEMA
@@ -149,6 +150,26 @@ def test_foreign_file_is_reported(store):
     xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(4), engine="netcdf4")
     with pytest.raises(ValueError, match=r"step00000004.nc is not a unit of results"):
         tracker.open_results(store.path)
+
+
+def damage(store, step, kind):
+    if kind == "foreign":
+        xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(step), engine="netcdf4")
+    else:
+        store.file(step).write_bytes(store.file(step).read_bytes()[:5000])  # the last three quarters are padding
+
+
+@pytest.mark.parametrize("kind", ["half", "foreign"])
+def test_a_store_is_continued_as_its_last_whole_unit_was_measured(store, kind):
+    settings = settings_from({}, "walk")
+    for step in (3, 4):
+        store.write(step, unit(step, final_norm="exclude"))
+    damage(store, 4, kind)
+    assert store.continued(settings).final_norm == "exclude"
+    damage(store, 3, kind)
+    assert store.continued(settings).final_norm == "auto"
+    store.write(4, unit(4, final_norm="include"))
+    assert store.continued(settings).final_norm == "include"
 
 
 def test_units_of_another_version_are_refused(store):

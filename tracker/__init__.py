@@ -14,7 +14,6 @@ from tracker.version import __version__
 _MODULES = {
     "CouplingCallback": "training.callback",
     "TransformersCallback": "training.transformers",
-    "coupling_penalty": "training.penalty",
     "curves": "analysis.curves",
     "Watch": "training.watch",
     "Store": "store",
@@ -40,7 +39,6 @@ __all__ = [
     "TransformersCallback",
     "Watch",
     "__version__",
-    "coupling_penalty",
     "curves",
     "find_blocks",
     "measure",
@@ -63,7 +61,6 @@ if TYPE_CHECKING:
     from tracker.measurement import measure
     from tracker.store import Store, open_results
     from tracker.training.callback import CouplingCallback
-    from tracker.training.penalty import coupling_penalty
     from tracker.training.transformers import TransformersCallback
     from tracker.training.watch import Watch
     from tracker.walk.prompts import prompts

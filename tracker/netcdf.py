@@ -21,15 +21,18 @@ import netCDF4
 import numpy as np
 import xarray as xr
 from xarray.backends import NetCDF4DataStore
-from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK as C_LIBRARY
+from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
 from tracker.common.errors import UsageError
 from tracker.common.files import naming
 from tracker.common.text import first_line
 
+# xarray's two locks of the C library, in xarray's order. Taken by xarray's own Python code, they stay locked for ever if Ctrl-C
+# interrupts that; `with` takes these without that danger.
+FIRST, SECOND = (held.lock for held in NETCDF4_PYTHON_LOCK.locks)  # type: ignore[attr-defined]
+
 # What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
-REMEDY = "move it away, or repeat the walk, which measures its step again"
 
 
 class DamagedFile(ValueError):
@@ -69,7 +72,7 @@ def file_content(dataset: xr.Dataset) -> memoryview:
     if "token_text" in dataset.coords:  # as characters a twentieth of the size of single strings
         encoding["token_text"] = {"dtype": "S1", "zlib": True}
     # `Dataset.to_netcdf` takes the lock for the values alone, and not for names, dimensions and attributes.
-    with C_LIBRARY:
+    with FIRST, SECOND:
         file = netCDF4.Dataset("in memory", "w", memory=0)
         try:
             dataset.dump_to_store(NetCDF4DataStore(file, lock=threading.Lock()), encoding=encoding)
@@ -95,7 +98,7 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
     with naming(file):
         content = file.read_bytes()
     try:
-        with C_LIBRARY, netCDF4.Dataset(file.name, memory=content) as opened:
+        with FIRST, SECOND, netCDF4.Dataset("in memory", memory=content) as opened:
             opened.set_auto_maskandscale(False)
             opened.set_auto_chartostring(False)
             stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
@@ -110,7 +113,7 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
             return Content(form, values, dims, attributes, coordinates, attrs)
     except ERRORS as error:
         why = getattr(error, "strerror", None) or first_line(error)
-        raise DamagedFile(f"{file} is damaged ({why}); {REMEDY}") from error
+        raise DamagedFile(f"{file} is damaged ({why})") from error
 
 
 def stacked(contents: Sequence[Content]) -> xr.Dataset:

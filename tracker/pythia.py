@@ -104,6 +104,7 @@ def _what_follows_damage(plan: WalkPlan, step: int) -> str:
 def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
     from checkpoints import nano
     from tracker.loggers import opened
+    from tracker.netcdf import DamagedFile
 
     interrupts = _remember_interrupts()
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
@@ -133,6 +134,8 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
         raise
     except OSError as error:
         raise CommandFailure(unwritable(error, store.path)) from error
+    except DamagedFile as error:  # since the walk has read or written it
+        raise CommandFailure(str(error)) from error
     lines = [*failures.lines(), *no_page]
     for line in lines:
         print(line, file=sys.stderr)
@@ -247,6 +250,11 @@ def _write_page(units: "Units") -> list[str]:
     store = units.store
     if not units.known:
         return []
+
+    def leave_out(step: int, error: OSError | ValueError) -> None:
+        if step in units.known and isinstance(error, ValueError):  # those damaged at the start were named there
+            raise error
+
     with store.alone():
         store.remove_abandoned()  # claims on steps that were finished before their walk was killed
         try:
@@ -256,7 +264,7 @@ def _write_page(units: "Units") -> list[str]:
                     f"no page: {store.settings} was changed after these results were measured, and does not say how; restore "
                     "it, or measure into another --out"
                 ]
-            curve = read_reduced(store.path, without=lambda *_: None)  # damaged units were named at the start
+            curve = read_reduced(store.path, leave_out)
             page = write_page({store.path: curve}, store.path / "report.html")
         except ValueError as error:  # a unit of another walk, or settings that cannot be read
             return [f"no page: {error}"]

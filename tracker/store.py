@@ -3,7 +3,7 @@
     DIR/settings.json             settings that all units of this store share
     DIR/units/step00000128.nc     one Dataset, whose variables are described when it is read
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
-    DIR/damaged/                  files that were no units when their steps were measured again
+    DIR/damaged/                  damaged files, whose steps were measured again
     DIR/skipped.json              steps of a training run that could not be measured, and why
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from tracker.common.files import Lock, differences, read_json, remove_stale_temp
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.netcdf import REMEDY, Content, DamagedFile, common, file_content, read_content, stacked
+from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
 from tracker.version import SCHEMA
 
 ATTRIBUTES = {
@@ -72,6 +73,7 @@ ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
+REMEDY = "move it away, or repeat the walk, which measures its step again"
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
@@ -216,12 +218,12 @@ class Store:
         return self._joined(contents)
 
     def curves(
-        self, steps: Sequence[int], without: Callable[[int, OSError | ValueError], None] | None = None
+        self, steps: Sequence[int], leave_out: Callable[[int, OSError | ValueError], None] | None = None
     ) -> Iterator[xr.Dataset]:
         """Read units, joined along `step` in parts that fit in memory.
 
         Args:
-            without: is called for a unit that is damaged or no longer there, and left out; by default an error is raised.
+            leave_out: called for a unit that is damaged or no longer there, which is left out; by default an error is raised.
         """
         contents: list[Content] = []
         size = 0
@@ -230,19 +232,23 @@ class Store:
                 size += self.file(step).stat().st_size
                 contents.append(self._content(step, None, *contents[-1:]))
             except (FileNotFoundError, DamagedFile) as error:
-                if without is None:
+                if leave_out is None:
                     raise
-                without(step, error)
+                leave_out(step, error)
             if contents and (size > AT_ONCE or step == steps[-1]):
                 yield self._joined(contents)
                 contents, size = [], 0
 
     def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
         file = self.file(step)
-        content = read_content(file, names, like)
-        if names is None and not any("prompt" in dims for dims in content.dims.values()):
+        try:
+            content = read_content(file, names, like)
+        except DamagedFile as error:
+            raise DamagedFile(f"{error}; {REMEDY}") from error
+        has_prompts = names is not None or any("prompt" in dims for dims in content.dims.values())
+        if "schema" not in content.attrs or not has_prompts:
             raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
-        if content.attrs.get("schema") != SCHEMA:
+        if content.attrs["schema"] != SCHEMA:
             raise UsageError(
                 f"{file} was measured by another version of this package; measure again, into a new directory"
             )
@@ -278,10 +284,15 @@ class Store:
 
     def continued(self, settings: Settings) -> Settings:
         """Return the settings that continue this store: the final norm, where they leave it open, is as in its units."""
-        steps = self.steps()
-        if steps and settings.final_norm == "auto":
-            return replace(settings, final_norm=self.attributes(steps[-1])["final_norm"])
-        return settings
+        shared = self.shared("final_norm") if settings.final_norm == "auto" else None
+        return settings if shared is None else replace(settings, final_norm=shared)
+
+    def shared(self, name: str) -> Any:
+        """Return an attribute that all units share, from the last that is whole; None if there is none."""
+        for step in reversed(self.steps()):
+            with suppress(DamagedFile, FileNotFoundError):
+                return self.attributes(step)[name]
+        return None
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""

@@ -4,7 +4,6 @@
                          with equal settings
     CELL/history.json    one row per epoch, rewritten atomically after each
     CELL/progress.json   the loss on plain training images at each measured step
-    CELL/pace.json       how long the training takes, while it runs
     CELL/last.ckpt       the checkpoint to resume from
     CELL/coupling/       units of coupling over training, for tracker.open_results
     CELL/result.json     written last: the cell is done if and only if this file is valid
@@ -44,6 +43,11 @@ def read(directory: Path, name: str) -> Any:
 def write(directory: Path, name: str, content: Any) -> None:
     """Write a JSON file of a cell atomically."""
     write_atomic(directory / f"{name}.json", json.dumps(content, indent=1).encode())
+
+
+def finished_epochs(directory: Path) -> int:
+    """Return the number of epochs in the history of a cell."""
+    return len(read(directory, "history") or ())
 
 
 def is_done(directory: Path) -> bool:

@@ -105,7 +105,6 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
         check_accelerator(recipe.accelerator)
     resolve_mode(recipe.wandb)
     parse_policy(recipe.rand_augment)
-    started = time.perf_counter()
     data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
     build(recipes[-1], len(data.classes))
     if grid.dry_run:
@@ -113,14 +112,13 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
         if missing:
             from vit.training import try_cell
 
-            trial = try_cell(missing[0], data, time.perf_counter() - started)
-            print(costs(missing, trial, len(data.train), grid.jobs))
+            print(costs(missing, try_cell(missing[0], data), len(data.train), grid.jobs))
         return OK
     for cell in missing:
         with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
             (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
     print(f"{counts}; results in {out}", flush=True)
-    with shown(recipes, missing, grid.jobs):
+    with shown(recipes, missing):
         if on_ray and missing:
             tune.run_cells(missing, grid.jobs, grid.cpus_per_cell, gpus, grid.retries)
         else:

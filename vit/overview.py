@@ -5,14 +5,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import ceil
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from tracker.common.text import duration, entry, size
-from vit.cells import is_done, read
+from vit.cells import finished_epochs, is_done, read
 from vit.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,16 +29,13 @@ def costs(missing: Sequence[Recipe], trial: "Trial", images: int, jobs: int | No
         jobs: number of cells that are trained at the same time; None if only Ray knows.
     """
     together = min(jobs or 1, len(missing))
-    seconds = [trial.seconds(cell, images) for cell in missing]
-    total = ceil(len(missing) / together) * mean(seconds)
-    at_once = f"{together} at a time, if they do not slow each other down" if jobs else "one at a time"
+    seconds = sum(trial.seconds(cell, images) for cell in missing)
     kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
     lines = [
-        ("per cell", f"about {duration(max(seconds))}"),
-        ("in all", f"about {duration(total)} with {at_once}"),
+        ("time", f"about {duration(seconds)} in all, one cell at a time, without tests and checkpoints"),
         ("memory", f"about {size(trial.memory)} per cell, {size(trial.memory * together)} at once"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
-        ("timed", f"a few steps, a test and two measurements of {missing[0].cell}"),
+        ("timed", f"a few steps and a measurement of {missing[0].cell}"),
     ]
     return "\n".join(entry(*line) for line in lines)
 
@@ -51,8 +47,8 @@ def state_of(recipe: Recipe) -> str:
         return f"{result['accuracy']:.4f}" if result["status"] == "finished" else f"diverged: {result['reason']}"
     if failure := read(recipe.directory, "failed"):
         return f"crashed: {failure['reason']}"
-    history = read(recipe.directory, "history")
-    return f"{len(history)}/{recipe.epochs}" if history else "not started"
+    finished = finished_epochs(recipe.directory)
+    return f"{finished}/{recipe.epochs}" if finished else "not started"
 
 
 def table(recipes: Sequence[Recipe]) -> str:
@@ -76,87 +72,45 @@ def _cell_text(seeds: Sequence[Recipe]) -> str:
         return " ".join("·" if state == "not started" else state for state in states)
 
 
-class Forecast:
-    """The time that a grid takes, from the first steps of its cells on (`vit.pace`).
-
-    Args:
-        missing: the cells to train.
-        jobs: number of cells that are trained at the same time; None: as many as are seen to be.
-    """
-
-    def __init__(self, missing: Sequence[Recipe], jobs: int | None):
-        self.missing, self.jobs = missing, jobs
-        self.started = time.time()
-        self.whole: float | None = None  # seconds of a cell
-        self.together = jobs or 1
-
-    def left(self) -> float | None:
-        """Return the seconds until the last cell is trained; None if nothing is known yet."""
-        waiting = [
-            cell for cell in self.missing if not is_done(cell.directory) and read(cell.directory, "failed") is None
-        ]
-        paces = {cell.cell: read(cell.directory, "pace") for cell in waiting}
-        running = {name: pace for name, pace in paces.items() if pace and pace["written"] >= self.started}
-        if running:
-            self.whole = mean(pace["whole"] for pace in running.values())
-            self.together = self.jobs or max(self.together, len(running))
-        if self.whole is None:
-            return None
-        now = time.time()
-        seconds = [max(pace["left"] - (now - pace["written"]), 0.0) for pace in running.values()]
-        for cell in waiting:
-            if cell.cell not in running:
-                seconds.append(self.whole * (1 - len(read(cell.directory, "history") or ()) / cell.epochs))
-        return max(sum(seconds) / min(self.together, len(seconds)), *seconds) if seconds else 0.0
-
-    def cost(self) -> str | None:
-        """Return in words what the grid takes, once steps have been timed."""
-        left = self.left()
-        if left is None or self.whole is None:
-            return None
-        together = min(self.together, len(self.missing))
-        return (
-            f"about {duration(self.whole)} per cell and {duration(left)} in all, {together} at a time, from the first steps; "
-            "Ctrl-C stops, the same command continues"
-        )
-
-
 @contextmanager
-def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe], jobs: int | None) -> Iterator[None]:
+def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe]) -> Iterator[None]:
     """Show the cells while they train: a line per finished cell; on a terminal a bar over all epochs, and the grid at the end.
 
-    A line says what the grid takes, as soon as that is known; nothing waits for an answer.
+    The time left is that of an epoch since the start, of however many cells at a time, times the epochs left.
     """
-    forecast, pending = Forecast(missing, jobs), [*missing]
+    pending = [*missing]
     out, interactive = sys.stdout, sys.stdout.isatty()  # a training in this process redirects standard output
-    # Its own estimate of the time left knows nothing of cells that have not begun.
-    form = "{desc}: {percentage:3.0f}%|{bar}| {n:.0f}/{total} epochs{postfix}"
+    started, before = time.perf_counter(), sum(finished_epochs(cell.directory) for cell in missing)
+    form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {remaining} left"
     epochs = sum(cell.epochs for cell in missing)
-    bar = tqdm(desc="training", total=epochs, file=out, disable=not interactive, bar_format=form)
+    bar = tqdm(desc="training", total=epochs, initial=before, file=out, disable=not interactive, bar_format=form)
 
     def write(line: str) -> None:
         tqdm.write(line, file=out)
         out.flush()
 
-    def left() -> str:
-        seconds = forecast.left()
-        return "" if seconds is None else f"about {duration(seconds)} left"
+    def count_epochs() -> str:
+        """Update the bar; return the time left in words, if it is known."""
+        trained = sum(finished_epochs(cell.directory) for cell in missing)
+        trained = max(trained, before)  # an earlier history whose checkpoint is missing is written anew
+        # A cell that diverges or crashes has no epochs left.
+        left = sum(cell.epochs - finished_epochs(cell.directory) for cell in pending)
+        bar.n, bar.total = trained, trained + left
+        bar.refresh()
+        if not left or trained == before:
+            return ""
+        seconds_per_epoch = (time.perf_counter() - started) / (trained - before)
+        return f"  about {duration(seconds_per_epoch * left)} left"
 
     def report() -> None:
         for cell in [*pending]:
             if is_done(cell.directory) or read(cell.directory, "failed"):
                 pending.remove(cell)
-                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}  {left()}")
-        if interactive:
-            trained = sum(len(read(cell.directory, "history") or ()) for cell in pending)
-            bar.n = epochs - sum(cell.epochs for cell in pending) + trained
-            bar.set_postfix_str(left())
+                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}{count_epochs()}")
+        count_epochs()
 
     def watch() -> None:
-        cost = None
         while not stop.wait(SECONDS):
-            if cost is None and (cost := forecast.cost()):
-                write(cost)
             report()
 
     stop, watcher = threading.Event(), threading.Thread(target=watch, daemon=True)

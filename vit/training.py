@@ -10,8 +10,10 @@ import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil, inf
+from itertools import pairwise
+from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import lightning
@@ -32,17 +34,18 @@ from tracker.loggers.wandb import finish, is_open, resolve_mode, run_settings, w
 from tracker.provenance import describe, package_version
 from tracker.training import schedule as schedules
 from tracker.training.callback import measured_module
-from vit.cells import SCHEMA, check_settings, claim, read, write
+from vit.bar import Bar
+from vit.cells import SCHEMA, check_settings, claim, finished_epochs, read, write
 from vit.data import Data, balanced, load
 from vit.loaders import TEST_BATCH, Batches
 from vit.model import evaluating
 from vit.module import Classifier, DivergedError
-from vit.pace import TIMED, WARM_UP, Bar, Pace, Parts
 from vit.recipe import Recipe, check
 
 Row = dict[str, Any]
 # At most, of those on which the training loss is recorded; balanced over classes, the same for every seed.
 IMAGES = 1_000
+WARM_UP, TIMED = 2, 20  # steps of a trial; the first ones allocate memory and choose kernels
 SECONDS = 30.0  # of steps, after which a trial stops
 
 
@@ -71,7 +74,6 @@ def train(recipe: Recipe, show: bool = False) -> Row:
         (directory / "failed.json").unlink(missing_ok=True)
         result = _train(recipe, load(recipe), show)
         write(directory, "result", result)
-        (directory / "pace.json").unlink(missing_ok=True)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
         return result
@@ -134,23 +136,18 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
 
-def make_trainer(
-    recipe: Recipe, data: Data, *, progress_bar: bool = False, pace_limit: float = inf, **options: Any
-) -> lightning.Trainer:
+def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **options: Any) -> lightning.Trainer:
     """Return the trainer of a recipe, which writes checkpoints and measurements into its directory.
 
     Args:
-        pace_limit: seconds of steps after which the training stops.
         options: options of Lightning's Trainer in place of the recipe's.
     """
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     loss, coupling = _coupling(recipe, data)
-    pace = Pace(recipe, data, coupling, pace_limit)
     callbacks = [
         *([] if recipe.ema is None else [MovingAverage(recipe.ema)]),
         *([loss, coupling] if loss and coupling else []),
-        pace,
-        *([Bar(pace)] if progress_bar else []),
+        *([Bar()] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
     ]
     return lightning.Trainer(
@@ -322,48 +319,72 @@ class AtomicCheckpoints(TorchCheckpointIO):
             ) from error
 
 
+class StepTimes(lightning.Callback):
+    """Keeps when each step ended; stops the training after SECONDS."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """Note the time, for which a GPU is waited for."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ends.append(time.perf_counter())
+        if len(self.ends) > WARM_UP and self.ends[-1] - self.ends[0] > SECONDS:
+            trainer.should_stop = True
+
+    def typical(self) -> float:
+        """Return the median of the seconds of a step, which the ends of epochs hardly change, without the first steps."""
+        return median(end - start for start, end in pairwise(self.ends[WARM_UP - 1 :]))
+
+
 @dataclass(frozen=True)
 class Trial:
-    """What a few batches, a test and two measurements of a cell took."""
+    """What a few steps and measurements of a cell took."""
 
-    parts: Parts
-    start: float  # seconds until the first step, data included
+    step: float  # seconds
+    measurement: float  # seconds
     memory: int  # bytes, peak of the process, or of its GPU
     checkpoint: int  # bytes
 
     def seconds(self, recipe: Recipe, images: int) -> float:
-        """Return the seconds of one training, less the epochs that are finished."""
-        step = len(read(recipe.directory, "history") or ()) * recipe.steps_per_epoch(images)
-        return self.start + self.parts.seconds_left(recipe, images, step)
+        """Return the seconds of the steps and measurements of a training, less the epochs that are finished.
+
+        Args:
+            images: number of training images.
+        """
+        per_epoch = recipe.steps_per_epoch(images)
+        last, done = recipe.epochs * per_epoch, finished_epochs(recipe.directory) * per_epoch
+        measurements = 0
+        if recipe.schedule is not None:
+            due = schedules.choose(**recipe.schedule)
+            measurements = (done == 0) + sum(due(step) or step == last for step in range(done + 1, last + 1))
+        return (last - done) * self.step + measurements * self.measurement
 
 
-def try_cell(recipe: Recipe, data: Data, loading: float = 0.0) -> Trial:
-    """Train a few batches of a cell, test once and measure twice, in a temporary directory.
-
-    Args:
-        loading: the seconds in which the data was loaded.
-    """
+def try_cell(recipe: Recipe, data: Data) -> Trial:
+    """Train a few steps of a cell, test a batch of images and measure twice, in a temporary directory."""
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     with tempfile.TemporaryDirectory() as temporary, quiet_lightning(), redirect_stdout(io.StringIO()):
         schedule = "off" if recipe.schedule is None else "0"  # and after the last step
-        recipe = replace(recipe, out=Path(temporary), measure_at=schedule, wandb="off")
+        recipe = replace(recipe, out=Path(temporary), measure_at=schedule, test_every=1, wandb="off")
         lightning.seed_everything(recipe.seed, verbose=False)
         whole_epoch = recipe.steps_per_epoch(len(data.train))
-        module, batches = Classifier(recipe, len(data.classes), whole_epoch), Batches(data, recipe)
-        # At least two epochs, because the end of an epoch is timed, too.
-        steps = min(whole_epoch, (WARM_UP + TIMED) // 2)
+        steps = min(whole_epoch, WARM_UP + TIMED)
         epochs = ceil((WARM_UP + TIMED) / steps)
-        limits: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": steps, "limit_val_batches": 0}
-        trainer = make_trainer(recipe, data, pace_limit=SECONDS, **limits)
-        trainer.fit(module, datamodule=batches)
-        trainer.limit_val_batches = 1.0
-        trainer.validate(module, datamodule=batches, verbose=False)
-        trainer.save_checkpoint(recipe.directory / "saved.ckpt")
-        (pace,) = (callback for callback in trainer.callbacks if isinstance(callback, Pace))  # type: ignore[attr-defined]
+        # A test is not timed, but one batch of it may need the most memory.
+        limits: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": steps, "limit_val_batches": 1}
+        trainer, times = make_trainer(recipe, data, **limits), StepTimes()
+        callbacks: list[lightning.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.append(times)
+        couplings = [callback for callback in callbacks if isinstance(callback, CouplingCallback)]
+        for coupling in couplings:
+            coupling.run.max_overhead = None  # the share of measuring in a few steps is not that of a training
+        trainer.fit(Classifier(recipe, len(data.classes), whole_epoch), datamodule=Batches(data, recipe))
+        # The last measurement: the first one also makes checks whose results are kept.
+        measurement = couplings[0].run.overhead.last if couplings else 0.0
         on_gpu = trainer.strategy.root_device.type == "cuda"
         process_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory = torch.cuda.max_memory_reserved() if on_gpu else process_memory
-        assert pace.parts is not None
-        size = (recipe.directory / "saved.ckpt").stat().st_size
-        return Trial(pace.parts, loading + pace.seconds["start"], memory, size)
+        return Trial(times.typical(), measurement, memory, (recipe.directory / "last.ckpt").stat().st_size)

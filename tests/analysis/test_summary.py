@@ -131,7 +131,7 @@ def test_prompts_of_several_sources_and_one_prompt():
 def test_coupled_blocks_are_said_to_be_and_unrelated_ones_not(store):
     notes = tracker.summary(store).attrs["notes"]
     assert any(
-        "pairs of blocks (miscoupling; " in note and "above 0 for" in note and "step 512" in note for note in notes
+        "pairs of blocks (miscoupling) " in note and "above 0 for" in note and "step 512" in note for note in notes
     )
     untrained = tracker.measure(neox(layers=6), tokens(2), k=2)
     assert any("not above 0 beyond chance" in note for note in tracker.summary(untrained).attrs["notes"])

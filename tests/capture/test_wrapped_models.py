@@ -194,14 +194,6 @@ def test_blocks_are_named_with_or_without_the_wrappers_own_steps(plain, held):
         tracker.find_blocks(model, "model._orig_mod.blocks")
 
 
-def test_a_penalty_of_a_model_with_wrapped_parts(plain):
-    model, inputs, _ = plain
-    given = {"generator": torch.Generator().manual_seed(0)}
-    expected = tracker.coupling_penalty(copy.deepcopy(model), inputs, generator=torch.Generator().manual_seed(0))
-    wrapped = wrapped_at_every_depth(copy.deepcopy(model), inputs)
-    torch.testing.assert_close(tracker.coupling_penalty(wrapped, inputs, **given), expected)
-
-
 def test_a_wrapped_parts_memory_is_counted(plain):
     model, inputs, _ = plain
     costs = [

@@ -208,9 +208,8 @@ CASES: dict[str, Callable[[Path], None]] = {
     "experts": partial(measured, lambda: build("mixtral"), measures="all"),
     "deit": partial(measured, lambda: build("timm deit, distilled")),
     "bfloat16": partial(measured, rounded),
-    # Jacobians are computed in two passes over the blocks, and states wait in files.
+    # Jacobians and states wait in files.
     "small memory": partial(measured, lambda: build("gpt_neox"), measures="all", memory_budget=20_000),
-    "matrix-free": partial(measured, lambda: build("gpt_neox", Size(width=128)), svd="matrix-free", k=4),
     "krylov": partial(measured, lambda: build("gpt_neox", Size(width=128)), svd="krylov", k=4),
     "spans": partial(measured, spans, blocks=SPANS),
     "full sequence": partial(measured, lambda: build("bloom"), measures="all"),

@@ -13,7 +13,7 @@ from tracker.linalg.svd import TOLERANCE, top_singular_triplets
 from tracker.measures.registry import MISCOUPLINGS
 
 SPECTRA = {"falling": FALLING, "flat": FLAT, "wide": flat(600)}
-METHODS = ("full", "krylov", "matrix-free")
+METHODS = ("full", "krylov")
 # The largest errors allowed of singular values, relative to s_1, and of mis-couplings.
 BOUNDS = {"float32": (1e-5, 1e-3), "tf32": (2e-3, 2e-2), "bfloat16": (1e-2, 0.1)}
 

@@ -151,8 +151,10 @@ def test_no_map_of_these_families_takes_products(name, monkeypatch):
     assert all(any(map.merges for map in maps) for maps in seen)
 
 
-def test_a_wrong_guess_is_noticed_and_the_jacobian_formed_by_reverse_mode(monkeypatch):
+@pytest.mark.parametrize("weights", [torch.float32, torch.float16], ids=str)
+def test_a_wrong_guess_is_noticed_and_the_jacobian_formed_by_reverse_mode(monkeypatch, weights):
     model, inputs = build("gpt_neox")
+    model = model.to(weights)
     options = {"k": 2, "measures": "coupling", "final_norm": "exclude", "svd": "full"}
     expected = tracker.measure(model, inputs, **options)
     heads = Elimination._heads

@@ -9,7 +9,7 @@ from tests.measures.test_coupling import rotation
 from tests.rounding import rounding
 from tracker.linalg import costs, krylov, svd
 from tracker.linalg.costs import eigenvectors_are_cheaper, krylov_is_cheaper
-from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets, triplets_by_products
+from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets
 
 RESIDUAL = dict(svd.TOLERANCE)  # promised; a test changes the original
 FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
@@ -27,10 +27,6 @@ def planted(s: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """A matrix of these singular values in random bases."""
     d = len(s)
     return (rotation(seed, d) * s @ rotation(seed + 1, d).T)[None]
-
-
-def products(J: torch.Tensor):
-    return (lambda V: J @ V), (lambda U: J.mT @ U)
 
 
 def assert_same_span(A: torch.Tensor, B: torch.Tensor, atol: float):
@@ -193,8 +189,8 @@ def blind(request, monkeypatch):
         bases = [torch.where(seen, basis[..., :-1], basis[..., kept]) for basis in bases]
         return torch.where(seen[..., 0], S[..., : len(kept)], S[..., kept]), *bases
 
-    def golub_kahan(apply, apply_transpose, start, K, tolerance, check_every_block):
-        U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance, check_every_block)
+    def golub_kahan(apply, apply_transpose, start, K, tolerance):
+        U, S, V = krylov.block_golub_kahan(apply, apply_transpose, start, K + 1, tolerance)
         S, U, V = without(request.param, S, U, V)
         return U, S, V
 
@@ -210,10 +206,10 @@ def blind(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype):
     J = planted(FLAT).to(dtype)
-    missing = triplets_by_products(*products(J), J[..., 0], 10)
-    assert bool(missing.complete), "what products alone say of themselves is only probable"
-    assert float(missing.residual) < svd.TOLERANCE[dtype]
-    assert not bool(is_complete(J, missing.U, missing.S, missing.V))
+    for iteration in (svd._by_golub_kahan, svd._by_squares):
+        missing = iteration(J, 10)
+        assert float(missing.residual) < svd.TOLERANCE[dtype], "residuals do not show it"
+        assert not bool(missing.complete)
     t = top_singular_triplets(J, 10, "krylov")
     assert bool(t.full) and bool(t.complete)
     torch.testing.assert_close(t.S[0].double(), FLAT[:10], atol=rounding(dtype), rtol=0)
@@ -296,7 +292,7 @@ def test_a_residual_out_of_reach_falls_back(monkeypatch):
     t = top_singular_triplets(J, 10, "krylov")
     assert bool(t.full) and bool(t.complete)
     assert_same_vectors(t, J)
-    assert not bool(triplets_by_products(*products(J), J[..., 0], 10).complete)
+    assert not bool(svd._by_golub_kahan(J, 10).complete)
 
 
 # Many at once, and the choice
@@ -373,11 +369,11 @@ def test_eigenvectors_of_steep_spectra(K, dtype, power):
     assert_same_span(torch.linalg.svd(J)[0][..., :K], t.U.double(), error / gap)
 
 
-# By products alone
+# Block Golub-Kahan
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_products_alone(dtype):
+def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatch):
     J = torch.cat([planted(FLAT), planted(FLAT, 4)]).to(dtype)
     columns = []
 
@@ -385,21 +381,16 @@ def test_products_alone(dtype):
         columns.append(V.shape[-1])
         return J @ V
 
-    t = triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
+    monkeypatch.setattr(svd, "_products", lambda J: (apply, lambda U: J.mT @ U))
+    t = svd._by_golub_kahan(J, 10)
     assert_same_vectors(t, J)
     assert t.complete.all() and not t.full.any()
-    assert sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
+    assert 0 < sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
 
 
-def test_products_that_are_not_each_other_s_transpose_have_no_certificate():
-    J = planted(FLAT)
-    assert not bool(triplets_by_products(lambda V: J @ V, lambda U: J @ U, J[..., 0], 10).complete)
-
-
-def test_products_need_room():
-    J = planted(FALLING)
-    with pytest.raises(ValueError, match="K=70.*d = 96"):
-        triplets_by_products(*products(J), J[..., 0], 70)
+def test_products_that_are_not_each_other_s_transpose_have_no_certificate(monkeypatch):
+    monkeypatch.setattr(svd, "_products", lambda J: (lambda V: J @ V, lambda U: J @ U))
+    assert not bool(svd._by_golub_kahan(planted(FLAT), 10).complete)
 
 
 # What it does to the rest
@@ -411,8 +402,6 @@ def test_not_finite_is_refused(value):
     J[0, 1, 2] = value
     with pytest.raises(ValueError, match="not finite"):
         top_singular_triplets(J, 2)
-    with pytest.raises(ValueError, match="not finite"):
-        triplets_by_products(*products(J), J[..., 0], 2)
 
 
 def test_the_same_every_time_and_the_random_state_is_left_alone():
@@ -427,18 +416,24 @@ def test_the_same_every_time_and_the_random_state_is_left_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_products_are_never_in_reduced_precision():
+def test_products_are_never_in_reduced_precision(monkeypatch):
     J = planted(FLAT).float()
-    seen = set()
+    seen, products = set(), svd._products
 
-    def apply(V):
-        seen.add(torch.get_float32_matmul_precision())
-        return J @ V
+    def watched(M):
+        apply, apply_transpose = products(M)
 
+        def noted(V):
+            seen.add(torch.get_float32_matmul_precision())
+            return apply(V)
+
+        return noted, apply_transpose
+
+    monkeypatch.setattr(svd, "_products", watched)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        triplets_by_products(apply, lambda U: J.mT @ U, J[..., 0], 10)
+        top_singular_triplets(J, 10, "krylov")
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)

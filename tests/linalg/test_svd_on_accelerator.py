@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from tests.linalg.test_svd import FLAT, SPECTRA, assert_right, assert_same_span, planted, products
+from tests.linalg.test_svd import FLAT, SPECTRA, assert_right, assert_same_span, planted
 from tests.rounding import rounding
 from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
-from tracker.linalg.krylov import BLOCK, basis_size
+from tracker.linalg.krylov import basis_size
 from tracker.linalg.orthonormal import Orthonormaliser
-from tracker.linalg.svd import top_singular_triplets, triplets_by_products, triplets_of_each
+from tracker.linalg.svd import top_singular_triplets, triplets_of_each
 
 ALL_SPECTRA = {name: torch.tensor(s, dtype=torch.float64) for name, s in SPECTRA.items()}
 ALL_SPECTRA |= {"flat": FLAT, "falling": FLAT * torch.logspace(0, -3, 160, dtype=torch.float64)}
@@ -66,10 +66,10 @@ def test_one_batch_of_all_spectra_equals_the_cpu_one_by_one(pretend, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["flat", "falling", "rank 40", "zero"])
-def test_products_alone(pretend, name, dtype):
+def test_golub_kahan_alone(pretend, name, dtype):
     J = planted(ALL_SPECTRA[name]).to(dtype)
     there = J.to(pretend.device)
-    t, expected = (triplets_by_products(*products(M), M[..., 0], 10) for M in (there, J))
+    t, expected = (svd._by_golub_kahan(M, 10) for M in (there, J))
     scale = float(expected.S[0, 0]) or 1.0
     torch.testing.assert_close(t.S.cpu() / scale, expected.S / scale, atol=rounding(dtype), rtol=0)
     assert torch.equal(t.complete.cpu(), expected.complete) and bool(t.complete)
@@ -88,20 +88,6 @@ def test_waits_for_the_device_once_per_full_basis(pretend, cycles, falling, K):
     )
     assert counts.syncs - counts.to_device - counts.to_host == 1, "whether all entries are finite"
     assert counts.launches < 800
-
-
-@pytest.mark.parametrize("K", [10, 50])
-@pytest.mark.parametrize("falling", [False, True])
-def test_products_wait_once_per_full_basis(pretend, falling, K):
-    J = random_matrices(1, 512, falling).to(pretend.device)
-    blocks = []
-    with pretend.count() as counts:
-        triplets_by_products(lambda V: blocks.append(V) or J @ V, lambda U: J.mT @ U, J[..., 0], K)
-    m = basis_size(512, K)
-    kept = (m + K) // (2 * BLOCK) * BLOCK
-    grown = BLOCK * (len(blocks) - 1) - m  # the last product is the residual's
-    assert counts.to_host == 1 + grown / (m - kept) == counts.syncs - counts.to_device
-    assert counts.launches < 1200
 
 
 def test_a_batch_takes_the_launches_of_one_matrix(pretend):
@@ -142,7 +128,7 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     J = random_matrices(1, 256).to(pretend.device)
     top_singular_triplets(J, 10, "krylov")
     short = 1e-4 * random_matrices(1, 256, falling=True).to(pretend.device)
-    triplets_by_products(*products(short), short[..., 0], 10)
+    svd._by_golub_kahan(short, 10)
     assert not repeated, "rows that are only short are no reason"
     J[..., 4:] = 0
     t = top_singular_triplets(J, 10, "krylov")
@@ -157,8 +143,6 @@ def test_not_finite_is_refused(pretend, value):
     J = J.to(pretend.device)
     with pytest.raises(ValueError, match="not finite"):
         top_singular_triplets(J, 2)
-    with pytest.raises(ValueError, match="not finite"):
-        triplets_by_products(*products(J), J[..., 0], 2)
 
 
 @pytest.mark.parametrize(

@@ -259,7 +259,6 @@ OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "overlap_squares": partial(overlap, power=2),
     "overlap_fourths": partial(overlap, power=4),
     "diagnostics_complete": complete,
-    "diagnostics_formed": lambda b: True,  # of so narrow models, formed and decomposed in full
     "diagnostics_full_svd": lambda b: True,
     "diagnostics_singular_gap": lambda b: -np.diff(b.s[: b.K + 1]) / b.s[0],
     "jacobian": lambda b: b.J,

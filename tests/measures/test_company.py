@@ -1,7 +1,7 @@
 """A prompt's numbers do not depend on what else is measured: on other prompts, their order, and the memory budget."""
 
 import warnings
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ import torch
 
 import tracker
 from tests.models import Letters, Size, build
-from tracker.measures import layers, plan
 from tracker.measures.settings import EVERYTHING
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
@@ -63,7 +62,6 @@ def assert_as_alone(together, alone, place: int, atol: float):
         ("images", "full", "float64"),
         ("prompts", "full", "float32"),
         pytest.param("ids", "krylov", "float64", marks=pytest.mark.slow),
-        pytest.param("prompts", "matrix-free", "float64", marks=pytest.mark.slow),
     ],
 )
 def test_company_order_and_budget_change_no_number(kind, svd, dtype):
@@ -87,34 +85,3 @@ def test_padding_changes_no_draw():
     np.testing.assert_allclose(together.noise_similarity[1, ..., 3:], alone.noise_similarity[0], atol=1e-8)
     np.testing.assert_allclose(together.direction_out_score_null[1], alone.direction_out_score_null[0], atol=1e-8)
     assert not np.allclose(together.direction_out_score_null[0], together.direction_out_score_null[1], atol=1e-3)
-
-
-def test_the_method_does_not_depend_on_the_number_of_prompts(monkeypatch):
-    """Forming Jacobians is expected to be faster for one row, products for many."""
-    model, inputs_of = case("ids", 128)
-    monkeypatch.setattr(plan, "matrix_free_columns", lambda *_: 64)
-    formed = [tracker.measure(model, **inputs_of(range(B)), k=3).diagnostics_formed for B in (1, 4)]
-    assert bool(formed[0].all()) and bool(formed[1].all())
-
-
-def test_rows_at_which_an_iteration_fails_are_formed_alone(monkeypatch):
-    model, inputs_of = case("ids", 80)
-    measure = partial(
-        tracker.measure, model, k=3, svd="matrix-free", dtype="float64", measures=["coupling", "depth_use"]
-    )
-    usual = measure(**inputs_of(range(4)))
-    limit = float(usual.singular_value[:, 0, -1, 0].median())
-    found = layers.triplets_by_products
-
-    def failing(*arguments):
-        triplets = found(*arguments)
-        triplets.complete[triplets.S[:, 0] > limit] = False
-        return triplets
-
-    monkeypatch.setattr(layers, "triplets_by_products", failing)
-    together, alone = measure(**inputs_of(range(4))), [measure(**inputs_of([i])) for i in range(4)]
-    assert 0 < int(together.diagnostics_formed[:, 0, -1].sum()) < 4
-    np.testing.assert_allclose(together.miscoupling, usual.miscoupling, atol=1e-8)
-    for i, one in enumerate(alone):
-        for name in ("diagnostics_formed", "diagnostics_full_svd", "miscoupling", "symmetric_norm", "singular_value"):
-            np.testing.assert_allclose(together[name][i], one[name][0], atol=1e-8)

@@ -17,9 +17,8 @@ WIDE = {"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768, 
 SHAPES = {  # models and options for which the blocks take most of the time
     "full": {"svd": "full"},
     "krylov": {"svd": "krylov", "k": 10},
-    "matrix-free": {"svd": "matrix-free", "k": 10, "measures": ["coupling"]},
-    "tokenwise": {"measures": ["tokenwise"], "k": 10, "pair_tokens": 3},
-    "all measures": {"measures": ["all", "tokenwise", "halves", "eigenvalues"], "k": 10, "pair_tokens": 3},
+    "in a file": {"svd": "krylov", "k": 10, "measures": ["coupling"], "memory_budget": 1_000_000},
+    "measures of blocks": {"measures": ["coupling", "vju", "depth_use", "normality", "halves", "eigenvalues"], "k": 10},
     "states": {"measures": ["trajectory", "noise", "pca"]},
 }
 
@@ -44,18 +43,15 @@ def test_the_estimate_is_within_a_factor_of_four(case):
     assert 1 / 4 < median(expected) / median(actual) < 4
 
 
-@pytest.mark.parametrize("svd", ["full", "matrix-free"])
-def test_one_block_is_timed_and_one_on_each_core(svd, monkeypatch):
-    used = set()
-    for name in ("__call__", "sketch"):
-        real = getattr(Jacobians, name)
+def test_one_block_is_timed_and_one_on_each_core(monkeypatch):
+    used, find = set(), Jacobians.__call__
 
-        def counting(self, selections, real=real):
-            used.add(selections[0][0].name)
-            return real(self, selections)
+    def counting(self, selections):
+        used.add(selections[0][0].name)
+        return find(self, selections)
 
-        monkeypatch.setattr(Jacobians, name, counting)
-    dry_run(neox(**WIDE), tokens(), svd=svd, k=10)
+    monkeypatch.setattr(Jacobians, "__call__", counting)
+    dry_run(neox(**WIDE), tokens(), k=10)
     assert 1 <= len(used) <= 1 + torch.get_num_threads()
 
 
@@ -80,13 +76,19 @@ def test_the_report_states_what_would_be_measured():
     [
         ({"svd": "full"}, "full decomposition"),
         ({"svd": "krylov", "k": 10}, "krylov"),
-        ({"svd": "matrix-free", "k": 10}, "matrix-free"),
-        ({"memory_budget": 1 << 20}, "two passes"),
+        ({"memory_budget": 1 << 20}, "wait in a file"),
         ({"measures": ["trajectory"]}, "no Jacobians"),
     ],
 )
 def test_the_report_names_the_method(options, method):
     assert method in dry_run(neox(**WIDE), tokens(), **options).method
+
+
+def test_the_report_names_the_measures_that_are_not_timed():
+    cost = dry_run(neox(), tokens(), k=4, measures=["all", "tokenwise"], pair_tokens=3)
+    assert cost.not_timed == ("products", "directions", "tokenwise")
+    assert ", without products, directions, tokenwise\n" in str(cost)
+    assert not dry_run(neox(), tokens(), k=4, measures=["coupling", "halves"]).not_timed
 
 
 def test_what_would_be_refused_is_reported():

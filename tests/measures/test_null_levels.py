@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, build
+from tests.models import build
 from tracker.analysis.null_levels import null_level, null_spread
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
@@ -105,22 +105,6 @@ def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
         if K * 9 <= d:
             by_spread = DEFINITIONS[0].formula(A, s) < levels["miscoupling"] - 1.645 * spread
             assert 0.02 <= float(by_spread.double().mean()) <= 0.085
-
-
-@pytest.mark.parametrize("name", ["gpt_neox", "bloom"])
-def test_estimates_of_the_matrix_free_method(name):
-    """The moments from random products are close, and so the levels are closer."""
-    model, inputs = build(name, Size(width=64))
-    options = {"k": 3, "dtype": torch.float64, "measures": "coupling"}
-    exact, estimated = (tracker.measure(model.double(), inputs, svd=svd, **options) for svd in ("full", "matrix-free"))
-    assert not estimated.diagnostics_formed.any()
-    for variable in ("alignment", "overlap_squares", "overlap_fourths"):
-        np.testing.assert_allclose(estimated[variable], exact[variable], atol=1e-6)
-    whole = np.hypot(exact.symmetric_norm, exact.antisymmetric_norm)
-    for variable in ("symmetric_norm", "antisymmetric_norm"):
-        assert float((abs(estimated[variable] - exact[variable]) / whole).max()) < 0.3
-    for definition in ("miscoupling", "offdiag_normalized"):
-        np.testing.assert_allclose(null_level(estimated, definition), null_level(exact, definition), rtol=0.05)
 
 
 def test_the_spread_of_a_dataset():

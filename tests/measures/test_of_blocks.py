@@ -24,21 +24,18 @@ def measured(name, choices=CHOICES, size=None, **options):
     return model, inputs, tracker.measure(model, inputs, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "options", "more"),
-    [
-        (32, {"memory_budget": 60_000}, ["symmetric_share"]),
-        (64, {"svd": "matrix-free", "measures": ("coupling", "products")}, []),
-    ],
-)
-def test_without_memory_for_all_jacobians(width, options, more):
-    """With a budget of two blocks' Jacobians at one row, and where none is formed for the couplings."""
-    options = {"k": 2, "tokens": "last", "measures": ("coupling", "products", "normality"), **options}
-    _, _, expected = measured("gpt_neox", options["measures"], Size(width=width), k=2, tokens="last")
-    _, _, ds = measured("gpt_neox", size=Size(width=width), **options)
-    assert ds.attrs["completeness"] == ("probabilistic" if "svd" in options else "exact")
-    for variable in ("to_last_effective_rank", "from_first_singular_value", "lyapunov_exponent", *more):
+def test_without_memory_for_all_jacobians():
+    """With a budget of two blocks' Jacobians at one row."""
+    choices = ("coupling", "products", "normality")
+    how = {"choices": choices, "size": Size(width=32), "k": 2, "tokens": "last"}
+    _, _, expected = measured("gpt_neox", **how)
+    _, _, ds = measured("gpt_neox", **how, memory_budget=60_000)
+    for variable in (
+        "to_last_effective_rank",
+        "from_first_singular_value",
+        "lyapunov_exponent",
+        "symmetric_share",
+    ):
         np.testing.assert_allclose(ds[variable], expected[variable], atol=1e-8, err_msg=variable)
 
 
@@ -69,9 +66,17 @@ def orthogonal(seed, d=6):
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # Haar-random
 
 
+def measures_of_products(Js):
+    """Return the measures of the products of blocks with these Jacobians."""
+    products = block_products.Products(len(Js), Js[0].shape[-1], 2, Js[0].dtype)
+    for l, J in enumerate(Js, 1):
+        products.add(l, J)
+    return products.values(lambda l: Js[l - 1])
+
+
 def test_products_of_blocks_that_add_nothing_and_of_isometries():
     for Js in ([0 * eye()] * 3, [orthogonal(seed) - eye() for seed in range(3)]):
-        found = block_products.of_matrices(Js, 2)
+        found = measures_of_products(Js)
         for name, expected in (("amplification", 1), ("effective_rank", 6)):
             for form in ("from_first", "to_last"):
                 torch.testing.assert_close(found[f"{form}_{name}"], torch.full((1, 3), float(expected)).double())
@@ -81,7 +86,7 @@ def test_products_of_blocks_that_add_nothing_and_of_isometries():
 def test_products_of_rank_one_factors():
     """I + J = 2 u v^T: all but one direction is lost in the first block, and its exponents are undefined."""
     u, v = orthogonal(1)[..., :1], orthogonal(2)[..., :1]
-    found = block_products.of_matrices([2 * u @ v.mT - eye()] * 3, 2)
+    found = measures_of_products([2 * u @ v.mT - eye()] * 3)
     torch.testing.assert_close(found["from_first_effective_rank"], torch.ones(1, 3).double(), rtol=1e-10, atol=0)
     overlap = abs(float((u * v).sum()))
     expected = torch.tensor([[2.0, 4 * overlap, 8 * overlap**2]]).double()

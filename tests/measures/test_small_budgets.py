@@ -1,4 +1,7 @@
-"""A memory budget that does not hold the Jacobians of all blocks, on an accelerator: they wait in the host's memory."""
+"""A memory budget that does not hold the Jacobians of all blocks: they wait in the host's memory or in a file."""
+
+import resource
+import tempfile
 
 import numpy as np
 import pytest
@@ -6,55 +9,155 @@ import torch
 
 import tracker
 from tests.models import Size, build
-from tests.rounding import of_miscouplings, rounding
-from tracker.measures import depthwise, layers, plan
+from tracker.common.errors import UsageError
+from tracker.jacobians.kept import JacobianFile
+from tracker.jacobians.rows import Jacobians
+from tracker.measures import layers, plan
 
-WIDTH, DEPTH = 64, 3
-ONE = WIDTH**2 * 4  # bytes of one block's Jacobian at one row
-OPTIONS = {"k": (3, 6), "tokens": "last", "svd": "full", "measures": "coupling"}
+WIDTH, DEPTH, SAMPLES = 32, 3, 2
+CALLS = DEPTH + 1  # the blocks, and the last one with the final norm
+ONE = WIDTH**2 * 8  # bytes of one block's Jacobian at one row, in float64
+OPTIONS = {"k": (3, 6), "tokens": "last", "svd": "full", "dtype": "float64"}
+OF_ALL = {"measures": ("coupling", "vju", "products", "normality", "depth_use", "directions"), "keep": "jacobian"}
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path, monkeypatch):
+    """Where temporary files are made."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture
-def sketches(monkeypatch) -> list[int]:
-    """Layers whose Jacobians were computed as products, as the second pass over the blocks does."""
+def formed(monkeypatch) -> list[tuple[int, bool, int, int]]:
+    """The Jacobians that were formed: block, whether with the final norm, sample and token."""
     found = []
-    sketch = depthwise.Jacobians.sketch
-    monkeypatch.setattr(
-        depthwise.Jacobians, "sketch", lambda self, some: found.append(some[0][0].layer) or sketch(self, some)
-    )
+    form = Jacobians.__call__
+
+    def noted(self, selections):
+        for call, rows in selections:
+            normed = call.final_norm is not None
+            at = zip(rows.sample.tolist(), rows.token.tolist(), strict=True)
+            found.extend((call.layer, normed, *row) for row in at)
+        return form(self, selections)
+
+    monkeypatch.setattr(Jacobians, "__call__", noted)
     return found
+
+
+@pytest.fixture
+def in_files(monkeypatch, directory) -> list[torch.Tensor]:
+    """The Jacobians that were written to a file, which never has a name."""
+    kept = []
+    keep = JacobianFile.keep
+
+    def noted(self, J):
+        jacobian = keep(self, J)
+        kept.append(J)
+        assert not any(directory.iterdir())
+        return jacobian
+
+    monkeypatch.setattr(JacobianFile, "keep", noted)
+    return kept
 
 
 def model_on(device):
     model, given = build("gpt_neox", Size(width=WIDTH, depth=DEPTH))
-    return model.to(device), given
+    return model.double().to(device), given
 
 
-@pytest.mark.slow
+def assert_equal(found, expected, atol=1e-10):
+    assert set(found) == set(expected)
+    for name in expected.data_vars:
+        if expected[name].dtype.kind == "f":
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-8, atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize("at_once", [1, CALLS - 1, CALLS])
+def test_jacobians_that_do_not_fit_wait_in_a_file_and_are_formed_once(formed, in_files, at_once):
+    model, given = model_on("cpu")
+    roomy = tracker.measure(model, given, **OPTIONS, **OF_ALL)
+    assert not in_files
+    each = sorted(formed)
+    formed.clear()
+    tight = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * at_once * ONE)
+    assert sorted(formed) == each and len(set(each)) == CALLS * SAMPLES
+    assert sum(map(len, in_files)) == (0 if at_once == CALLS else CALLS * SAMPLES)
+    assert_equal(tight, roomy)
+
+
+@pytest.mark.parametrize("pairs", [0, [(1, 3), (3, 1)]], ids=["within blocks", "cycle"])
+def test_jacobians_between_tokens_that_do_not_fit_wait_in_a_file(formed, in_files, pairs):
+    model, given = model_on("cpu")
+    options = OPTIONS | {"measures": "tokenwise", "pair_tokens": 3, "pair_layers": pairs}
+    roomy = tracker.measure(model, given, **options)
+    assert not in_files
+    number = len(formed)
+    formed.clear()
+    tight = tracker.measure(model, given, **options, memory_budget=4 * ONE)
+    assert len(formed) == number and in_files
+    assert_equal(tight, roomy)
+
+
+def test_a_file_keeps_every_tensor(directory):
+    file = JacobianFile()
+    given = [torch.randn(2, 5, 5), torch.randn(1, 5, 5, dtype=torch.float64), torch.randn(5, 3, 5).transpose(0, 1)]
+    kept = [file.keep(J) for J in given]
+    for J, jacobian in [*zip(given, kept, strict=True)][::-1]:
+        for _ in range(2):
+            assert torch.equal(jacobian(), J) and jacobian().dtype == J.dtype
+    assert not any(directory.iterdir())
+
+
+@pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
+def test_a_full_disk(directory, entries, room):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = JacobianFile()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
+    said = f"{directory} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
+    try:
+        with pytest.raises(UsageError, match=said):
+            file.keep(torch.randn(1, entries, 1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_jacobians_wait_on_the_host_and_blocks_are_gone_through_once(pretend, sketches, monkeypatch, at_once):
+def test_beside_an_accelerator_jacobians_wait_on_the_host(pretend, formed, in_files, monkeypatch, at_once):
     model, given = model_on(pretend.device)
-    held = tracker.measure(model, given, **OPTIONS)
+    held = tracker.measure(model, given, **OPTIONS, **OF_ALL)
     kept = []
-    to_host = layers.to_host
-    monkeypatch.setattr(layers, "to_host", lambda J: kept.append(to_host(J)) or kept[-1])
-    again = tracker.measure(model, given, **OPTIONS, memory_budget=2 * at_once * ONE)
-    assert not sketches
-    assert sum(J.nbytes for J in kept) == (DEPTH + 1) * 2 * ONE  # of two samples
-    assert {J.device.type for J in kept} == {"cpu"}
-    np.testing.assert_allclose(again.miscoupling, held.miscoupling, rtol=0, atol=of_miscouplings(held))
-    atol = rounding(torch.float32) * float(held.singular_value.max())
-    np.testing.assert_allclose(again.singular_value, held.singular_value, rtol=0, atol=atol)
+    on_host = layers.on_host
+    monkeypatch.setattr(layers, "on_host", lambda J: kept.append(J.nbytes) or on_host(J))
+    formed.clear()
+    again = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * at_once * ONE)
+    assert len(formed) == len(set(formed)) == CALLS * SAMPLES and not in_files
+    assert sum(kept) == CALLS * SAMPLES * ONE
+    assert_equal(again, held)
 
 
-@pytest.mark.slow
-def test_a_host_without_memory_for_them_has_the_blocks_gone_through_twice(pretend, sketches, monkeypatch):
-    monkeypatch.setattr(plan, "host_memory", lambda: DEPTH * ONE)  # one less than there are
+def test_beside_a_host_without_memory_they_wait_in_a_file(pretend, formed, in_files, monkeypatch):
     model, given = model_on(pretend.device)
-    held = tracker.measure(model, given, **OPTIONS)
-    again = tracker.measure(model, given, **OPTIONS, memory_budget=2 * ONE)
-    assert set(sketches) == {1, 2, 3}
-    np.testing.assert_allclose(again.miscoupling, held.miscoupling, rtol=0, atol=of_miscouplings(held))
+    held = tracker.measure(model, given, **OPTIONS, **OF_ALL)
+    monkeypatch.setattr(plan, "host_memory", lambda: CALLS * ONE - 1)
+    formed.clear()
+    again = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * ONE)
+    assert len(formed) == len(set(formed)) == CALLS * SAMPLES
+    assert sum(map(len, in_files)) == CALLS * SAMPLES
+    assert_equal(again, held)
+
+
+@pytest.mark.parametrize("where", ["host", "file"])
+def test_what_waits_takes_no_memory_of_the_device_and_comes_back(pretend, where):
+    keep = layers.on_host if where == "host" else JacobianFile().keep
+    J = torch.randn(2, WIDTH, WIDTH)
+    there = J.to(pretend.device)
+    before = pretend.live_bytes()
+    jacobian = keep(there)
+    del there
+    assert pretend.live_bytes() == before - J.nbytes
+    back = jacobian()
+    assert back.device == pretend.device and torch.equal(back.cpu(), J)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`python -m tests.sweep`: sweep the classes, each in a process of its own, and write docs/sweep.md."""
+"""`python -m tests.sweep`: sweep the classes, each in a process of its own, and write docs/sweep.md and docs/sweep.csv."""
 
 import argparse
 import dataclasses
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one class")
     parser.add_argument("--list", action="store_true", help="the classes, and no more")
     parser.add_argument("--log", type=Path, help="outcomes as they come, one a line; those it has are not found again")
-    parser.add_argument("--out", help="where to write the table; docs/sweep.md for a sweep of everything")
+    parser.add_argument("--out", help="page to write, beside a CSV file; docs/sweep.md for a sweep of everything")
     given = parser.parse_args()
 
     import torch

@@ -33,14 +33,14 @@ from tests.training.test_callback import Watch, assert_same_units
 from tracker.common.errors import UsageError
 from tracker.provenance import digest
 from tracker.training.probe import (
-    CLASS,
     as_first,
+    contents,
     cpu_copy,
     first_samples,
-    from_plain,
+    in_form_of,
     inputs_digest,
+    map_leaves,
     sample_count,
-    to_plain,
 )
 
 Pair = namedtuple("Pair", "x y")
@@ -48,6 +48,7 @@ Pair = namedtuple("Pair", "x y")
 
 class Kind(Enum):
     TEXT = "text"
+    IMAGE = "image"
 
 
 class TextKind(StrEnum):
@@ -96,16 +97,6 @@ class AttributeDict(dict):
         self.__dict__ = self
 
 
-class Closing:
-    """An object that does something when it is deleted."""
-
-    def __init__(self, x: torch.Tensor):
-        self.x = x
-
-    def __del__(self):
-        pass
-
-
 X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
 BATCHES = {
     "NamedTuple": Pair(X, torch.arange(4)),
@@ -148,20 +139,56 @@ def assert_same(a: Any, b: Any):
         assert a == b
 
 
-def through_a_checkpoint(batch: Any) -> tuple[Any, set[str]]:
-    file, lost = io.BytesIO(), set()
-    torch.save({"probe": to_plain(batch)}, file)
+def through_a_checkpoint(batch: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"probe": contents(batch)}, file)
     file.seek(0)
-    return from_plain(torch.load(file, weights_only=True)["probe"], lost), lost
+    return torch.load(file, weights_only=True)["probe"]
+
+
+def another(batch: Any) -> Any:
+    """Return a batch of the same form with other values."""
+
+    def change(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return (leaf + 1).as_subclass(type(leaf))
+        return leaf[:1] if isinstance(leaf, list) or (isinstance(leaf, np.ndarray) and leaf.ndim) else leaf
+
+    return map_leaves(batch, change)
 
 
 @pytest.mark.parametrize("case", BATCHES)
-def test_a_checkpoint_gives_the_batch_back(case):
+def test_a_checkpoint_gives_the_batch_back_in_the_form_of_another(case):
     batch = BATCHES[case]
-    again, lost = through_a_checkpoint(batch)
+    held = through_a_checkpoint(batch)
+    assert inputs_digest(held) == inputs_digest(batch) != inputs_digest(another(batch))
+    again = in_form_of(another(batch), held)
     assert_same(again, batch)
-    assert inputs_digest(again) == inputs_digest(batch) and not lost
-    assert_same(from_plain(again, lost), again)
+    assert inputs_digest(again) == inputs_digest(batch)
+
+
+def test_what_is_held_is_not_taken_from_the_form():
+    """Numbers, members of enumerations and optional parts are those of the checkpoint, objects those of the form."""
+    batch = {"x": X, "n": 2, "kind": Kind.TEXT, "optional": None, "lock": threading.Lock()}
+    form = {"x": X + 1, "n": 3, "kind": Kind.IMAGE, "optional": X, "lock": threading.Lock()}
+    assert_same(in_form_of(form, through_a_checkpoint(batch)), batch | {"lock": form["lock"]})
+
+
+def test_parts_that_the_form_does_not_have_are_given_back_without_their_types():
+    for batch, form in [
+        (Record(X, [1, 2]), Record(X, [1])),
+        (Record(X, 1), Frozen(X, 1)),
+        (Record(X, Pair(X, 1)), Record(X)),
+        ((X, 1), (X, 1, 2)),
+        ({"x": X, "y": 1}, {"x": X}),
+        (Pair(X, np.zeros(2)), X),
+        (Slotted(X), np.zeros(2)),
+        ({"x": X, "y": [1, 2, 3]}, {"x": X, "y": np.zeros(3)}),
+    ]:
+        assert inputs_digest(in_form_of(form, through_a_checkpoint(batch))) == inputs_digest(batch)
+    assert_same(in_form_of((X, 1, 2), through_a_checkpoint((X, 1))), [X, 1])
+    assert_same(in_form_of(Record(X), through_a_checkpoint(Slotted(X))), {"x": X, "sizes": [3, 4]})
+    assert_same(in_form_of({"x": X + 1}, through_a_checkpoint(Record(X, 1))), {"x": X, "meta": 1})
 
 
 @pytest.mark.parametrize("case", BATCHES)
@@ -199,26 +226,10 @@ def test_digests_do_not_depend_on_objects_and_are_those_of_older_stores():
     assert inputs_digest({"x": X, "n": np.zeros(3)}) != inputs_digest({"x": X, "n": np.ones(3)})
 
 
-def test_what_a_checkpoint_can_not_contain_is_named():
-    again, lost = through_a_checkpoint(Plain(X, threading.Lock()))
-    assert isinstance(again, Plain) and torch.equal(again.x, X) and again.lock is None and lost == {"lock"}
-    again, lost = through_a_checkpoint({"x": X, "objects": np.array([{}]), "sets": {frozenset([1])}})
-    assert again["objects"] is again["sets"] is None and lost == {"ndarray", "set"}
-
-
-@pytest.mark.parametrize(
-    "name", ["tests.training.test_nested:Missing", "not.imported:Batch", "tests.training.test_nested:Closing"]
-)
-def test_a_class_that_the_program_does_not_have(name):
-    """Nor one with a destructor: a checkpoint may name any class, and no code of it is to run."""
-    with pytest.raises(UsageError, match="and this program has no such class"):
-        from_plain({CLASS: name, "entries": None, "attributes": {"x": 1}}, set())
-
-
 def test_a_rank_takes_another_probe_of_the_first_rank():
     own, first = Record(X, threading.Lock()), Record(X + 1)
-    assert as_first(own, inputs_digest(Record(X)), to_plain(Record(X))) is own
-    assert_same(as_first(own, inputs_digest(first), to_plain(first)), first)
+    assert as_first(own, inputs_digest(Record(X)), contents(Record(X))) is own
+    assert_same(as_first(own, inputs_digest(first), contents(first)), Record(X + 1, own.meta))
 
 
 # Runs.
@@ -236,6 +247,9 @@ class Batched(lightning.LightningModule):
 
     def training_step(self, batch, index):
         return self.model(self.get(batch)).square().mean()
+
+    def validation_step(self, batch, index):
+        self.training_step(batch, index)
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 1e-3)
@@ -283,24 +297,15 @@ def test_the_forward_takes_parts_by_their_names(make):
     assert_same_units(watch.units[2], tracker.measure(module.model, X[:2], k=2).assign_coords(step=2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["NamedTuple", "dataclass"])
-def test_a_resumed_run_measures_the_same_inputs(tmp_path, case):
-    """Lightning reads checkpoints with `weights_only=True`."""
+def resumable(tmp_path, max_steps, make, probe=None, validation=None, **options):
+    watch = Watch(2, probe=probe, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store")
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    runner = trainer([watch, keep], max_steps=max_steps, enable_checkpointing=True, num_sanity_val_steps=1)
+    runner.fit(Batched(attribute), loader(make), None if validation is None else loader(validation), **options)
+    return watch
 
-    def run(max_steps, **options):
-        watch = Watch(2, probe=None, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store")
-        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        data = loader(RUNS[case])
-        trainer([watch, keep], max_steps=max_steps, enable_checkpointing=True).fit(Batched(attribute), data, **options)
-        return watch
 
-    first = run(2)
-    if case == "NamedTuple":
-        second = run(4, ckpt_path=tmp_path / "step=2.ckpt")
-    else:
-        with pytest.warns(UserWarning, match="a checkpoint can't contain a lock: None is in its place"):
-            second = run(4, ckpt_path=tmp_path / "step=2.ckpt")
+def assert_continued(first, second):
     assert list(second.units) == [4] and type(second.probe) is type(first.probe)
     assert torch.equal(second.probe.x, first.probe.x)
     digests = {unit.attrs["inputs_sha256"] for unit in (*first.units.values(), *second.units.values())}
@@ -308,26 +313,27 @@ def test_a_resumed_run_measures_the_same_inputs(tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_class_inside_a_function_is_given_again(tmp_path):
+@pytest.mark.parametrize("case", ["NamedTuple", "dataclass"])
+def test_a_resumed_run_measures_the_same_inputs(tmp_path, case):
+    """Lightning reads checkpoints with `weights_only=True`."""
+    first = resumable(tmp_path, 2, RUNS[case])
+    assert_continued(first, resumable(tmp_path, 4, RUNS[case], ckpt_path=tmp_path / "step=2.ckpt"))
+
+
+@pytest.mark.slow
+def test_a_probe_that_was_validated_in_another_form_than_trained_is_resumed_in_the_form_of_a_given_one(tmp_path):
     @dataclass
     class Local:
         x: torch.Tensor
 
-    def run(max_steps, probe, **options):
-        watch = Watch(2, probe=probe, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store")
-        keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-        runner = trainer([watch, keep], max_steps=max_steps, enable_checkpointing=True)
-        runner.fit(Batched(lambda batch: batch[0]), loader(lambda x: (x, 0)), **options)
-        return watch
-
-    run(2, Local(X))
-    with pytest.warns(UserWarning, match="no such class in .*; the given probe is measured"):
-        second = run(4, Local(X), ckpt_path=tmp_path / "step=2.ckpt")
-    assert list(second.units) == [4]
-    with pytest.raises(UsageError, match="measured other inputs"), pytest.warns(UserWarning):
-        run(6, Local(X + 1), ckpt_path=tmp_path / "step=4.ckpt")
-    with pytest.raises(UsageError, match="a .*Local, and this program has no such class .* probe="):
-        run(6, None, ckpt_path=tmp_path / "step=4.ckpt")
+    make, options = RUNS["NamedTuple"], {"validation": Local, "ckpt_path": tmp_path / "step=2.ckpt"}
+    first = resumable(tmp_path, 2, make, validation=Local)
+    with pytest.warns(UserWarning, match="other parts than the first batch.* give samples of its form: probe="):
+        skipping = resumable(tmp_path, 4, make, **options)
+    assert not skipping.units and "'dict' object has no attribute 'x'" in skipping.skipped.reasons[4]
+    assert_continued(first, resumable(tmp_path, 4, make, first.probe, **options))
+    with pytest.warns(UserWarning, match="not that of the checkpoint; the checkpoint's is measured"):
+        assert_continued(first, resumable(tmp_path, 4, make, Local(X[:2] + 1), **options))
 
 
 # The stock collators of Hugging Face return BatchEncoding.

@@ -94,6 +94,23 @@ def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
         tracker.Watch(1, k=K, probe=tokens(1), save_dir=str(tmp_path))(5, model)
 
 
+def test_a_loop_that_continues_a_store_whose_last_unit_is_damaged(tmp_path):
+    model, store = neox(), Store(tmp_path)
+
+    def watch(probe):
+        return tracker.Watch(1, k=K, probe=probe, save_dir=str(tmp_path))
+
+    first = watch(tokens())
+    for step in range(3):
+        first(step, model)
+    store.file(2).write_bytes(store.file(2).read_bytes()[:5000])
+    with pytest.raises(UsageError, match="measured other inputs"):
+        watch(tokens(1))(3, model)
+    assert int(watch(tokens())(3, model)["step"]) == 3
+    assert store.steps() == [0, 1, 2, 3] and store.file(2).stat().st_size == 5000
+    np.testing.assert_array_equal(store.read(3).miscoupling, store.read(1).miscoupling)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 
 import tracker
@@ -131,3 +132,47 @@ def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(walke
     assert pythia.main(walker.arguments("--steps", "1")) == 0
     assert (store.path / "damaged" / "step00000001.nc").read_bytes() == halves[store.file(1)]
     assert contents(store).keys() == whole.keys() and tracker.open_results(store).step.values.tolist() == [1, 2, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selected", ["1,2,4", "1,2,8"])
+def test_a_damaged_last_unit_stops_no_measurement(walker, selected):
+    """A walk reads from the last unit how it is continued."""
+    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
+    store = Store(walker.directory / "out")
+    whole = tracker.open_results(store).miscoupling
+    store.file(4).write_bytes(store.file(4).read_bytes()[:5000])
+    assert pythia.main(walker.arguments("--steps", selected)) == 0
+    if "4" in selected:
+        np.testing.assert_array_equal(tracker.open_results(store).miscoupling, whole)
+    else:
+        assert int(store.read(8)["step"]) == 8 and store.file(4).stat().st_size == 5000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before its scores are added", "before the page is written"])
+def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, capsys, when):
+    assert pythia.main(walker.arguments("--steps", "1,2")) == 0
+    store = Store(walker.directory / "out")
+    halves = {name: content[:5000] for name, content in contents(store).items()}
+
+    def damaging(part):
+        def damaged(*arguments):
+            for name, half in halves.items():
+                (store.units / name).write_bytes(half)
+            return part(*arguments)
+
+        return damaged
+
+    scores = walker.directory / "scores.csv"
+    scores.write_text("step,arc\n1,0.1\n2,0.2\n")
+    given = ("--scores", str(scores)) if "scores" in when else ()
+    part = "_rescore" if "scores" in when else "_write_page"
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(pythia, part, damaging(getattr(pythia, part)))
+        assert pythia.main(walker.arguments("--steps", "1,2", *given)) == 1
+    assert f"{store.file(1)} is damaged" in capsys.readouterr().err and contents(store) == halves
+    assert pythia.main(walker.arguments("--steps", "1,2", *given)) == 0
+    assert tracker.open_results(store).step.values.tolist() == [1, 2]
+    assert {file.name: file.read_bytes() for file in (store.path / "damaged").iterdir()} == halves

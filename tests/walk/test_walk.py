@@ -124,6 +124,11 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     capsys.readouterr()
     assert walk("--steps", "8", "--untrained", "4") == 2
     assert "has another step 0 (untrained, seed 3); choose another --out" in capsys.readouterr().err
+    baseline = Store(out).file(0)
+    baseline.write_bytes(baseline.read_bytes()[:5000])
+    assert walk("--steps", "8", "--untrained", "3") == 0
+    assert "step 0 is measured again" in capsys.readouterr().err
+    np.testing.assert_array_equal(tracker.open_results(out).miscoupling, ds.miscoupling)
 
 
 def test_untrained_is_refused_where_step_0_is_published(walker, capsys):

@@ -123,13 +123,7 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
             f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
             f"sequence and not from single rows, which is as exact and slower ({causes})."
         )
-    formed, complete = (int(ds[f"{name}_count"].sum()) for name in ("formed", "complete"))
-    if formed < count:
-        yield (
-            f"Probabilistic: {count - formed:,} of {count:,} Jacobians were known by products alone; nothing proves that none of "
-            "their top singular vectors was missed."
-        )
-    if complete < count:
+    if (complete := int(ds["complete_count"].sum())) < count:
         yield f"Incomplete: {count - complete:,} of {count:,} sets of top singular vectors did not pass their certificate."
 
 

@@ -78,19 +78,19 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
 
 
 def read_reduced(
-    directory: str | Path, without: Callable[[int, OSError | ValueError], None] | None = None
+    directory: str | Path, leave_out: Callable[[int, OSError | ValueError], None] | None = None
 ) -> xr.Dataset:
     """Return the results of a store along `step`, `reduced` unit by unit.
 
     Args:
-        without: as in `Store.curves`.
+        leave_out: as in `Store.curves`.
 
     Raises:
         FileNotFoundError: if there are none.
         ValueError: if a unit is damaged, or the units make no curve.
     """
     store = Store(directory)
-    return join([*map(reduced, store.curves(require_steps(store), without))], store.path)
+    return join([*map(reduced, store.curves(require_steps(store), leave_out))], store.path)
 
 
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:
@@ -151,11 +151,11 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
     if f"{DIAGNOSTICS}residual" not in results:
         return {}
-    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete", "formed")}
+    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete")}
     measured = checks["residual"].notnull()
     counts = {
         "jacobians": measured,
-        **{name: (checks[name] == 1) & measured for name in ("sliced", "complete", "formed")},
+        **{name: (checks[name] == 1) & measured for name in ("sliced", "complete")},
     }
     counted = {f"{name}_count": values.sum(SAMPLES) for name, values in counts.items()}
     return counted | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}

@@ -333,8 +333,8 @@ def _of_intervals(unit: xr.Dataset) -> str:
         return "There are no intervals, since they are over prompts: measure several."
     of = sources(unit)
     clusters = "" if of is None or len(set(of)) < 2 else f", which are of {len(set(of))} sources"
-    quantity = "of the coupling, or of a value without null level"
-    return f"low and high: 95 % interval over prompts{clusters}, for these weights, {quantity}."
+    quantity = "of the coupling, or of the value where there is no null level"
+    return f"low and high: 95 % interval over prompts{clusters}, {quantity}. It holds for these weights alone."
 
 
 def _of_coupling(
@@ -346,18 +346,18 @@ def _of_coupling(
     _, name = _chosen(next(iter(units.values())), k)
     if pair is not None:
         blocks = f"Blocks {pair[0]} and {pair[1]}"
-        yield f"{blocks} have the largest coupling by {name}{where}; they were chosen for it, so that no interval holds."
+        yield f"{blocks} have the largest coupling by {name}{where}. They were chosen for their value, so they have no interval."
     above = {
         label: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for label, unit in units.items()
     }
     yes, no = ([label for label in units if above[label] is outcome] for outcome in (True, False))
-    beginning = f"By a t test over the pairs of blocks ({name}; one in 40 untrained models passes), the coupling is "
+    beginning = f"A t test over the pairs of blocks ({name}) finds the coupling "
+    end = ". One in 40 untrained models passes it by chance."
     if "" in units:
-        yield beginning + ("above 0." if yes else "not above 0 beyond chance.")
+        yield beginning + ("above 0" if yes else "not above 0 beyond chance") + end
     else:
-        yield f"{beginning}above 0 for {', '.join(yes) or 'none'}" + (
-            f", and not for {', '.join(no)}." if yes and no else "."
-        )
+        rest = f", and not for {', '.join(no)}" if yes and no else ""
+        yield f"{beginning}above 0 for {', '.join(yes) or 'none'}{rest}{end}"
     if any(unit.attrs["post_norm"] for unit in units.values()):
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 

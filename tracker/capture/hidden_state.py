@@ -49,6 +49,21 @@ def hidden_state(output: Any) -> Any:
     return tensors[named[0]] if named else output
 
 
+def states_in(values: Mapping[Any, Any]) -> dict[Any, Tensor]:
+    """Return the entries that may be hidden states: floating tensors of three dimensions."""
+    return {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point()}
+
+
+def passed_on(arguments: BoundArguments, states: Mapping[int, Tensor]) -> list[int]:
+    """Return the indices of the previous block's `states_in` that are among these arguments."""
+    by_name: dict[str, Any] = {}
+    for name, value in arguments.arguments.items():
+        collects = arguments.signature.parameters[name].kind is Parameter.VAR_KEYWORD
+        by_name |= value if collects else {name: value}
+    inputs = states_in(by_name).values()
+    return [i for i, y in states.items() if any(v is y or (v.shape == y.shape and torch.equal(v, y)) for v in inputs)]
+
+
 def check_finite(values: Tensor, where: str) -> None:
     """Raise FloatingPointError, naming the place, if a value is not finite."""
     if not torch.isfinite(values).all():

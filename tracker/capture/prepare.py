@@ -24,7 +24,7 @@ from tracker.capture.confirm import check_reachability, choose_blocks, confirm_b
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import Batch
 from tracker.capture.replica import Replica
-from tracker.capture.weights import copies_finished, gathering_together
+from tracker.capture.weights import gathering_together
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def prepare(
         BlocksNotFound: if no blocks, or several lists of them, are found.
         UsageError: if a class token is to be measured and there is none.
     """
-    with preserve_global_state(device), copies_finished(device), gathering_together(model) as gather:
+    with preserve_global_state(device), gathering_together(model) as gather:
         new_replica = partial(Replica, model, dtype=dtype, device=device, gather=gather)
         model_blocks = _find(model, blocks, new_replica, calls[0])
         if tokens == "cls":

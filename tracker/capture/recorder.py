@@ -15,11 +15,18 @@ from torch import Tensor, nn
 
 from tracker.blocks.boundaries import as_python, chain
 from tracker.blocks.towers import HOW_TO_NAME, BlocksNotFound, Proposal
-from tracker.capture import residual_pair
 from tracker.capture.attention import OriginalAttention, intercept_attention
 from tracker.capture.guard import copy_nested
 from tracker.capture.head import HeadHooks, NormWatch
-from tracker.capture.hidden_state import ACCEPTED_FORMS, bind_arguments, check_finite, describe_output, hidden_state
+from tracker.capture.hidden_state import (
+    ACCEPTED_FORMS,
+    bind_arguments,
+    check_finite,
+    describe_output,
+    hidden_state,
+    passed_on,
+    states_in,
+)
 from tracker.capture.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
 from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
 from tracker.common.errors import UsageError
@@ -64,9 +71,8 @@ class _Recorder:
         self.running: BlockCall | None = None
         self.head = HeadHooks(replica)
         self.norms = NormWatch()
-        self.outputs: dict[int, Tensor] = {}  # the last block's outputs of the state's shape, if there are several
-        self.states: dict[int, Tensor] = {}  # what the last block returned, `residual_pair.states_in`
-        # A second state that the running block takes, and its index there.
+        self.states: dict[int, Tensor] = {}  # what the last block returned, `states_in`
+        # The index in `states` of a second state that the running block takes, and that state.
         self.stream: tuple[int, Tensor] | None = None
         self.state_before: ModuleState | None = None
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
@@ -90,9 +96,7 @@ class _Recorder:
                 f"block {name} takes {argument}; a residual block takes a hidden state (batch, tokens, width). {HOW_TO_NAME}"
             )
         batch_first = self.replica.description.batch_first
-        streams = residual_pair.passed_on(bound, self.states)
-        place, second = self.find_pair(bound, state) if self.outputs else (None, None)
-        x = x if second is None else x + residual_pair.get_argument(bound, second)
+        streams = passed_on(bound, self.states)
         x, input_dtype = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         if not self.calls:
@@ -101,20 +105,17 @@ class _Recorder:
         elif self.is_last_state(x):
             x = self.calls[-1].y
         elif len(streams) > 1:
-            raise residual_pair.two_streams(self.calls[-1].name, *(self.states[i] for i in streams[:2]))
+            raise two_streams(self.calls[-1].name, *(self.states[i] for i in streams[:2]))
         else:
             raise self.changed_between(self.calls[-1].name, name)
-        beside = [i for i in streams if i > 0 and second is None]
+        beside = [i for i in streams if i > 0]
         self.stream = (beside[0], self.states[beside[0]]) if beside else None
         bound.arguments[state] = None  # every replay sets it; keeping it here would keep the original alive
-        if second is not None:
-            residual_pair.set_argument(bound, second, None)
         memo: dict[int, Any] = {}
         copies = {key: copy_nested(value, self.copy_argument, memo) for key, value in bound.arguments.items()}
         bound = inspect.BoundArguments(bound.signature, OrderedDict(copies))
         layer = len(self.calls) + 1
         self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
-        self.running.second_argument, self.running.second_output = second, place
         self.running.input_dtype = input_dtype
 
     def changed_between(self, before: str, name: str) -> UsageError:
@@ -141,27 +142,6 @@ class _Recorder:
             self.copies[key] = value, value.clone()  # the original is kept alive, so that its id is not reused
         return self.copies[key][1]
 
-    def find_pair(self, bound: inspect.BoundArguments, state: str) -> tuple[int | None, str | None]:
-        """Find out whether the previous block passed its state on as two tensors; if so, record their sum as its output.
-
-        Returns:
-            The second tensor's index in the previous block's output, and the argument that carries it into this block.
-        """
-        place, second = residual_pair.find_pair(bound, state, self.outputs)
-        before = self.calls[-1]
-        if place is not None and before.second_output is None:  # the first such block
-            y = self.outputs[0] + self.outputs[place]
-            before.second_output = place
-            before.y = self.spill.keep(y if before.batch_first else y.transpose(0, 1))
-            argument = None if second is None else residual_pair.get_argument(before.arguments, second)
-            if isinstance(argument, Tensor) and argument.shape == self.outputs[0].shape:
-                assert second is not None
-                before.second_argument = second
-                residual_pair.set_argument(before.arguments, second, None)
-                argument = argument if before.batch_first else argument.transpose(0, 1)
-                before.x = self.spill.keep(before.x.to(argument.device) + argument)
-        return place, second
-
     def record_attention(
         self,
         attention: OriginalAttention,
@@ -187,10 +167,8 @@ class _Recorder:
         if id(block) not in self.replica.ends_in_norm:
             self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
         call.ends_in_norm = self.replica.ends_in_norm[id(block)]
-        self.states = residual_pair.states_in(dict(enumerate(output)) if isinstance(output, (tuple, list)) else {})
+        self.states = states_in(dict(enumerate(output)) if isinstance(output, (tuple, list)) else {})
         self.check_one_stream(call, y)
-        self.outputs = residual_pair.outputs_like(y, output)
-        y = y if call.second_output is None else y + output[call.second_output]
         y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
         if y.shape != call.x.shape:
             raise UsageError(
@@ -217,11 +195,11 @@ class _Recorder:
             place, argument = self.stream
             returned = self.states.get(place)
             if returned is not None and returned.shape == argument.shape and not torch.equal(returned, argument):
-                raise residual_pair.two_streams(call.name, y, returned)
-        others = residual_pair.states_in(call.arguments.arguments).values()
+                raise two_streams(call.name, y, returned)
+        others = states_in(call.arguments.arguments).values()
         returned = [state for i, state in self.states.items() if i > 0 and state.shape == call.x.shape]
         if y.shape != call.x.shape and returned and any(other.shape == y.shape for other in others):
-            raise residual_pair.two_streams(call.name, returned[0], y)
+            raise two_streams(call.name, returned[0], y)
 
     def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
         """Check that the block gives the same output from its attributes after the recorded call as from those before it.
@@ -248,7 +226,7 @@ class _Recorder:
         """Check the recorded calls and return them.
 
         Raises:
-            UsageError: if the pass did not reach a block, or a pair of state tensors does not act through its sum alone.
+            UsageError: if the pass did not reach a block.
             FloatingPointError: if the final norm returned a value that is not finite.
         """
         reached = {call.name for call in self.calls}
@@ -258,7 +236,15 @@ class _Recorder:
                 f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}; if the model calls "
                 "parts of them separately, name the boundaries between blocks: blocks=[('input of A', 'output of B'), ...]"
             )
-        for call in self.calls:
-            if call.second_argument is not None:
-                residual_pair.check_sum(call)
         return self.head.recording(self.calls, seed)
+
+
+def two_streams(name: str, *states: Tensor) -> UsageError:
+    """Return the error for a block that changes two states."""
+    a, b = (tuple(state.shape) for state in states)
+    of_sum = "If their sum is the hidden state (fused add and norm), wrap each block in a module that returns the sum. "
+    return UsageError(
+        f"block {name} takes and returns two hidden states, {a} and {b}, and changes both: the blocks carry two streams, and "
+        f"the Jacobian of one leaves out what passes through the other, so neither alone is the hidden state. "
+        f"{of_sum if a == b else ''}{HOW_TO_NAME}"
+    )

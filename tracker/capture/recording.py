@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.capture import residual_pair
 from tracker.capture.guard import clone_if_tensor, copy_nested
 from tracker.capture.hidden_state import hidden_state
 from tracker.capture.replica import Replica
@@ -61,19 +60,28 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _in_file(tensor: Tensor) -> Tensor:
+    with space_for(tensor.nbytes), tempfile.NamedTemporaryFile(prefix="tracker-") as file:
+        # Not mapped yet: a full disk raises here.
+        file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
+        file.flush()
+        return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+
+
+@contextmanager
+def space_for(size: int) -> Iterator[None]:
+    """Say what to do if the directory of temporary files has no space for so many bytes.
+
+    Raises:
+        UsageError: if it has none.
+    """
     try:
-        with tempfile.NamedTemporaryFile(prefix="tracker-") as file:
-            # Not mapped yet: a full disk raises here.
-            file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-            file.flush()
-            return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        yield
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         raise UsageError(
-            f"recorded hidden states exceed their part of the memory budget, and {tempfile.gettempdir()} has no space for "
-            f"another {tensor.nbytes / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give "
-            "shorter inputs"
+            f"what is recorded and measured exceeds the memory budget, and {tempfile.gettempdir()} has no space for another "
+            f"{size / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give shorter inputs"
         ) from error
 
 
@@ -102,9 +110,6 @@ class BlockCall:
     y: Float[Tensor, "B n d"] = field(init=False)
     final_norm: nn.Module | None = None
     attention: list[AttentionCall] = field(default_factory=list)
-    # For a block that passes its state on as two tensors, whose sum is the hidden state (`residual_pair`):
-    second_argument: str | None = None  # the argument that carries the second tensor; None if it was not given
-    second_output: int | None = None  # the second tensor's index in the output
     input_dtype: torch.dtype | None = None  # dtype of the hidden state between the model's blocks
     ends_in_norm: bool = False  # whether the block returns the output of a norm (post-norm)
 
@@ -137,13 +142,12 @@ class BlockCall:
         other.y = convert(self.y)
         return other
 
-    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None, second: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
         """Run the block, and the final norm if it is folded in, on a hidden state (B, n, d). The block has its weights.
 
         Args:
-            x: the hidden state, or its first part if `second` is given.
+            x: the hidden state.
             arguments: replacements for recorded arguments.
-            second: the second part of a state in two tensors, of x's shape.
         """
         arguments = arguments or {}
         # Copies: what the block writes into its arguments must not reach the next call.
@@ -152,14 +156,8 @@ class BlockCall:
         bound.arguments.update(copy_nested(recorded, clone_if_tensor, {}) | dict(arguments))
         argument = x if self.input_dtype in (None, self.replica.dtype) else x.to(self.input_dtype)
         bound.arguments[self.state] = argument if self.batch_first else argument.transpose(0, 1)
-        if self.second_argument is not None:
-            second = torch.zeros_like(x) if second is None else second
-            second = second if self.batch_first else second.transpose(0, 1)
-            residual_pair.set_argument(bound, self.second_argument, second)
         with self.replica.guard(), self.replica.fresh_weights(self.block):
-            output = self.block(*bound.args, **bound.kwargs)
-            out = hidden_state(output)
-            out = out if self.second_output is None else out + output[self.second_output]
+            out = hidden_state(self.block(*bound.args, **bound.kwargs))
             out = out if self.final_norm is None else self.final_norm(out)
         return (out if self.batch_first else out.transpose(0, 1)).to(x.dtype)
 

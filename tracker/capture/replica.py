@@ -1,9 +1,8 @@
 """Copy a model for one measurement: its module tree, with the model's weights in the measuring dtype while they are needed.
 
 So bf16 and fp16 weights are measured in float32, hooks on the caller's modules never fire, and nothing has to be restored
-when measuring raises. Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time; on an
-accelerator, the next block's in the dtype they are stored in (`weights.Streaming`). Weights that have the measuring dtype and
-device already are shared, not copied.
+when measuring raises. Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time. Weights
+that have the measuring dtype and device already are shared, not copied.
 
 The copy has no hooks and no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold
 are copied, and configs that forward passes need otherwise; tensors share the caller's memory until a forward pass writes to them
@@ -20,7 +19,6 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
-from itertools import zip_longest
 from types import MethodType
 from typing import Any
 
@@ -31,16 +29,7 @@ from tracker.blocks.find import Blocks, path_inside
 from tracker.capture.attention import hook_attn_method, hook_methods
 from tracker.capture.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
 from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
-from tracker.capture.weights import (
-    Gather,
-    Streaming,
-    Tensors,
-    check_whole,
-    gather_alone,
-    is_plain,
-    plain_class,
-    plain_tensor,
-)
+from tracker.capture.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
 from tracker.common.errors import UsageError
 
 
@@ -300,8 +289,6 @@ class Replica:
         self.dtype = dtype
         self.device = device
         self.gather = gather  # reads a weight that is sharded over ranks
-        self._streaming = Streaming(device, dtype.itemsize)
-        self._next = dict(zip_longest(map(id, self.blocks), self.blocks[1:]))  # by id of the block before
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         self.ends_in_norm: dict[int, bool] = {}  # by id of the block: whether it returns the output of a norm
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
@@ -404,8 +391,7 @@ class Replica:
         dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
-        moved = self._streaming.take(module) if module is not None and id(module) in self._next else {}
-        converted: Tensors = {}  # tied weights stay tied
+        converted: dict[int, Tensor] = {}  # by id of the module's own tensor: tied weights stay tied
         held: list[WeightHolder] = []
         try:
             for part in module.modules() if module is not None else ():
@@ -414,14 +400,12 @@ class Replica:
                 held.append(WeightHolder(part))
                 for store in ("_parameters", "_buffers"):
                     part.__dict__[store] = {
-                        name: self._materialize(part, name, t, dtype, copied, moved, converted)
+                        name: self._materialize(part, name, t, dtype, copied, converted)
                         for name, t in part.__dict__[store].items()
                     }
                 held[-1].note_buffers()
                 for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
                     hook(part, ())
-            if following := self._next.get(id(module)):
-                self._streaming.start(following)
             with self._shared.watch(converted.values()):
                 yield
         finally:
@@ -435,16 +419,12 @@ class Replica:
         tensor: Tensor | None,
         dtype: torch.dtype,
         copied: bool,
-        moved: Tensors,
-        converted: Tensors,
+        converted: dict[int, Tensor],
     ) -> Tensor | None:
         if tensor is None:
             return None
         if id(tensor) not in converted:
-            if id(tensor) in moved:
-                plain = self.convert(moved.pop(id(tensor)), dtype)
-            else:
-                plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
+            plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
             converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
         return converted[id(tensor)]
 

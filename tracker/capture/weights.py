@@ -1,4 +1,4 @@
-"""Read a module's weights as plain tensors: offloaded, quantised, sharded, or made under inference mode; and stream them.
+"""Read a module's weights as plain tensors: offloaded, quantised, sharded, or made under inference mode; and count their bytes.
 
 All code that depends on accelerate, bitsandbytes and distributed tensors is here; none of them is imported unless the
 model uses it.
@@ -17,17 +17,10 @@ outcome. After an end that is not the success of all, the ranks exchange their e
 Memory can run out while a weight is gathered, too. So each rank reserves what the gather will take before the agreement.
 A rank that the process is leaving (Ctrl-C, a device error) tells the others nothing: its process ends, and the launcher ends
 theirs. Cost: a reduction of three numbers for each weight that is read.
-
-`Streaming` copies the weights of the next block from the host to an accelerator while one is measured. They travel in the
-dtype they are stored in, and the device casts them: `tensor.to(device, dtype)` casts on the host, and sends 16-bit weights as
-float32, in twice the bytes. Where the device has streams, they pass through pinned memory and a stream of their own, so that
-the copies run beside the device's other work.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -37,7 +30,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from tracker.blocks.find import Blocks, unwrap
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, is_device_error
-from tracker.linalg.transfer import copies_beside_work
 
 Gather = Callable[[Tensor], Tensor]
 
@@ -220,93 +212,6 @@ def _offloaded(module: nn.Module, name: str) -> Tensor:
     raise UsageError(
         f"the weights of {type(module).__name__} are on the meta device, with no offloaded copy; load the model first"
     )
-
-
-Tensors = dict[int, Tensor]  # by id of the module's own tensor
-
-
-class Streaming:
-    """Copies of modules' weights on a device, made by a thread, when they are needed or before.
-
-    Args:
-        device: the device.
-        itemsize: bytes of a scalar in the measuring dtype. Wider weights are left out: the host casts them first.
-    """
-
-    def __init__(self, device: torch.device, itemsize: int) -> None:
-        self.device, self.itemsize = device, itemsize
-        self._started: tuple[nn.Module, Future[tuple[Tensors, torch.Event | None]]] | None = None
-
-    def start(self, module: nn.Module) -> None:
-        """Start to copy the weights that a module has on the host; drop copies that were started before and not taken."""
-        if self._started is None or self._started[0] is not module:
-            weights = self._on_host(module)
-            self._started = (module, _worker(self.device).submit(_copy, weights, self.device)) if weights else None
-
-    def take(self, module: nn.Module) -> Tensors:
-        """Return copies of the weights that a module has on the host, for one use: it may overwrite them."""
-        if self._started is not None and self._started[0] is module:
-            (_, copying), self._started = self._started, None
-        elif weights := self._on_host(module):
-            copying = _worker(self.device).submit(_copy, weights, self.device)
-        else:
-            return {}
-        copies, copied = copying.result()
-        if copied is not None:
-            stream = torch.accelerator.current_stream(self.device)
-            stream.wait_event(copied)
-            for copy in copies.values():
-                copy.record_stream(stream)  # its memory is reused only after what this stream does with it
-        return copies
-
-    def _on_host(self, module: nn.Module) -> Tensors:
-        if self.device.type == "cpu":
-            return {}
-        tensors = [
-            tensor
-            for part in module.modules()
-            for store in ("_parameters", "_buffers")
-            for tensor in part.__dict__[store].values()
-            if tensor is not None and is_plain(tensor)
-        ]
-        return {id(t): t for t in tensors if t.device.type == "cpu" and t.itemsize <= self.itemsize}
-
-
-@contextmanager
-def copies_finished(device: torch.device) -> Iterator[None]:
-    """Wait on exit for copies that were started and never taken: after an error, their memory is free for another attempt."""
-    try:
-        yield
-    finally:
-        if device.type != "cpu":
-            _worker(device).submit(int).result()  # one thread makes all copies, in order
-
-
-def _copy(weights: Tensors, device: torch.device) -> tuple[Tensors, torch.Event | None]:
-    """Return copies on the device and, if they may not be finished, the event after which they are."""
-    if not copies_beside_work(device):
-        return {key: weight.to(device) for key, weight in weights.items()}, None
-    with _stream(device) as stream:
-        # PyTorch reuses pinned memory only after the copies from it.
-        copies = {key: _pinned(weight).to(device, non_blocking=True) for key, weight in weights.items()}
-        return copies, stream.record_event()
-
-
-def _pinned(weight: Tensor) -> Tensor:
-    """Return a copy in pinned memory; `Tensor.pin_memory` refuses a weight whose elements share memory, as after `expand`."""
-    return torch.empty_like(weight, pin_memory=True, requires_grad=False).copy_(weight.detach())
-
-
-@cache
-def _worker(device: torch.device) -> ThreadPoolExecutor:
-    """Return the thread of the copies to a device. It alone uses `_stream`, whose context is not made for several threads."""
-    return ThreadPoolExecutor(1, f"weights to {device}")
-
-
-@cache
-def _stream(device: torch.device) -> torch.Stream:
-    """Return the stream of the copies to a device: one for all measurements, as PyTorch caches memory for each stream."""
-    return torch.Stream(device)
 
 
 def weights_memory(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int:

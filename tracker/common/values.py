@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 FinalNorm = Literal["auto", "include", "exclude", "drop"]
-Method = Literal["auto", "full", "krylov", "matrix-free"]  # of finding singular vectors
+Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
 Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
 Dtype = Literal["float32", "float64"]
 Derivative = Literal["checked", "autograd"]  # whether reverse mode is compared with other derivatives

@@ -7,7 +7,6 @@
   The value alone would not detect a detached key, or two attentions named as one block. If the block's arguments can be
   cut, the sequence is a window of the recorded one that ends at the row: the check compares code and weights, which are the
   same on any sequence. Cost: 2 x WINDOW rows, where one Jacobian costs d.
-- adjoint: u . J v = J^T u . v for random u and v, before products J V are used;
 - mixing: the samples of a batch do not depend on each other, or Jacobians would depend on what else is in the batch.
 
 These are comparisons on random vectors at a tolerance, not proofs. Errors are relative to the residual function
@@ -35,7 +34,6 @@ log2(B) + 2 cotangents at once, and three forward passes.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, count, islice
 from math import comb
 from typing import Any
@@ -58,7 +56,7 @@ from tracker.jacobians.restriction import (
     slicing_errors,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
-from tracker.linalg.jacobian import Linearization, LinearOperator, linearize
+from tracker.linalg.jacobian import Linearization, linearize
 from tracker.linalg.precision import FLOOR, TOLERANCE, Roundings, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, standard_normal, to_device
 
@@ -161,22 +159,6 @@ def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:
     return float(relative_error(y - call.x, call.y - call.x, call.y, recorded_dtype))
 
 
-def adjoint_error(operator: LinearOperator, like: Tensor) -> float:
-    """Return |u . J v - J^T u . v| for random u and v, relative to an estimate of |J|_F.
-
-    J V is computed from the derivative of J^T U. A custom autograd function may have no second derivative: then its
-    contribution to J V is missing, and PyTorch raises nothing.
-    """
-    u, v = standard_normal((2, *like.shape, 1), like)
-    forward, backward = operator.apply(v), operator.apply_transpose(u)
-    norm = partial(torch.linalg.vector_norm, dim=(-2, -1), dtype=torch.float64)
-    size = torch.maximum(torch.maximum(norm(forward), norm(backward)), FLOOR[like.dtype] * norm(v))
-    difference = (
-        (u * forward).sum((-2, -1), dtype=torch.float64) - (backward * v).sum((-2, -1), dtype=torch.float64)
-    ).abs()
-    return float((difference / size).max())
-
-
 def reproduces_recorded_output(call: BlockCall, recorded_dtype: torch.dtype) -> bool:
     """Whether the block gives the recorded output when it runs exactly as it was recorded; if not, it is random or stateful."""
     # On a GPU sums have no fixed order, so a block that rounds inside may differ by that much.
@@ -223,16 +205,15 @@ def require_derivative(call: BlockCall, rows: Rows, recorded_dtype: torch.dtype)
     require_reproduction(call, block.y - before, recorded - before, recorded, recorded_dtype)
 
 
-def quality(J: Float[Tensor, "R d m"], dtype: torch.dtype, scale: float = 1.0) -> Bool[Tensor, " 2"]:
+def quality(J: Float[Tensor, "R d d"], dtype: torch.dtype) -> Bool[Tensor, " 2"]:
     """Whether all entries are finite, and whether rounding hides some row's J from this dtype.
 
-    It does if the root mean square singular value of scale J is below the floor of the dtype. `scale` estimates the size of
-    a J of d columns from products.
+    It does if the root mean square singular value of J is below the floor of the dtype.
     """
     finite = is_finite(J)
     if dtype == torch.float64:
         return torch.stack([finite, torch.zeros_like(finite)])
-    hidden = (scale * torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any()
+    hidden = (torch.linalg.matrix_norm(J) < FLOOR[dtype] * J.shape[-2] ** 0.5).any()
     return torch.stack([finite, hidden])
 
 

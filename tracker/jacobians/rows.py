@@ -11,8 +11,9 @@ The value is checked at every use, the derivative once per block and way of call
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -25,9 +26,7 @@ from tracker.capture.replica import Replica
 from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
-from tracker.devices import raise_device_errors
 from tracker.jacobians.checks import (
-    adjoint_error,
     check_key,
     derivative_error,
     find_mixing,
@@ -48,17 +47,9 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.jacobian import (
-    LinearOperator,
-    converting_operator,
-    dense_jacobian,
-    dense_operator,
-    residual_operator,
-    stacked_operator,
-    tf32_operator,
-)
+from tracker.linalg.jacobian import dense_jacobian
 from tracker.linalg.linear import FreeBuffers
-from tracker.linalg.precision import FAST, is_finite, relative_error, tolerance
+from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
 
 Result = TypeVar("Result")
@@ -70,7 +61,6 @@ class CheckCache:
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
         self._results: dict[Any, Any] = {}  # of checks that are made once: by check, way of calling it and `check_key`
-        self._adjoint_errors: dict[Any, float] = {}
         self._independent: set[Any] = set()
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
@@ -89,35 +79,6 @@ class CheckCache:
         """Return `independent.settle`; `at_rows` is None for the full sequence."""
         key = ("independent", at_rows is None, rows.source is None, *check_key(call))
         return self._once(key, lambda: settle(call, rows, at_rows))
-
-    def with_adjoint_check(
-        self, operator: LinearOperator, path: str, call: BlockCall, rows: Rows, x: Tensor, allowed_error: float
-    ) -> LinearOperator:
-        """Return the operator at x with `checks.adjoint_error` checked before its first product J V.
-
-        Raises:
-            UsageError: from `apply`, if the block's derivative has no derivative, or a wrong one.
-        """
-        key = (path, rows.source is None, *check_key(call))
-
-        def refusal(why: Any) -> UsageError:
-            return UsageError(
-                f"the derivative of block {call.layer} ({call.name}) can't be differentiated ({why}), which products J V "
-                "need; choose svd='full', with a memory_budget that holds one row's Jacobians of all blocks"
-            )
-
-        def apply(V: Tensor) -> Tensor:
-            if key not in self._adjoint_errors:
-                try:
-                    self._adjoint_errors[key] = adjoint_error(operator, x)
-                except RuntimeError as error:
-                    raise_device_errors(error)
-                    raise refusal(error) from error
-            if not self._adjoint_errors[key] <= allowed_error:
-                raise refusal(f"u . J v and J^T u . v differ by {self._adjoint_errors[key]:.1e}")
-            return operator.apply(V)
-
-        return replace(operator, apply=apply)
 
     def reproduces_recorded_output(self, call: BlockCall) -> bool:
         """Return `checks.reproduces_recorded_output`."""
@@ -141,9 +102,6 @@ class CheckCache:
         self._independent.add((layer, *arguments))
 
 
-PROBES = 64  # random products J^T u that estimate the size of a Jacobian that is not formed
-
-
 @dataclass(frozen=True)
 class CheckResults:
     """The path by which a block's Jacobians were computed, and the errors of its checks."""
@@ -157,17 +115,6 @@ class CheckResults:
     def sliced(self) -> bool:
         """Whether single rows were used."""
         return self.path != "full sequence"
-
-
-@dataclass(frozen=True)
-class Sketch:
-    """Jacobians at R rows as products, with random products that estimate their size."""
-
-    operator: LinearOperator
-    checks: list[CheckResults]  # one for each selection
-    signs: Float[Tensor, "R d m"]  # random, of 1 and -1
-    products: Float[Tensor, "R d m"]  # J^T signs
-    compute_dtype: torch.dtype  # of the products
 
 
 # R d^3 from which the cheapest order of products (`elimination`) is worth finding. On one and two cores it takes as long as
@@ -210,6 +157,15 @@ class Jacobians:
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
 
+    @contextmanager
+    def with_more_memory(self, size: int) -> Iterator[None]:
+        """Let products keep so many bytes more alive in a context."""
+        self.memory += size
+        try:
+            yield
+        finally:
+            self.memory -= size
+
     def __call__(self, selections: Sequence[CallRows]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
         """Return J_tt (R, d, d) of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
 
@@ -221,98 +177,53 @@ class Jacobians:
             FloatingPointError: if a Jacobian overflows.
         """
         dtype = selections[0][0].x.dtype
-        results = []
-        for operator, part, checks in self._operators(dtype, selections, formed=True):
-            J = operator.dense().split([len(rows) for _, rows in part])
-            results += zip(J, checks, strict=True)
+        results = self._formed(dtype, selections)
         for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
             if selections[i][1].source is None and hidden:
-                ((operator, _, (checks,)),) = self._operators(torch.float64, selections[i : i + 1], formed=True)
-                results[i] = operator.dense().to(dtype), checks
+                ((J, checks),) = self._formed(torch.float64, selections[i : i + 1])
+                results[i] = J.to(dtype), checks
                 finite = bool(is_finite(results[i][0]))
             require_finite(finite, selections[i][0])
         return results
 
-    def sketch(self, selections: Sequence[CallRows]) -> Sketch:
-        """Return the same Jacobians as products with (R, d, m) blocks; R counts all selected rows, each call's after one another.
-
-        If the full sequence has to be used, its Jacobian is formed all the same.
-
-        Raises:
-            UsageError: if even the full sequence does not reproduce the recorded output.
-            FloatingPointError: if random products with a Jacobian overflow.
-        """
-        call, dtype = selections[0][0], selections[0][0].x.dtype
-        for compute_dtype in (dtype, torch.float64):
-            operator, checks = self._operator(compute_dtype, selections)
-            R, d = sum(len(rows) for _, rows in selections), call.x.shape[-1]
-            generator = torch.Generator().manual_seed(0)
-            drawn = torch.randint(2, (d, PROBES), generator=generator) * 2 - 1
-            # The same for every row, so that what a row gets does not depend on the others.
-            signs = to_device(self.replica.device, drawn.to(dtype))[0].expand(R, -1, -1)
-            products = operator.apply_transpose(signs)
-            ((finite, hidden),) = read([quality(products, dtype, scale=(d / PROBES) ** 0.5)])
-            require_finite(finite, call)
-            if compute_dtype == torch.float64 or not hidden:
-                break
-        return Sketch(operator, checks, signs, products, compute_dtype)
-
-    def product(self, selections: Sequence[CallRows], compute_dtype: torch.dtype, V: Float[Tensor, "R d m"]) -> Tensor:
-        """Return J V, linearized again: a graph kept since `sketch` would keep the block's converted weights in memory."""
-        return self._operator(compute_dtype, selections)[0].apply(V)
-
-    def _operator(
-        self, compute_dtype: torch.dtype, selections: Sequence[CallRows]
-    ) -> tuple[LinearOperator, list[CheckResults]]:
-        operators, parts, checks = zip(*self._operators(compute_dtype, selections, formed=False), strict=True)
-        operator = stacked_operator(operators, [sum(len(rows) for _, rows in part) for part in parts])
-        dtype = selections[0][0].x.dtype
-        converted = operator if compute_dtype == dtype else converting_operator(operator, compute_dtype, dtype)
-        return converted, [of_row for of_call in checks for of_row in of_call]
-
-    def _operators(
-        self, dtype: torch.dtype, selections: Sequence[CallRows], formed: bool
-    ) -> list[tuple[LinearOperator, Sequence[CallRows], list[CheckResults]]]:
-        """Return one operator for all selections if a path passes its checks on all of them, else one for each.
-
-        Args:
-            formed: whether the operator is only used to form the Jacobians.
-        """
+    def _formed(
+        self, dtype: torch.dtype, selections: Sequence[CallRows]
+    ) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
+        """Return the Jacobians of all selections, together if a path passes its checks on all of them, else one by one."""
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
         with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
             for selection in selections:
                 self._checks.require_independent_samples(*selection)
             try:
-                operator, checks = self._sliced(selections, formed)
-                return [(operator, selections, checks)]
+                J, checks = self._sliced(selections)
+                return list(zip(J.split([len(rows) for _, rows in selections]), checks, strict=True))
             except NotSliceable as why:
                 reason = str(why)
             if len(selections) == 1:
-                operator, checks = self._full(*selections[0], reason)
-                return [(operator, selections, [checks])]
-        return [part for selection in selections for part in self._operators(dtype, [selection], formed)]
+                return [self._full(*selections[0], reason)]
+        return [result for selection in selections for result in self._formed(dtype, [selection])]
 
-    def _sliced(self, selections: Sequence[CallRows], formed: bool) -> tuple[LinearOperator, list[CheckResults]]:
+    def _sliced(self, selections: Sequence[CallRows]) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
         reason, rounded = "", []  # not the error: its traceback holds the tensors of the path that failed
         for path in PATHS:
             try:
-                return self._by_path(path, selections, formed)
+                return self._by_path(path, selections)
             except NotSliceable as why:
                 reason = str(why)
                 rounded += [path] if isinstance(why, RoundedInside) else []
         for path in rounded:
             try:
-                return self._by_path(path, selections, formed, rounded=True)
+                return self._by_path(path, selections, rounded=True)
             except NotSliceable as why:
                 reason = str(why)
         raise NotSliceable(reason)
 
-    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[LinearOperator, CheckResults]:
+    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[Float[Tensor, "R d d"], CheckResults]:
         J, value_error = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory)
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
@@ -322,7 +233,7 @@ class Jacobians:
             )
         self.fallbacks[call.layer] = reason
         error = self._check_independently(call, rows)
-        return dense_operator(lambda: J), CheckResults("full sequence", value_error, float("nan"), error)
+        return J, CheckResults("full sequence", value_error, float("nan"), error)
 
     def _check_independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None = None) -> float:
         """Return the error against a derivative that does not come from reverse mode; NaN if there is none.
@@ -338,13 +249,13 @@ class Jacobians:
         return outcome.error
 
     def _by_path(
-        self, path: Any, selections: Sequence[CallRows], formed: bool, rounded: bool = False
-    ) -> tuple[LinearOperator, list[CheckResults]]:
+        self, path: Any, selections: Sequence[CallRows], rounded: bool = False
+    ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         block = None
-        if formed and len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]:
+        if len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]:
             run = partial(restrict, selections) if path == "formula" else lambda _: restrict(selections, PATHS[path])
             block = Elimination(run, x, self._known_heads, self.memory, self._buffers)
         # In float64, a block that rounds to float32 inside gives the digits of its own order of products alone.
@@ -374,21 +285,13 @@ class Jacobians:
                 block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
         chunk, identity = _chunk(16 * x.numel() + 2 * keys, x, self.memory), selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
-        if isinstance(block, Elimination):
-
-            def dense(block: Elimination = block) -> Tensor:
+        with float32_products("tf32") if self.precision == "tf32" else nullcontext():
+            J = dense_jacobian(block.pullback, block.y, chunk, identity)
+            if isinstance(block, Elimination) and not float(block.error(J, identity)) <= allowed_error:
+                # A guess of the elimination was wrong.
+                block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
                 J = dense_jacobian(block.pullback, block.y, chunk, identity)
-                if float(block.error(J, identity)) <= allowed_error:
-                    return J
-                # A guess was wrong.
-                reverse = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
-                return dense_jacobian(reverse.pullback, reverse.y, chunk, identity)
-
-            operator = dense_operator(dense)
-        else:
-            operator = residual_operator(block, chunk, identity)
-            operator = self._checks.with_adjoint_check(operator, path, *selections[0], x, allowed_error)
-        return tf32_operator(operator) if self.precision == "tf32" else operator, checks
+        return J, checks
 
 
 class RoundedInside(NotSliceable):

@@ -1,10 +1,10 @@
-"""Jacobians as linear operators, and their top singular triplets.
+"""Jacobians of functions of rows, and their top singular triplets.
 
-Input: a function f: (R, d) -> (R, d) that acts on each row separately. Output: its Jacobians J (R, d, d), dense or as products
-J V and J^T U, and their top K singular triplets, with residuals and a certificate of completeness.
+Input: a function f: (R, d) -> (R, d) that acts on each row separately. Output: its Jacobians J (R, d, d), and their top K
+singular triplets, with residuals and a certificate of completeness.
 
-- `jacobian`: Jacobians of row-wise functions, as operators and entry by entry.
-- `svd`: the top K triplets of a matrix or an operator; the certificate.
+- `jacobian`: Jacobians of row-wise functions.
+- `svd`: the top K triplets of a matrix; the certificate.
 - `eigenvectors`: the first eigenvectors of symmetric matrices.
 - `orthonormal`: orthonormal rows, by Cholesky factorisation.
 - `costs`: which method is expected to cost less, and how many matrices fit into memory.

@@ -35,15 +35,10 @@ class Costs:
     square: float  # of J J^T, times d^3
     full: float  # of the full decomposition, times d^3
     symmetric: float  # of K eigenvectors of J J^T, times d^3
-    check_every_block: bool  # matrix-free: whether a small problem costs less than the products of a step
 
 
-CPU = Costs(
-    product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=2.0, check_every_block=True
-)
-ACCELERATOR = Costs(
-    product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, symmetric=2.0, check_every_block=False
-)
+CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=2.0)
+ACCELERATOR = Costs(product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, symmetric=2.0)
 
 
 def costs_of(device: torch.device) -> Costs:

@@ -17,8 +17,8 @@ from Z (Baglama & Reichel, SIAM J. Sci. Comput. 27, 2005). This costs a tenth mo
 the small problems small.
 
 Cost of n columns: 2 n products (with A: n), 8 d n m operations (4) to keep the bases orthogonal, and n / m small
-decompositions, or one a step. On an accelerator all of a step's operations are queued without waiting for their results; the
-host waits once for each full basis, when it copies the small problem.
+decompositions. On an accelerator all of a step's operations are queued without waiting for their results; the host waits once
+for each full basis, when it copies the small problem.
 """
 
 from collections.abc import Callable
@@ -62,9 +62,8 @@ def block_golub_kahan(
     start: Float[Tensor, "B d b"],
     K: int,
     tolerance: float,
-    check_every_block: bool = False,
 ) -> tuple[Float[Tensor, "B d K"], Float[Tensor, "B r"], Float[Tensor, "B d K"]]:
-    """Return the top K triplets U, S, V of a batch of operators; S continues with lower, less accurate singular values.
+    """Return the top K triplets U, S, V of a batch of matrices J; S continues with lower, less accurate singular values.
 
     Stop when every residual, as estimated by the small problem, is below `tolerance` s_1, or after four times the expected
     columns: the caller checks what was reached.
@@ -75,14 +74,9 @@ def block_golub_kahan(
         start: an orthonormal block.
         K: number of triplets.
         tolerance: of the residuals, relative to s_1.
-        check_every_block: whether to check for convergence after every block, not only when the basis is full; for products
-            that cost more than a small decomposition.
-
-    Raises:
-        ValueError: if a product has entries that are not finite.
     """
     U, V = (_empty_basis(start, K) for _ in "UV")
-    orthonormalise = Orthonormaliser(start, tested=start.device.type == "cpu")
+    orthonormalise = Orthonormaliser(start)
 
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, B: Tensor) -> tuple[Tensor, Tensor]:
         V[..., new, :] = Z
@@ -102,7 +96,7 @@ def block_golub_kahan(
     def reached(S: Tensor, residual: Tensor) -> Tensor:
         return residual <= tolerance * S[..., :1]
 
-    S, (U_K, V_K) = _restarted(step, ritz, reached, orthonormalise, (U, V), start, K, check_every_block)
+    S, (U_K, V_K) = _restarted(step, ritz, reached, orthonormalise, (U, V), start, K)
     return U_K, S, V_K
 
 
@@ -118,7 +112,7 @@ def block_lanczos(
         start: an orthonormal block.
     """
     U = _empty_basis(start, K)
-    orthonormalise = Orthonormaliser(start, tested=start.device.type == "cpu")
+    orthonormalise = Orthonormaliser(start)
 
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, T: Tensor) -> tuple[Tensor, Tensor]:
         U[..., new, :] = Z
@@ -148,7 +142,6 @@ def _restarted(
     bases: Bases,
     start: Float[Tensor, "B d b"],
     K: int,
-    check_every_block: bool = False,
 ) -> tuple[Tensor, list[Float[Tensor, "B d K"]]]:
     """Grow the bases block by block, restart them when full; return the Ritz values and the top K Ritz vectors of each basis.
 
@@ -162,7 +155,6 @@ def _restarted(
         bases: empty bases.
         start: the first block.
         K: number of triplets.
-        check_every_block: as in `block_golub_kahan`.
     """
     *batch, m, _ = bases[0].shape
     b, device = start.shape[-1], start.device
@@ -171,25 +163,21 @@ def _restarted(
     values = start.new_zeros(*batch, m)
     Z, H, before = start.mT, start.new_zeros(*batch, 0, b), slice(0, 0)
     while True:
-        restart, small, size = (Z, H, before, budget), torch.diag_embed(values), before.stop
-        while size < m:
+        restart, small = (Z, H, before, budget), torch.diag_embed(values)
+        for size in range(before.stop, m, b):
             new = slice(size, size + b)
             Z, H = step(Z, H, before, new, small)
-            before, size, budget = new, size + b, budget - b
-            if size < m and not (check_every_block and size > K + b):
-                continue
-            problem, coupling, *pivots = moved((small[..., :size, :size], H, *orthonormalise.pivots()), "cpu")
-            if not orthonormalise.passed(pivots):
-                orthonormalise.test_from_now(values[..., None, :1])
-                (Z, H, before, budget), small = restart, torch.diag_embed(values)
-                size = before.stop
-                continue
-            values, tail, *vectors = (part.to(start.dtype) for part in solve(problem.double(), coupling.double()))
-            converged = bool(reached(values, torch.linalg.vector_norm(tail[..., :K], dim=-2)).all())
-            values, tail, *vectors = moved((values, tail, *(Q[..., :kept] for Q in vectors)), device)
-            if converged or budget < 0:
-                top = [basis[..., :size, :].mT @ Q[..., :K] for basis, Q in zip(bases, vectors, strict=True)]
-                return values, top
+            before, budget = new, budget - b
+        problem, coupling, *pivots = moved((small, H, *orthonormalise.pivots()), "cpu")
+        if not orthonormalise.passed(pivots):
+            orthonormalise.test_from_now(values[..., None, :1])
+            Z, H, before, budget = restart
+            continue
+        values, tail, *vectors = (part.to(start.dtype) for part in solve(problem.double(), coupling.double()))
+        converged = bool(reached(values, torch.linalg.vector_norm(tail[..., :K], dim=-2)).all())
+        values, tail, *vectors = moved((values, tail, *(Q[..., :kept] for Q in vectors)), device)
+        if converged or budget < 0:
+            return values, [basis.mT @ Q[..., :K] for basis, Q in zip(bases, vectors, strict=True)]
         for basis, Q in zip(bases, vectors, strict=True):
             basis[..., :kept, :] = Q.mT @ basis
         before, H = slice(0, kept), tail[..., :kept].mT

@@ -18,20 +18,21 @@ OUTSIDE = 0.1  # length above which what is left of a row of length 1 outside th
 class Orthonormaliser:
     """Orthonormalise blocks of rows, against each other and against a basis.
 
+    Every block is tested at once on a CPU; elsewhere `pivots` has to be tested by `passed` before a result is used.
+
     Args:
         like: a tensor of the rows' batch axes, dtype and device.
-        tested: whether to test every block at once; otherwise `pivots` has to be tested by `passed` before a result is used.
     """
 
-    def __init__(self, like: Tensor, tested: bool) -> None:
-        self.tested = tested
-        # The operator's scale: entries far below it are rounding, not directions.
+    def __init__(self, like: Tensor) -> None:
+        self.tested = like.device.type == "cpu"
+        # The scale of the matrices: entries far below it are rounding, not directions.
         self.scale = like.new_zeros(*like.shape[:-2], 1, 1)
         self._pivots: list[tuple[Tensor, Tensor]] = []
         self._info: list[Tensor] = []
 
     def update_scale(self, W: Tensor) -> Tensor:
-        """Return W, a product with the operator, after updating the operator's scale from it."""
+        """Return W, a product with the matrices, after updating their scale from it."""
         if self.tested:
             self.scale = torch.maximum(self.scale, _longest(W))
         return W
@@ -61,7 +62,7 @@ class Orthonormaliser:
         return bool((of_rows > SEPARATED).all() & (of_rest > OUTSIDE).all() & (info == 0).all())  # False where NaN
 
     def test_from_now(self, scale: Tensor) -> None:
-        """Test every block from now on; `scale` is a lower bound of the operator's norm."""
+        """Test every block from now on; `scale` is a lower bound of the matrices' norms."""
         self.tested, self.scale = True, scale
 
     def _test_at_once(self, W: Tensor, basis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,14 +116,12 @@ def _orthonormal_rows(W: Tensor, seed: int) -> tuple[Tensor, Tensor, float]:
     """Return Q and L with W = L Q, to the rounding of rows of length 1, and the length of the shortest row.
 
     Use Cholesky, a few products on any device, if the rows are well separated. If they are not (a rank-deficient or zero
-    operator, an exhausted space), use the SVD and replace directions that are only rounding by random ones.
+    matrix, an exhausted space), use the SVD and replace directions that are only rounding by random ones.
     """
     L, info = torch.linalg.cholesky_ex(W @ W.mT)
     shortest = float(torch.where(info == 0, _diagonal(L).amin(-1), 0).min())
     if shortest > SEPARATED:
         return torch.linalg.solve_triangular(L, W, upper=False), L, shortest
-    if not torch.isfinite(W).all():
-        raise ValueError("a product with the Jacobian is not finite (overflow or NaN); nothing can be decomposed")
     A, s, Q = torch.linalg.svd(W, full_matrices=False)
     absent = s <= 10 * torch.finfo(W.dtype).eps
     others = standard_normal(Q.shape[-2:], Q, seed) / W.shape[-1] ** 0.5

@@ -8,8 +8,7 @@ J = U S V^T, singular values falling. A triplet is *accurate* when its residuals
 
     residual = max_k max(|J v_k - s_k u_k|, |J^T u_k - s_k v_k|) / s_1,
 
-and a set of K triplets is *complete* when no larger singular value was missed: the certificate. Products alone (no dense
-J) give no certificate; completeness is then only probable.
+and a set of K triplets is *complete* when no larger singular value was missed: the certificate.
 
 Three methods: LAPACK's full decomposition, some 25 d^3 operations at half the speed of a product; LAPACK's eigenvectors of
 J J^T, of which it computes the first K alone; and iteration by products with blocks of vectors (`krylov`). For flat singular
@@ -25,14 +24,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from math import ceil
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from tracker.common.values import Method
 from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
-from tracker.linalg.costs import MEMORY, costs_of, eigenvectors_are_cheaper, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.costs import MEMORY, eigenvectors_are_cheaper, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
@@ -106,7 +106,6 @@ SMALL = 512  # width up to which a matrix is decomposed on one CPU core
 SQUARABLE = 0.1  # s_K / s_1 above which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
 POWERS = 4  # steps of power iteration that give s_1 within a tenth, also for flat singular values
 
-Method = Literal["auto", "full", "krylov"]
 Advance = Callable[[int], None]  # receives how many matrices have been decomposed
 
 
@@ -217,27 +216,6 @@ def _with_signs(t: Triplets) -> Triplets:
     least, largest = torch.aminmax(t.V, dim=-2, keepdim=True)
     sign = torch.where(least + largest < 0, -1.0, 1.0).to(t.V.dtype)
     return replace(t, U=t.U * sign, V=t.V * sign)
-
-
-def triplets_by_products(apply: Product, apply_transpose: Product, like: Float[Tensor, "B d"], K: int) -> Triplets:
-    """Return the K largest singular triplets of B operators from their products alone.
-
-    There is no certificate: `complete` states that the iteration has converged, which from a random start makes completeness
-    probable. If it is False, the triplets are not usable, and the dense matrix has to be decomposed.
-
-    Args:
-        apply: V -> J V, for blocks (B, d, b).
-        apply_transpose: U -> J^T U.
-        like: any tensor of the vectors' shape (B, d), dtype and device.
-        K: number of triplets.
-
-    Raises:
-        ValueError: if K is too large for the iteration, or a product is not finite.
-    """
-    if not basis_fits(like.shape[-1], K):
-        raise ValueError(f"K={K} triplets are too many for products alone with d = {like.shape[-1]}; decompose in full")
-    with float32_products("ieee"):
-        return _with_signs(_by_products(apply, apply_transpose, like, K, costs_of(like.device).check_every_block))
 
 
 def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
@@ -375,9 +353,17 @@ def _can_square(J: Tensor, K: int) -> Bool[Tensor, " B"]:
 
 
 def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
-    """Find triplets by iteration with J and J^T. `complete`: the residual is within bounds, and the certificate holds."""
-    triplets = _by_products(*_products(J), J[..., 0], K)
-    return replace(triplets, complete=triplets.complete & is_complete(J, triplets.U, triplets.S, triplets.V))
+    """Find triplets by iteration with J and J^T. `complete`: the residual is within bounds, and the certificate holds.
+
+    The iteration's own tolerance is half: it estimates the residual, which is computed here.
+    """
+    B, d, _ = J.shape
+    (apply, apply_transpose), tolerance = _products(J), TOLERANCE[J.dtype]
+    U, S, V = block_golub_kahan(apply, apply_transpose, start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
+    gap, S = _gap(S, K), S[..., :K]
+    error = relative_residual(apply(V), apply_transpose(U), U, S, V)
+    complete = ~(error > tolerance) & is_complete(J, U, S, V)  # the residual of a zero matrix is NaN
+    return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 
 def _products(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:
@@ -412,20 +398,6 @@ def _decompose(J: Tensor, K: int) -> Sequence[Tensor]:
         return torch.linalg.svd(J, full_matrices=False, driver=driver)
     U, S, Vh = batch_on_cores(torch.linalg.svd, J.cpu())
     return moved((U[..., :K], S, Vh[..., :K, :]), J.device)
-
-
-def _by_products(
-    apply: Product, apply_transpose: Product, like: Tensor, K: int, check_every_block: bool = False
-) -> Triplets:
-    """Implement `triplets_by_products`. The iteration's own tolerance is half: it estimates the residual, computed here."""
-    B, d = like.shape
-    tolerance = TOLERANCE[like.dtype]
-    start = start_block(d, like).expand(B, -1, -1)
-    U, S, V = block_golub_kahan(apply, apply_transpose, start, K, tolerance / 2, check_every_block)
-    gap, S = _gap(S, K), S[..., :K]
-    error = relative_residual(apply(V), apply_transpose(U), U, S, V)
-    converged = ~(error > tolerance)  # NaN: a zero matrix
-    return Triplets(U, S, V, gap, error, converged, torch.zeros_like(converged))
 
 
 def _gap(S: Tensor, K: int) -> Tensor:

@@ -15,7 +15,7 @@ decomposed at a few depths, `depths`, as a decomposition costs as much as ten pr
 each block: two products and, on the way, QR steps (`linalg.products`); for each depth two decompositions without vectors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -102,14 +102,6 @@ def _with_identity(J: Float[Tensor, "R d d"]) -> Float[Tensor, "R d d"]:
     M = J.clone()
     M.diagonal(dim1=-2, dim2=-1).add_(1)
     return M
-
-
-def of_matrices(Js: Sequence[Float[Tensor, "R d d"]], K: int) -> dict[str, Tensor]:
-    """Return the measures of the products of blocks whose Jacobians are at hand."""
-    products = Products(len(Js), Js[0].shape[-1], K, Js[0].dtype)
-    for l, J in enumerate(Js, 1):
-        products.add(l, J)
-    return products.values(lambda l: Js[l - 1])
 
 
 _FORMS = {  # of products: the blocks, in symbols and in words

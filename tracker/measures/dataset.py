@@ -222,10 +222,6 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     for name in first.notes:
         notes = {layer: text for sample in samples for layer, text in sample.notes[name].items()}
         dataset.attrs[name] = json.dumps(notes)
-    formed = [values for name, values in dataset.data_vars.items() if str(name).startswith(f"{DIAGNOSTICS}formed")]
-    if formed:  # the Cholesky test of completeness needs the formed Jacobian
-        by_products = any(bool((values == 0).any()) for values in formed)
-        dataset.attrs["completeness"] = "probabilistic" if by_products else "exact"
     warn_of_undefined(dataset, undefined)
     return dataset
 

@@ -2,16 +2,14 @@
 
     A^{l l'} = U^{l'}_K^T J^l_{tt} V^{l'}_K        for every token row (sample, t) and every pair of blocks (l, l')
 
-The Jacobians are formed from d products with the block, decomposed (`svd`) and multiplied with the bases, or never formed: the
-triplets come from products with J and J^T (`krylov`), each block's pairs from L K more. `plan` says which, and how many rows pass
-through the blocks together. Pairs of a block need the bases of all blocks, so Jacobians that are not kept take a second pass.
+The Jacobians are formed from d products with the block, decomposed (`svd`) and multiplied with the bases of all blocks. `plan`
+says how many rows pass through the blocks together, and where their Jacobians wait for the bases.
 
 If the final norm is included, the last block with the norm is measured as layer L + 1. Measures that end in `_normed` use it as
 the last layer. The cost is (L + 1) / L times the cost of the blocks alone.
 
-Measures of each block alone (`measure_blocks`) are those of the blocks without the final norm. Each Jacobian is asked for once
-from the first block to the last and, for products to the last block, once in the other direction; one at a time is held, so that
-layers that do not keep theirs (`layers`) form them again.
+Measures of each block alone (`measure_blocks`) are those of the blocks without the final norm. One Jacobian at a time is held,
+from the first block to the last and, for products to the last block, in the other direction.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +35,7 @@ from tracker.measures.coupling import MISCOUPLINGS, overlap
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
-from tracker.measures.plan import FORMING, Plan, measured_calls
+from tracker.measures.plan import Plan, measured_calls
 from tracker.measures.settings import OF_PAIRS
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
@@ -102,8 +100,7 @@ def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     """Return the checks of the Jacobians of every row, by layer."""
     R = len(layers[0].checks)
-    values = {"formed": np.array([[layer.formed[r] for layer in layers] for r in range(R)])}
-    values["sliced"] = np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])
+    values = {"sliced": np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])}
     for name in ("value_error", "derivative_error", "independent_error"):
         values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32)
     return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
@@ -192,7 +189,6 @@ class BlockRows:
     layer: Layer
     x: Float[Tensor, "R d"]
     f: Float[Tensor, "R d"]
-    forms: bool
 
     @cached_property
     def J(self) -> Float[Tensor, "R d d"]:
@@ -202,8 +198,7 @@ class BlockRows:
     @cached_property
     def Jx(self) -> Float[Tensor, "R d"]:
         """J x, the change of f to first order if x alone grows."""
-        x = self.x[..., None]
-        return (self.J @ x if self.forms else self.layer.product(x))[..., 0]
+        return (self.J @ self.x[..., None])[..., 0]
 
 
 def measure_blocks(
@@ -228,11 +223,10 @@ def measure_blocks(
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
     like = layers[0].triplets.V
     products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype) if "products" in choices else None
-    forms = bool(FORMING & set(choices))
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
         x, y = (torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections]) for of in "xy")
-        block = BlockRows(layer, x, y - x, forms)
+        block = BlockRows(layer, x, y - x)
         for measure in declared:
             assert measure.compute is not None
             by_name[measure.name].append(measure.compute(block))

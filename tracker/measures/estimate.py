@@ -2,10 +2,9 @@
 
     seconds = recorded calls * one call, with what is read off its states
         + L * (rows / R * seconds of a block at R rows, a second time + what the first time took in addition)
-        + steps of tokenwise * one step
 
 What a block takes in addition, the first time, are checks of its derivative. The estimate leaves out what does not grow with the
-model: imports, and the assembly of the Dataset.
+model (imports, the assembly of the Dataset), and measures that no block has by itself (`NOT_TIMED`).
 """
 
 import time
@@ -24,22 +23,18 @@ from tracker.capture.recording import BlockCall, Recording
 from tracker.capture.weights import bytes_of, converted_block
 from tracker.common.errors import UsageError
 from tracker.common.progress import Progress
-from tracker.common.text import counted, duration, entry, size
+from tracker.common.text import counted, duration, entry, join_names, size
 from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.costs import krylov_is_cheaper
-from tracker.linalg.krylov import basis_fits, basis_size
-from tracker.linalg.products import Chain
-from tracker.measures import block_products
+from tracker.linalg.krylov import basis_fits
 from tracker.measures.calls import jacobians_of, record_call
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import measure_blocks, pairs
-from tracker.measures.directions import DIRECTIONS, RANDOM, heads, measure_directions
-from tracker.measures.layers import Layer, check_kept, kept_bytes, layers_of
+from tracker.measures.layers import check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import CHOICE_NAMES, Settings
-from tracker.measures.tokenwise import Selected, tokenwise_couplings, tokenwise_steps
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,8 @@ class Cost:
         k: the numbers of singular vectors.
         width: the width d of the hidden state.
         method: how singular vectors are found.
-        seconds: of the whole measurement.
+        seconds: of the measurement without the measures `not_timed`.
+        not_timed: measures that were asked for and that `seconds` leaves out.
         timed: what was timed, in words.
         peak_bytes: bytes beside the weights at the peak.
         warnings: what is beyond the budget.
@@ -80,6 +76,7 @@ class Cost:
     width: int = 0
     method: str = ""
     seconds: float = 0.0
+    not_timed: tuple[str, ...] = ()
     timed: str = ""
     peak_bytes: int = 0
     warnings: tuple[str, ...] = ()
@@ -88,6 +85,7 @@ class Cost:
         shortest, longest = self.tokens
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
         convention, norm = self.final_norm
+        without = f", without {join_names(self.not_timed)}" if self.not_timed else ""
         memory = f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); "
         lines = [
             ("refused", self.refused),
@@ -96,7 +94,7 @@ class Cost:
             ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
-            ("time", "" if self.refused else f"about {duration(self.seconds)}"),
+            ("time", "" if self.refused else f"about {duration(self.seconds)}{without}"),
             ("timed", self.timed),
             ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             *(("warning", warning) for warning in self.warnings),
@@ -109,6 +107,7 @@ class Cost:
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
+NOT_TIMED = ("products", "directions", "tokenwise")
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 
 T = TypeVar("T")
@@ -143,10 +142,8 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
         of_plan = _of_plan(case, prepared)
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
-            seconds += _coupling(case)
-        if settings.includes("tokenwise"):
-            seconds += samples * _tokenwise(case)
-        of_plan["seconds"] = seconds
+            seconds += _seconds_of_blocks(case)
+        of_plan |= {"seconds": seconds, "not_timed": tuple(name for name in NOT_TIMED if settings.includes(name))}
     except (UsageError, FloatingPointError) as error:
         refused = str(error)
     return Cost(
@@ -194,7 +191,7 @@ def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
     if settings.forms_jacobians and one > settings.memory_budget // 2:
         warnings = (
             f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
-            "the budget is exceeded; raise it, or choose svd='matrix-free'",
+            "the budget is exceeded; raise it",
         )
     return {
         "rows": case.total,
@@ -210,7 +207,7 @@ def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _coupling(case: _Case) -> float:
+def _seconds_of_blocks(case: _Case) -> float:
     """Return the seconds of all blocks at all rows, from one block at up to `ROWS` of them.
 
     On a CPU, small Jacobians are decomposed one on each core, so a brief block is timed again among as many.
@@ -218,64 +215,40 @@ def _coupling(case: _Case) -> float:
     jacobians, plan = case.jacobians, case.plan
     rows = case.rows.subset(slice(0, case.timed))
     repeats = max(1, case.timed // len(rows))
-    rest = [choice for choice in plan.measures if choice not in ("products", "directions")]
+    choices = [choice for choice in plan.measures if choice not in NOT_TIMED]
     halves = HalfJacobians(jacobians)
 
-    def measure(calls: Sequence[BlockCall]) -> Layer:
+    def measure(calls: Sequence[BlockCall]) -> None:
         blocks = [[(call, rows)] * repeats for call in calls]
         layers = layers_of(jacobians, blocks, plan)
         pairs(layers, plan.ks, plan.measures, [layers[0].triplets] * plan.of_row)
-        measure_blocks(layers, blocks, rest, None, plan.memory // 2, halves, min(plan.ks))
-        return layers[0]
+        measure_blocks(layers, blocks, choices, None, plan.memory // 2, halves, min(plan.ks))
 
     first, *others = _from_the_middle(case.recording)
     calls = [first]
-    once, layer = _timed(lambda: measure(calls))
+    once = _timed(lambda: measure(calls))[0]
     if once < BRIEF:
         on_cores = plan.kept == "device" and jacobians.replica.device.type == "cpu"
         calls = others[: torch.get_num_threads() if on_cores else 1] or calls
-        once, layer = _timed(lambda: measure(calls))
+        once = _timed(lambda: measure(calls))[0]
     groups = case.total / (repeats * len(rows))
     every = _timed(lambda: measure(calls))[0] if groups > 1 else once
-    seconds = plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
-    if "products" in plan.measures:  # decomposed at a few depths
-        multiply, _ = _timed_again(lambda: Chain().multiply(layer.jacobian()))
-        whole, _ = _timed_again(lambda: block_products.of_matrices([layer.jacobian()], 1))
-        decompositions = 2 * len(block_products.depths(plan.L, plan.d)) - 1
-        seconds += groups * ((2 * plan.L - 1) * multiply + decompositions * max(0.0, whole - multiply))
-    head = heads([(case.recording, rows)] * repeats) if "directions" in plan.measures else None
-    if head is not None:  # random directions are taken once, not for each block
-        words, _ = _timed_again(lambda: measure_directions(head, [layer.triplets], plan.memory // 2))
-        seconds += groups * words * (plan.L * 2 * DIRECTIONS + RANDOM) / (2 * DIRECTIONS + RANDOM)
-    return seconds
-
-
-def _tokenwise(case: _Case) -> float:
-    """Return the seconds of a sample's couplings across tokens, from one block in its own basis."""
-    tokens = case.settings.pair_positions(range(case.sample.length))
-    few, at = tokens[:3], len(case.recording.calls) // 2 + 1
-    steps = tokenwise_steps(len(tokens), case.settings.basis_layers(len(case.recording.calls)))
-    selected = [Selected(case.recording, 0, few)]
-    seconds, _ = _timed_again(lambda: tokenwise_couplings(case.jacobians, selected, {at: at}, case.plan))
-    return seconds * steps / tokenwise_steps(len(few), {at: at})
+    return plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
 
 
 def _method(case: _Case) -> str:
     plan, dtype, device = case.plan, case.recording.calls[0].x.dtype, case.jacobians.replica.device
-    if not plan.forms:
-        chosen = "matrix-free: products with Jacobians that are not formed"
-    else:
-        iterates = basis_fits(plan.d, plan.K) and (
-            plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
-        )
-        chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
-        if plan.passes == 2:
-            chosen += ", in two passes over the blocks, as the Jacobians of one token do not fit the budget together"
+    iterates = basis_fits(plan.d, plan.K) and (
+        plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
+    )
+    chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
+    if plan.kept == "file":
+        chosen += ", which wait in a file, as those of one token do not fit the budget together"
     return f"{chosen} (svd={plan.svd!r})" if case.settings.forms_jacobians else "no Jacobians"
 
 
 def _peak(case: _Case, calls: int) -> int:
-    """Return the bytes beside the weights: recordings, Jacobians or bases, and the larger of products and decompositions."""
+    """Return the bytes beside the weights: recordings, bases, Jacobians, and the larger of products and decompositions."""
     settings, plan, rows = case.settings, case.plan, case.together
     recordings = min(settings.memory(4), case.recording.nbytes() * min(max(1, ceil(rows / len(case.rows))), calls))
     if not settings.forms_jacobians:
@@ -283,9 +256,7 @@ def _peak(case: _Case, calls: int) -> int:
     column = plan.d * plan.itemsize
     bases = 4 * rows * plan.of_row * plan.K * column  # U and V of each block, and of all blocks together
     products = max(rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column))
-    if not plan.forms:
-        return recordings + bases + rows * 2 * basis_size(plan.d, plan.K) * column + products
-    kept = plan.of_row if plan.kept == "device" else 1
+    kept = plan.blocks_together(rows)
     parallel = min(kept, torch.get_num_threads())
     return (
         recordings

@@ -28,8 +28,8 @@ class Choice:
     default: bool = False
     needs: str = ""  # the option that it extends
     expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
-    # Measured of each block, from products with J or from J itself.
-    of_jacobians: Literal["", "products", "formed"] = ""
+    # Measured of each block: from its triplets and J x, or from the entries of J, which takes more memory (`plan.ARRAYS`).
+    of_jacobians: Literal["", "products", "entries"] = ""
 
 
 CHOICES = (
@@ -45,7 +45,7 @@ CHOICES = (
         "products",
         "what the blocks do together to a small change of the state: amplification, effective rank, Lyapunov exponents",
         needs="coupling",
-        of_jacobians="formed",
+        of_jacobians="entries",
     ),
     Choice(
         "depth_use",
@@ -64,15 +64,15 @@ CHOICES = (
         "attention and MLP of each block apart, where its modules show them",
         needs="coupling",
         expensive=True,
-        of_jacobians="formed",
+        of_jacobians="entries",
     ),
-    Choice("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="formed"),
+    Choice("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="entries"),
     Choice(
         "eigenvalues",
         "departure of the Jacobians from normality",
         needs="coupling",
         expensive=True,
-        of_jacobians="formed",
+        of_jacobians="entries",
     ),
 )
 
@@ -133,8 +133,7 @@ class Settings:
         "auto",
         values.choice(Method),
         "algorithm for the singular vectors: full decomposition; krylov, an iteration for the top K that falls back to full "
-        "where its certificate fails; matrix-free, from products with Jacobians that are never formed, without a certificate "
-        "that no vector was missed; auto, the one expected to be fastest.",
+        "where its certificate fails; auto, the one expected to be fastest.",
     )
     dtype: Dtype = _option(
         "float32",

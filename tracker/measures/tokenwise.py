@@ -12,7 +12,7 @@ coupling matrices for every pair of blocks. Samples pass through a block togethe
 
 Block l' is measured before block l where possible, so that the Jacobians of block l can be dropped once they are expressed
 in its basis. Otherwise (l' = l, or cycles of blocks) the Jacobians of block l are kept until block l' is measured; if they
-do not fit into memory, their products are computed again.
+do not fit into memory, they wait in a file.
 
 Memory: as many Jacobians as fit, and the singular vectors of the blocks whose bases are still needed.
 """
@@ -29,6 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.capture.recording import Recording
+from tracker.jacobians.kept import JacobianFile
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
@@ -166,6 +167,7 @@ def _couplings(
     kinds = _links_by_kind(len(samples[0].tokens))
     links = _all_links(kinds)
     at_once = plan.samples(len(samples))  # links of all samples
+    file = JacobianFile() if at_once < len(links) else None
     measures = [name for name in plan.measures if name == "matrices"]
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
@@ -195,8 +197,7 @@ def _couplings(
             if basis_layers.get(l) in bases:
                 couple(l, layers)
             elif l in basis_layers:
-                kept = layers if len(links) <= at_once else _recomputed_layers(layers, jacobians, l, samples)
-                pending.setdefault(l, {}).update(kept)
+                pending.setdefault(l, {}).update(layers if file is None else _in_file(layers, file))
             del layers
         bases[l] = block_triplets
         for m in [m for m in pending if basis_layers[m] in bases]:
@@ -263,7 +264,7 @@ def _layers(
     triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
     of_links = {link: joined(Triplets, [next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
     return {
-        link: Layer(of_links[link], partial(_product, of_link), _moments(of_link, of_links[link]), [], [])
+        link: Layer(of_links[link], partial(_together, of_link), _moments(of_link, of_links[link]))
         for link, of_link in by_link.items()
     }
 
@@ -275,20 +276,13 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
     return joined(Moments, parts)
 
 
-def _product(Js: Sequence[Float[Tensor, "_ d d"]], V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
-    """Return J V for Jacobians in several tensors."""
-    return torch.cat([J @ columns for J, columns in zip(Js, V.split([len(J) for J in Js]), strict=True)])
+def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
+    return Js[0] if len(Js) == 1 else torch.cat([*Js])
 
 
-def _recomputed_layers(
-    layers: Mapping[Link, Layer], jacobians: Jacobians, l: int, samples: Sequence[Selected]
-) -> dict[Link, Layer]:
-    """Return the layers without their Jacobians: their products linearise the block again."""
-
-    def product(link: Link, V: Tensor) -> Tensor:
-        return jacobians.sketch(_selections(l, samples, [link])).operator.apply(V)
-
-    return {link: replace(layer, product=partial(product, link)) for link, layer in layers.items()}
+def _in_file(layers: Mapping[Link, Layer], file: JacobianFile) -> dict[Link, Layer]:
+    """Return the layers with their Jacobians in a file."""
+    return {link: replace(layer, jacobian=file.keep(layer.jacobian())) for link, layer in layers.items()}
 
 
 def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:

@@ -70,8 +70,8 @@ class CouplingCallback(Callback):
 
     @property
     def probe(self) -> Any:
-        """What is measured, once it is known."""
-        return self.run.probe
+        """What is measured, once it is known; before a training is resumed, its contents in dictionaries and lists."""
+        return self.run.held_probe if self.run.probe is None else self.run.probe
 
     @property
     def skipped(self) -> Skipped:
@@ -117,7 +117,7 @@ class CouplingCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Take the probe from the first validation batch of the sanity check, which needs no extra loading."""
-        if trainer.sanity_checking and self.run.probe is None and self.run.given_probe is None:
+        if trainer.sanity_checking and self.probe is None and self.run.given_probe is None:
             self.run.probe = probes.first_samples(batch, self.run.max_samples)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -4,23 +4,21 @@ module that runs on a batch by itself.
 The probe is a copy on the CPU of the type that the loader yields. It is taken apart at tuples, lists, dictionaries and records. A
 record is a dataclass, a mapping, an object with `.to`, which Lightning moves to a device, or an object that holds tensors or
 nothing but plain data. Any other object is kept as it is. A checkpoint contains the probe as tensors, numbers and text, so that a
-resumed run measures the same inputs.
+resumed run measures the same inputs, in the form of the given probe or of a batch.
 """
 
 import inspect
-import sys
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_structure
 
 from tracker.blocks.boundaries import Boundary
 from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner, names_by_id, unwrap
@@ -105,8 +103,6 @@ def _runs(module: nn.Module) -> bool:
     return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
 
 
-CLASS = "tracker.class"  # key of a class's name in what a checkpoint contains
-PLAIN = (*SCALARS, Tensor, torch.Size, torch.dtype, torch.device)  # classes that `torch.load` reads by default
 ARRAYS = (np.ndarray, np.generic)
 
 
@@ -183,126 +179,73 @@ def attributes(value: Any) -> dict[str, Any]:
 
 
 def contents(batch: Any) -> Any:
-    """Return a batch without the types of its parts, for `tracker.provenance.digest`: equal inputs have equal contents."""
+    """Return a batch without the types of its parts: tensors, numbers and text in dictionaries and lists. Equal inputs have equal
+    contents, and `torch.load` reads them with `weights_only=True`, its default. An object that is kept as it is has None.
+    """
     if isinstance(batch, Enum):
         return batch.name
-    if isinstance(batch, (Tensor, *SCALARS)):
-        return batch
+    if isinstance(batch, Tensor):
+        return batch.as_subclass(Tensor)
+    if isinstance(batch, SCALARS):
+        plain: Any = next(kind for kind in SCALARS if isinstance(batch, kind))
+        return None if batch is None else plain(batch)
     if isinstance(batch, ARRAYS):
-        return None if batch.dtype.hasobject else (batch.dtype.str, batch.shape, _bytes(batch))
+        values = np.frombuffer(batch.tobytes(), np.uint8).copy()
+        return None if batch.dtype.hasobject else [batch.dtype.str, list(batch.shape), torch.from_numpy(values)]
     if isinstance(batch, (tuple, list)):
         return [contents(entry) for entry in batch]
     if isinstance(batch, Mapping) or is_record(batch):
-        return {name: contents(entry) for name, entry in named_parts(batch).items()}
+        return {f"{name}": contents(entry) for name, entry in named_parts(batch).items()}
     return None  # the text of an object may be its address
 
 
-def to_plain(batch: Any) -> Any:
-    """Return a batch as tensors, numbers and text in dictionaries, lists and tuples, which `torch.load` reads with
-    `weights_only=True`, its default. `from_plain` returns the batch.
+def in_form_of(batch: Any, held: Any) -> Any:
+    """Return the batch whose `contents` are held, with the types of another batch, and with its objects that have no contents.
 
-    A part of another type is a dictionary with its class, entries and attributes; one of which these are not known has its
-    class alone.
+    Where the other batch has other parts, what is held is returned as it is.
     """
-    kind = type(batch)
-    if kind in PLAIN:
-        return batch
-    if kind in (list, tuple):
-        return kind(to_plain(entry) for entry in batch)
-    if kind is dict and all(type(key) in (bool, int, float, str) for key in batch):
-        return {key: to_plain(entry) for key, entry in batch.items()}
-    part = {CLASS: f"{kind.__module__}:{kind.__qualname__}"}
-    if isinstance(batch, ARRAYS):
-        if batch.dtype.hasobject or batch.dtype.names:
-            return part
-        return {**part, "entries": _bytes(batch), "attributes": {"dtype": batch.dtype.str, "shape": batch.shape}}
-    if isinstance(batch, Enum) and batch.name in type(batch).__members__:
-        return {**part, "entries": batch.name, "attributes": {}}
-    if isinstance(batch, str):
-        return str.__str__(batch)
-    if isinstance(batch, (int, float)):
-        return int(batch) if isinstance(batch, int) else float(batch)
-    own = attributes(batch)
-    if isinstance(batch, Tensor):
-        entries: Any = batch.as_subclass(Tensor)
-    elif isinstance(batch, dict):
-        entries = to_plain([list(batch), list(batch.values())])
-    elif isinstance(batch, (list, tuple)):
-        entries = to_plain(list(batch))
-    elif is_record(batch):
-        entries = None
-    else:
-        return part
-    return {**part, "entries": entries, "attributes": to_plain(own)}
+    if isinstance(batch, Tensor) and isinstance(held, Tensor):
+        return held.as_subclass(type(batch))
+    if isinstance(batch, Enum) and isinstance(held, str):
+        return type(batch).__members__.get(held, held)
+    if isinstance(batch, np.generic) and isinstance(held, (str, bytes, float, complex)):
+        return type(batch)(held)
+    if isinstance(batch, ARRAYS) and isinstance(held, list) and [type(part) for part in held] == [str, list, Tensor]:
+        dtype, shape, values = held
+        array = np.frombuffer(values.numpy().tobytes(), dtype).reshape(shape)
+        return array.copy() if isinstance(batch, np.ndarray) else array[()]
+    if isinstance(batch, (tuple, list)) and isinstance(held, list):
+        if is_texts(batch) and is_texts(held):
+            return _sequence_like(batch, held)
+        if len(batch) == len(held):
+            return _sequence_like(batch, [in_form_of(*pair) for pair in zip(batch, held, strict=True)])
+    named = named_parts(batch)
+    if named and isinstance(held, dict) and [f"{name}" for name in named] == list(held):
+        return _with_parts(batch, {name: in_form_of(entry, held[f"{name}"]) for name, entry in named.items()})
+    return batch if held is None and contents(batch) is None else held
 
 
-def from_plain(plain: Any, lost: set[str]) -> Any:
-    """Return the batch that `to_plain` was given. No code of its classes runs, as a checkpoint may name any class.
-
-    Args:
-        lost: receives the classes of objects that a checkpoint can't contain; None is in their places.
-
-    Raises:
-        UsageError: for a class that this program does not have.
-    """
-    if type(plain) in (list, tuple):
-        return type(plain)(from_plain(entry, lost) for entry in plain)
-    if type(plain) is not dict:
-        return plain
-    if CLASS not in plain:
-        return {key: from_plain(entry, lost) for key, entry in plain.items()}
-    if "attributes" not in plain:
-        lost.add(plain[CLASS].rpartition(".")[2].rpartition(":")[2])
-        return None
-    kind = _class(plain[CLASS])
-    entries, own = from_plain(plain["entries"], lost), from_plain(plain["attributes"], lost)
-    if issubclass(kind, ARRAYS):
-        array = np.frombuffer(entries.numpy().tobytes(), own["dtype"]).reshape(own["shape"])
-        return array.copy() if kind is np.ndarray else array[()]
-    new = _new(kind, entries)
-    for name, entry in own.items():
-        object.__setattr__(new, name, entry)
+def _sequence_like(batch: tuple | list, entries: list[Any]) -> tuple | list:
+    if isinstance(batch, tuple):
+        return _tuple_like(batch, entries)
+    new = copy(batch)
+    new[:] = entries
     return new
 
 
-def _new(kind: type, entries: Any) -> Any:
-    """Return a new object of a class with the entries of a container; attributes are yet to be set."""
-    if issubclass(kind, Enum):
-        return kind.__members__[entries]
-    if issubclass(kind, Tensor):
-        return entries.as_subclass(kind)
-    if issubclass(kind, tuple):
-        return tuple.__new__(kind, entries)
-    base: Any = next(base for base in (OrderedDict, dict, list, SimpleNamespace, object) if issubclass(kind, base))
-    new: Any = base.__new__(kind)
-    if issubclass(base, list):
-        list.extend(new, entries)
-    elif issubclass(base, dict):
-        for key, entry in zip(*entries, strict=True):
-            base.__setitem__(new, key, entry)
+def _with_parts(batch: Any, parts: Mapping[Any, Any]) -> Any:
+    """Copy a mapping or record with other entries or attributes of the same names."""
+    new, own = copy(batch), attributes(batch)
+    for name, part in parts.items():
+        if isinstance(batch, Mapping):
+            new[name] = part
+        if name in own:
+            object.__setattr__(new, name, part)  # of a frozen dataclass as well
     return new
-
-
-def _class(name: str) -> type:
-    """Return a class by the name that `to_plain` gave it, if its module is imported."""
-    module, _, path = name.partition(":")
-    value: Any = sys.modules.get(module)
-    for part in path.split("."):
-        value = getattr(value, part, None)
-    if not isinstance(value, type) or hasattr(value, "__del__"):
-        raise UsageError(
-            f"the checkpoint's probe contains a {path}, and this program has no such class in {module}; define it there, outside "
-            "functions, or give the samples to measure: probe=..."
-        )
-    return value
 
 
 def _tuple_like(batch: tuple, entries: list[Any]) -> tuple:
     return type(batch)(*entries) if hasattr(batch, "_fields") else type(batch)(entries)
-
-
-def _bytes(array: Any) -> Tensor:
-    return torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
 
 
 def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
@@ -320,44 +263,38 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     return probe
 
 
-def resolve(probe: Any, loaded: Any, take: Callable[[], Any], max_samples: int) -> Any:
-    """Return the probe of a checkpoint, else the given one, else the first samples of a batch.
+def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], max_samples: int, forward: Forward | None) -> Any:
+    """Return the probe measured before, `own` or `held`, else the given one, else the first samples of a batch.
 
     Args:
-        probe: the probe passed to the callback, a function that returns it, or None.
-        loaded: the probe of a checkpoint, as in `to_plain`, or of the sanity check, or None.
+        given: the probe passed to the callback, a function that returns it, or None.
+        own: the probe of the sanity check or of an earlier training, or None.
+        held: the `contents` of a checkpoint's probe, or None. Their types are those of the given probe, or of a batch.
         take: returns the batch.
-
-    Raises:
-        UsageError: for a checkpoint's probe of a class that this program does not have, unless a probe is given.
     """
-    probe = probe() if callable(probe) else probe
-    probe = None if probe is None else cpu_copy(probe)
-    if loaded is None:
-        return first_samples(take(), max_samples) if probe is None else probe
-    lost: set[str] = set()
-    try:
-        loaded = from_plain(loaded, lost)
-    except UsageError as error:
-        if probe is None:
-            raise
-        warn_caller(f"{error}; the given probe is measured")
-        return probe
-    if probe is not None and inputs_digest(probe) == inputs_digest(loaded):
-        return probe
-    if probe is not None:
+    given = given() if callable(given) else given
+    given = None if given is None else cpu_copy(given)
+    if own is None and held is None:
+        return first_samples(take(), max_samples) if given is None else given
+    if given is not None:
+        if inputs_digest(given) == inputs_digest(held if own is None else own):
+            return given
         warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
-    if lost:
+    if own is not None:
+        return own
+    form = first_samples(take(), max_samples) if given is None else given
+    if forward is not None and tree_structure(contents(form), is_texts) != tree_structure(held, is_texts):
         warn_caller(
-            f"a checkpoint can't contain a {', a '.join(sorted(lost))}: None is in its place in the probe; if forward= needs it, "
-            "give the samples to measure: probe=..."
+            "the probe of the checkpoint has other parts than the "
+            f"{'first batch' if given is None else 'given probe'}, and is measured without their types; if forward= needs them, "
+            "give samples of its form: probe=..."
         )
-    return loaded
+    return in_form_of(form, held)
 
 
 def as_first(own: Any, first_digest: str, first: Any) -> Any:
-    """Return a rank's own probe if it equals that of the first rank; else that one, given as in `to_plain`."""
-    return own if inputs_digest(own) == first_digest else from_plain(first, set())
+    """Return a rank's own probe if it equals that of the first rank; else that one, given by its `contents`."""
+    return own if inputs_digest(own) == first_digest else in_form_of(own, first)
 
 
 def inputs_digest(probe: Any) -> str:

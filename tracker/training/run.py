@@ -40,7 +40,7 @@ from tracker.store import Store
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
 from tracker.training.options import split
-from tracker.training.probe import Target, contents, find_target, inputs_digest, to_plain
+from tracker.training.probe import Target, contents, find_target, inputs_digest
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
 from tracker.training.schedule import Overhead
 from tracker.version import SCHEMA
@@ -115,10 +115,10 @@ def check_inputs(store: Store | None, probe: Any) -> None:
     Raises:
         UsageError: if it is not.
     """
-    steps = [] if store is None else store.steps()
-    if store is None or not steps:
+    if store is None:
         return
-    if (measured := str(store.attributes(steps[-1])["inputs_sha256"])) != inputs_digest(probe):
+    measured = store.shared("inputs_sha256")
+    if measured not in (None, inputs_digest(probe)):
         raise UsageError(
             f"{store.path} measured other inputs (SHA-256 {measured[:8]}); give the same probe=, or choose another save_dir"
         )
@@ -318,6 +318,7 @@ class TrainingRun:
         self.prefix = f"{options['name']}/" if options["name"] else ""
 
         self.probe: Any = None
+        self.held_probe: Any = None  # the `contents` of a checkpoint's probe, until it is settled
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
         self.target: Target | None = None
@@ -331,19 +332,27 @@ class TrainingRun:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy, or another process, has of this object: all but the groups, loggers and trainer of a training."""
-        apart = {"ranks": Ranks(), "publisher": self._publisher((), None), "probe": to_plain(self.probe)}
+        apart = {
+            "ranks": Ranks(),
+            "publisher": self._publisher((), None),
+            "probe": None,
+            "held_probe": self._probe_contents(),
+        }
         return vars(self) | apart
 
     # What a checkpoint of the training contains.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        return {"served": self.last_checked, "measured": self.last_measured, "probe": to_plain(self.probe)}
+        return {"served": self.last_checked, "measured": self.last_measured, "probe": self._probe_contents()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint."""
         self.last_checked, self.last_measured = state["served"], state["measured"]
-        self.probe = state["probe"]
+        self.probe, self.held_probe = None, state["probe"]
+
+    def _probe_contents(self) -> Any:
+        return self.held_probe if self.probe is None else contents(self.probe)
 
     def forget(self) -> None:
         """Return to the state before the first step."""
@@ -411,11 +420,11 @@ class TrainingRun:
         probe = partial(probe, *arguments) if callable(probe) else probe
 
         def resolve() -> Any:
-            return probes.resolve(probe, self.probe, take, self.max_samples)
+            return probes.resolve(probe, self.probe, self.held_probe, take, self.max_samples, self.forward)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)
-        first = self.ranks.broadcast((probes.inputs_digest(own), to_plain(own)))
+        first = self.ranks.broadcast((probes.inputs_digest(own), contents(own)))
         self.probe = together(probes.as_first, own, *first)
         together(check_inputs, self.open_store, self.probe)
 

@@ -5,6 +5,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -194,6 +195,7 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
+    from tracker.netcdf import DamagedFile
     from tracker.provenance import settings_digest
 
     store = store_of(walk, suite)
@@ -202,11 +204,12 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
     if not walk.dry_run or store.steps():  # a dry run writes nothing
         lock = store.check_settings(identity, hold=not walk.dry_run)
     if walk.untrained is not None and store.has(0):
-        revision = store.curve([0], ["revision"])["revision"].item()
-        if revision != f"{UNTRAINED}{walk.untrained}":
-            raise ValueError(
-                f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"
-            )
+        with suppress(DamagedFile):  # it is measured again
+            revision = store.curve([0], ["revision"])["revision"].item()
+            if revision != f"{UNTRAINED}{walk.untrained}":
+                raise ValueError(
+                    f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"
+                )
     return Output(store, settings_digest(identity), joined, lock)
 
 

@@ -43,9 +43,9 @@ class SpanCall(BlockCall):
     span: Span = field(kw_only=True)
     seed: int = field(kw_only=True)  # of the random numbers that the forward pass may draw
 
-    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None, second: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
         """Run the model up to the end of the span, and the final norm if it is folded in, on a state (B, n, d)."""
-        assert not arguments and second is None  # spans are neither sliced into rows nor given states in two tensors
+        assert not arguments  # spans are not sliced into rows
         start, end = self.span
         hooks = {start: replace_with(x, self.batch_first), end: stop_at}
         out = run(self.replica, self.arguments, self.seed, hooks)

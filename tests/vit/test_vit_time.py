@@ -1,0 +1,198 @@
+"""Tests of the time that trainings and grids take: what a dry run states, the bar, and what a grid shows of it."""
+
+import io
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.vit.test_vit_grid import arguments
+from tests.vit.test_vit_train import TINY
+from vit import bar, cells, grid, overview, training
+from vit.data import load
+from vit.training import StepTimes, Trial
+
+TRIAL = Trial(step=2.0, measurement=3.0, memory=0, checkpoint=0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of the bars and of the trial, which stands still."""
+    clock = SimpleNamespace(now=1000.0)
+    standing = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
+    for module in (bar, overview, training):
+        monkeypatch.setattr(module, "time", standing)
+    monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
+    return clock
+
+
+@pytest.mark.parametrize(
+    "finished, measure_at, expected",
+    [
+        (0, "log2", 30 * 2 + 7 * 3),  # measured at 0, 1, 2, 4, 8, 16 and 30
+        (0, "every:10", 30 * 2 + 4 * 3),
+        (0, "7", 30 * 2 + 3 * 3),  # and at both ends
+        (0, "off", 30 * 2),
+        (5, "log2", 15 * 2 + 2 * 3),
+        (10, "log2", 0),
+    ],
+)
+def test_a_trial_counts_the_steps_and_measurements_to_come(finished, measure_at, expected, tmp_path):
+    recipe = replace(TINY, epochs=10, measure_at=measure_at, out=tmp_path)
+    cells.write(tmp_path, "history", [{}] * finished)
+    assert TRIAL.seconds(recipe, 96) == expected
+
+
+def test_a_dry_run_adds_up_the_cells(tmp_path):
+    three = [replace(TINY, seed=seed, measure_at="off", out=tmp_path / str(seed)) for seed in range(3)]
+    three[0].directory.mkdir()
+    cells.write(three[0].directory, "history", [{}])
+    first, *_ = overview.costs(three, TRIAL, 96, jobs=2).splitlines()
+    assert first.split("about ")[1].startswith("48 s in all, one cell at a time")  # 2 + 3 + 3 epochs of 3 steps
+
+
+def test_the_time_of_a_step_is_a_median_without_the_first_steps(clock):
+    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), should_stop=False)
+    times, stopped = StepTimes(), []
+    for seconds in (100.0, 20.0, 2.0, 3.0, 50.0):
+        clock.now += seconds
+        times.on_train_batch_end(trainer)
+        stopped.append(trainer.should_stop)
+    assert times.typical() == 3
+    assert stopped == [False, False, False, False, True]  # 75 s after the first step
+
+
+def test_a_trial_of_slow_steps_stops_early(tmp_path, monkeypatch):
+    stops = []
+    monkeypatch.setattr(training, "SECONDS", 0.0)
+    monkeypatch.setattr(StepTimes, "typical", lambda times: stops.append(len(times.ends)) or 1.0)
+    trial = training.try_cell(replace(TINY, measure_at="off", out=tmp_path), load(TINY))
+    assert stops == [3] and trial.checkpoint > 0 == trial.measurement
+
+
+def test_the_bar_shows_loss_accuracy_and_time_left(clock):
+    """Of 100 steps, of which 40 were done by an earlier process."""
+    loss = SimpleNamespace(update_count=2, mean_value=torch.tensor(6.0), weight=torch.tensor(4.0))
+    module = SimpleNamespace(train_loss=loss, history=[{"test/accuracy": 0.5}, {"train/loss": 1.0}])
+    trainer, shown = SimpleNamespace(global_step=41, estimated_stepping_batches=100), bar.Bar()
+    assert shown.get_metrics(trainer, module) == {"loss": 1.5, "accuracy": 0.5}
+    trainer.global_step, clock.now = 51, clock.now + 20
+    assert shown.get_metrics(trainer, module) == {"loss": 1.5, "accuracy": 0.5, "left": "98 s"}  # 49 steps of 2 s
+    trainer.global_step, clock.now = 52, clock.now + 0.5
+    assert shown.get_metrics(trainer, module)["left"] == "98 s"  # the loss is read once a second
+    trainer.global_step, clock.now = 61, clock.now + 39.5
+    assert shown.get_metrics(trainer, module)["left"] == "1.9 min"  # 39 steps of 3 s
+
+
+@pytest.mark.slow
+def test_lightning_asks_the_bar_after_each_step(tmp_path, monkeypatch):
+    asked, get = [], bar.Bar.get_metrics
+
+    def get_metrics(self, trainer, module):
+        asked.append((trainer.global_step, trainer.estimated_stepping_batches))
+        return get(self, trainer, module)
+
+    monkeypatch.setattr(bar.Bar, "get_metrics", get_metrics)
+    monkeypatch.setattr("sys.stdout", Terminal())
+    training.train(replace(TINY, measure_at="off", out=tmp_path), show=True)
+    assert sorted({*asked}) == [(step, 9) for step in range(1, 10)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def six(tmp_path):
+    """Cells of 10 epochs, of which the first has 5 and the second 2 from an earlier process."""
+    six = [replace(TINY, seed=seed, epochs=10, out=tmp_path / str(seed)) for seed in range(6)]
+    for cell in six:
+        cell.directory.mkdir()
+    train_to(six[0], 5)
+    train_to(six[1], 2)
+    return six
+
+
+def train_to(cell, epochs):
+    cells.write(cell.directory, "history", [{}] * epochs)
+
+
+def finish(cell):
+    train_to(cell, cell.epochs)
+    cells.write(cell.directory, "result", {"status": "finished", "accuracy": 0.5})
+
+
+def test_lines_of_a_grid_state_the_time_left_once_an_epoch_is_trained(six, clock, monkeypatch, capsys):
+    monkeypatch.setattr(overview, "SECONDS", 0.01)
+    with overview.shown(six, six):
+        cells.write(six[5].directory, "failed", {"reason": "no memory"})  # before it trained anything
+        printed, deadline = "", time.monotonic() + 300
+        while not printed and time.monotonic() < deadline:
+            time.sleep(0.01)
+            printed += capsys.readouterr().out
+        clock.now += 60.0
+        finish(six[0])
+    assert (printed + capsys.readouterr().out).splitlines() == [
+        f"[1/6] {six[5].cell}: crashed: no memory",
+        f"[2/6] {six[0].cell}: 0.5000  about 7.6 min left",  # 8 + 3 * 10 epochs of 12 s
+    ]
+
+
+def test_the_bar_of_a_grid_counts_epochs_and_states_the_same_time_left(six, clock, monkeypatch):
+    monkeypatch.setattr(overview, "SECONDS", 1e6)  # looked at once, at the end
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    with overview.shown(six, six):
+        clock.now += 60.0
+        finish(six[0])
+        cells.write(six[5].directory, "failed", {"reason": "no memory"})
+    printed = terminal.getvalue()
+    assert "| 7/60 epochs, ? left" in printed
+    assert "| 12/60 epochs, 09:36 left" in printed  # 8 + 4 * 10 epochs of 12 s
+    assert f"[1/6] {six[0].cell}: 0.5000  about 9.6 min left" in printed
+    assert "| 12/50 epochs, 07:36 left" in printed
+    assert f"[2/6] {six[5].cell}: crashed: no memory  about 7.6 min left" in printed
+    assert overview.table(six) in printed
+
+
+def test_a_history_that_is_written_anew_leaves_the_time_unknown(six, clock, monkeypatch, capsys):
+    """As where the checkpoint of an earlier process is missing."""
+    monkeypatch.setattr(overview, "SECONDS", 1e6)
+    with overview.shown(six, six):
+        clock.now += 60.0
+        train_to(six[0], 1)
+        train_to(six[2], 1)
+        cells.write(six[2].directory, "failed", {"reason": "no memory"})
+    assert capsys.readouterr().out == f"[1/6] {six[2].cell}: crashed: no memory\n"
+
+
+@pytest.mark.slow
+def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path, capsys):
+    done = tmp_path / "grid" / "wd0.01_sd0_seed0"
+    done.mkdir(parents=True)
+    cells.write(done, "result", {"status": "finished"})
+    assert grid.main(arguments(tmp_path, "--dry_run", "true", jobs=2)) == 0
+    printed = capsys.readouterr()
+    first, out = printed.out.split("\n", 1)
+    assert first.startswith("4 cells, 1 already done; results would be in ")
+    for text in ("time         about", "tests and", "per cell, ", "kept after training:", "measurement of"):
+        assert text in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert not printed.err  # two measurements and a few steps are no reason for a warning
+    assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(list(done.iterdir())) == 1
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_the_estimate_is_within_a_factor_of_two(tmp_path):
+    """Of a training of which steps and measurements are the most, since tests, checkpoints and loading are not counted."""
+    recipe = replace(TINY, epochs=4, train_size=None, test_every=0, measure_at="every:20", out=tmp_path / "one")
+    data = load(recipe)
+    trial = training.try_cell(recipe, data)
+    expected = trial.seconds(recipe, len(data.train))
+    started = time.perf_counter()
+    training.train(recipe)
+    assert 1 / 2 < expected / (time.perf_counter() - started) < 2
+    assert trial.checkpoint == pytest.approx((recipe.directory / "last.ckpt").stat().st_size, rel=0.1)

@@ -1,0 +1,58 @@
+"""Jacobians that wait for the singular vectors of other blocks: on their device, in the host's memory or in a file.
+
+Each of these keeps J, any number of matrices, and returns a function that gives J back, on its device.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tracker.capture.recording import space_for, to_host
+
+Jacobian = Callable[[], Tensor]  # () -> J, on its device
+
+
+def on_device(J: Tensor) -> Jacobian:
+    """Keep J where it is."""
+    return lambda: J
+
+
+def on_host(J: Tensor) -> Jacobian:
+    """Keep J in the host's memory."""
+    return partial(to_host(J).to, J.device, non_blocking=True)
+
+
+class JacobianFile:
+    """Keeps Jacobians in one temporary file, which has no name, so that it disappears with its last user.
+
+    It is read and not mapped, as pages of a map count as the process's memory.
+    """
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="tracker-")
+
+    def keep(self, J: Tensor) -> Jacobian:
+        """Write J at the end of the file.
+
+        Raises:
+            UsageError: if the directory of temporary files has no space for it.
+        """
+        start = self._file.seek(0, os.SEEK_END)
+        with space_for(J.nbytes):
+            self._file.write(_bytes(J.cpu().contiguous()))
+            self._file.flush()
+        return partial(self._read, start, J.shape, J.dtype, J.device)
+
+    def _read(self, start: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        J = torch.empty(shape, dtype=dtype)
+        self._file.seek(start)
+        self._file.readinto(_bytes(J))
+        return J.to(device)
+
+
+def _bytes(J: Tensor) -> memoryview:
+    return J.view(torch.uint8).numpy().data
