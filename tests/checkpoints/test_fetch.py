@@ -356,7 +356,8 @@ def test_endless_file_is_refused(fetcher):
     fetcher.server.fail("GET .*model.safetensors", content=lambda b: b * 100, times=2)
     with pytest.raises(CheckpointError, match="was downloaded twice and does not match its SHA-256"):
         fetcher.fetch(1)
-    assert fetcher.server.sent < 20 * SIZE
+    # Received beyond the listed size, in both downloads. What the server has sent depends on the buffers of its sockets.
+    assert 0 < fetcher.counted < SIZE
 
 
 def test_hub_that_lists_nothing_is_not_asked_for_ever(fetcher, monkeypatch):
