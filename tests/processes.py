@@ -58,6 +58,15 @@ def run(module: str, *arguments: object, timeout: float = 300, **options) -> sub
     return subprocess.CompletedProcess([module, *arguments], process.returncode, out, err)
 
 
+def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
+    """Read what a process prints until it prints a line; if it ends without it, raise with what it wrote of its errors."""
+    assert process.stdout
+    # A process with PYTHONUNBUFFERED writes a line and its end apart, so two processes may mix theirs: let one of them print.
+    if f"{line}\n" not in process.stdout:
+        _, err = process.communicate()
+        raise AssertionError(f"the process ended with {process.returncode} before it printed {line!r}: {err}")
+
+
 def children_seconds() -> float:
     """Return the CPU time of this process's ended children: unlike a clock's, it does not depend on what else runs."""
     spent = os.times()

@@ -14,6 +14,7 @@ import xarray as xr
 
 import tracker
 from checkpoints.load import load
+from tests import processes
 from tests.stores import VOLATILE
 from tests.wandb_runs import of, offline_run, records
 from tracker import pythia
@@ -254,7 +255,7 @@ units.measure_checkpoint = measure_or_stay
 def start_and_stay_at_the_second(walker):
     """Start a walk that measures its first checkpoint and stays at its second until it is stopped; return it there."""
     process = walker.start(before=STAYS_AT_THE_SECOND)
-    assert process.stdout and "at the second\n" in process.stdout
+    processes.wait_for_line(process, "at the second")
     return process
 
 
