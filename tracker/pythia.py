@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
 from tracker.common.errors import UsageError
-from tracker.common.text import UNTRAINED, first_line, join_names
+from tracker.common.text import UNTRAINED, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
 from tracker.walk.display import (
-    Failures,
     WalkProgress,
     headline,
     nothing_cached,
@@ -37,6 +37,7 @@ from tracker.walk.prefetch import prefetch
 if TYPE_CHECKING:
     from checkpoints.suites import Checkpoint
     from tracker.loggers.protocol import LoggedRun, Opener, Row
+    from tracker.skipped import Skipped
     from tracker.walk.units import Units
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
@@ -105,16 +106,18 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
     from checkpoints import nano
     from tracker.loggers import opened
     from tracker.netcdf import DamagedFile
+    from tracker.skipped import Skipped
 
     interrupts = _remember_interrupts()
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
     missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in units.known]
-    failures, lacking = Failures(), unavailable(selection, missing)
+    skipped = Skipped(store, partial(print, file=sys.stderr))
+    lacking = unavailable(selection, missing)
     if lacking and len(lacking) == len(missing) and not units.known:
         raise CommandFailure(nothing_cached(selection))
     print_overview(plan, len(missing))
     for checkpoint, lacks in lacking.items():
-        failures.add(checkpoint, lacks)
+        skipped.add(checkpoint.step, lacks)
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
         _check_selection(plan, units)
@@ -127,7 +130,7 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
                 for step in list(units.known):
                     _rescore(plan.output, units, step)
                     log(units.row(step))
-                _measure_missing(plan, missing, units, failures, shown, log, interrupts, walk.debug)
+                _measure_missing(plan, missing, units, skipped, shown, log, interrupts, walk.debug)
             print_notes(units.known)
             no_page = _write_page(units)  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
@@ -136,7 +139,7 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
         raise CommandFailure(unwritable(error, store.path)) from error
     except DamagedFile as error:  # since the walk has read or written it
         raise CommandFailure(str(error)) from error
-    lines = [*failures.lines(), *no_page]
+    lines = [*(f"failed: {line}" for line in skipped.lines()), *no_page]
     for line in lines:
         print(line, file=sys.stderr)
     return FAILED if lines else OK
@@ -189,13 +192,13 @@ def _measure_missing(
     plan: WalkPlan,
     missing: "Sequence[Checkpoint]",
     units: "Units",
-    failures: Failures,
+    skipped: "Skipped",
     shown: WalkProgress,
     log: "Callable[[Row | None], None]",
     interrupts: Sequence[int],
     debug: bool,
 ) -> None:
-    """Measure the missing checkpoints into the store; record those that fail."""
+    """Measure the missing checkpoints into the store; skip those that fail."""
     from tracker.devices import is_device_error, release_memory
     from tracker.walk.units import measure_checkpoint
 
@@ -223,9 +226,12 @@ def _measure_missing(
                     ) from error
                 if debug:
                     traceback.print_exception(error)
-                shown.advance(f"step {checkpoint.step}: FAILED, {failures.add(checkpoint, reason(error, debug))}")
+                why = printable(reason(error, debug))
+                before = skipped.add(checkpoint.step, why)
+                why = why if before is None else f"for the same reason as step {before}"
+                shown.advance(f"step {checkpoint.step}: FAILED, {why}")
                 # An option that no revision can be measured with.
-                if isinstance(error, UsageError) and not units.known and failures.alike(min(ALIKE, len(missing))):
+                if isinstance(error, UsageError) and not units.known and skipped.alike(min(ALIKE, len(missing))):
                     raise
             if prepared is None:
                 # The weights of a revision that failed leave too little for the next.

@@ -4,7 +4,7 @@
     DIR/units/step00000128.nc     one Dataset, whose variables are described when it is read
     DIR/superseded/               units of a training run beyond the checkpoint that it was resumed from
     DIR/damaged/                  damaged files, whose steps were measured again
-    DIR/skipped.json              steps of a training run that could not be measured, and why
+    DIR/skipped.json              steps that could not be measured, and why
 
 A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
 W&B, the figures and the page are derived from the store. Units make one curve if they were measured alike (`likeness`).

@@ -14,6 +14,7 @@ import xarray as xr
 from tracker.analysis.reduction import read_miscouplings
 from tracker.common.errors import UsageError
 from tracker.common.files import write_atomic
+from tracker.common.text import by_cause
 from tracker.netcdf import decoded, file_content, read_content
 from tracker.store import Store
 from vit.cells import read
@@ -78,9 +79,7 @@ def _read_directory(directory: Path) -> xr.Dataset:
             unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
             continue
         if skipped := Store(cell / "coupling").skipped():
-            unfinished.append(
-                f"{cell.name}: not measured at " + "; ".join(f"step {s}: {why}" for s, why in skipped.items())
-            )
+            unfinished.append(f"{cell.name}: no results of {'; '.join(by_cause(skipped))}")
             continue
         recipe, images = result["recipe"], result["images"]["test"]
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}

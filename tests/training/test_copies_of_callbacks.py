@@ -49,7 +49,7 @@ def test_of_a_lightning_run(tmp_path):
     fit(trainer([callback, during], max_steps=2, logger=loggers))
     for made in (*during.made, copy(callback)):
         assert torch.equal(made.probe[0], callback.probe[0])
-        assert made.run.ranks.group is None and not made.run.publisher.loggers
+        assert made.run.ranks.group is None and not made.run.loggers
     # A copy measures another training as the original does.
     made = copy(callback)
     made.run.store = Store(tmp_path / "second")
@@ -80,7 +80,7 @@ def test_of_a_run_of_transformers(tmp_path):
     for made in (before, *during.made, copy(callback)):
         assert made.trainer is None, "a copy has no copy of the model"
         of_copy, schedule = made.run.schedule, callback.run.schedule
-        assert (of_copy.func, of_copy.args) == (schedule.func, schedule.args) and not made.run.publisher.loggers
+        assert (of_copy.func, of_copy.args) == (schedule.func, schedule.args) and not made.run.loggers
     assert any("coupling/mean_offdiag" in entry for entry in run.state.log_history)
 
 

@@ -12,12 +12,12 @@ from tests import processes
 from tests.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.store import Store
-from tracker.training.run import hold, release
+from tracker.training.claim import hold, release
 
 HOLD = """
 import os, sys
 from tracker.store import Store
-from tracker.training.run import hold
+from tracker.training.claim import hold
 hold(Store(sys.argv[2]))
 worker = os.fork() if "fork" in sys.argv else None
 if worker != 0:

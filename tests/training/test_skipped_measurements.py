@@ -12,10 +12,10 @@ from tests.training.test_callback import Watch, run_process
 from tracker import measurement
 from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report
+from tracker.skipped import Skipped
 from tracker.store import Store
 from tracker.training import run
-from tracker.training.ranks import Failure
-from tracker.training.run import Skipped, claim
+from tracker.training.claim import claim
 
 NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 ERRORS = {
@@ -161,7 +161,7 @@ def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
     said = [str(w.message) for w in caught if "not measured" in str(w.message) or "skipped" in str(w.message)]
     assert said == [
         "step 0 is not measured (RuntimeError: no kernel for this shape); training continues",
-        "5 steps were skipped: 0, 2, 4, 6, 8 (the last: RuntimeError: no kernel for this shape)",
+        "skipped: 5 steps (0, 2, 4, 6, 8), the last: RuntimeError: no kernel for this shape",
     ]
     assert list(Store(tmp_path).skipped()) == [0, 2, 4, 6, 8] and not watch.units
 
@@ -177,16 +177,15 @@ def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
         fit(trainer([watch], logger=logger))
     assert "coupling/skipped" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
     page = write_report(tmp_path / "store", tmp_path / "page.html").read_text()
-    assert "Step 4 has no results: RuntimeError: no kernel for this shape" in page
+    assert "No results of step 4: RuntimeError: no kernel for this shape" in page
 
 
 def test_a_resumed_run_forgets_later_skips(tmp_path):
     store = Store(tmp_path)
     assert claim(store, {}, 0, resumed=False) is None
-    skipped = Skipped(store)
-    with pytest.warns(UserWarning, match="step 3 is not measured"):
-        skipped.add(3, Failure("RuntimeError", "RuntimeError: first"))
-        skipped.add(7, Failure("RuntimeError", "RuntimeError: second"))
+    skipped = Skipped(store, pytest.fail)
+    skipped.add(3, "RuntimeError: first")
+    skipped.add(7, "RuntimeError: second")
     store.file(5).touch()  # a unit
     assert claim(store, {}, 5, resumed=True) is None
     assert store.skipped() == {3: "RuntimeError: first"}

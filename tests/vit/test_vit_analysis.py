@@ -337,7 +337,7 @@ def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
     store.file(4).unlink()
     grid = read_grid(tmp_path)
     assert grid.sizes["cell"] == 1 and grid.sizes["step"] == 3
-    assert grid.attrs["unfinished"] == ["cell1: not measured at step 4: OutOfMemoryError: CUDA out of memory"]
+    assert grid.attrs["unfinished"] == ["cell1: no results of step 4: OutOfMemoryError: CUDA out of memory"]
 
 
 @pytest.mark.alone

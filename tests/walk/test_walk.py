@@ -398,7 +398,7 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(walker, su
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith(
-        f"failed: 3 checkpoints, steps 1, 4, 8: {run}/checkpoint-* has no tokenizer; add --tokenizer "
+        f"failed: 3 steps (1, 4, 8), the last: {run}/checkpoint-8 has no tokenizer; add --tokenizer "
     )
     assert "--inputs FILE" in line and printed.out.count("has no tokenizer") == 1
     assert "step 4: FAILED, for the same reason as step 1" in printed.out

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from html import unescape
 from pathlib import Path
 
 import lightning
@@ -112,8 +113,11 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
     assert "failed: step 2: model-00002" in err and "Traceback" not in err
     for reason in ("RemoteProtocolError", "429 Too Many Requests; trying again in 1 s", "503 Service Unavailable"):
         assert reason in out
-    assert Store(walker.directory / "out").steps() == [0, 1, 4, 8]
+    store = Store(walker.directory / "out")
+    assert store.steps() == [0, 1, 4, 8] and "model-00002" in store.skipped()[2]
+    assert "No results of step 2: model-00002" in unescape((store.path / "report.html").read_text())
     assert pythia.main(walker.arguments(*budget)) == 0
+    assert not store.skipped() and "No results of" not in (store.path / "report.html").read_text()
     assert Store(walker.directory / "out").steps() == STEPS
     cache = walker.directory / "cache"
     assert sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and not f.is_symlink()) < 2.3 * of_one
@@ -175,7 +179,8 @@ def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_li
     assert Store(again).steps() == [0, 2] and (again / "report.html").exists()
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert line.startswith("failed: 3 checkpoints, steps 1, 4, 8: block-coupling/nano at step* lacks ")
+    assert line.startswith("failed: 3 steps (1, 4, 8), the last: block-coupling/nano at step8 lacks ")
+    assert f"No results of {line.removeprefix('failed: ')}" in unescape((again / "report.html").read_text())
     assert "FAILED" not in printed.out and printed.out.count("note: can't get the branches") == 1
 
 
@@ -185,7 +190,7 @@ def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys)
     served.fail("GET .*safetensors", status=503, times=10_000)
     assert pythia.main(walker.arguments()) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("failed: 5 checkpoints, steps 0, 1, 2, 4, 8: can't get model") and "503" in line
+    assert line.startswith("failed: 5 steps (0, 1, 2, 4, 8), the last: can't get model") and "503" in line
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import xarray as xr
 
 from tracker.analysis.curves import suspect
 from tracker.common.errors import UsageError
-from tracker.common.text import UNTRAINED, describe_repeat
+from tracker.common.text import UNTRAINED, by_cause, describe_repeat
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values
 
@@ -69,7 +69,7 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
         skipped: steps without results, and why.
     """
     steps = [int(step) for step in ds["step"].values]
-    lines = [f"Step {step:,} has no results: {why}" for step, why in skipped.items()]
+    lines = [f"No results of {line}" for line in by_cause(skipped)]
     lines += [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
     revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
     lines += [

@@ -1,10 +1,12 @@
 """Words, lines and sentences of messages, those about steps with the same weights among them."""
 
+import re
 from collections.abc import Iterable, Mapping
 from textwrap import wrap
 
 WIDTH = 80  # columns of the printed text
 LABEL = 12
+NUMBERS = re.compile(r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?")  # commits, and numbers that differ between steps
 
 
 def counted(number: int, noun: str) -> str:
@@ -20,6 +22,32 @@ def join_names(names: Iterable[int | str]) -> str:
     """Join names with commas, eliding the middle of a long list."""
     shown = [str(name) for name in names]
     return ", ".join(shown if len(shown) <= 16 else [*shown[:13], "…", *shown[-2:]])
+
+
+def cause(reason: str) -> str:
+    """Return what the reasons of several steps have in common if they differ only in numbers and commits.
+
+    >>> cause("memory runs out: 2.5 GB at step 128")
+    'memory runs out: * GB at step *'
+    """
+    return NUMBERS.sub("*", reason)
+
+
+def by_cause(reasons: Mapping[int, str]) -> list[str]:
+    """Return a line for each cause: the steps that have it, and the reason of the last of them.
+
+    >>> by_cause({1: "2 bytes are missing", 2: "no file", 4: "7 bytes are missing"})
+    ['2 steps (1, 4), the last: 7 bytes are missing', 'step 2: no file']
+    """
+    steps: dict[str, list[int]] = {}
+    for step, reason in reasons.items():
+        steps.setdefault(cause(reason), []).append(step)
+    return [
+        f"step {alike[0]}: {reasons[alike[0]]}"
+        if len(alike) == 1
+        else f"{len(alike)} steps ({join_names(alike)}), the last: {reasons[alike[-1]]}"
+        for alike in steps.values()
+    ]
 
 
 def first_line(error: BaseException) -> str:

@@ -17,9 +17,10 @@ from torch import nn
 
 from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.lightning import LightningAdapter, classes, is_lightning
+from tracker.skipped import Skipped
 from tracker.training import probe as probes
 from tracker.training.options import TrainerOptions, accepts_trainer_options
-from tracker.training.run import Skipped, TrainingRun
+from tracker.training.run import TrainingRun
 
 AVERAGING = "callbacks.WeightAveraging"
 

@@ -49,10 +49,6 @@ class Report:
 class Failure(Exception):
     """A part of a measurement failed on some rank. Every rank raises this, with the same reason."""
 
-    def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(reason)
-        self.kind = kind
-
 
 class Ranks:
     """The ranks of a run, seen from one of them; all ranks make and close this object together.
@@ -101,7 +97,7 @@ class Ranks:
         if worst < fatal:
             # An error in a variable of a frame that it was raised through is a reference cycle, which keeps all these frames.
             error = None
-            raise Failure(kind, reason)
+            raise Failure(reason)
         if error is None or outcome < worst:
             error = (UsageError if kind == UsageError.__name__ else RuntimeError)(reason)
         error.add_note(f"while {self.caller} {during}{where}; the training can't continue")

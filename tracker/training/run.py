@@ -4,22 +4,16 @@
 
     find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
 
-`Publisher` passes each unit to loggers, the trainer's metrics, the store and the caller; `Skipped` keeps the scheduled steps that
-could not be measured or recorded, and why.
-
-A store holds one run, and is continued when the run is resumed. One training at a time writes a store: the process of rank 0
-holds a lock until the training has ended.
+Each unit goes to the loggers, the trainer's metrics, the store and the caller's function. A scheduled step that can't be
+measured, or not be recorded in one of these places, is skipped there, and the training continues.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,241 +23,26 @@ from torch import nn
 
 from tracker.analysis.summary import summary
 from tracker.common.errors import UsageError, warn_caller
-from tracker.common.files import Lock
 from tracker.devices import release_memory
-from tracker.loggers.protocol import Log, Logger, Row, check_log, select_metrics
+from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
 from tracker.measurement import to_dataset
 from tracker.measures.options import settings_from
-from tracker.measures.settings import OPTIONS, Settings
+from tracker.measures.settings import OPTIONS
 from tracker.provenance import has_float64, settings_digest
+from tracker.skipped import Skipped
 from tracker.store import Store
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
+from tracker.training.claim import check_inputs, open_for_run, release
 from tracker.training.options import split
-from tracker.training.probe import Target, contents, find_target, inputs_digest
+from tracker.training.probe import Target, contents, find_target
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
 from tracker.training.schedule import Overhead
 from tracker.version import SCHEMA
 
-_held: dict[Path, Lock] = {}  # by store, in this process
-
-
-def hold(store: Store) -> None:
-    """Lock a store for a training. A training of this process that ended in an error does not keep it from the next one.
-
-    Raises:
-        UsageError: if a training of another process has it.
-        OSError: if the directory can't be written to.
-    """
-    path = store.path.resolve()
-    if path in _held:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    lock = Lock.take(path / ".training")
-    if lock is None:
-        raise UsageError(
-            f"{store.path} is written by another training ({(path / '.training').read_text()}); choose another save_dir, or "
-            "wait until that one has ended and resume it"
-        )
-    lock.sign()
-    _held[path] = lock
-
-
-def release(store: Store | None) -> None:
-    """Unlock a store after a training."""
-    if store is not None and (lock := _held.pop(store.path.resolve(), None)):
-        lock.release(remove=True)
-
-
-def _forget() -> None:
-    """Leave the locks to the parent process: workers that load data may outlive it."""
-    for lock in _held.values():
-        os.close(lock.descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
-
-
-def open_for_run(
-    store: Store | None, settings: Settings, shared: Mapping[str, Any], step: int, resumed: bool
-) -> Settings:
-    """Claim a store, if there is one; return the settings that continue it.
-
-    Args:
-        shared: the settings that all its units share.
-        step, resumed: as in `claim`.
-
-    Raises:
-        UsageError: if the store can't be used.
-    """
-    if store is None:
-        return settings
-    try:
-        hold(store)
-    except OSError as error:
-        raise UsageError(f"save_dir can't be used: {error}") from error
-    if refusal := claim(store, shared, step, resumed):
-        release(store)
-        raise UsageError(refusal)
-    return store.continued(settings)
-
-
-def check_inputs(store: Store | None, probe: Any) -> None:
-    """Check that a probe is what the units of a store were measured on.
-
-    Raises:
-        UsageError: if it is not.
-    """
-    if store is None:
-        return
-    measured = store.shared("inputs_sha256")
-    if measured not in (None, inputs_digest(probe)):
-        raise UsageError(
-            f"{store.path} measured other inputs (SHA-256 {measured[:8]}); give the same probe=, or choose another save_dir"
-        )
-
-
-def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool) -> str | None:
-    """Prepare a store for a run that starts at `step`: check its settings, set later units aside, forget later skips.
-
-    Returns:
-        The reason why the store can't be used, or None.
-    """
-    steps = store.steps()
-    if steps and not resumed:
-        return (
-            f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, or resume that run "
-            "from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and its step"
-        )
-    try:
-        store.check_settings(settings)
-        store.set_aside([later for later in steps if later > step])
-        skipped = store.skipped()
-        kept = {before: reason for before, reason in skipped.items() if resumed and before <= step}
-        if kept != skipped:
-            store.write_skipped(kept)
-    except (ValueError, OSError) as error:
-        return f"save_dir can't be used: {error}"
-    return None
-
-
-class Skipped:
-    """Reasons by step, the same on every rank. Each type of error is named in one warning; the store keeps all reasons.
-
-    Args:
-        store: where to record them; None: nowhere.
-        warns: whether to warn, on one of the ranks.
-    """
-
-    def __init__(self, store: Store | None, warns: bool = True) -> None:
-        self.store, self.warns = store, warns
-        self.reasons: dict[int, str] = {}
-        self.warned: set[tuple[str, str]] = set()
-
-    def add(self, step: int, failure: Failure, part: str = "") -> None:
-        """Record a step; warn of the first error of its type.
-
-        Args:
-            part: what failed after the step was measured, such as "not stored".
-        """
-        reason = f"{part}: {failure}" if part else str(failure)
-        known = self.reasons.get(step, "")
-        if reason not in known:
-            self.reasons[step] = f"{known}; {reason}" if known else reason
-        if (part, failure.kind) not in self.warned:
-            self.warned.add((part, failure.kind))
-            result = f"is measured but {part}" if part else "is not measured"
-            self._warn(f"step {step} {result} ({failure}); training continues")
-        if self.store is not None:
-            try:
-                self.store.write_skipped(self.store.skipped() | {step: self.reasons[step]})
-            except (OSError, ValueError) as why:
-                self._warn(f"{self.store.path} can't record that step {step} was skipped: {why}")
-
-    def summarize(self) -> None:
-        """Warn, at the end of the training, of all steps if more were skipped than were named."""
-        if len(self.reasons) > len(self.warned):
-            steps, last = ", ".join(map(str, self.reasons)), list(self.reasons.values())[-1]
-            self._warn(f"{len(self.reasons)} steps were skipped: {steps} (the last: {last})")
-
-    def _warn(self, message: str) -> None:
-        if self.warns:
-            warn_caller(message)
-
-
 COST = ("coupling/seconds", "coupling/share")
 SKIPPED = "coupling/skipped"
 Metrics = Callable[[Mapping[str, float]], None]
-
-
-@dataclass(frozen=True)
-class Publisher:
-    """Sends the units of one training.
-
-    Args:
-        loggers: receive the chosen metrics on every rank.
-        metrics: receives all finite metrics, on every rank.
-        log: which metrics the loggers receive, besides `COST` and `SKIPPED`.
-        prefix: of all metrics.
-        heatmaps: whether loggers that take pictures receive those of the coupling matrices.
-        store, on_measure: receive every unit.
-    """
-
-    loggers: Sequence[Logger]
-    metrics: Metrics | None
-    log: Log
-    prefix: str
-    heatmaps: bool
-    store: Store | None
-    on_measure: Callable[[xr.Dataset], None] | None
-
-    def row(self, unit: xr.Dataset) -> Row:
-        """Return the row of a unit.
-
-        Raises:
-            UsageError: if a name in `log` is no metric.
-        """
-        row = Row.from_unit(unit)
-        self._chosen(row)
-        return row
-
-    def update_metrics(self, row: Row) -> None:
-        """Hand out the metrics; an undefined value would make Lightning's EarlyStopping end the run."""
-        if self.metrics is not None:
-            self.metrics({self.prefix + name: x for name, x in row.scalars.items() if math.isfinite(x)})
-
-    def store_unit(self, row: Row, unit: xr.Dataset) -> None:
-        """Write a unit to the store."""
-        if self.store is not None:
-            self.store.write(row.step, unit)
-
-    def call(self, row: Row, unit: xr.Dataset) -> None:
-        """Call the user's function."""
-        if self.on_measure is not None:
-            self.on_measure(unit)
-
-    def log_row(self, row: Row, unit: xr.Dataset) -> None:
-        """Log the chosen metrics, and the pictures."""
-        logged = self._chosen(row)
-        for logger in self.loggers:
-            if self.heatmaps:
-                logger.images(row)
-            logger.log(logged)
-
-    def sinks(self) -> dict[str, Callable[..., None]]:
-        """Return the places that a unit is sent to, by what to say if one fails."""
-        return {"not logged": self.log_row, "not stored": self.store_unit, "on_measure failed": self.call}
-
-    def report_cost(self, step: int, seconds: float, share: float, skipped: int) -> None:
-        """Log what a measurement took, and the number of skipped steps once there is one."""
-        values = dict(zip(COST, (seconds, share), strict=True)) | ({SKIPPED: skipped} if skipped else {})
-        for logger in self.loggers:
-            logger.log(Row(step, values, headline=tuple(values)))
-
-    def _chosen(self, row: Row) -> Row:
-        """Return the row with the metrics to log."""
-        return select_metrics(row, self.log, (*COST, SKIPPED))
 
 
 class TrainingRun:
@@ -326,15 +105,17 @@ class TrainingRun:
         self.overhead = Overhead(self.max_overhead)
         self.ranks = Ranks()
         self.open_store: Store | None = None
-        self.skipped = Skipped(None)
-        self.publisher = self._publisher((), None)
+        self.skipped = Skipped(None, warn_caller)
+        self.loggers: Sequence[Logger] = ()
+        self.metrics: Metrics | None = None
         self.measured = self.settings  # the settings that continue the store
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy, or another process, has of this object: all but the groups, loggers and trainer of a training."""
         apart = {
             "ranks": Ranks(),
-            "publisher": self._publisher((), None),
+            "loggers": (),
+            "metrics": None,
             "probe": None,
             "held_probe": self._probe_contents(),
         }
@@ -399,11 +180,10 @@ class TrainingRun:
         """
         self.overhead = Overhead(self.max_overhead)
         self.ranks = Ranks(rank, ranks, self.caller)
-        first = rank == 0
         self.open_store = self.store if stores else None
-        store = self.open_store if first else None
-        self.skipped = Skipped(store, warns=first)
-        self.publisher = self._publisher(loggers, metrics, first)
+        store = self.open_store if rank == 0 else None
+        self.skipped = Skipped(store, warn_caller)
+        self.loggers, self.metrics = loggers, metrics
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
             claim = partial(open_for_run, store, self.settings, shared, step, resumed)
@@ -456,8 +236,7 @@ class TrainingRun:
             return None
         with isolate_rng(), self.overhead:
             unit = self._measure_and_publish(step, module, device)
-        cost = self.overhead.last, self.overhead.last_share
-        self._attempt(step, "not logged", self.publisher.report_cost, step, *cost, len(self.skipped.reasons))
+        self._attempt(step, "not logged", self._log_cost, step)
         if self.regular and not self.thin:  # single intervals of an irregular schedule are not representative
             self.overhead.warn_of_interval()
         return unit
@@ -471,7 +250,8 @@ class TrainingRun:
             self.overhead.warn_of_run()
         if self.open_store is not None and self.last_measured >= 0:
             self._attempt(self.last_measured, "not summarised", self._print_summary)
-        self.skipped.summarize()
+        if self.ranks.rank == 0 and len(self.skipped.reasons) > len(self.skipped.lines()):
+            warn_caller(f"skipped: {'; '.join(self.skipped.lines())}")
         self.ranks.close()
         release(self.open_store)
 
@@ -495,16 +275,19 @@ class TrainingRun:
         together = partial(self._together, step, fatal=MISTAKE if self.last_measured < 0 else LOST)
         try:
             unit = self._measure(step, module(), device, together)
-            row = self._together(step, self.publisher.row, unit, fatal=MISTAKE)
+            row = self._together(step, self._row, unit, fatal=MISTAKE)
         except Failure as failure:
             self.last_measured = step
-            self.skipped.add(step, failure)
+            self._skip(step, str(failure), f"step {step} is not measured ({failure})")
             release_memory(device)
             return None
         self.last_measured = step
-        self.publisher.update_metrics(row)
-        for failed, sink in self.publisher.sinks().items():
-            self._attempt(step, failed, sink, row, unit)
+        if self.metrics is not None:
+            # An undefined value would make Lightning's EarlyStopping end the run.
+            self.metrics({self.prefix + name: value for name, value in row.scalars.items() if math.isfinite(value)})
+        self._attempt(step, "not logged", self._log, row)
+        self._attempt(step, "not stored", self._store, step, unit)
+        self._attempt(step, "on_measure failed", self._pass_on, unit)
         return unit
 
     def _together(self, step: int, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -515,7 +298,52 @@ class TrainingRun:
         try:
             self._together(step, part, *arguments)
         except Failure as failure:
-            self.skipped.add(step, failure, failed)
+            self._skip(step, f"{failed}: {failure}", f"step {step} is measured but {failed} ({failure})")
+
+    def _skip(self, step: int, reason: str, warning: str) -> None:
+        """Record why a step has no results, or not everywhere; warn if it is the first for this cause."""
+        if self.skipped.add(step, reason) is None and self.ranks.rank == 0:
+            warn_caller(f"{warning}; training continues")
+
+    # Where results go.
+
+    def _row(self, unit: xr.Dataset) -> Row:
+        """Return the row of a unit.
+
+        Raises:
+            UsageError: if a name in `log` is no metric.
+        """
+        row = Row.from_unit(unit)
+        self._chosen(row)
+        return row
+
+    def _chosen(self, row: Row) -> Row:
+        """Return the row with the metrics to log."""
+        return select_metrics(row, self.log, (*COST, SKIPPED))
+
+    def _log(self, row: Row) -> None:
+        """Log the chosen metrics, and the pictures."""
+        logged = self._chosen(row)
+        for logger in self.loggers:
+            if self.heatmaps and self.ranks.rank == 0:
+                logger.images(row)
+            logger.log(logged)
+
+    def _log_cost(self, step: int) -> None:
+        """Log what a measurement took, and the number of skipped steps once there is one."""
+        values = dict(zip(COST, (self.overhead.last, self.overhead.last_share), strict=True))
+        if self.skipped.reasons:
+            values[SKIPPED] = len(self.skipped.reasons)
+        for logger in self.loggers:
+            logger.log(Row(step, values, headline=tuple(values)))
+
+    def _store(self, step: int, unit: xr.Dataset) -> None:
+        if self.open_store is not None and self.ranks.rank == 0:
+            self.open_store.write(step, unit)
+
+    def _pass_on(self, unit: xr.Dataset) -> None:
+        if self.on_measure is not None and self.ranks.rank == 0:
+            self.on_measure(unit)
 
     def _measure(self, step: int, module: nn.Module, device: torch.device, together: Callable[..., Any]) -> xr.Dataset:
         """Return the unit of a step."""
@@ -537,10 +365,6 @@ class TrainingRun:
     def _identity(self) -> dict[str, Any]:
         """Return the settings that all units of the store share."""
         return {"schema": SCHEMA, **self.settings.identity(list(OPTIONS)), "weights": self.weights}
-
-    def _publisher(self, loggers: Sequence[Logger], metrics: Metrics | None, first: bool = True) -> Publisher:
-        store, on_measure = (self.open_store, self.on_measure) if first else (None, None)
-        return Publisher(loggers, metrics, self.log, self.prefix, self.heatmaps and first, store, on_measure)
 
 
 def _measuring_device(device: torch.device) -> torch.device:

@@ -9,8 +9,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger
+from tracker.skipped import Skipped
 from tracker.training.options import TrainerOptions, accepts_trainer_options
-from tracker.training.run import Skipped, TrainingRun
+from tracker.training.run import TrainingRun
 
 
 @accepts_trainer_options

@@ -13,8 +13,9 @@ from torch import nn
 from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError
 from tracker.loggers.protocol import FunctionLogger, LogTo
+from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
-from tracker.training.run import Skipped, TrainingRun
+from tracker.training.run import TrainingRun
 
 
 @accepts_run_options

@@ -1,9 +1,8 @@
 """What a walk shows: its plan, a line for each checkpoint and, on a terminal, bars for the whole and for each download; at the
-end, repeated weights, other token ids, and the checkpoints that it could not measure, grouped by cause.
+end, repeated weights and other token ids.
 """
 
 import errno
-import re
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from checkpoints.disk import missing_files
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, UsageError
-from tracker.common.text import counted, describe_repeat, find_repeats, join_names, printable, size
+from tracker.common.text import counted, describe_repeat, find_repeats, size
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:
@@ -28,37 +27,6 @@ if TYPE_CHECKING:
 INTERVAL = 30.0  # seconds between lines about a download, where there is no terminal
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
 IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
-NUMBERS = r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?"  # commits, and numbers that differ between steps
-
-
-class Failures:
-    """The messages of failed checkpoints. Messages that differ only in names and numbers have one cause."""
-
-    def __init__(self) -> None:
-        self._by_cause: dict[str, dict[int, str]] = {}  # messages by step
-
-    def add(self, checkpoint: Checkpoint, message: str) -> str:
-        """Record a failure; return its message, or the step that failed before for the same cause."""
-        message = printable(message)
-        shown = message.replace(checkpoint.name, re.sub(r"\d+", "*", checkpoint.name))
-        messages = self._by_cause.setdefault(re.sub(NUMBERS, "*", shown), {})
-        first = next(iter(messages), None)
-        messages[checkpoint.step] = message if first is None else shown
-        return message if first is None else f"for the same reason as step {first}"
-
-    def alike(self, count: int) -> bool:
-        """Whether so many checkpoints failed, all for one cause."""
-        causes = [*self._by_cause.values()]
-        return len(causes) == 1 and len(causes[0]) >= count
-
-    def lines(self) -> list[str]:
-        """Return a line for each cause, with the steps that it stopped."""
-        lines = []
-        for messages in self._by_cause.values():
-            steps = list(messages)
-            counted = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} checkpoints, steps {join_names(steps)}"
-            lines.append(f"failed: {counted}: {messages[steps[-1]]}")
-        return lines
 
 
 def reason(error: Exception, debug: bool) -> str:

@@ -8,7 +8,6 @@ its size and configuration are those of the shape that ships with `checkpoints`,
 import copy
 import os
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from checkpoints import integrity
 from checkpoints.configuration import Shape, require_size, weights_in
 from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch, snapshot_dir
@@ -74,8 +72,8 @@ def describe(
     if not cost.refused:
         yield entry(
             "in all",
-            f"about {duration(cost.seconds)} per checkpoint, {duration(cost.seconds * len(missing))} in all, with hashing its "
-            "weights, without download and loading; estimated, as is the memory below, from one timed block",
+            f"about {duration(cost.seconds)} per checkpoint, {duration(cost.seconds * len(missing))} in all, without download, "
+            "loading and hashing; estimated, as is the memory below, from one timed block",
         )
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if cost.peak_bytes > machine:
@@ -141,7 +139,7 @@ class _Timed:
 
 
 def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
-    """Return the cost of measuring one checkpoint, and of hashing its weights."""
+    """Return the cost of measuring one checkpoint."""
     measurement, small, whole = plan.measurement, timed.small, timed.whole
     device, settings, blocks = measurement.device, measurement.settings, find_blocks(whole)
     weights = weights_memory(whole, blocks, settings.torch_dtype)
@@ -153,11 +151,7 @@ def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
     depth = None if small is whole else len(blocks.names)
     cost = estimate_cost(small, find_blocks(small), calls, settings, device, depth)
     stored = sum(tensor.nbytes for tensor in whole.state_dict().values())
-    sample = dict(list(small.state_dict().items())[-20:])
-    started = time.perf_counter()
-    integrity.fingerprint(sample.items())
-    hashing = (time.perf_counter() - started) * stored / max(1, sum(tensor.nbytes for tensor in sample.values()))
-    return replace(cost, blocks=str(blocks), weights_bytes=stored, seconds=cost.seconds + hashing)
+    return replace(cost, blocks=str(blocks), weights_bytes=stored)
 
 
 def _timed(plan: WalkPlan, missing: Sequence[Checkpoint], tokenizer: str | None) -> _Timed:
