@@ -331,7 +331,7 @@ class TrainingRun:
 
     def _log_cost(self, step: int) -> None:
         """Log what a measurement took, and the number of skipped steps once there is one."""
-        values = dict(zip(COST, (self.overhead.last, self.overhead.last_share), strict=True))
+        values: dict[str, float] = dict(zip(COST, (self.overhead.last, self.overhead.last_share), strict=True))
         if self.skipped.reasons:
             values[SKIPPED] = len(self.skipped.reasons)
         for logger in self.loggers:
