@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +15,8 @@ import pytest
 import yaml
 
 from tests.vit.test_vit_train import STAYS, TINY, assert_same_training, start, write_config
-from vit import cells, grid, overview, tune
+from tracker import cluster
+from vit import cells, grid, overview
 from vit.analysis import main as analyse
 from vit.recipe import RECIPES, Recipe
 from vit.results import read_grid
@@ -74,15 +74,15 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
 STAYING = (
     STAYS
     + """
-from vit import grid, tune
-trial = tune._trial
+from vit import grid
+train = grid.train_when_free
 
-def stay(config, recipes):
-    if config["cell"] == {cell!r}:
+def stay(recipe):
+    if recipe.cell == {cell!r}:
         Classifier.training_step = step_or_stay
-    return trial(config, recipes)
+    train(recipe)
 
-tune._trial = stay
+grid.train_when_free = stay
 sys.exit(grid.main(sys.argv[2:]))
 """
 )
@@ -174,7 +174,8 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     monkeypatch.setattr("vit.training.train_cell", fail)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(3)]
     recipes[2].directory.write_text("a file where the directory should be")
-    grid.train_in_turn(recipes, 1)
+    for recipe, error in grid.train_in_turn(recipes, 1):
+        cells.record_failure(recipe, error)
     assert tried == [0, 0, 1, 1, 2, 2]
     assert cells.read(recipes[0].directory, "failed") is None
     assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
@@ -189,7 +190,7 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     monkeypatch.setattr("vit.training.train_cell", finish)
     monkeypatch.setattr(grid, "PATIENCE", 0.05)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
-    driver = threading.Thread(target=grid.train_in_turn, args=(recipes, 0))
+    driver = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0)))
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
         deadline, printed = time.monotonic() + 300, ""
@@ -205,23 +206,27 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
 
 @pytest.fixture
 def ray(monkeypatch):
-    """Ray without machines; a function that gives it some, and what cells ask for."""
+    """Ray without processes, interrupted when it is waited for; its machines, what cells ask for, and which were started."""
+    found = SimpleNamespace(machine={}, requests=[], started=[], ended=[])
+
+    def remote(**request):
+        found.requests.append(request)
+        return lambda _: SimpleNamespace(remote=start)
+
+    def start(cell):
+        found.started.append(cell)
+        return cell.cell
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    requests, ended = [], []
-    fake = SimpleNamespace(
-        Tuner=lambda *_, **__: SimpleNamespace(fit=lambda: []),
-        with_parameters=lambda *_, **__: None,
-        with_resources=lambda _, request: requests.append(request),
-        **{name: lambda *_, **__: None for name in ("grid_search", "RunConfig", "FailureConfig", "TuneConfig")},
-    )
-    monkeypatch.setattr(tune, "tune", fake)
-    monkeypatch.setattr(tune.ray, "init", lambda **_: None)
-    monkeypatch.setattr(tune.ray, "shutdown", lambda: ended.append(True))
-
-    def machines(*resources):
-        monkeypatch.setattr(tune.ray, "nodes", lambda: [{"Alive": True, "Resources": one} for one in resources])
-
-    return SimpleNamespace(machines=machines, requests=requests, ended=ended)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": found.machine}])
+    monkeypatch.setattr(cluster.ray, "remote", remote)
+    monkeypatch.setattr(cluster.ray, "wait", interrupt)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: found.ended.append(True))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -233,36 +238,25 @@ def ray(monkeypatch):
         ({"gpus_per_cell": 0.25}, "auto", {"CPU": 2.0, "GPU": 2.0}, 0.25),
     ],
 )
-def test_rays_machines_decide_on_gpus_not_the_driver(options, accelerator, resources, expected, ray, tmp_path):
-    ray.machines(resources)
-    recipe = Recipe(data="digits", batch_size=32, wandb="off", accelerator=accelerator)
-    # The fake returns without a result, as Tune does when it is interrupted.
-    assert grid.run(grid.GridCommand(out=tmp_path, **options), recipe) == 130
-    assert ray.requests == [{"cpu": 1.0, "gpu": expected}] and ray.ended
+def test_rays_machines_decide_on_gpus_not_the_driver(
+    options, accelerator, resources, expected, ray, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    ray.machine = resources
+    recipe = Recipe(data="digits", data_dir="data", batch_size=32, wandb="off", accelerator=accelerator)
+    assert grid.run(grid.GridCommand(out="grid", jobs=3, **options), recipe) == 130
+    assert ray.requests == [{"num_cpus": 1.0, "num_gpus": expected, "max_retries": 0}] and ray.ended
+    assert [cell.directory for cell in ray.started] == [tmp_path / "grid" / cell.cell for cell in ray.started]
+    assert [cell.data_dir for cell in ray.started] == [tmp_path / "data"] * 3
 
 
 def test_a_cell_must_fit_on_one_machine(ray, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
-    ray.machines({"CPU": 8.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 64.0})
-    for cpus, gpus in ((8, 1), (64, 0), (1, 0.25)):
-        tune.connect(None, cpus, gpus)
-    for cpus, gpus in ((65, 0), (9, 0.5), (1, 2)):
-        more = ["--cpus_per_cell", str(cpus), "--gpus_per_cell", str(gpus), "--accelerator", "auto"]
-        assert grid.main(arguments(tmp_path, *more, jobs=2)) == 2
-        message = f"--cpus_per_cell {cpus:g} --gpus_per_cell {gpus:g}; no machine has that"
-        assert message in (err := capsys.readouterr().err) and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
-    assert len(ray.ended) == 3 and not (tmp_path / "grid").exists()
-
-
-def test_a_cluster_must_answer(ray, monkeypatch):
-    ray.machines({"CPU": 1.0})
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        tune.connect(f"ray://{address}", 1, None)
-    for given in (address, None):
-        with pytest.raises(ValueError, match=f"--address {given}; no Ray cluster answers"):
-            tune.connect(given, 1, None)
-        monkeypatch.setenv("RAY_ADDRESS", address)
+    ray.machine = {"CPU": 8.0, "GPU": 1.0}
+    more = ["--cpus_per_cell", "9", "--gpus_per_cell", "0.5", "--accelerator", "auto"]
+    assert grid.main(arguments(tmp_path, *more, jobs=2)) == 2
+    assert "9 CPUs and 0.5 GPUs (of a grid: --cpus_per_cell, --gpus_per_cell); no machine" in capsys.readouterr().err
+    assert ray.ended and not (tmp_path / "grid").exists()
 
 
 class TestUsage:
