@@ -133,14 +133,11 @@ def _training(grid: GridCommand, missing: Sequence[Recipe]) -> Iterator[Iterator
         return
     from tracker import cluster
 
-    cpus, gpus = grid.cpus_per_cell, grid.gpus_per_cell
-    if missing[0].accelerator not in ("auto", "gpu", "cuda"):
-        gpus = 0.0
-    absolute = [
-        replace(cell, out=cell.directory.resolve(), data_dir=cell.data_dir and cell.data_dir.resolve())
-        for cell in missing
-    ]
-    with cluster.connected(grid.address, cpus, gpus) as gpus:
+    # Absolute paths, because a process of Ray may have another current directory.
+    data = missing[0].data_dir and missing[0].data_dir.resolve()
+    absolute = [replace(cell, out=cell.directory.resolve(), data_dir=data) for cell in missing]
+    cpus, may_use_gpus = grid.cpus_per_cell, missing[0].accelerator in ("auto", "gpu", "cuda")
+    with cluster.connected(grid.address, cpus, grid.gpus_per_cell if may_use_gpus else 0.0) as gpus:
         yield cluster.failures(train_when_free, absolute, grid.jobs, cpus, gpus, grid.retries)
 
 

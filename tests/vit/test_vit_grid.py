@@ -2,23 +2,21 @@
 
 import json
 import os
-import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.vit.test_vit_train import STAYS, TINY, assert_same_training, start, write_config
-from tracker import cluster
 from vit import cells, grid, overview
 from vit.analysis import main as analyse
-from vit.recipe import RECIPES, Recipe
+from vit.recipe import RECIPES
 from vit.results import read_grid
 from vit.training import train
 
@@ -70,15 +68,15 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
-# The worker stays in mid-training of one cell: in the first epoch, after two measurements.
+# Workers stay in mid-training of two cells: in the first epoch, after two measurements.
 STAYING = (
-    STAYS
-    + """
+    STAYS.format(step=2)
+    + f"""
 from vit import grid
 train = grid.train_when_free
 
 def stay(recipe):
-    if recipe.cell == {cell!r}:
+    if recipe.cell in ({CELLS[0]!r}, {CELLS[3]!r}):
         Classifier.training_step = step_or_stay
     train(recipe)
 
@@ -88,62 +86,38 @@ sys.exit(grid.main(sys.argv[2:]))
 )
 
 
-def workers_of(out: Path) -> list[int]:
-    """Return the ids of the processes that keep a cell's lock file open."""
-    workers = []
+def worker_of(cell: Path) -> int | None:
+    """Return the id of the process that keeps the cell's lock file open."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if any(os.readlink(fd).startswith(f"{out}/") and fd.exists() for fd in (process / "fd").iterdir()):
-                workers.append(int(process.name))
+            if any(os.readlink(fd) == f"{cell}/.lock" and fd.exists() for fd in (process / "fd").iterdir()):
+                return int(process.name)
         except OSError:
             continue
-    return workers
+    return None
 
 
-def start_and_stay(cell: str, *given: str):
-    """Start a grid, whose worker stays in mid-training of a cell until it is stopped."""
-    return start(STAYING.format(step=2, cell=cell), *given, module="tests.statements", cold=True)
-
-
-def wait_until_measured(cell: Path, process) -> int:
-    """Wait for a measurement of a cell that a worker trains; return the worker."""
+def wait_until(happens: Callable[[], object]) -> None:
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        workers = workers_of(cell)
-        if workers and (cell / "coupling" / "units" / "step00000001.nc").exists():
-            return workers[0]
+    while not happens():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    pytest.fail(f"{cell.name} was not measured")
 
 
 @pytest.mark.slow(60)
-def test_cell_whose_worker_is_killed_is_recorded_and_the_others_continue(trained_grid, tmp_path):
-    process = start_and_stay(CELLS[0], *arguments(tmp_path, "--retries", "0", jobs=2))
-    os.kill(wait_until_measured(tmp_path / "grid" / CELLS[0], process), signal.SIGKILL)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 1 and "4 cells, 0 already done" in out and "[4/4]" in out
-    assert f"{CELLS[0]}: crashed: its process died, often for lack of memory\n" in err
-    assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
-    assert grid.main(arguments(tmp_path)) == 0
-    for name in CELLS:
-        assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
-
-
-@pytest.mark.slow(60)
-def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path, capsys):
-    for name in CELLS[:2]:
-        shutil.copytree(trained_grid / "grid" / name, tmp_path / "grid" / name)
-    process = start_and_stay(CELLS[2], *arguments(tmp_path, jobs=2))
-    wait_until_measured(tmp_path / "grid" / CELLS[2], process)
+def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(trained_grid, tmp_path, capsys):
+    first, *others, last = [tmp_path / "grid" / name for name in CELLS]
+    process = start(STAYING, *arguments(tmp_path, "--retries", "0", jobs=2), module="tests.statements", cold=True)
+    wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
+    os.kill(worker_of(first), signal.SIGKILL)
+    wait_until(lambda: cells.read(first, "failed"))
+    assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
+    wait_until(lambda: (last / "coupling" / "units" / "step00000001.nc").exists() and all(map(cells.is_done, others)))
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 300
-    while workers_of(tmp_path / "grid") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not workers_of(tmp_path / "grid")  # every worker ends with its driver
-    done = sum(cells.is_done(tmp_path / "grid" / name) for name in CELLS)
+    wait_until(lambda: not worker_of(last))  # every worker ends with its driver
     assert grid.main(arguments(tmp_path)) == 0
-    assert 2 <= done < 4 and f"{done} already done" in capsys.readouterr().out
+    assert "4 cells, 2 already done" in capsys.readouterr().out
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
@@ -202,61 +176,6 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
         )
     driver.join(300)
     assert cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
-
-
-@pytest.fixture
-def ray(monkeypatch):
-    """Ray without processes, interrupted when it is waited for; its machines, what cells ask for, and which were started."""
-    found = SimpleNamespace(machine={}, requests=[], started=[], ended=[])
-
-    def remote(**request):
-        found.requests.append(request)
-        return lambda _: SimpleNamespace(remote=start)
-
-    def start(cell):
-        found.started.append(cell)
-        return cell.cell
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
-    monkeypatch.setattr(cluster.ray, "nodes", lambda: [{"Alive": True, "Resources": found.machine}])
-    monkeypatch.setattr(cluster.ray, "remote", remote)
-    monkeypatch.setattr(cluster.ray, "wait", interrupt)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: found.ended.append(True))
-    return found
-
-
-@pytest.mark.parametrize(
-    "options, accelerator, resources, expected",
-    [
-        ({}, "auto", {"CPU": 2.0, "GPU": 2.0}, 1.0),
-        ({}, "auto", {"CPU": 8.0}, 0.0),
-        ({}, "cpu", {"CPU": 2.0, "GPU": 2.0}, 0.0),
-        ({"gpus_per_cell": 0.25}, "auto", {"CPU": 2.0, "GPU": 2.0}, 0.25),
-    ],
-)
-def test_rays_machines_decide_on_gpus_not_the_driver(
-    options, accelerator, resources, expected, ray, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    ray.machine = resources
-    recipe = Recipe(data="digits", data_dir="data", batch_size=32, wandb="off", accelerator=accelerator)
-    assert grid.run(grid.GridCommand(out="grid", jobs=3, **options), recipe) == 130
-    assert ray.requests == [{"num_cpus": 1.0, "num_gpus": expected, "max_retries": 0}] and ray.ended
-    assert [cell.directory for cell in ray.started] == [tmp_path / "grid" / cell.cell for cell in ray.started]
-    assert [cell.data_dir for cell in ray.started] == [tmp_path / "data"] * 3
-
-
-def test_a_cell_must_fit_on_one_machine(ray, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
-    ray.machine = {"CPU": 8.0, "GPU": 1.0}
-    more = ["--cpus_per_cell", "9", "--gpus_per_cell", "0.5", "--accelerator", "auto"]
-    assert grid.main(arguments(tmp_path, *more, jobs=2)) == 2
-    assert "9 CPUs and 0.5 GPUs (of a grid: --cpus_per_cell, --gpus_per_cell); no machine" in capsys.readouterr().err
-    assert ray.ended and not (tmp_path / "grid").exists()
 
 
 class TestUsage:

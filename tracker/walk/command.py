@@ -132,9 +132,11 @@ def of_worker(walk: Walk, on_gpu: bool) -> Walk:
     """Return the walk for a process of Ray, with another current directory and a GPU that it sees alone, as the first one."""
     from tracker.walk.prompts import SETS
 
-    named = {name: getattr(walk, name) for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out")}
-    named = {name: value for name, value in named.items() if value not in ("nano", "builtin", *SETS)}
-    absolute = {name: Path(value).resolve() for name, value in named.items() if value and Path(value).exists()}
-    paths: dict[str, Any] = {name: type(named[name])(path) for name, path in absolute.items()}
-    device = "cuda" if on_gpu and walk.device is not None else walk.device
-    return replace(walk, workers=0, address=None, loggers="", device=device, **paths)
+    changed: dict[str, Any] = {"workers": 0, "address": None, "loggers": ""}
+    for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
+        value = getattr(walk, name)
+        if value and value not in ("nano", "builtin", *SETS) and Path(value).exists():
+            changed[name] = type(value)(Path(value).resolve())
+    if on_gpu and walk.device:
+        changed["device"] = "cuda"
+    return replace(walk, **changed)
