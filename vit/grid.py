@@ -116,8 +116,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
         print(f"{counts}; results in {out}", flush=True)
         with shown(recipes, missing):
             for cell, error in failures:
-                if not is_done(cell.directory):  # its process may have died afterwards
-                    record_failure(cell, error)
+                record_failure(cell, error)
     bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]
     for cell in bad:
         print(f"{cell.cell}: {state_of(cell)}", file=sys.stderr)

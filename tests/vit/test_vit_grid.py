@@ -156,6 +156,20 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
 
 
+def test_a_process_of_ray_waits_for_a_cell_that_another_trains(monkeypatch):
+    tried = []
+
+    def be_busy_once(recipe):
+        tried.append(recipe)
+        if len(tried) == 1:
+            raise cells.BusyError
+
+    monkeypatch.setattr("vit.training.train_cell", be_busy_once)
+    monkeypatch.setattr(grid, "PATIENCE", 0.05)
+    grid.train_when_free(TINY)
+    assert tried == [TINY, TINY]
+
+
 def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
     def finish(recipe):
         with cells.claim(recipe.directory, recipe):
