@@ -137,19 +137,13 @@ def _training(grid: GridCommand, missing: Sequence[Recipe]) -> Iterator[Iterator
     absolute = [replace(cell, out=cell.directory.resolve(), data_dir=data) for cell in missing]
     cpus, may_use_gpus = grid.cpus_per_cell, missing[0].accelerator in ("auto", "gpu", "cuda")
     with cluster.connected(grid.address, cpus, grid.gpus_per_cell if may_use_gpus else 0.0) as gpus:
-        yield cluster.failures(train_when_free, absolute, grid.jobs, cpus, gpus, grid.retries)
+        yield cluster.failures(train_on_ray, absolute, grid.jobs, cpus, gpus, grid.retries)
 
 
-def train_when_free(recipe: Recipe) -> None:
-    """Train a cell as soon as no other process trains it."""
-    from vit.training import train_cell
-
-    while True:
-        try:
-            train_cell(recipe)
-            return
-        except BusyError:
-            time.sleep(PATIENCE)
+def train_on_ray(recipe: Recipe) -> None:
+    """Train a cell in this process of Ray; an error is raised as text, since not every one can be sent to another process."""
+    for _, error in train_in_turn([recipe], retries=0):
+        raise RuntimeError(error)
 
 
 def train_in_turn(recipes: Sequence[Recipe], retries: int) -> Iterator[tuple[Recipe, str]]:

@@ -73,14 +73,14 @@ STAYING = (
     STAYS.format(step=2)
     + f"""
 from vit import grid
-train = grid.train_when_free
+train = grid.train_on_ray
 
 def stay(recipe):
     if recipe.cell in ({CELLS[0]!r}, {CELLS[3]!r}):
         Classifier.training_step = step_or_stay
     train(recipe)
 
-grid.train_when_free = stay
+grid.train_on_ray = stay
 sys.exit(grid.main(sys.argv[2:]))
 """
 )
@@ -154,20 +154,6 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     assert cells.read(recipes[0].directory, "failed") is None
     assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
     assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
-
-
-def test_a_process_of_ray_waits_for_a_cell_that_another_trains(monkeypatch):
-    tried = []
-
-    def be_busy_once(recipe):
-        tried.append(recipe)
-        if len(tried) == 1:
-            raise cells.BusyError
-
-    monkeypatch.setattr("vit.training.train_cell", be_busy_once)
-    monkeypatch.setattr(grid, "PATIENCE", 0.05)
-    grid.train_when_free(TINY)
-    assert tried == [TINY, TINY]
 
 
 def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
