@@ -151,6 +151,8 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     for recipe, error in grid.train_in_turn(recipes, 1):
         cells.record_failure(recipe, error)
     assert tried == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(RuntimeError, match="no memory"):
+        grid.train_on_ray(recipes[1])
     assert cells.read(recipes[0].directory, "failed") is None
     assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
     assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
