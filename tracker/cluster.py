@@ -93,14 +93,14 @@ def workers(function: Callable[[Any], object], item: Any, count: int, gpus: floa
     """
     reserved = _reserve(device) if gpus and device.startswith("cuda") else None
     task = ray.remote(num_gpus=gpus, max_retries=RETRIES)(function)
-    kept = [reserved, *(task.remote(item) for _ in range(count))]  # Ray ends a reservation that nothing refers to
+    kept = [reserved, *(task.remote(item) for _ in range(count))]  # Ray ends a holder that nothing refers to
     yield
     del kept
 
 
 def _reserve(device: str) -> Any:
     """Take a GPU of this machine from the cluster; return what holds it, or None if it is not the cluster's or not free."""
-    # Ray chooses the GPU that a process gets, so all free GPUs of this machine are taken and the others given back.
+    # Ray chooses the GPU that a process gets, so all free GPUs of this machine are taken; those not returned are free again.
     index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
     own = visible.split(",")[index] if visible else str(index)
     node = ray.get_runtime_context().get_node_id()
@@ -109,11 +109,7 @@ def _reserve(device: str) -> Any:
     holder = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy=here)(_Holder)
     names = {one.names.remote(): one for one in [holder.remote() for _ in range(count)]}
     granted, _ = ray.wait([*names], num_returns=count, timeout=PATIENCE)
-    kept = next((names[reply] for reply in granted if own in ray.get(reply)), None)
-    for one in names.values():
-        if one is not kept:
-            ray.kill(one)
-    return kept
+    return next((names[reply] for reply in granted if own in ray.get(reply)), None)
 
 
 class _Holder:  # of a GPU
