@@ -13,6 +13,7 @@ from typing import Any
 
 import ray  # pyright: ignore[reportMissingImports]
 from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # pyright: ignore[reportMissingImports]
 
 from tracker.common.errors import UsageError
 
@@ -105,7 +106,7 @@ def _reserve(device: str) -> Any:
     own = visible.split(",")[index] if visible else str(index)
     node = ray.get_runtime_context().get_node_id()
     count = next(int(one["Resources"].get("GPU", 0)) for one in ray.nodes() if one["NodeID"] == node)
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    here: Any = NodeAffinitySchedulingStrategy(node, soft=False)
     holder = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy=here)(_Holder)
     names = {one.names.remote(): one for one in [holder.remote() for _ in range(count)]}
     granted, _ = ray.wait([*names], num_returns=count, timeout=PATIENCE)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.vit.test_vit_train import STAYS, TINY, assert_same_training, start, write_config
+from tracker.common.files import Lock
 from vit import cells, grid, overview
 from vit.analysis import main as analyse
 from vit.recipe import RECIPES
@@ -86,17 +87,6 @@ sys.exit(grid.main(sys.argv[2:]))
 )
 
 
-def worker_of(cell: Path) -> int | None:
-    """Return the id of the process that keeps the cell's lock file open."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(fd) == f"{cell}/.lock" and fd.exists() for fd in (process / "fd").iterdir()):
-                return int(process.name)
-        except OSError:
-            continue
-    return None
-
-
 def wait_until(happens: Callable[[], object]) -> None:
     deadline = time.monotonic() + 300
     while not happens():
@@ -109,13 +99,13 @@ def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(trai
     first, *others, last = [tmp_path / "grid" / name for name in CELLS]
     process = start(STAYING, *arguments(tmp_path, "--retries", "0", jobs=2), module="tests.statements", cold=True)
     wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
-    os.kill(worker_of(first), signal.SIGKILL)
+    os.kill(int((first / ".lock").read_text().split()[-1]), signal.SIGKILL)
     wait_until(lambda: cells.read(first, "failed"))
     assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
     wait_until(lambda: (last / "coupling" / "units" / "step00000001.nc").exists() and all(map(cells.is_done, others)))
     process.kill()
     process.communicate()
-    wait_until(lambda: not worker_of(last))  # every worker ends with its driver
+    wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])  # every worker ends with its driver
     assert grid.main(arguments(tmp_path)) == 0
     assert "4 cells, 2 already done" in capsys.readouterr().out
     for name in CELLS:
