@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
-from tracker.common.errors import UsageError
+from tracker.common.errors import UsageError, require
 from tracker.common.text import UNTRAINED, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
 from tracker.walk.display import (
@@ -300,16 +300,14 @@ def _workers(walk: Walk, plan: WalkPlan, missing: int) -> Iterator[None]:
     if not walk.workers or missing < 2:
         yield
         return
-    from tracker import pythia  # this module by its name, which workers can import, also where it is __main__
-    from tracker.walk.cluster import walkers
+    require("ray", "--workers")
+    from tracker import cluster, pythia  # this module by its name, which workers can import, also where it is __main__
+    from tracker.walk.command import of_worker
 
-    with ExitStack() as stack:
-        try:
-            of_worker = replace(walk, out=plan.output.store.path)
-            stack.enter_context(walkers(pythia.run, of_worker, str(plan.measurement.device)))
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        yield
+    with cluster.connected(walk.address, gpus=0.0 if walk.device == "cpu" else None) as gpus:
+        worker = of_worker(replace(walk, out=plan.output.store.path), gpus > 0)
+        with cluster.workers(pythia.run, worker, walk.workers, gpus, str(plan.measurement.device)):
+            yield
 
 
 if __name__ == "__main__":

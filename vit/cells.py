@@ -91,8 +91,12 @@ def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
     """
     check_settings(directory, recipe)
     directory.mkdir(parents=True, exist_ok=True)
-    lock = Lock.take(directory / ".lock")
+    file = directory / ".lock"
+    lock = Lock.take(file)
     if lock is None:
-        raise BusyError(f"{directory} is being trained by another process; wait for it, or stop it")
+        raise BusyError(
+            f"{directory} is being trained by another process ({file.read_text()}); wait for it, or stop it"
+        )
     with lock:
+        lock.sign()
         yield

@@ -8,8 +8,8 @@ same command resumes an interrupted grid. No heavy module is imported before the
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -87,42 +87,36 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
-    counts = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done"
-    out, on_ray, gpus = recipes[0].directory.parent, grid.jobs != 1, 0.0
-    if on_ray and missing and not grid.dry_run:
-        from vit import tune
+    counts, out = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done", recipes[0].directory.parent
+    with _training(grid, missing) as failures:
+        from tracker.loggers.wandb import resolve_mode
+        from vit.augment import parse as parse_policy
+        from vit.data import load
+        from vit.model import build
 
-        may_use_gpus = recipe.accelerator in ("auto", "gpu", "cuda")
-        gpus = tune.connect(grid.address, grid.cpus_per_cell, grid.gpus_per_cell if may_use_gpus else 0.0)
-    from tracker.loggers.wandb import resolve_mode
-    from vit.augment import parse as parse_policy
-    from vit.data import load
-    from vit.model import build
+        if grid.jobs == 1:
+            from vit.training import check_accelerator
 
-    if not on_ray:
-        from vit.training import check_accelerator
+            check_accelerator(recipe.accelerator)
+        resolve_mode(recipe.wandb)
+        parse_policy(recipe.rand_augment)
+        # Missing or damaged data is reported once here, not by every cell; so is an unsuitable model.
+        data = load(recipe)
+        build(recipes[-1], len(data.classes))
+        if grid.dry_run:
+            print(f"{counts}; results would be in {out}; nothing is trained, and nothing is written")
+            if missing:
+                from vit.training import try_cell
 
-        check_accelerator(recipe.accelerator)
-    resolve_mode(recipe.wandb)
-    parse_policy(recipe.rand_augment)
-    data = load(recipe)  # missing or damaged data is reported once here, not by every cell; so is an unsuitable model
-    build(recipes[-1], len(data.classes))
-    if grid.dry_run:
-        print(f"{counts}; results would be in {out}; nothing is trained, and nothing is written")
-        if missing:
-            from vit.training import try_cell
-
-            print(costs(missing, try_cell(missing[0], data), len(data.train), grid.jobs))
-        return OK
-    for cell in missing:
-        with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
-            (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
-    print(f"{counts}; results in {out}", flush=True)
-    with shown(recipes, missing):
-        if on_ray and missing:
-            tune.run_cells(missing, grid.jobs, grid.cpus_per_cell, gpus, grid.retries)
-        else:
-            train_in_turn(missing, grid.retries)
+                print(costs(missing, try_cell(missing[0], data), len(data.train), grid.jobs))
+            return OK
+        for cell in missing:
+            with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
+                (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
+        print(f"{counts}; results in {out}", flush=True)
+        with shown(recipes, missing):
+            for cell, error in failures:
+                record_failure(cell, error)
     bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]
     for cell in bad:
         print(f"{cell.cell}: {state_of(cell)}", file=sys.stderr)
@@ -130,8 +124,30 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     return FAILED if bad else OK
 
 
-def train_in_turn(recipes: Sequence[Recipe], retries: int) -> None:
-    """Train cells one after another in this process; record final failures in failed.json.
+@contextmanager
+def _training(grid: GridCommand, missing: Sequence[Recipe]) -> Iterator[Iterator[tuple[Recipe, str]]]:
+    """Yield an iterator that trains the missing cells, here or on Ray; its items are those that failed, with the last error."""
+    if grid.jobs == 1 or grid.dry_run or not missing:
+        yield train_in_turn(missing, grid.retries)
+        return
+    from tracker import cluster
+
+    # Absolute paths, because a process of Ray may have another current directory.
+    data = missing[0].data_dir and missing[0].data_dir.resolve()
+    absolute = [replace(cell, out=cell.directory.resolve(), data_dir=data) for cell in missing]
+    cpus, may_use_gpus = grid.cpus_per_cell, missing[0].accelerator in ("auto", "gpu", "cuda")
+    with cluster.connected(grid.address, cpus, grid.gpus_per_cell if may_use_gpus else 0.0) as gpus:
+        yield cluster.failures(train_on_ray, absolute, grid.jobs, cpus, gpus, grid.retries)
+
+
+def train_on_ray(recipe: Recipe) -> None:
+    """Train a cell in this process of Ray; an error is raised as text, since not every one can be sent to another process."""
+    for _, error in train_in_turn([recipe], retries=0):
+        raise RuntimeError(error)
+
+
+def train_in_turn(recipes: Sequence[Recipe], retries: int) -> Iterator[tuple[Recipe, str]]:
+    """Train cells one after another in this process; yield those that failed at every try, with the last error.
 
     A cell that another process trains comes last, and is waited for.
     """
@@ -152,11 +168,11 @@ def train_in_turn(recipes: Sequence[Recipe], retries: int) -> None:
             train_cell(recipe)
         except BusyError:
             busy.append((recipe, tries))
-        except Exception:  # any failure is recorded with its cell, and the other cells continue
+        except Exception:  # whatever is wrong with this cell, the others are trained
             if tries:
                 waiting.insert(0, (recipe, tries - 1))
             else:
-                record_failure(recipe, traceback.format_exc().strip())
+                yield recipe, traceback.format_exc().strip()
 
 
 def cells(grid: GridCommand, recipe: Recipe) -> list[Recipe]:

@@ -2,23 +2,22 @@
 
 import json
 import os
-import shutil
 import signal
-import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.vit.test_vit_train import STAYS, TINY, assert_same_training, start, write_config
-from vit import cells, grid, overview, tune
+from tracker.common.files import Lock
+from vit import cells, grid, overview
 from vit.analysis import main as analyse
-from vit.recipe import RECIPES, Recipe
+from vit.recipe import RECIPES
 from vit.results import read_grid
 from vit.training import train
 
@@ -70,80 +69,45 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
-# The worker stays in mid-training of one cell: in the first epoch, after two measurements.
+# Workers stay in mid-training of two cells: in the first epoch, after two measurements.
 STAYING = (
-    STAYS
-    + """
-from vit import grid, tune
-trial = tune._trial
+    STAYS.format(step=2)
+    + f"""
+from vit import grid
+train = grid.train_on_ray
 
-def stay(config, recipes):
-    if config["cell"] == {cell!r}:
+def stay(recipe):
+    if recipe.cell in ({CELLS[0]!r}, {CELLS[3]!r}):
         Classifier.training_step = step_or_stay
-    return trial(config, recipes)
+    train(recipe)
 
-tune._trial = stay
+grid.train_on_ray = stay
 sys.exit(grid.main(sys.argv[2:]))
 """
 )
 
 
-def workers_of(out: Path) -> list[int]:
-    """Return the ids of the processes that keep a cell's lock file open."""
-    workers = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(fd).startswith(f"{out}/") and fd.exists() for fd in (process / "fd").iterdir()):
-                workers.append(int(process.name))
-        except OSError:
-            continue
-    return workers
-
-
-def start_and_stay(cell: str, *given: str):
-    """Start a grid, whose worker stays in mid-training of a cell until it is stopped."""
-    return start(STAYING.format(step=2, cell=cell), *given, module="tests.statements", cold=True)
-
-
-def wait_until_measured(cell: Path, process) -> int:
-    """Wait for a measurement of a cell that a worker trains; return the worker."""
+def wait_until(happens: Callable[[], object]) -> None:
     deadline = time.monotonic() + 300
-    while process.poll() is None and time.monotonic() < deadline:
-        workers = workers_of(cell)
-        if workers and (cell / "coupling" / "units" / "step00000001.nc").exists():
-            return workers[0]
+    while not happens():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    pytest.fail(f"{cell.name} was not measured")
 
 
 @pytest.mark.slow(60)
-def test_cell_whose_worker_is_killed_is_recorded_and_the_others_continue(trained_grid, tmp_path):
-    process = start_and_stay(CELLS[0], *arguments(tmp_path, "--retries", "0", jobs=2))
-    os.kill(wait_until_measured(tmp_path / "grid" / CELLS[0], process), signal.SIGKILL)
-    out, err = process.communicate(timeout=600)
-    assert process.returncode == 1 and "4 cells, 0 already done" in out and "[4/4]" in out
-    assert f"{CELLS[0]}: crashed: its process died, often for lack of memory\n" in err
-    assert [cells.is_done(tmp_path / "grid" / name) for name in CELLS] == [False, True, True, True]
-    assert grid.main(arguments(tmp_path)) == 0
-    for name in CELLS:
-        assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
-
-
-@pytest.mark.slow(60)
-def test_resuming_after_a_killed_driver_trains_each_cell_once(trained_grid, tmp_path, capsys):
-    for name in CELLS[:2]:
-        shutil.copytree(trained_grid / "grid" / name, tmp_path / "grid" / name)
-    process = start_and_stay(CELLS[2], *arguments(tmp_path, jobs=2))
-    wait_until_measured(tmp_path / "grid" / CELLS[2], process)
+def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(trained_grid, tmp_path, capsys):
+    first, *others, last = [tmp_path / "grid" / name for name in CELLS]
+    process = start(STAYING, *arguments(tmp_path, "--retries", "0", jobs=2), module="tests.statements", cold=True)
+    wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
+    os.kill(int((first / ".lock").read_text().split()[-1]), signal.SIGKILL)
+    wait_until(lambda: cells.read(first, "failed"))
+    assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
+    wait_until(lambda: (last / "coupling" / "units" / "step00000001.nc").exists() and all(map(cells.is_done, others)))
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 300
-    while workers_of(tmp_path / "grid") and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not workers_of(tmp_path / "grid")  # every worker ends with its driver
-    done = sum(cells.is_done(tmp_path / "grid" / name) for name in CELLS)
+    wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])  # every worker ends with its driver
     assert grid.main(arguments(tmp_path)) == 0
-    assert 2 <= done < 4 and f"{done} already done" in capsys.readouterr().out
+    assert "4 cells, 2 already done" in capsys.readouterr().out
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
@@ -174,8 +138,11 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     monkeypatch.setattr("vit.training.train_cell", fail)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(3)]
     recipes[2].directory.write_text("a file where the directory should be")
-    grid.train_in_turn(recipes, 1)
+    for recipe, error in grid.train_in_turn(recipes, 1):
+        cells.record_failure(recipe, error)
     assert tried == [0, 0, 1, 1, 2, 2]
+    with pytest.raises(RuntimeError, match="no memory"):
+        grid.train_on_ray(recipes[1])
     assert cells.read(recipes[0].directory, "failed") is None
     assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
     assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
@@ -189,7 +156,7 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     monkeypatch.setattr("vit.training.train_cell", finish)
     monkeypatch.setattr(grid, "PATIENCE", 0.05)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
-    driver = threading.Thread(target=grid.train_in_turn, args=(recipes, 0))
+    driver = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0)))
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
         deadline, printed = time.monotonic() + 300, ""
@@ -201,68 +168,6 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
         )
     driver.join(300)
     assert cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
-
-
-@pytest.fixture
-def ray(monkeypatch):
-    """Ray without machines; a function that gives it some, and what cells ask for."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    requests, ended = [], []
-    fake = SimpleNamespace(
-        Tuner=lambda *_, **__: SimpleNamespace(fit=lambda: []),
-        with_parameters=lambda *_, **__: None,
-        with_resources=lambda _, request: requests.append(request),
-        **{name: lambda *_, **__: None for name in ("grid_search", "RunConfig", "FailureConfig", "TuneConfig")},
-    )
-    monkeypatch.setattr(tune, "tune", fake)
-    monkeypatch.setattr(tune.ray, "init", lambda **_: None)
-    monkeypatch.setattr(tune.ray, "shutdown", lambda: ended.append(True))
-
-    def machines(*resources):
-        monkeypatch.setattr(tune.ray, "nodes", lambda: [{"Alive": True, "Resources": one} for one in resources])
-
-    return SimpleNamespace(machines=machines, requests=requests, ended=ended)
-
-
-@pytest.mark.parametrize(
-    "options, accelerator, resources, expected",
-    [
-        ({}, "auto", {"CPU": 2.0, "GPU": 2.0}, 1.0),
-        ({}, "auto", {"CPU": 8.0}, 0.0),
-        ({}, "cpu", {"CPU": 2.0, "GPU": 2.0}, 0.0),
-        ({"gpus_per_cell": 0.25}, "auto", {"CPU": 2.0, "GPU": 2.0}, 0.25),
-    ],
-)
-def test_rays_machines_decide_on_gpus_not_the_driver(options, accelerator, resources, expected, ray, tmp_path):
-    ray.machines(resources)
-    recipe = Recipe(data="digits", batch_size=32, wandb="off", accelerator=accelerator)
-    # The fake returns without a result, as Tune does when it is interrupted.
-    assert grid.run(grid.GridCommand(out=tmp_path, **options), recipe) == 130
-    assert ray.requests == [{"cpu": 1.0, "gpu": expected}] and ray.ended
-
-
-def test_a_cell_must_fit_on_one_machine(ray, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
-    ray.machines({"CPU": 8.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 64.0})
-    for cpus, gpus in ((8, 1), (64, 0), (1, 0.25)):
-        tune.connect(None, cpus, gpus)
-    for cpus, gpus in ((65, 0), (9, 0.5), (1, 2)):
-        more = ["--cpus_per_cell", str(cpus), "--gpus_per_cell", str(gpus), "--accelerator", "auto"]
-        assert grid.main(arguments(tmp_path, *more, jobs=2)) == 2
-        message = f"--cpus_per_cell {cpus:g} --gpus_per_cell {gpus:g}; no machine has that"
-        assert message in (err := capsys.readouterr().err) and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
-    assert len(ray.ended) == 3 and not (tmp_path / "grid").exists()
-
-
-def test_a_cluster_must_answer(ray, monkeypatch):
-    ray.machines({"CPU": 1.0})
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        tune.connect(f"ray://{address}", 1, None)
-    for given in (address, None):
-        with pytest.raises(ValueError, match=f"--address {given}; no Ray cluster answers"):
-            tune.connect(given, 1, None)
-        monkeypatch.setenv("RAY_ADDRESS", address)
 
 
 class TestUsage:

@@ -400,7 +400,10 @@ def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
 def test_workers_need_ray(walker, served, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     assert pythia.main(walker.arguments("--workers", "2")) == 2
-    assert "pip install 'block-coupling-tracker[ray]'" in capsys.readouterr().err
+    assert (
+        "--workers needs ray, which is not installed: pip install 'block-coupling-tracker[ray]'"
+        in capsys.readouterr().err
+    )
     assert pythia.main(walker.arguments("--workers", "-1")) == 2
     assert "--workers -1" in capsys.readouterr().err
 

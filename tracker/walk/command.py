@@ -5,7 +5,7 @@ It is what a walk imports first, so a user's file that hides the package `checkp
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,3 +126,17 @@ def parse(arguments: Sequence[str] | None) -> Walk:
     parsed = parser.parse_args(arguments).as_dict()
     walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
     return Walk(**walk, options=given_options(parsed))
+
+
+def of_worker(walk: Walk, on_gpu: bool) -> Walk:
+    """Return the walk for a process of Ray, with another current directory and a GPU that it sees alone, as the first one."""
+    from tracker.walk.prompts import SETS
+
+    changed: dict[str, Any] = {"workers": 0, "address": None, "loggers": ""}
+    for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
+        value = getattr(walk, name)
+        if value and value not in ("nano", "builtin", *SETS) and Path(value).exists():
+            changed[name] = type(value)(Path(value).resolve())
+    if on_gpu and walk.device:
+        changed["device"] = "cuda"
+    return replace(walk, **changed)
