@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -51,6 +52,11 @@ class Oracle:
             if self.functorch:
                 return torch.func.jacrev(row)(X[b, t1])
             return torch.autograd.functional.jacobian(row, X[b, t1])
+
+
+def final_norm(model: nn.Module, ds: xr.Dataset) -> nn.Module | None:
+    """Return the final norm that a measurement of a model includes."""
+    return model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
 
 
 def run(

@@ -200,23 +200,31 @@ class Wrapped(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-class LM(nn.Module):
-    """Embedding, a list of blocks that are called in turn, norm and head."""
+class Language(nn.Module):
+    """An embedding and a head, around what `states` makes of the embedded tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids):
+        return self.head(self.states(self.embed(ids)))
+
+
+class LM(Language):
+    """A list of blocks that are called in turn, and a norm."""
 
     def __init__(self, make, container=nn.ModuleList, sequence_first: bool = False):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = container([make() for _ in range(DEPTH)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks, self.norm = container([make() for _ in range(DEPTH)]), nn.LayerNorm(WIDTH)
         self.sequence_first = sequence_first
 
-    def forward(self, ids):
-        x = self.embed(ids)
+    def states(self, x):
         x = x.transpose(0, 1) if self.sequence_first else x
         for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
             x = block(x)
         x = x.transpose(0, 1) if self.sequence_first else x
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
 class Sequential(LM):
@@ -225,74 +233,77 @@ class Sequential(LM):
     def __init__(self, make):
         super().__init__(make, lambda blocks: nn.Sequential(*blocks))
 
-    def forward(self, ids):
-        return self.head(self.norm(self.blocks(self.embed(ids))))
+    def states(self, x):
+        return self.norm(self.blocks(x))
 
 
-class Numbered(nn.Module):
+class Numbered(Language):
     """Blocks that are attributes: block0, block1, block2."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         for i in range(DEPTH):
             setattr(self, f"block{i}", Flat())
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, ids):
-        x = self.embed(ids)
+    def states(self, x):
         for i in range(DEPTH):
             x = getattr(self, f"block{i}")(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
-class Pairs(nn.Module):
+class Pairs(Language):
     """A list of [attention, MLP] that the model calls itself, as in vit-pytorch."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(nn.ModuleList([SA(), MLP()]) for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, ids):
-        x = self.embed(ids)
+    def states(self, x):
         for mix, feed in self.layers:  # type: ignore[misc]
             x = x + mix(x)
             x = x + feed(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
-class Columns(nn.Module):
+class Columns(Language):
     """All attentions in one list and all MLPs in another."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.mix, self.feed = nn.ModuleList(SA() for _ in range(DEPTH)), nn.ModuleList(MLP() for _ in range(DEPTH))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, ids):
-        x = self.embed(ids)
+    def states(self, x):
         for mix, feed in zip(self.mix, self.feed, strict=True):
             x = x + mix(x)
             x = x + feed(x)
-        return self.head(x)
+        return x
 
 
-class Towers(nn.Module):
+class Towers(Language):
     """Two chains of blocks."""
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.encoder = nn.Sequential(*(Flat(causal=False) for _ in range(DEPTH)))
         self.decoder = nn.Sequential(*(Flat() for _ in range(DEPTH + 1)))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
 
-    def forward(self, ids):
-        x = self.embed(ids)
-        return self.head(self.decoder(x + self.encoder(x).mean(1, keepdim=True)))
+    def states(self, x):
+        return self.decoder(x + self.encoder(x).mean(1, keepdim=True))
+
+
+class Ensemble(Language):
+    """Stages of two blocks: the stages keep the shape as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(Flat(), Flat()) for _ in range(2))
+
+    def states(self, x):
+        for stage in self.stages:
+            x = stage(x)
+        return x
 
 
 class Residual2d(nn.Module):
@@ -320,19 +331,3 @@ class ViT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.mlps(x).mean(1))
-
-
-class Ensemble(nn.Module):
-    """Stages of two blocks: the stages keep the shape as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.stages = nn.ModuleList(nn.Sequential(Flat(), Flat()) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for stage in self.stages:
-            x = stage(x)
-        return self.head(x)

@@ -30,11 +30,7 @@ from tests.lightning_runs import fit, trainer
 from tests.models import Size, build
 
 MODULES = {"tracker.figures": "tracker.figures.__main__", "tracker.report": "tracker.report.write"}
-SMALL_VIT = (
-    *("--data", "digits", "--patch_size", "8", "--width", "32", "--depth", "2", "--heads", "2", "--batch_size", "32"),
-    *("--epochs", "2", "--warmup_epochs", "1", "--train_size", "96", "--probe_size", "2", "--k", "2,4"),
-    *("--threads", "1", "--accelerator", "cpu", "--wandb", "offline"),
-)
+SMALL_VIT = (*cases.SMALL_VIT, "--wandb", "offline")
 GRID = (
     *("--jobs", "1", "--weight_decays", "0.01,0.1", "--drop_paths", "0,0.1", "--seeds", "0,1"),
     *("--rand_augment", "off", "--out", "grid"),

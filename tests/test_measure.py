@@ -45,21 +45,6 @@ def tokenizer():
 PROMPTS = ["the cat sat on the mat .", "a dog", "the mat of the cat and the dog"]
 
 
-def test_prompts_of_different_lengths_are_measured_separately():
-    model, _ = build("gpt_neox")
-    together = tracker.measure(model, PROMPTS, tokenizer=tokenizer(), k=4, tokens=[0, -1], dtype=torch.float64)
-    assert dict(together.sizes) | {"position": 8, "token": 2} == dict(together.sizes)
-    for i, prompt in enumerate(PROMPTS):
-        alone = tracker.measure(model, prompt, tokenizer=tokenizer(), k=4, tokens=[0, -1], dtype=torch.float64)
-        n = alone.sizes["position"]
-        for name in ("miscoupling", "singular_value", "token_position"):
-            np.testing.assert_allclose(together[name].values[i], alone[name].values[0], rtol=0, atol=1e-12)
-        np.testing.assert_array_equal(together.lss.values[i, :n], alone.lss.values[0])
-        assert np.isnan(together.lss.values[i, n:]).all()
-    assert list(together.prompt_text.values) == PROMPTS
-    assert int(together.diagnostics_undefined.sum()) == 0
-
-
 def test_padding_in_a_mapping_changes_nothing():
     model, _ = build("llama, grouped keys")
     ids = tokens(1, 5)
@@ -120,13 +105,6 @@ def test_default_tokens_and_k():
     assert (ds.token_position == 6).all()
     every = tracker.measure(timm_vit(), images(), tokens="all", k=2)
     assert every.sizes["token"] == 5
-
-
-def test_only_selected_measures_are_computed():
-    ds = tracker.measure(neox(), tokens(), measures=["trajectory"])
-    assert "lss" in ds and "miscoupling" not in ds and "k" not in ds.dims
-    ds = tracker.measure(neox(), tokens(), measures=["coupling"], k=2)
-    assert "miscoupling" in ds and "lss" not in ds
 
 
 def snapshot(model):
@@ -221,17 +199,6 @@ class Wrapped(nn.Module):
         return self.inner(ids).logits
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gpt_neox, eager"])
-def test_wrapped_model_is_measured_like_the_model(name):
-    """The replay uses no cache, and conventions and checks are the same."""
-    model, inputs = build(name)
-    bare, wrapped = (tracker.measure(m, inputs, k=4, dtype=torch.float64) for m in (model, Wrapped(model)))
-    np.testing.assert_array_equal(wrapped.miscoupling, bare.miscoupling)
-    assert wrapped.diagnostics_sliced.all() and wrapped.attrs["final_norm"] == "include"
-    with pytest.raises(UsageError, match="vocabulary has 50"):
-        tracker.measure(Wrapped(model), torch.tensor([[1, 50]]))
-
-
 def test_undeclared_sequence_first_blocks_are_refused():
     class Swapped(Wrapped):
         def forward(self, ids):
@@ -283,7 +250,6 @@ BAD = {
     "blocks by a wrong name": (dict(blocks="gpt_neox.layer"), "no module named 'gpt_neox.layer'"),
     "every second block": (dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]), "name consecutive blocks"),
     "blocks as a number": (dict(blocks=3), r"blocks=3; give the name of the list.*, or a result of find_blocks"),
-    "numbers of blocks": (dict(blocks=[0, 1]), r"blocks=\[0, 1\]; give the name of the list"),
     "a generator of blocks": (
         dict(blocks=(str(i) for i in range(2))),
         "blocks=<generator.*; give the name of the list",
@@ -327,7 +293,6 @@ BAD_INPUTS = {
     "no batch axis": (torch.tensor([1, 2, 3]), "first axis must be the batch"),
     "no tokens": (torch.zeros(1, 0, dtype=torch.long), "no tokens"),
     "lists of ids": ([[1, 2, 3]], r"list of token ids; give a tensor.*torch.tensor\(\[\["),
-    "a list of ids": ([1, 2, 3], r"list of token ids; give a tensor.*torch.tensor\(\[\["),
     "a list of tensors": ([torch.tensor([1, 2])], "inputs of type list"),
     "a number": (3, "inputs of type int"),
     "empty mapping": ({}, "holds no tensor"),
@@ -401,6 +366,8 @@ def test_prompts_for_a_forward_that_calls_its_tokens_something_else():
     ds = tracker.measure(model, ["the cat"], tokenizer=tokenizer(), k=2)
     inner = tracker.measure(model.inner, ["the cat"], tokenizer=tokenizer(), k=2)
     np.testing.assert_array_equal(ds.miscoupling, inner.miscoupling)
+    with pytest.raises(UsageError, match="vocabulary has 50"):
+        tracker.measure(model, torch.tensor([[1, 50]]))
 
 
 def test_prompts_need_a_tokenizer():
@@ -487,9 +454,3 @@ def test_full_and_krylov_svd_agree(dtype):
         np.testing.assert_allclose(krylov[name].values, full[name].values, atol=of_miscouplings(full))
     s = full.singular_value
     np.testing.assert_allclose(krylov.singular_value, s, rtol=0, atol=rounding(dtype) * float(s.max()))
-    np.testing.assert_allclose(krylov.diagnostics_singular_gap, full.diagnostics_singular_gap, atol=2 * rounding(dtype))
-    np.testing.assert_allclose(
-        full.diagnostics_singular_gap.isel(rank=slice(None, -1)),
-        -s.diff("rank", label="lower") / s.sel(rank=1),
-        atol=1e-6,
-    )

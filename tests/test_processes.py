@@ -9,8 +9,6 @@ import pytest
 
 from tests import fork_server, processes
 
-forked_and_cold = pytest.mark.parametrize("cold", [False, True], ids=["forked", "cold"])
-
 
 def start(code: str, **options):
     return processes.start("tests.statements", code, **options)
@@ -20,7 +18,6 @@ def run(code: str, **options) -> subprocess.CompletedProcess:
     return processes.run("tests.statements", code, **options)
 
 
-@forked_and_cold
 @pytest.mark.parametrize(
     ("code", "status", "err"),
     [
@@ -34,28 +31,26 @@ def run(code: str, **options) -> subprocess.CompletedProcess:
         ("raise KeyboardInterrupt", -signal.SIGINT, "KeyboardInterrupt"),
     ],
 )
-def test_exit_status_and_last_words(code, status, err, cold):
-    done = run(code, cold=cold)
+def test_exit_status_and_last_words(code, status, err):
+    done = run(code)
     last = done.stderr.strip().splitlines()[-1:]
     assert (done.returncode, done.stdout, last) == (status, "", [err] if err else [])
 
 
-@forked_and_cold
-def test_it_waits_for_threads_and_runs_what_is_registered_for_its_exit(cold):
+def test_it_waits_for_threads_and_runs_what_is_registered_for_its_exit():
     code = """
 import atexit, sys, threading, time
 atexit.register(print, "at exit", file=sys.stderr)
 threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
 """
-    done = run(code, cold=cold)
+    done = run(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "thread\n", "at exit\n")
 
 
-@forked_and_cold
-def test_it_is_a_program_of_its_own(cold):
+def test_it_is_a_program_of_its_own():
     code = "import os, sys; print(sys.argv[1:], sys.modules['__main__'].__spec__.name, os.getcwd(), len(sys.modules) > 2000)"
-    done = processes.run("tests.statements", code, "two words", cold=cold)
-    assert done.stdout == f"{[code, 'two words']} tests.statements {processes.ROOT} {not cold}\n"
+    done = processes.run("tests.statements", code, "two words")
+    assert done.stdout == f"{[code, 'two words']} tests.statements {processes.ROOT} True\n"
 
 
 def test_its_environment_is_the_given_one(tmp_path):
@@ -80,15 +75,14 @@ def test_variables_that_were_read_on_import_can_not_be_changed():
         start("pass", env={**os.environ, "HF_HOME": "/elsewhere"})
 
 
-@forked_and_cold
-def test_standard_streams(tmp_path, cold):
+def test_standard_streams(tmp_path):
     code = "import sys; print(sys.stdin.read().upper(), end=''); print(sys.stdout.isatty(), file=sys.stderr)"
-    process = start(code, stdin=subprocess.PIPE, cold=cold)
+    process = start(code, stdin=subprocess.PIPE)
     process.stdin.write("a\nb\n")
     assert process.communicate(timeout=300) == ("A\nB\n", "False\n")
     (tmp_path / "in").write_text("from a file")
     with (tmp_path / "in").open() as given, (tmp_path / "out").open("w") as out:
-        process = start(code, stdin=given, stdout=out, stderr=subprocess.DEVNULL, cold=cold)
+        process = start(code, stdin=given, stdout=out, stderr=subprocess.DEVNULL)
         assert process.stdout is None and process.wait(300) == 0
     assert (tmp_path / "out").read_text() == "FROM A FILE"
 
@@ -117,10 +111,9 @@ def test_signals_reach_it(number, status):
     assert process.communicate() == ("", "")
 
 
-@forked_and_cold
-def test_a_group_is_killed_and_its_id_kept_until_the_status_is_read(cold):
+def test_a_group_is_killed_and_its_id_kept_until_the_status_is_read():
     code = "import os, time; os.fork(); os.write(1, f'{os.getpgid(0)}\\n'.encode()); time.sleep(600)"
-    process = start(code, start_new_session=True, cold=cold)
+    process = start(code, start_new_session=True)
     assert [int(process.stdout.readline()) for _ in range(2)] == [process.pid] * 2
     os.killpg(process.pid, signal.SIGKILL)
     assert process.stdout.read() == ""  # neither of the two has it open
@@ -134,9 +127,8 @@ def test_a_group_is_killed_and_its_id_kept_until_the_status_is_read(cold):
             time.sleep(0.01)
 
 
-@forked_and_cold
-def test_a_timeout_loses_no_output(cold):
-    process = start("print('first', flush=True); input(); print('last')", stdin=subprocess.PIPE, cold=cold)
+def test_a_timeout_loses_no_output():
+    process = start("print('first', flush=True); input(); print('last')", stdin=subprocess.PIPE)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.1)
     process.stdin.write("\n")

@@ -133,11 +133,6 @@ def test_the_callback_shows_none(monkeypatch, capsys):
     assert "measuring" not in capsys.readouterr().err
 
 
-def test_progress_is_no_option_of_a_store():
-    with pytest.raises(TypeError, match="progress"):
-        tracker.CouplingCallback(progress=True)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_a_walk_prints_lines_and_shows_bars_on_a_terminal_alone(terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)

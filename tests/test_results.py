@@ -145,18 +145,18 @@ def test_a_unit_that_is_replaced_all_the_time_is_always_whole(store):
         writer.join()
 
 
-def test_foreign_file_is_reported(store):
-    store.write(3, unit(3))
-    xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(4), engine="netcdf4")
-    with pytest.raises(ValueError, match=r"step00000004.nc is not a unit of results"):
-        tracker.open_results(store.path)
-
-
 def damage(store, step, kind):
     if kind == "foreign":
         xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(step), engine="netcdf4")
     else:
         store.file(step).write_bytes(store.file(step).read_bytes()[:5000])  # the last three quarters are padding
+
+
+def test_foreign_file_is_reported(store):
+    store.write(3, unit(3))
+    damage(store, 4, "foreign")
+    with pytest.raises(ValueError, match=r"step00000004.nc is not a unit of results"):
+        tracker.open_results(store.path)
 
 
 @pytest.mark.parametrize("kind", ["half", "foreign"])

@@ -69,6 +69,10 @@ def test_the_note_states_independence_and_averaged_clusters(results):
     assert "averaged" not in independence_note({name: results[name] for name in ("70m", "160m", "410m", "1b")})
 
 
+def compared(results):
+    return compare_models({name: reduced(ds) for name, ds in results.items()})
+
+
 def means(values):
     return pd.Series(np.asarray(values, float)).groupby(LABELS, sort=False).mean().to_numpy()
 
@@ -97,17 +101,8 @@ def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
 
 
 @pytest.mark.slow
-def test_without_clusters_nothing_is_averaged(results):
-    alone = {name: results[name] for name in ("70m", "160m", "410m", "1b")}
-    figure, _ = score_against_coupling(alone, 4)
-    assert "averaged" not in figure.axes[0].get_title() and "averaged" not in figure.get_supxlabel()
-    assert subsets(alone, 4)[1].subset.tolist() == ["all"] and "cluster_p" not in definitions(alone, 4)[1]
-    assert compare_models({name: reduced(ds) for name, ds in alone.items()})["size_fits"]["width"]["averaged"] is None
-
-
-@pytest.mark.slow
 def test_the_page_has_both_fits(results):
-    found = compare_models({name: reduced(ds) for name, ds in results.items()})
+    found = compared(results)
     assert found["independence"] == independence_note(results)
     at = found["coupling"]["offdiag_normalized"][4]["mean_offdiag"]
     fit = stats.linregress(means(at["values"]), means(found["score"]))
@@ -122,7 +117,7 @@ def test_the_page_has_both_fits(results):
 @pytest.mark.slow
 def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
     unknown = results | {"1b": results["1b"].assign(miscoupling=results["1b"].miscoupling * np.nan)}
-    at = compare_models({name: reduced(ds) for name, ds in unknown.items()})["coupling"]["miscoupling"][4]["mean"]
+    at = compared(unknown)["coupling"]["miscoupling"][4]["mean"]
     assert at["values"].count(None) == 1
     fits = [at["fit"], at["fit"]["averaged"], at["controlled"]["averaged"], at["size_fits"]["width"]["averaged"]]
     assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]

@@ -2,18 +2,15 @@
 
 import numpy as np
 import pytest
-import torch
 
 import tracker
-from tests.models import neox, tokens
+from tests.models import neox, padded, tokens
 from tracker.common.errors import UsageError
 
 
 @pytest.fixture(scope="module")
 def ds():
-    ids = tokens(2, 8)
-    mask = torch.arange(8) < torch.tensor([[8], [5]])
-    return tracker.measure(neox(), {"input_ids": ids, "attention_mask": mask}, k=[2, 4], tokens=[1, -1])
+    return tracker.measure(neox(), padded(8, 5), k=[2, 4], tokens=[1, -1])
 
 
 def test_a_row_for_each_pair_of_blocks(ds):

@@ -15,6 +15,8 @@ from tracker.analysis.onset import onset as onset_of
 from tracker.measures.registry import MISCOUPLINGS
 
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128])
+# Of 20 prompts: rising by 0.1 with every doubling after step 8, to 0.4 at 128.
+RAMP = np.outer([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4], np.random.default_rng(10).normal(1, 0.1, 20))
 
 
 def onset(steps, departure, clusters=None, pairs=None):
@@ -25,14 +27,12 @@ def onset(steps, departure, clusters=None, pairs=None):
 
 
 def test_onset_of_a_ramp():
-    """Rising by 0.1 with every doubling after step 8, to 0.4 at 128: a tenth of that lies between 8 and 16."""
-    ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4])
-    prompts = ramp[:, None] * np.random.default_rng(10).normal(1, 0.1, 20)
-    found = onset(STEPS, prompts)
+    """A tenth of its maximum lies between 8 and 16."""
+    found = onset(STEPS, RAMP)
     assert (found.earlier, found.later) == (8, 16)
     assert (found.low, found.high) == (8, 16), "the interval is never narrower than the steps"
     assert found.words == "between steps 8 and 16 (95 % interval over prompts: 8 to 16)"
-    of_sources = onset(STEPS, prompts, np.arange(20) % 4)
+    of_sources = onset(STEPS, RAMP, np.arange(20) % 4)
     assert of_sources.words == "between steps 8 and 16 (95 % interval over prompts of 4 sources: 8 to 16)"
 
 
@@ -93,20 +93,16 @@ def test_coverage_of_the_interval_of_the_onset(noise, prompts, sources):
 
 
 def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
-    ramp = np.array([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4])
-    prompts = ramp[:, None] * np.random.default_rng(10).normal(1, 0.1, 20)
-    broken = prompts.copy()
+    broken = RAMP.copy()
     broken[-1, 3] = broken[2, 5] = np.nan
-    assert onset(STEPS, broken) == onset(STEPS, np.delete(prompts, [3, 5], 1))
-    broken = prompts.copy()
+    assert onset(STEPS, broken) == onset(STEPS, np.delete(RAMP, [3, 5], 1))
+    broken = RAMP.copy()
     broken[0] = np.nan
-    assert onset(STEPS, broken) == onset(STEPS[1:], prompts[1:])
+    assert onset(STEPS, broken) == onset(STEPS[1:], RAMP[1:])
     assert onset(STEPS, np.full((9, 20), np.nan)).words == "unknown: fewer than 2 steps"
-    assert (
-        onset(STEPS, prompts[:, :1]).words == "between steps 8 and 16 (no interval: fewer than 2 independent prompts)"
-    )
-    assert onset(STEPS, prompts, pairs=np.ones((9, 1))).words == "unknown: fewer than 3 pairs of blocks"
-    broken = prompts.copy()
+    assert onset(STEPS, RAMP[:, :1]).words == "between steps 8 and 16 (no interval: fewer than 2 independent prompts)"
+    assert onset(STEPS, RAMP, pairs=np.ones((9, 1))).words == "unknown: fewer than 3 pairs of blocks"
+    broken = RAMP.copy()
     broken[0, 10:] = np.nan
     of_one = onset(STEPS, broken, np.arange(20) < 10)
     assert of_one.words.endswith("(no interval: fewer than 2 independent prompts)"), "prompts of one source of two"
@@ -143,19 +139,6 @@ def test_untrained_models_are_not_coupled_beyond_chance():
     assert max(map(abs, scores)) < 2.5 and abs(np.mean(scores)) < 0.5
     largest = {name: max(map(abs, found)) for name, found in shares.items()}
     assert largest.pop("offdiag") < 0.03 and max(largest.values()) < 0.01
-
-
-def test_two_grids_of_one_run():
-    """A tiny GPT-NeoX trained on text, offdiag_normalized at K = 10: interpolated, the onsets would be 2.5 and 0.5."""
-    steps = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 300])
-    curve = np.array([0, 0.0017, 0.0172, 0.0822, 0.1647, 0.2359, 0.2646, 0.3553, 0.3563, 0.2298, 0.1609, 0.1255])
-    prompts = curve[:, None] * np.random.default_rng(16).normal(1, 0.05, 8)
-    fine = onset(steps, prompts)
-    kept = steps % 64 == 0
-    coarse = onset(steps[kept], prompts[kept])
-    assert (fine.earlier, fine.later) == (2, 4) and (coarse.earlier, coarse.later) == (0, 64)
-    assert coarse.low <= fine.earlier and fine.later <= coarse.high
-    assert fine.words.startswith("between steps 2 and 4 ") and coarse.words.startswith("between steps 0 and 64 ")
 
 
 @given(

@@ -19,6 +19,10 @@ from tracker.store import Store, open_results
 STEPS = [0, 64, 512, 4096]
 
 
+def blocks_2_and_4(ds):
+    return ((ds.layer == 2) & (ds.layer_other == 4)) | ((ds.layer == 4) & (ds.layer_other == 2))
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """Return a store whose coupling is largest at step 512, most between blocks 2 and 4."""
@@ -26,8 +30,7 @@ def store(tmp_path_factory):
     for step, factor in zip(STEPS, (1.0, 0.9, 0.5, 0.8), strict=True):
         unit = Store(path).read(step)
         unit["miscoupling"] = unit["miscoupling"] * factor
-        pair = ((unit.layer == 2) & (unit.layer_other == 4)) | ((unit.layer == 4) & (unit.layer_other == 2))
-        unit["miscoupling"] = unit["miscoupling"].where(~pair, 0.1 * factor)
+        unit["miscoupling"] = unit["miscoupling"].where(~blocks_2_and_4(unit), 0.1 * factor)
         Store(path).write(step, unit)
     return path
 
@@ -42,6 +45,10 @@ def interval(values):
     return stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
 
 
+def assert_ends(row, expected):
+    np.testing.assert_allclose(row[["low", "high"]].astype(float), expected, rtol=1e-5)
+
+
 def test_numbers_and_intervals_of_one_measurement():
     ds = tracker.measure(neox(), tokens(5), k=[2, 4])
     table = tracker.summary(ds)
@@ -51,11 +58,11 @@ def test_numbers_and_intervals_of_one_measurement():
             by_prompt, row = coupling(ds, name, 2, where), table.loc[name, words]
             assert row.value == pytest.approx(float(ds[name].sel(k=2).where(where).mean()), rel=1e-6)
             assert row.null_level - row.value == row.coupling == pytest.approx(by_prompt.mean(), rel=1e-5)
-            np.testing.assert_allclose(row[["low", "high"]].astype(float), interval(by_prompt), rtol=1e-5)
+            assert_ends(row, interval(by_prompt))
     for name in ("lss", "expodistance", "alpha_mean"):
         by_prompt, row = ds[name].median("position").values, table.loc[name, "median of tokens"]
         assert row.value == pytest.approx(by_prompt.mean(), rel=1e-6) and np.isnan(row.null_level)
-        np.testing.assert_allclose(row[["low", "high"]].astype(float), interval(by_prompt), rtol=1e-5)
+        assert_ends(row, interval(by_prompt))
     assert tracker.summary(ds, k=4).loc["miscoupling", "all pairs"].value != table.loc["miscoupling", "all pairs"].value
     assert "5 samples, K = 2" in repr(table) and "95 % interval over prompts" in repr(table)
     with warnings.catch_warnings():
@@ -73,7 +80,7 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
         unit = ds.sel(step=int(step.replace(",", "")))
         expected = coupling(unit, "miscoupling", 4, unit.layer != unit.layer_other).mean()
         assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(expected, rel=1e-6)
-        both = ((unit.layer == 2) & (unit.layer_other == 4)) | ((unit.layer == 4) & (unit.layer_other == 2))
+        both = blocks_2_and_4(unit)
         pair = table.loc["miscoupling", "blocks 2 and 4", step]
         assert pair.coupling == pytest.approx(coupling(unit, "miscoupling", 4, both).mean(), rel=1e-6)
         assert pair.value == pytest.approx(float(unit.miscoupling.sel(k=4).where(both).mean()), rel=1e-6)
@@ -82,12 +89,7 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
     assert any(
         "Blocks 2 and 4 have the largest coupling by miscoupling at step 512" in note for note in table.attrs["notes"]
     )
-    others = (
-        tracker.summary(ds),
-        tracker.summary(Store(store)),
-        summary_of_reduced({"": reduced(ds)}),
-    )
-    for other in others:
+    for other in (tracker.summary(ds), tracker.summary(Store(store)), summary_of_reduced({"": reduced(ds)})):
         pd.testing.assert_frame_equal(pd.DataFrame(other), pd.DataFrame(table), rtol=1e-6)
 
 
@@ -98,14 +100,14 @@ def test_results_side_by_side(store, tmp_path):
     first, second = open_results(store).isel(step=-1), open_results(other).isel(step=-1)
     differences = second.lss.median("position").values - first.lss.median("position").values
     row = table.loc["lss", "median of tokens", "other − toy"]
-    np.testing.assert_allclose(row[["low", "high"]].astype(float), interval(differences), rtol=1e-5)
+    assert_ends(row, interval(differences))
     # With other prompts, and another number of them, the interval is Welch's.
     fewer = second.isel(prompt=slice(4)).assign_attrs(inputs_sha256="others")
     table = tracker.summary({"a": first, "b": fewer})
     row = table.loc["lss", "median of tokens", "b − a"]
     samples = [ds.lss.median("position").values for ds in (fewer, first)]
     expected = stats.ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
-    np.testing.assert_allclose(row[["low", "high"]].astype(float), [expected.low, expected.high], rtol=1e-5)
+    assert_ends(row, [expected.low, expected.high])
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
 
 
@@ -122,7 +124,7 @@ def test_prompts_of_several_sources_and_one_prompt():
     grouped = ds.assign_coords(prompt_source=("prompt", list("aabbcc")))
     alone, clustered = (tracker.summary(of).loc["lss", "median of tokens"] for of in (ds, grouped))
     means = ds.lss.median("position").values.reshape(3, 2).mean(1)
-    np.testing.assert_allclose(clustered[["low", "high"]].astype(float), interval(means), rtol=1e-5)
+    assert_ends(clustered, interval(means))
     assert clustered.value == pytest.approx(alone.value)
     one = tracker.summary(ds.isel(prompt=[0]))
     assert one[["low", "high"]].isna().all(axis=None) and "There are no intervals" in repr(one)

@@ -34,6 +34,7 @@ class Fetcher:
 
     def __init__(self, server: Hub, root: Path, cache: Path):
         self.server, self.root, self.cache = server, root, cache
+        self.cached = cache / "models--org--toy"
         self.messages: list[str] = []
         self.counted = 0
 
@@ -46,6 +47,11 @@ class Fetcher:
         listing = listings[revision]
         return fetch(REPO, revision, listing, self.cache, notify=self.messages.append, count=self.count, **options)
 
+    def listings(self) -> tuple[dict[str, str], dict[str, hub.Listing]]:
+        """Return the commit and the files of every revision."""
+        commits, _ = list_branches(REPO)
+        return commits, list_revisions(REPO, commits, self.cache)[0]
+
     def count(self, size: int) -> None:
         self.counted += size
 
@@ -55,6 +61,9 @@ class Fetcher:
         for file in directory.iterdir():
             assert file.read_bytes() == (published / file.name).read_bytes()
         assert not list(self.cache.rglob("*.tracker.incomplete"))
+
+    def snapshot(self, commit: str) -> Path:
+        return self.cached / "snapshots" / commit
 
     def published(self, step: int) -> Path:
         repository = self.root / "models--org--toy"
@@ -331,17 +340,22 @@ def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
     assert len(fetcher.server.requested("GET .*model.safetensors")) == 3
 
 
-def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch):
-    """On a clock by which 40 s pass before each block arrives, of which there are five in the file."""
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock by which 40 s pass before each block arrives, of which there are five in the file."""
     monkeypatch.setattr("checkpoints.fetch.time", SimpleNamespace(monotonic=partial(next, count(0.0, 40.0))))
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch):
     monkeypatch.setattr("checkpoints.fetch.SLOWEST", 10_000)
     message = r"model.safetensors of org/toy at step1: .*ReadTimeout: [\d,]+ bytes in 80 s, 3 attempts"
     with pytest.raises(Unreachable, match=message):
         fetcher.fetch(1)
 
 
+@pytest.mark.usefixtures("clock")
 def test_a_hub_that_sends_enough_bytes_a_second_is_not_given_up(fetcher, monkeypatch):
-    monkeypatch.setattr("checkpoints.fetch.time", SimpleNamespace(monotonic=partial(next, count(0.0, 40.0))))
     monkeypatch.setattr("checkpoints.fetch.SLOWEST", 1)
     fetcher.assert_whole(1, fetcher.fetch(1))
 
@@ -438,7 +452,7 @@ def process(fetcher: Fetcher, *steps: str) -> subprocess.Popen:
 def test_several_processes_fetch_the_same_revisions_into_one_cache(fetcher):
     fetcher.server.fail("GET .*model.safetensors", pause=lambda: time.sleep(0.1), times=1000)  # so that they meet
     commits, _ = list_branches(REPO)
-    directories = {step: fetcher.cache / "models--org--toy" / "snapshots" / commits[f"step{step}"] for step in STEPS}
+    directories = {step: fetcher.snapshot(commits[f"step{step}"]) for step in STEPS}
     for running in [process(fetcher, *(f"step{step}" for step in STEPS)) for _ in range(4)]:
         out, _ = running.communicate(timeout=300)
         assert out.splitlines() == [f"step{step} {directory}" for step, directory in directories.items()]
@@ -451,7 +465,7 @@ def test_several_processes_fetch_the_same_revisions_into_one_cache(fetcher):
 def test_partly_written_reference_is_not_listed_as_a_branch(fetcher, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(fetcher.cache))
     fetcher.fetch(1)
-    references = fetcher.cache / "models--org--toy" / "refs"
+    references = fetcher.cached / "refs"
     (references / ".step1.1-1-0123456789abcdef.tmp").write_text((references / "step1").read_text())
     fetcher.server.fail(".*refs", status=503, times=1000)
     assert list(list_branches(REPO, fetcher.messages.append)[0]) == ["step1"]
@@ -471,7 +485,7 @@ def test_full_disk_is_reported(fetcher):
 
 def test_read_only_cache_is_reported(fetcher, monkeypatch):
     directory = fetcher.fetch(1)
-    (fetcher.cache / "models--org--toy" / "refs" / "step1").unlink()
+    (fetcher.cached / "refs" / "step1").unlink()
 
     def refuse(*_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
@@ -520,8 +534,7 @@ def used(cache: Path) -> int:
 
 def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
     theirs = fetcher.fetch(0)  # fetched without a budget, as by another program
-    commits, _ = list_branches(REPO)
-    found, _ = list_revisions(REPO, commits, fetcher.cache)
+    commits, found = fetcher.listings()
     before = used(fetcher.cache)
     disk = DiskBudget(fetcher.cache, budget=2 * SIZE + 1000)
     for step in (1, 2, 4):
@@ -530,19 +543,18 @@ def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
         fetcher.assert_whole(step, fetcher.fetch(step, commits))
         assert used(fetcher.cache) - before <= 2 * SIZE + 3000
         use.release()
-    directories = {step: fetcher.cache / "models--org--toy" / "snapshots" / commits[f"step{step}"] for step in STEPS}
+    directories = {step: fetcher.snapshot(commits[f"step{step}"]) for step in STEPS}
     assert [step for step in STEPS if directories[step].exists()] == [
         0,
         2,
         4,
     ]  # the oldest one fetched under the budget was removed
     fetcher.assert_whole(0, theirs)
-    assert not (fetcher.cache / "models--org--toy" / "refs" / "step1").exists()
+    assert not (fetcher.cached / "refs" / "step1").exists()
 
 
 def test_revision_in_use_is_not_evicted(fetcher):
-    commits, _ = list_branches(REPO)
-    found, _ = list_revisions(REPO, commits, fetcher.cache)
+    commits, found = fetcher.listings()
     mine, others = DiskBudget(fetcher.cache, budget=SIZE + 1000), DiskBudget(fetcher.cache, budget=SIZE + 1000)
     use = mine.try_reserve(REPO, found["step1"])
     directory = fetcher.fetch(1, commits)
@@ -553,12 +565,11 @@ def test_revision_in_use_is_not_evicted(fetcher):
 
 
 def test_partial_download_of_a_killed_process_is_evicted(fetcher):
-    commits, _ = list_branches(REPO)
-    found, _ = list_revisions(REPO, commits, fetcher.cache)
+    commits, found = fetcher.listings()
     disk = DiskBudget(fetcher.cache, budget=SIZE + 1000)
     disk.try_reserve(REPO, found["step1"]).release()
     (weights,) = found["step1"].weights
-    left = partial_file(fetcher.cache / "models--org--toy" / "blobs" / weights.sha256)
+    left = partial_file(fetcher.cached / "blobs" / weights.sha256)
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
     assert disk.try_reserve(REPO, found["step2"]) is not None
@@ -568,8 +579,7 @@ def test_partial_download_of_a_killed_process_is_evicted(fetcher):
 def test_eviction_keeps_what_others_added_or_need(fetcher):
     """Another program's file in the snapshot, and the blob that a revision which is being fetched shares with it."""
     publish(fetcher.root, 8, (fetcher.published(1) / "model.safetensors").read_bytes())
-    commits, _ = list_branches(REPO)
-    listings, _ = list_revisions(REPO, commits, fetcher.cache)
+    commits, listings = fetcher.listings()
     DiskBudget(fetcher.cache).try_reserve(REPO, listings["step1"]).release()
     directory = fetcher.fetch(1, commits)
     use = DiskBudget(fetcher.cache).try_reserve(REPO, listings["step8"])  # it is not fetched yet
@@ -583,7 +593,7 @@ def test_eviction_keeps_what_others_added_or_need(fetcher):
 
 
 def test_revision_larger_than_the_budget_is_refused(fetcher):
-    found, _ = list_revisions(REPO, list_branches(REPO)[0], fetcher.cache)
+    _, found = fetcher.listings()
     with pytest.raises(CheckpointError, match="more than the whole --disk_budget of 0.0001 GB"):
         DiskBudget(fetcher.cache, budget=100_000).try_reserve(REPO, found["step1"])
     assert missing_files(fetcher.cache, found["step1"])

@@ -186,11 +186,6 @@ def test_errors_of_an_open_file_name_it(tmp_path, monkeypatch, use):
         use(file)
 
 
-def test_missing_directory_is_reported(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_atomic(tmp_path / "absent" / "file", b"")
-
-
 def test_without_locks_only_old_temporary_files_are_removed(tmp_path, monkeypatch):
     def unsupported(*_):
         raise OSError(files.errno.ENOLCK, "No locks available")

@@ -43,13 +43,6 @@ def test_revision_with_a_shard_of_another_is_suspect():
     assert found == {2: "its shards (1 of 3) are identical to those of step 8"}
 
 
-def test_both_of_two_identical_revisions_are_suspect():
-    found = suspects(
-        {1: listing(1), 2: listing(2), 4: listing(4, **{f"shard{i}": f"2/{i}" for i in (1, 2, 3)}), 8: listing(8)}
-    )
-    assert found.keys() == {2, 4}
-
-
 def test_identical_steps_0_and_1_are_not_suspect():
     first = {f"shard{i}": f"0/{i}" for i in (1, 2, 3)}
     assert suspects({0: listing(0), 1: listing(1, **first), 8: listing(8)}) == {}

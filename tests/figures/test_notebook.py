@@ -160,11 +160,8 @@ def test_stores_and_their_directories(measured, tmp_path):
 
 
 def test_several_steps_are_curves(course):
-    coupling, lss, _ = tracker.plot(course).axes
-    points = curves(course)
-    (line,) = [line for line in coupling.lines if line.get_label() == equation("miscoupling")]
-    np.testing.assert_allclose(line.get_ydata(), points.miscoupling.sel(k=2, pairs="mean_offdiag"))
-    np.testing.assert_allclose(lss.lines[0].get_ydata(), points.lss.sel(statistic="median"))
+    _, lss, _ = tracker.plot(course).axes
+    np.testing.assert_allclose(lss.lines[0].get_ydata(), curves(course).lss.sel(statistic="median"))
 
 
 def test_a_figure_of_the_paper_of_several_results(course):
@@ -193,7 +190,6 @@ def test_one_step_of_a_store(measured):
         ("heatmp", "unknown figure 'heatmp'; did you mean 'heatmap'\\? Choose from curves"),
         ("Fig. 1b", "unknown figure 'Fig. 1b'; did you mean '1b'\\?"),
         (2, "figure 2 is not drawn here: a diagram"),
-        ("6", "vit.analysis"),
         ("heatmap", "k=3 was not measured in all results; they share 2, 4"),
     ],
 )
@@ -227,11 +223,3 @@ def test_what_is_no_result(measured, tmp_path):
         tracker.plot(measured.sel(k=2))
     with pytest.raises(FileNotFoundError, match="no results in"):
         tracker.plot(tmp_path)
-
-
-def test_measures_that_a_figure_needs_are_named():
-    states = tracker.measure(neox(), tokens(), measures="trajectory")
-    with pytest.raises(
-        ValueError, match=r"lacks miscoupling; measure again with measures=\['coupling', 'trajectory'\]"
-    ):
-        tracker.plot(states)

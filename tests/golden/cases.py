@@ -32,11 +32,14 @@ WALK = (
     *("tracker.pythia", "--model", "nano", "--steps", "0,16,256", "--measures", EVERYTHING, "--k", "4,8"),
     *("--device", "cpu", "--memory_budget", "1GB", "--wandb", "off", "--prompts", "prompts.txt", "--out", "store"),
 )
+SMALL_VIT = (
+    *("--data", "digits", "--patch_size", "8", "--width", "32", "--depth", "2", "--heads", "2", "--batch_size", "32"),
+    *("--epochs", "2", "--warmup_epochs", "1", "--train_size", "96", "--probe_size", "2", "--k", "2,4"),
+    *("--threads", "1", "--accelerator", "cpu"),
+)
 GRID = (
-    *("vit.grid", "--data", "digits", "--jobs", "1", "--weight_decays", "0.01", "--drop_paths", "0.1"),
-    *("--patch_size", "8", "--width", "32", "--depth", "2", "--heads", "2", "--batch_size", "32", "--epochs", "2"),
-    *("--warmup_epochs", "1", "--train_size", "96", "--probe_size", "2", "--repeats", "1", "--k", "2,4"),
-    *("--threads", "1", "--accelerator", "cpu", "--wandb", "off", "--out", "grid"),
+    *("vit.grid", *SMALL_VIT, "--wandb", "off", "--jobs", "1", "--weight_decays", "0.01", "--drop_paths", "0.1"),
+    *("--repeats", "1", "--out", "grid"),
 )
 DURATION = re.compile(r"\b\d+(\.\d+)? (s|min|h)\b")
 

@@ -1,6 +1,6 @@
 """Jacobians as the tracker finds them, block by block, for comparisons with brute force."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
 from tracker.capture.inputs import batches
 from tracker.capture.recorder import record
+from tracker.capture.recording import BlockCall
 from tracker.capture.replica import Replica
 from tracker.jacobians.rows import CheckResults, Jacobians
 from tracker.jacobians.slicing import Rows
@@ -17,9 +18,29 @@ from tracker.jacobians.slicing import Rows
 CPU = torch.device("cpu")
 
 
+def recorded(
+    model: nn.Module,
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype = torch.float64,
+    final_norm: bool = False,
+) -> tuple[Replica, list[list[BlockCall]]]:
+    """Return a replica of a model, and the calls of its blocks in the forward pass of each input.
+
+    Args:
+        final_norm: whether the last block includes the final norm.
+    """
+    replica, passes = Replica(model, find_blocks(model), dtype, CPU), []
+    for x in inputs:
+        (batch,) = batches(model, x.to(dtype) if x.is_floating_point() else x, None, None)
+        recording = record(replica, batch.arguments, batch.keywords)
+        recording = recording.with_final_norm() if final_norm else recording
+        passes.append([*recording.calls[:-1], recording.normed_last or recording.calls[-1]])
+    return replica, passes
+
+
 def jacobians_at(
     model: nn.Module,
-    inputs: Tensor | Mapping[str, Any],
+    inputs: Tensor,
     rows: Sequence[tuple[int, ...]],
     dtype: torch.dtype = torch.float64,
     final_norm: bool = False,
@@ -31,11 +52,17 @@ def jacobians_at(
         final_norm: whether the last block includes the final norm.
     """
     sample, *source, token = (torch.tensor(index) for index in zip(*rows, strict=True))
-    (batch,) = batches(model, inputs, None, None)
     with preserve_global_state(CPU):
-        replica = Replica(model, find_blocks(model), dtype, CPU)
-        recording = record(replica, batch.arguments, batch.keywords)
-        recording = recording.with_final_norm() if final_norm else recording
+        replica, (calls,) = recorded(model, [inputs], dtype, final_norm)
         jacobians = Jacobians(replica)
-        calls = [*recording.calls[:-1], recording.normed_last or recording.calls[-1]]
         return [jacobians([(call, Rows(sample, token, *source))])[0] for call in calls]
+
+
+def detached(row_attention: Callable[..., Tensor], planted: str) -> Callable[..., Tensor]:
+    """Return attention at single rows that gives the right output and no derivative by its keys, or values."""
+
+    def attention(attend: Any, query: Tensor, key: Tensor, value: Tensor, frozen: Any) -> Tensor:
+        key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
+        return row_attention(attend, query, key, value, frozen)
+
+    return attention

@@ -5,31 +5,19 @@ import math
 import pytest
 import torch
 
+from tests.jacobians.measured import CPU, recorded
 from tests.jacobians.test_rows import Inner, Stack, random
 from tests.models import FAMILIES, build
-from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.jacobians import checks
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows
 from tracker.linalg.precision import TOLERANCE
 
-CPU = torch.device("cpu")
-
 
 def derivative_error(call, rows, row_attention):
     error, _ = checks.derivative_error(call, rows, row_attention)
     return error
-
-
-def recorded(model, inputs):
-    model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
-    replica = Replica(model, find_blocks(model), torch.float64, CPU)
-    (batch,) = batches(model, inputs, None, None)
-    return replica, record(replica, batch.arguments, batch.keywords).calls
 
 
 @pytest.fixture
@@ -48,7 +36,8 @@ def windows(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.full])
 def test_every_family_passes_in_a_window(name, windows):
-    replica, calls = recorded(*build(name))
+    model, inputs = build(name)
+    replica, (calls,) = recorded(model, [inputs])
     n = calls[0].x.shape[1]
     rows = Rows(torch.tensor([0, 1]), torch.tensor([n - 1, n - 1]))
     for call in calls:
@@ -58,25 +47,9 @@ def test_every_family_passes_in_a_window(name, windows):
         assert set(windows) == {2}
 
 
-@pytest.mark.parametrize("row_attention", [by_formula, by_own_code])
-@pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_fails_it(windows, planted, row_attention):
-    replica, calls = recorded(*build("gpt_neox"))
-
-    def detached(attend, query, key, value, frozen):
-        key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
-        return row_attention(attend, query, key, value, frozen)
-
-    rows = Rows(torch.tensor([0, 1]), torch.tensor([6, 6]))
-    with replica.materialize(calls[1].block):
-        assert derivative_error(calls[1], rows, row_attention) <= 1e-9
-        assert set(windows) == {2}
-        assert derivative_error(calls[1], rows, detached) > 1e-4
-
-
 def test_attentions_in_series_fail_it(windows):
     torch.manual_seed(0)
-    replica, calls = recorded(Stack([Inner(False), Inner(True)]), random(1, 6, 8))
+    replica, (calls,) = recorded(Stack([Inner(False), Inner(True)]).double(), [random(1, 6, 8)])
     for call, holds in zip(calls, (True, False), strict=True):
         with replica.materialize(call.block):
             error = derivative_error(call, Rows(torch.tensor([0]), torch.tensor([5])), by_formula)
@@ -86,7 +59,8 @@ def test_attentions_in_series_fail_it(windows):
 
 def test_a_window_of_a_block_is_the_block_on_those_tokens():
     with preserve_global_state(CPU):
-        replica, calls = recorded(*build("llama, grouped keys"))
+        model, inputs = build("llama, grouped keys")
+        replica, (calls,) = recorded(model, [inputs])
         rows = Rows(torch.tensor([0, 1]), torch.tensor([6, 0]))
         call, at = cut_windows(calls[0], rows, 3)
         assert at.token.tolist() == [2, 0] and at.sample.tolist() == [0, 1]
@@ -99,7 +73,8 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
 
 @pytest.mark.parametrize("undefined", [0, 1])
 def test_an_undefined_error_at_either_place_is_kept(monkeypatch, undefined):
-    replica, calls = recorded(*build("gpt_neox"))
+    model, inputs = build("gpt_neox")
+    replica, (calls,) = recorded(model, [inputs])
     errors = iter(float("nan") if place == undefined else 0.0 for place in range(2))
     at = lambda *given: checks._DerivativeCheck(torch.tensor(next(errors)), False, None)  # noqa: E731
     monkeypatch.setattr(checks, "_derivative_error_at", at)

@@ -14,6 +14,7 @@ from tracker.jacobians.independent import compare_rows
 from tracker.jacobians.slicing import Rows
 
 D = 16
+STATES = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1))
 
 
 class Attention(nn.Module):
@@ -156,13 +157,17 @@ def model(through):
 
 
 def measured(net, dtype="float64", **options):
-    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1))
-    return tracker.measure(net, x, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options)
+    return tracker.measure(net, STATES, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options)
+
+
+def assert_known(ds, how):
+    """Assert how derivatives were checked; None: all by forward mode."""
+    assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
 
 
 def by_differences(net, l, t):
     """Return J_tt of block l in float64, for the first sample, by central differences."""
-    x = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1)).double()
+    x = STATES.double()
     net = net.double()
     with torch.no_grad():
         for block in net[:l]:
@@ -192,7 +197,7 @@ def test_what_is_no_fault_is_measured(name, dtype):
     through, how = RIGHT[name]
     ds = measured(model(through), dtype)
     assert ds.attrs["derivative"] == "checked"
-    assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
+    assert_known(ds, how)
     assert ds.diagnostics_independent_error.max() < (1e-4 if dtype == "float32" else 1e-6)
 
 
@@ -240,7 +245,7 @@ def test_code_that_does_not_run_in_float64_is_compared_in_float32(name):
             measured(model(single(through)), "float32")
         return
     ds = measured(model(single(through)), "float32")
-    assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
+    assert_known(ds, how)
 
 
 @pytest.mark.parametrize(

@@ -5,30 +5,12 @@ import warnings
 import pytest
 import torch
 
+from tests.jacobians.measured import CPU, recorded
 from tests.models import build, tokens
-from tracker.blocks.find import find_blocks
 from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import dense_jacobian
-
-CPU = torch.device("cpu")
-
-
-def recorded(name, dtype=torch.float64, inputs=None):
-    """A replica, and the calls of one pass or several."""
-    model, given = build(name)
-    inputs = [given] if inputs is None else inputs
-    replica = Replica(model, find_blocks(model), dtype, CPU)
-    passes = []
-    for x in inputs:
-        (batch,) = batches(model, x.to(dtype) if x.is_floating_point() else x, None, None)
-        recording = record(replica, batch.arguments, batch.keywords).with_final_norm()
-        passes.append([*recording.calls[:-1], recording.normed_last or recording.calls[-1]])
-    return replica, passes
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +21,7 @@ def quiet():
 
 
 LENGTHS = (7, 3, 9)
+PROMPTS = [tokens(1, n) for n in LENGTHS]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +30,7 @@ LENGTHS = (7, 3, 9)
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_prompts_of_different_length_together_and_alone(name, dtype):
-    replica, passes = recorded(name, dtype, [tokens(1, n) for n in LENGTHS])
+    replica, passes = recorded(build(name)[0], PROMPTS, dtype, final_norm=True)
     rows = [Rows(torch.zeros(2, dtype=torch.long), torch.tensor([1, n - 1])) for n in LENGTHS]
     for calls in zip(*passes, strict=True):
         together = Jacobians(replica)(list(zip(calls, rows, strict=True)))
@@ -59,7 +42,7 @@ def test_prompts_of_different_length_together_and_alone(name, dtype):
 
 
 def test_only_the_prompt_that_fails_its_check_falls_back():
-    replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
+    replica, passes = recorded(build("gpt_neox")[0], PROMPTS, final_norm=True)
     calls = [calls[1] for calls in passes]
     calls[1].attention[0].value = 1.5 * calls[1].attention[0].value  # as if frozen at another moment
     rows = [Rows(torch.tensor([0]), torch.tensor([n - 1])) for n in LENGTHS]
@@ -70,25 +53,10 @@ def test_only_the_prompt_that_fails_its_check_falls_back():
     assert list(jacobians.fallbacks) == [2]
 
 
-def test_the_rows_of_all_prompts_pass_through_a_block_at_once():
-    replica, passes = recorded("gpt_neox", inputs=[tokens(1, n) for n in LENGTHS])
-    seen = []
-    passes[0][0].block.register_forward_hook(lambda block, given, output: seen.append(tuple(given[0].shape)))
-    jacobians = Jacobians(replica)
-    selections = [(c[0], Rows(torch.tensor([0]), torch.tensor([c[0].x.shape[1] - 1]))) for c in passes]
-    jacobians(selections)
-    seen.clear()
-    jacobians(selections)  # so that the derivative is checked
-    assert seen == [(3, 1, calls_width(passes))]
-
-
-def calls_width(passes):
-    return passes[0][0].x.shape[-1]
-
-
 @pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gptj", "timm vit"])
 def test_products_in_bfloat16_err_by_their_rounding_alone(name):
-    replica, (calls,) = recorded(name, torch.float32)
+    model, inputs = build(name)
+    replica, (calls,) = recorded(model, [inputs], torch.float32, final_norm=True)
     rows = Rows(torch.tensor([0, 1]), torch.tensor([calls[0].x.shape[1] - 1] * 2))
     for call in calls:
         ((J, checks),) = Jacobians(replica)([(call, rows)])
@@ -99,7 +67,8 @@ def test_products_in_bfloat16_err_by_their_rounding_alone(name):
 
 
 def test_tf32_is_allowed_for_the_products_alone(monkeypatch):
-    replica, (calls,) = recorded("gpt_neox", torch.float32)
+    model, inputs = build("gpt_neox")
+    replica, (calls,) = recorded(model, [inputs], torch.float32, final_norm=True)
     in_passes, in_products = [], []
     calls[0].block.mlp.register_forward_hook(lambda *_: in_passes.append(torch.get_float32_matmul_precision()))
 

@@ -7,7 +7,7 @@ import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
 from tests import brute_force
-from tests.jacobians.measured import jacobians_at
+from tests.jacobians.measured import detached, jacobians_at
 from tests.models import Size, build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.precision import FLOOR
@@ -38,7 +38,7 @@ def with_sink(name, dimensions=slice(None), scale=1e4, length=7):
 
 def by_brute_force(model, inputs, ds, rows):
     """Return, by layer, the Jacobians at rows of (sample, position) by autograd through the full sequence in float64."""
-    norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
+    norm = brute_force.final_norm(model, ds)
     blocks = [model.get_submodule(name) for name in find_blocks(model).names]
     expected = brute_force.run(model.double().eval(), inputs, blocks, norm, batch_first=True)
     return [torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows]) for l in range(len(blocks))]
@@ -88,15 +88,7 @@ def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
 
         monkeypatch.setattr(tracker.jacobians.restriction, "slice_argument", shifted)
     else:
-
-        def detached(row_attention):
-            def attention(attend, query, key, value, frozen):
-                key, value = (key.detach(), value) if planted == "key" else (key, value.detach())
-                return row_attention(attend, query, key, value, frozen)
-
-            return attention
-
-        paths = {path: detached(honest) for path, honest in tracker.jacobians.rows.PATHS.items()}
+        paths = {path: detached(honest, planted) for path, honest in tracker.jacobians.rows.PATHS.items()}
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(model, inputs, k=4, tokens=[0])

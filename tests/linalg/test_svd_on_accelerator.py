@@ -64,17 +64,6 @@ def test_one_batch_of_all_spectra_equals_the_cpu_one_by_one(pretend, dtype):
             assert_same_span(t.V[b].cpu(), one.V[0], 100 * svd.TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["flat", "falling", "rank 40", "zero"])
-def test_golub_kahan_alone(pretend, name, dtype):
-    J = planted(ALL_SPECTRA[name]).to(dtype)
-    there = J.to(pretend.device)
-    t, expected = (svd._by_golub_kahan(M, 10) for M in (there, J))
-    scale = float(expected.S[0, 0]) or 1.0
-    torch.testing.assert_close(t.S.cpu() / scale, expected.S / scale, atol=rounding(dtype), rtol=0)
-    assert torch.equal(t.complete.cpu(), expected.complete) and bool(t.complete)
-
-
 @pytest.mark.parametrize("K", [10, 50])
 @pytest.mark.parametrize("falling", [False, True])
 def test_waits_for_the_device_once_per_full_basis(pretend, cycles, falling, K):
@@ -104,21 +93,6 @@ def test_a_batch_takes_the_launches_of_one_matrix(pretend):
         assert bool(t.complete) and not bool(t.full)
 
 
-def test_squares_take_those_alone_that_they_suit(pretend, monkeypatch):
-    """In a batch of many layers; a matrix that they do not suit would keep all others iterating."""
-    sizes = []
-    for name in ("_by_squares", "_by_golub_kahan", "_full"):
-        method = getattr(svd, name)
-        monkeypatch.setattr(
-            svd, name, lambda J, K, name=name, method=method: sizes.append((name, len(J))) or method(J, K)
-        )
-    J = torch.cat([planted(FLAT), planted(ALL_SPECTRA["falling"]), planted(FLAT, 4)])
-    t = top_singular_triplets(J.to(pretend.device), 10, "krylov", 1 << 26)
-    assert sizes == [("_by_squares", 2), ("_by_golub_kahan", 1)] and bool(t.complete.all())
-    expected = torch.linalg.svdvals(J)[:, :10]
-    torch.testing.assert_close(t.S.cpu(), expected, atol=rounding(torch.float64), rtol=0)
-
-
 def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypatch):
     repeated = []
     test_from_now = Orthonormaliser.test_from_now
@@ -134,15 +108,6 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     t = top_singular_triplets(J, 10, "krylov")
     assert repeated and bool(t.complete)
     torch.testing.assert_close(t.S.cpu(), torch.linalg.svdvals(J.cpu())[:, :10], atol=rounding(torch.float32), rtol=0)
-
-
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_not_finite_is_refused(pretend, value):
-    J = torch.randn(1, 96, 96)
-    J[0, 1, 2] = value
-    J = J.to(pretend.device)
-    with pytest.raises(ValueError, match="not finite"):
-        top_singular_triplets(J, 2)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from tests.models import neox, tokens
 from tests.stores import stored
 from tests.walk.test_walk import commit, snapshots
 from tracker import pythia, replay
-from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
@@ -28,27 +27,9 @@ def jsonl(monkeypatch):
     monkeypatch.setitem(LOGGERS, "jsonl", "tests.jsonl_logger")
 
 
-def lines(store: Store) -> tuple[dict, list[dict]]:
-    head, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
-    return head, steps
-
-
 def unit(step: int, **options):
     torch.manual_seed(step)
     return tracker.measure(neox(), tokens(2), k=[2, 4], **options).assign_coords(step=step)
-
-
-@pytest.mark.slow
-def test_a_replay_reaches_a_logger_that_was_added(jsonl, tmp_path, capsys):
-    store = stored(tmp_path / "run", {step: unit(step) for step in (0, 4)})
-    assert replay.main([str(store.path), "--loggers", "jsonl", "--log", "all"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"curves will be in {store.path}\n") and f"curves: {store.path}" in out
-    head, steps = lines(store)
-    assert head["name"] == "run" and [line["step"] for line in steps] == [0, 4]
-    for line in steps:
-        assert scalars(store.read(line["step"])).items() <= line.items()
-        assert len(line["coupling/heatmap/k2"]) == len(line["coupling/heatmap/k4"]) == 3
 
 
 @pytest.mark.slow
@@ -59,7 +40,7 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
     arguments = walker.arguments("--loggers", "wandb, jsonl", model=str(tmp_path / "steps"))
     assert pythia.main(arguments) == 0
     store = Store(tmp_path / "out")
-    _, steps = lines(store)
+    _, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
     assert [line["step"] for line in steps] == store.steps() == [4, 8]
     for line in steps:
         row = select_metrics(Row.from_unit(store.read(line["step"])), "workspace")

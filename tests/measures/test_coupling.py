@@ -31,21 +31,6 @@ def test_texts_have_the_equations_of_the_definitions():
     assert f"</strong> {DEFINITIONS[0].equation}, the distance" in page
 
 
-def test_shared_bases_couple_perfectly_and_rows_are_the_blocks_of_the_jacobians():
-    """Same singular vectors, other singular values: all measures are 0 for every pair."""
-    U, V = rotation(0, 12), rotation(1, 12)
-    s = torch.linspace(3, 1, 12, dtype=torch.float64)
-    J = torch.stack([U * s @ V.T, U * (2 * s + 1) @ V.T])
-    for K in (1, 5, 12):
-        for name, m in measured(J, K).items():
-            assert m.abs().max() < 1e-12, (name, K)
-    # Block 2 has other right singular vectors: A[0, 1] = U2^T J1 V2 is not diagonal.
-    J = torch.stack([U * s @ V.T, U * s @ rotation(2, 12).T])
-    A = coupling_matrices(J, *(getattr(top_singular_triplets(J, 5), part) for part in ("U", "V")))
-    triplets = top_singular_triplets(J, 5)
-    torch.testing.assert_close(A[0, 1], triplets.U[1].T @ J[0] @ triplets.V[1])
-
-
 def test_a_jacobian_of_rank_below_k_has_no_basis():
     J = jacobians(0)
     J[1] = J[1][:, :3] @ J[1][:3]  # rank 3

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 import tracker
 from tests.models import Letters, build, images, timm_vit
@@ -21,36 +20,6 @@ def test_a_dropped_last_block_leaves_the_final_norm_in_the_logits():
     model.gpt_neox.layers = model.gpt_neox.layers[:-1]
     expected = tracker.measure(model, inputs, final_norm="exclude", **options)
     np.testing.assert_allclose(dropped.direction_out_score, expected.direction_out_score, rtol=1e-8)
-
-
-class Known(directions.LastStates):
-    """A head that maps a state of d = 8 to 8 logits of its own entries."""
-
-    def __init__(self):
-        pass
-
-    def logits(self, directions):
-        return directions
-
-
-def test_scores_of_known_directions():
-    """A unit vector stands for one word; its score is that of one entry among zeros."""
-    found = directions._scores(Known().logits, torch.eye(8).double()[None, :3], 100)
-    expected = (1 - 1 / 8) / np.sqrt(1 / 8 - 1 / 64)
-    torch.testing.assert_close(found["score"][0, :, 0], torch.full((3,), expected).double())
-    assert found["ids"][0, :, 0, 0].tolist() == [0, 1, 2]
-    whole = directions._scores(Known().logits, torch.eye(8).double()[None], 10**9)
-    torch.testing.assert_close(whole["score"][:, :3], found["score"])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_joint_sign_of_a_pair_and_scales_do_not_matter(seed):
-    generator = torch.Generator().manual_seed(seed)
-    X = torch.randn(2, 1, 4, 8, generator=generator, dtype=torch.float64)
-    for of in X:
-        plus, minus = (directions._scores(Known().logits, 3 * s * of, 100) for s in (1, -1))
-        torch.testing.assert_close(plus["score"], minus["score"].flip(-1))
-        torch.testing.assert_close(plus["score"], directions._scores(Known().logits, of, 100)["score"])
 
 
 def test_words_are_the_tokenizer_s():

@@ -62,7 +62,7 @@ def measured(name, **options):
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
     ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
     found = find_blocks(model)
-    norm = model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
+    norm = brute_force.final_norm(model, ds)
     blocks = [model.get_submodule(one) for one in found.names]
     oracle = brute_force.run(model, inputs, blocks, None, found.batch_first, functorch=name != "bloom")
     unembedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

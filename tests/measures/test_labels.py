@@ -46,15 +46,6 @@ def test_variables_are_in_the_order_in_which_they_were_asked_for(ds):
     assert list(turned.data_vars)[:2] == ["entropy", "lss"] and list(turned.data_vars)[6] == "miscoupling"
 
 
-def test_every_variable_is_described_also_after_reading(ds, tmp_path):
-    described(ds)
-    ds.to_netcdf(tmp_path / "ds.nc")
-    with xr.open_dataset(tmp_path / "ds.nc") as read:
-        described(read)
-        assert read.lss.attrs == ds.lss.attrs
-        np.testing.assert_array_equal(read.token_text.values, ds.token_text.values)
-
-
 def test_what_a_walk_adds_is_described(tmp_path):
     path = generated(tmp_path / "toy", (1, 2))
     described(Store(path).read(1))

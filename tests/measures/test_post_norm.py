@@ -111,23 +111,27 @@ class ByOperations(Normed):
         return x / x.norm(dim=-1, keepdim=True)
 
 
+def blocks(make):
+    return nn.Sequential(*(make() for _ in range(3)))
+
+
 @pytest.mark.parametrize("make", [Plain, AddsInPlace], ids=lambda cls: cls.__name__)
 def test_a_block_that_ends_in_its_residual_sum_is_not_post_norm(make):
-    assert not post_norm(nn.Sequential(*(make() for _ in range(3))), torch.randn(2, 6, WIDTH))
+    assert not post_norm(blocks(make), torch.randn(2, 6, WIDTH))
 
 
 @pytest.mark.parametrize("make", [ByFunction, ByRmsFunction, ByModuleOfAnotherName, ByOperations])
 def test_a_block_that_ends_in_a_norm_is_post_norm_whatever_computes_it(make):
-    assert post_norm(nn.Sequential(*(make() for _ in range(3))), torch.randn(2, 6, WIDTH))
+    assert post_norm(blocks(make), torch.randn(2, 6, WIDTH))
 
 
 def test_tokens_that_are_all_alike_do_not_look_normed():
-    assert not post_norm(nn.Sequential(*(Flat(causal=False) for _ in range(3))), torch.ones(2, 6, WIDTH))
+    assert not post_norm(blocks(lambda: Flat(causal=False)), torch.ones(2, 6, WIDTH))
 
 
 @pytest.mark.parametrize("make", [ByFunction, Plain])
 def test_spans_between_boundaries_are_told_apart_too(make):
-    model = nn.Sequential(*(make() for _ in range(3)))
+    model = blocks(make)
     spans = [(f"input of {l}", f"output of {l}") for l in range(3)]
     assert post_norm(model, torch.randn(2, 6, WIDTH), blocks=spans) == (make is ByFunction)
 
@@ -176,8 +180,8 @@ def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         words = torch.randint(8, (size, 16), generator=generator)
-        answer = torch.nn.functional.one_hot(words, 8).sum(1).argmax(-1)
-        return torch.nn.functional.pad(torch.nn.functional.pad(words, (1, 0), value=8), (0, 1), value=9), answer
+        answer = F.one_hot(words, 8).sum(1).argmax(-1)
+        return F.pad(F.pad(words, (1, 0), value=8), (0, 1), value=9), answer
 
     probe, _ = batch(16)
 
@@ -193,7 +197,7 @@ def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from
     for _ in range(100):
         ids, answer = batch(64)
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(ids).logits, answer).backward()
+        F.cross_entropy(model(ids).logits, answer).backward()
         optimizer.step()
     trained = {name: miscoupling(tokens) for name, tokens in measured.items()}
     spreads = [

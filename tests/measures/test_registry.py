@@ -1,6 +1,5 @@
 """The registry of measures: complete, and everything that is derived from it."""
 
-import json
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from tests.models import neox, tokens
 from tests.stores import stored
 from tracker.analysis.curves import CURVES, scalars
 from tracker.analysis.reduction import reduced
-from tracker.dashboards import build, dumped
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, UNDEFINED_COUNT, VARIANTS, headline_names
 from tracker.measures.settings import CHOICE_NAMES, CHOICES, EVERYTHING
 from tracker.report.contents import contents
@@ -73,29 +71,6 @@ def test_the_headline_numbers_are_metrics(ds):
     ds = ds.copy(deep=True)
     ds["diagnostics_undefined"][2:4] = 5
     assert scalars(ds)[UNDEFINED_COUNT] == 10
-
-
-@pytest.mark.slow
-def test_a_scalar_by_depth_is_everywhere_from_its_entry_alone(ds, tmp_path):
-    """`update_ratio`, of states before the final norm: in the Dataset, the counts, the logs, the dashboard, the page."""
-    states = ds.norm.isel(depth=slice(0, -1)).values
-    assert ds.update_ratio.dims == ("prompt", "layer", "position")
-    assert (ds.update_ratio.attrs["long_name"], ds.update_ratio.attrs["units"]) == ("update ratio", "1")
-    assert ds.update_ratio.attrs["formula"] == "‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖"
-    assert (ds.update_ratio.values * states > 0).all() and int(
-        ds.diagnostics_undefined.sel(quantity="update_ratio")
-    ) == 0
-    expected = np.median(ds.update_ratio.values.astype(float))
-    assert scalars(ds)["trajectory/update_ratio/median"] == pytest.approx(expected, rel=1e-6)
-    assert "trajectory/update_ratio/median" in headline_names(k=2)
-    panels = json.loads(dumped(build("e", "p", "n", [4])))["spec"]["section"]["panelBankConfig"]["sections"][2][
-        "panels"
-    ]
-    assert any("trajectory/update_ratio/q25" in panel["config"]["metrics"] for panel in panels)
-    (chart,) = [chart for chart in texts()["charts"] if chart["id"] == "update_ratio"]
-    assert (chart["chart"], chart["title"], chart["axis"]) == ("depth", "Update ratio", "logarithmic")
-    store = stored(tmp_path / "toy", {1: ds})
-    assert "update_ratio" in contents(reduced(open_results(store.path)))["depth"]
 
 
 @pytest.mark.slow

@@ -70,23 +70,6 @@ def test_every_caller_accepts_every_option(names):
     assert recipe.settings == settings and recipe.precision is None
 
 
-@pytest.mark.parametrize("name", GIVEN)
-def test_python_takes_the_text_of_a_command_line(name):
-    value, text = GIVEN[name]
-    given, read = (getattr(settings_from({name: one}, "test"), name) for one in (value, text))
-    assert set(given) == set(read) if name == "measures" else given == read
-
-
-@pytest.mark.parametrize("names", FORMS)
-def test_options_reach_the_dataset(names):
-    options = {name: GIVEN[name][0] for name in names if name != "precision"}
-    ds = tracker.measure(neox(), tokens(), **options)
-    assert ds.k.values.tolist() == [2, 3] and ds.sizes["token"] == 2 and "lss" not in ds
-    assert ds.attrs["final_norm"] == "exclude" and ds.attrs["svd"] == "full" and ds.attrs["window"] == 3
-    assert ds.attrs["dtype"] == ("float64" if "dtype" in names else "float32") and ds.attrs["tokens"] == "0, -1"
-    assert ds.pair_position.values[0].tolist() == [0, 2] and ds.pair_layer_other.values[:2].tolist() == [3, 3]
-
-
 def test_a_configuration_file_is_flat_and_a_flag_overrides_it(tmp_path):
     file = tmp_path / "walk.yaml"
     file.write_text(
@@ -116,31 +99,21 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
     "options, message",
     [
         ({"k": "ten"}, "k='ten'"),
-        ({"k": [1.5]}, "k=.1.5."),
         ({"k": True}, "k=True; give whole numbers"),
         ({"tokens": np.array([0.5, 1.0])}, "tokens=array.*give last, cls, all or positions"),
-        ({"tokens": np.array([])}, "tokens=array.*give last, cls, all or positions"),
         ({"window": True}, "window=True; give one whole number"),
         ({"memory_budget": True}, "memory_budget=True; give a number with a unit"),
-        (
-            {"measures": "couplings"},
-            "measures 'couplings' .did you mean 'coupling'.*; choose from all, coupling, trajectory",
-        ),
-        ({"measures": 5}, "measures '5'; choose from all, coupling"),
         ({"measures": b"all"}, "choose from all, coupling"),
         ({"measures": [["coupling"]]}, "choose from all, coupling"),
         ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16; choose from float32, float64"),
         ({"dtype": "float64", "precision": "tf32"}, "leave dtype out"),
         ({"memory_budget": "3 gigabytes"}, "give a number with a unit"),
         ({"measures": ["vju"]}, "vju extends 'coupling': add it"),
-        ({"window": 4.5}, "window=4.5; give one whole number"),
         ({"window": 4}, "odd number of states"),
         ({"pair_layers": [(1, 2), (1, 3)]}, "each l once"),
-        ({"pair_layers": True}, "pair_layers=True.*each l once"),
         ({"pair_layers": [(1, 2.5)]}, "each l once"),
         ({"pair_tokens": 1}, "at least 2"),
         ({"k": 0}, "k=0; each K must be a whole number from 1 to the model's width$"),
-        ({"k": [3, 0]}, r"k=\[3, 0\]; each K must be a whole number from 1"),
         ({"memory_budget": 10}, r"memory_budget=10, which is in bytes, at least 1000; for 10 GB, .*=10 << 30 "),
         ({"memory_budget": -1}, "memory_budget=-1; give a number with a unit"),
         ({"measures": []}, "^measures is empty; choose from all, coupling"),

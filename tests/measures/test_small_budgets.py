@@ -11,7 +11,6 @@ import tracker
 from tests.models import Size, build
 from tracker.common.errors import UsageError
 from tracker.jacobians.kept import JacobianFile
-from tracker.jacobians.rows import Jacobians
 from tracker.measures import layers, plan
 
 WIDTH, DEPTH, SAMPLES = 32, 3, 2
@@ -26,23 +25,6 @@ def directory(tmp_path, monkeypatch):
     """Where temporary files are made."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture
-def formed(monkeypatch) -> list[tuple[int, bool, int, int]]:
-    """The Jacobians that were formed: block, whether with the final norm, sample and token."""
-    found = []
-    form = Jacobians.__call__
-
-    def noted(self, selections):
-        for call, rows in selections:
-            normed = call.final_norm is not None
-            at = zip(rows.sample.tolist(), rows.token.tolist(), strict=True)
-            found.extend((call.layer, normed, *row) for row in at)
-        return form(self, selections)
-
-    monkeypatch.setattr(Jacobians, "__call__", noted)
-    return found
 
 
 @pytest.fixture
@@ -78,10 +60,10 @@ def test_jacobians_that_do_not_fit_wait_in_a_file_and_are_formed_once(formed, in
     model, given = model_on("cpu")
     roomy = tracker.measure(model, given, **OPTIONS, **OF_ALL)
     assert not in_files
-    each = sorted(formed)
+    each = sorted(formed.each())
     formed.clear()
     tight = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * at_once * ONE)
-    assert sorted(formed) == each and len(set(each)) == CALLS * SAMPLES
+    assert sorted(formed.each()) == each and len(set(each)) == CALLS * SAMPLES
     assert sum(map(len, in_files)) == (0 if at_once == CALLS else CALLS * SAMPLES)
     assert_equal(tight, roomy)
 
@@ -92,10 +74,10 @@ def test_jacobians_between_tokens_that_do_not_fit_wait_in_a_file(formed, in_file
     options = OPTIONS | {"measures": "tokenwise", "pair_tokens": 3, "pair_layers": pairs}
     roomy = tracker.measure(model, given, **options)
     assert not in_files
-    number = len(formed)
+    number = len(formed.each())
     formed.clear()
     tight = tracker.measure(model, given, **options, memory_budget=4 * ONE)
-    assert len(formed) == number and in_files
+    assert len(formed.each()) == number and in_files
     assert_equal(tight, roomy)
 
 
@@ -131,7 +113,7 @@ def test_beside_an_accelerator_jacobians_wait_on_the_host(pretend, formed, in_fi
     monkeypatch.setattr(layers, "on_host", lambda J: kept.append(J.nbytes) or on_host(J))
     formed.clear()
     again = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * at_once * ONE)
-    assert len(formed) == len(set(formed)) == CALLS * SAMPLES and not in_files
+    assert len(formed.each()) == len(set(formed.each())) == CALLS * SAMPLES and not in_files
     assert sum(kept) == CALLS * SAMPLES * ONE
     assert_equal(again, held)
 
@@ -142,7 +124,7 @@ def test_beside_a_host_without_memory_they_wait_in_a_file(pretend, formed, in_fi
     monkeypatch.setattr(plan, "host_memory", lambda: CALLS * ONE - 1)
     formed.clear()
     again = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * ONE)
-    assert len(formed) == len(set(formed)) == CALLS * SAMPLES
+    assert len(formed.each()) == len(set(formed.each())) == CALLS * SAMPLES
     assert sum(map(len, in_files)) == CALLS * SAMPLES
     assert_equal(again, held)
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tracker.measures import trajectory
 
@@ -12,32 +10,14 @@ def states(seed: int = 0, L: int = 8, n: int = 5, d: int = 6):
     return torch.randn(L + 1, n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).cumsum(0)
 
 
-def test_straight_lines_and_exponential_growth():
-    direction = torch.randn(6, dtype=torch.float64)
-    pace = torch.tensor([0.0, 1.0, 1.5, 4.0, 9.0], dtype=torch.float64)
-    line = (3 + pace)[:, None, None] * direction
-    assert float(trajectory.lss(line)) == pytest.approx(1, abs=1e-12)
-    growing = 1.3 ** torch.arange(7, dtype=torch.float64)[:, None, None] * direction
-    assert float(trajectory.expodistance(growing)) == pytest.approx(0, abs=1e-20)
-    even = torch.arange(1, 7, dtype=torch.float64)[:, None, None] * direction
-    assert float(trajectory.equidistance(even)) == pytest.approx(0, abs=1e-12)
-
-
-@settings(max_examples=40)
-@given(seed=st.integers(0, 10_000))
-def test_the_line_shape_of_shifted_states(seed):
-    X = states(seed)
-    shift = torch.ones(6, dtype=torch.float64)
-    torch.testing.assert_close(trajectory.lss(X + shift), trajectory.lss(X))
-    assert (trajectory.lss(X) >= 1 - 1e-12).all()
-
-
 def test_what_is_undefined_is_nan():
     X = states()
     X[3, 0] = X[2, 0]  # token 0 stands still once
     assert trajectory.lss(X)[0].isnan() and trajectory.lss(X)[1:].isfinite().all()
     X[3, 1] = 0
     assert trajectory.update_ratio(X).isnan().nonzero().tolist() == [[3, 1]]
+    assert trajectory.update_cosine(X).isnan().nonzero().tolist() == [[2, 0], [3, 1]]
+    assert trajectory.block_influence(X).isnan().nonzero().tolist() == [[2, 1], [3, 1]]
     turning = torch.tensor([[1.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0]])[:, None]  # constant norm
     assert trajectory.expodistance(turning).isnan().all()
     back_and_forth = torch.tensor([[1.0, 0], [2.0, 0], [1.0, 0]])[:, None]

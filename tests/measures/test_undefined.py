@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, build, neox, silence, tokens
+from tests.models import Size, build, neox, padded, silence, tokens
 
 
 def warned(model, inputs, **options) -> tuple[list[str], object]:
@@ -50,10 +50,7 @@ def test_few_undefined_values_are_only_counted():
 
 
 def test_padding_is_not_undefined():
-    model, inputs = build("gpt_neox")
-    mask = torch.ones_like(inputs)
-    mask[1, 2:] = 0
-    assert warned(model, {"input_ids": inputs, "attention_mask": mask})[0] == []
+    assert warned(neox(), padded(7, 2))[0] == []
 
 
 def test_a_training_run_is_told():

@@ -8,8 +8,6 @@ import torch
 import tracker
 from tests.models import Letters, Size, neox
 from tests.pretend_device import Counts
-from tracker.jacobians import rows
-from tracker.measures import depthwise
 
 SIZE = Size(width=64, depth=4, tokens=56)
 
@@ -64,26 +62,6 @@ def test_a_prompt_waits_a_few_times(pretend):
     assert (many.syncs - few.syncs) / 4 <= 14
     assert (many.to_host - few.to_host) / 4 <= 1
     assert (many.launches - few.launches) / 4 <= 800
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("planted", ["a read of each row's result", "a read of each row of a check"])
-def test_a_wait_for_each_row_is_noticed(pretend, monkeypatch, planted):
-    def by_row(values):
-        return {name: np.stack([row.cpu().numpy() for row in value]) for name, value in values.items()}
-
-    def check_by_row(J, dtype):
-        return torch.stack([honest(row[None], dtype) for row in J if float(row[0, 0]) < 1e9]).any(0)
-
-    honest = rows.quality
-    if planted == "a read of each row's result":
-        monkeypatch.setattr(depthwise, "to_arrays", by_row)
-    else:
-        monkeypatch.setattr(rows, "quality", check_by_row)
-    few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
-    assert many.syncs > few.syncs
-    with pytest.raises(AssertionError):
-        test_images_cost_no_launch_wait_or_copy_each(pretend)
 
 
 @pytest.mark.parametrize("tokens", [None, [0, -1]])

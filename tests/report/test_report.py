@@ -99,26 +99,35 @@ def browser():
         chromium.close()
 
 
+def recorded(browser, url):
+    """Open a page; return it, and a list of what it says on the console and asks of the network."""
+    page, said = browser.new_page(viewport={"width": 1280, "height": 900}), []
+    page.set_default_timeout(PATIENCE)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: said.append(request.url))
+    page.goto(url)
+    return page, said
+
+
+def assert_silent(said):
+    """Assert that a page logged nothing to the console and asked nothing of the network."""
+    assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+
+
 @pytest.fixture
 def open_page(browser):
-    """Opens pages; at the end: nothing was logged to the console, nothing asked of the network."""
-    said, asked, opened = [], [], []
+    """Opens pages, which stay silent."""
+    opened = []
 
-    def open_page(file, fragment="", **options):
-        page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, **options})
-        page.set_default_timeout(PATIENCE)
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{file.as_uri()}{fragment}")
-        opened.append(page)
-        return page
+    def open_page(file, fragment=""):
+        opened.append(recorded(browser, f"{file.as_uri()}{fragment}"))
+        return opened[-1][0]
 
     yield open_page
-    for page in opened:
+    for page, said in opened:
         page.close()
-    assert said == []
-    assert [url for url in asked if not url.startswith(("file:", "data:", "blob:"))] == []
+        assert_silent(said)
 
 
 RESET = """() => {
@@ -134,13 +143,7 @@ def opened(browser, written):
 
     def opened(which):
         if which not in pages:
-            page, said = browser.new_page(), []
-            page.set_default_timeout(PATIENCE)
-            page.on("console", lambda message: said.append(message.text))
-            page.on("pageerror", lambda error: said.append(str(error)))
-            page.on("request", lambda request: said.append(request.url))
-            page.goto(written(which).as_uri())
-            pages[which] = page, said
+            pages[which] = recorded(browser, written(which).as_uri())
         return pages[which]
 
     return opened
@@ -161,7 +164,7 @@ def shared(opened):
 
     yield shared
     for said in looked_at:
-        assert [line for line in said if not line.startswith(("file:", "data:", "blob:"))] == []
+        assert_silent(said)
 
 
 @pytest.fixture
@@ -223,12 +226,9 @@ class TestNumbers:
         for name, by_k in decoded:
             for k, values in by_k:
                 of, level, _ = name.partition("/level")
-                if level:
-                    stored = null_level(ds, of).sel(k=int(k)).astype(float).mean(("prompt", "token")).values
-                    stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
-                else:
-                    stored = ds[of].sel(k=int(k)).astype(float).mean(("prompt", "token")).values
-                    stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
+                whole = (null_level(ds, of) if level else ds[of]).sel(k=int(k))
+                stored = whole.astype(float).mean(("prompt", "token")).values
+                stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
                 np.testing.assert_allclose(numbers(values).reshape(stored.shape), stored, **TO_16_BITS)
         for name in MISCOUPLINGS:
             carried = page.evaluate("(name) => data.models[0].curves[name]", name)
@@ -248,10 +248,9 @@ class TestNumbers:
         np.testing.assert_allclose(numbers(drawn), [np.mean(ring) for ring in rings], **TO_16_BITS)
         drawn = named(shown(page, "singular"), "s1")["y"]
         np.testing.assert_allclose(numbers(drawn), ds.singular_value.sel(rank=1).median(("prompt", "token")), rtol=1e-6)
-        drawn = named(shown(page, "norm"), "step 2,000")["y"]
-        np.testing.assert_allclose(numbers(drawn), ds.norm.median(("prompt", "position")), rtol=1e-6)
-        drawn = named(shown(page, "entropy"), "step 2,000")["y"]
-        np.testing.assert_allclose(numbers(drawn), ds.entropy.median(("prompt", "position")), rtol=1e-6)
+        for name in ("norm", "entropy"):
+            drawn = named(shown(page, name), "step 2,000")["y"]
+            np.testing.assert_allclose(numbers(drawn), ds[name].median(("prompt", "position")), rtol=1e-6)
         drawn = named(shown(page, "equidistance_window"), "step 2,000")["y"]
         expected = ds.equidistance_window.median(("prompt", "position")).values
         assert not np.isfinite(expected).all()  # depths at which no window fits are left out

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import pkgutil
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import tracker
+from tests.sweep.catalogue import ids, last_line
 from tracker.common.errors import UsageError
 
 MEASURED, WITH_LINE, REFUSED, NOT_BUILT = "measured", "measured with the proposed line", "refused", "not built"
@@ -60,13 +60,9 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def ids(tokens: int = 9) -> Tensor:
-    return torch.randint(3, 40, (2, tokens), generator=torch.Generator().manual_seed(1))
-
-
 # Tried in this order, until the forward takes one.
 INPUTS: list[Any] = [
-    random(2, 3, 32, 32), ids(), random(2, 9, WIDTH), random(2, 4, WIDTH), random(2, 9, 8), random(2, 3, 4, 32, 32),
+    random(2, 3, 32, 32), ids(2, 9), random(2, 9, WIDTH), random(2, 4, WIDTH), random(2, 9, 8), random(2, 3, 4, 32, 32),
     random(2, 3, 32), random(2, WIDTH, 8, 8), random(1, 3, 32, 32), random(2, 3, 64, 64),
 ]  # fmt: skip
 
@@ -190,15 +186,15 @@ SPECIAL: dict[str, tuple[dict[str, Any], list[Any] | None]] = {
     "x_transformers.neo_mlp.NeoMLP": ({"dim_hidden": 4, "dim_model": 32}, [random(2, 8)]),
     "x_transformers.x_transformers.XTransformer": (
         {f"{side}_{name}": size for side in ("enc", "dec") for name, size in (
-            ("num_tokens", 40), ("depth", DEPTH), ("heads", 2), ("max_seq_len", 32))}, [ids(), ids(7)],
+            ("num_tokens", 40), ("depth", DEPTH), ("heads", 2), ("max_seq_len", 32))}, [ids(2, 9), ids(2, 7)],
     ),
     "x_transformers.x_transformers.CrossAttender": ({}, [random(2, 9, WIDTH), random(2, 5, WIDTH)]),
-    "x_transformers.multi_input.MultiInputTransformerWrapper": ({"num_tokens": {"note": 40}}, [{"note": ids()}]),
-    "x_transformers.xval.XValTransformerWrapper": ({"numerical_token_id": 3}, [ids(), random(2, 9)]),
+    "x_transformers.multi_input.MultiInputTransformerWrapper": ({"num_tokens": {"note": 40}}, [{"note": ids(2, 9)}]),
+    "x_transformers.xval.XValTransformerWrapper": ({"numerical_token_id": 3}, [ids(2, 9), random(2, 9)]),
     "x_transformers.belief_state_wrapper.BeliefStateWrapper": ({"forward_decoder": language_model}, None),
     "x_transformers.recirculation.Recirculation": ({"source_layer": 1, "destination_layer": 0}, None),
     "x_transformers.nonautoregressive_wrapper.NonAutoregressiveWrapper": (
-        {"net": lambda: language_model("Encoder"), "mask_id": 1}, [ids(32)]
+        {"net": lambda: language_model("Encoder"), "mask_id": 1}, [ids(2, 32)]
     ),
     "x_transformers.entropy_based_tokenizer.EntropyBasedTokenizer": (
         {"decoder": language_model, "entropy_threshold": 3.0}, None
@@ -209,7 +205,7 @@ SPECIAL: dict[str, tuple[dict[str, Any], list[Any] | None]] = {
     ),
     "x_transformers.xval.XValAutoregressiveWrapper": (
         {"net": lambda: of("x_transformers.xval.XValTransformerWrapper", num_tokens=40, max_seq_len=32,
-                           numerical_token_id=3, attn_layers=layers())}, [ids(), random(2, 9)],
+                           numerical_token_id=3, attn_layers=layers())}, [ids(2, 9), random(2, 9)],
     ),
 }  # fmt: skip
 # Of x-transformers' attention layers, which are one class with many forms: a Decoder in a language model for each.
@@ -282,25 +278,25 @@ def judge(path: str, make: Callable[[], nn.Module]) -> tuple[str, str]:
         model = make().double().eval()
         inputs = accepted(model, SPECIAL.get(path, ({}, None))[1])
     except Exception as error:
-        return NOT_BUILT, described(error)
+        return NOT_BUILT, last_line(error)
     try:
         return MEASURED, measured(model, inputs)
     except UsageError as error:
         message = str(error)
     except Exception as error:
-        return RAISED, described(error)
+        return RAISED, last_line(error)
     lines = proposed(message)
     if not lines:
         return REFUSED, message
     failures = []
-    for line, blocks in lines:
+    for line in lines:
         try:
-            measured(model, inputs, blocks=blocks(model))
+            measured(model, inputs, blocks=eval(line, {"find_blocks": tracker.find_blocks, "model": model}))
         except Exception as error:
-            failures.append(f"{line}: {described(error)}")
+            failures.append(f"{line}: {last_line(error)}")
     if failures:
         return LINE_FAILED, f"{len(failures)} of {len(lines)} lines; {failures[0]}"
-    return WITH_LINE, "; ".join(line for line, _ in lines)
+    return WITH_LINE, "; ".join(lines)
 
 
 def measured(model: nn.Module, inputs: Any, **keywords: Any) -> str:
@@ -328,7 +324,7 @@ def accepted(model: nn.Module, given: list[Any] | None) -> Any:
     raise failure
 
 
-def proposed(message: str) -> list[tuple[str, Callable[[nn.Module], Any]]]:
+def proposed(message: str) -> list[str]:
     """The `blocks=` arguments in a message that can be evaluated; a placeholder such as 'path.to.list' is none."""
     found = []
     for line in message.splitlines():
@@ -340,19 +336,9 @@ def proposed(message: str) -> list[tuple[str, Callable[[nn.Module], Any]]]:
                 except SyntaxError:
                     continue
                 if text and "path.to.list" not in text and "..." not in text:
-                    found.append((text, _evaluated(text)))
+                    found.append(text)
                 break
     return found
-
-
-def _evaluated(text: str) -> Callable[[nn.Module], Any]:
-    return lambda model: eval(text, {"find_blocks": tracker.find_blocks, "model": model})
-
-
-def described(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" at {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}{where}: {error}"
 
 
 def main() -> int:

@@ -167,6 +167,11 @@ def test_optimizer_is_deits(module):
     }
 
 
+def test_the_rate_is_in_proportion_to_the_images_of_a_step():
+    optimizer = Classifier(Recipe(batch_size=128), 10, steps_per_epoch=97).configure_optimizers()["optimizer"]
+    assert {group["initial_lr"] for group in optimizer.param_groups} == {5e-4 * 128 / 512}
+
+
 def test_schedule_passes_through_deits_at_the_start_of_every_epoch(module):
     """DeiT changes the rate once an epoch, and one epoch later than the schedule says; ours follows it step by step."""
     ours = module.configure_optimizers()

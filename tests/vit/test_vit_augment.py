@@ -5,9 +5,9 @@ import torch
 from PIL import Image
 from timm.data import auto_augment as timm
 from timm.data.random_erasing import RandomErasing
-from torchvision.transforms.v2.functional import adjust_sharpness, pil_to_tensor, to_pil_image
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
-from vit.augment import HIGHEST_LEVEL, _blurred, apply, erase, padded_crop, parse, rand_augment
+from vit.augment import HIGHEST_LEVEL, apply, erase, padded_crop, parse, rand_augment
 
 POLICY = parse("rand-m9-mstd0.5-inc1")
 MEAN = torch.tensor([0.51, 0.4, 0.31])
@@ -50,11 +50,6 @@ def test_each_operation_equals_timms_within_one_grey_level(name, level, sign, ki
     assert (ours != images).any() or (name == "AutoContrast") or torch.equal(theirs, images)
     opposite = apply(images, POLICY.names, choice, levels, -sign * levels, MEAN)
     assert torch.equal(opposite, ours) == (name not in SIGNED)
-
-
-def test_sharpness_blends_with_torchvisions_blur():
-    for images in (photographs(8), torch.randint(256, (8, 3, 16, 16), dtype=torch.uint8)):
-        assert torch.equal(_blurred(images).to(torch.uint8), adjust_sharpness(images, 0.0))
 
 
 def test_every_image_has_its_own_operation_level_and_sign():

@@ -189,18 +189,13 @@ def _index(folder, file) -> int:
     return sorted((folder / "train").rglob("*.png")).index(file)
 
 
-def test_order_depends_on_seed_and_epoch_and_repeats():
-    def order(seed, epoch, repeats=1, rank=0, world=1):
-        sampler = Order(60, repeats, seed, rank, world)
+def test_order_depends_on_seed_and_epoch():
+    def order(seed, epoch):
+        sampler = Order(60, 1, seed, 0, 1)
         sampler.set_epoch(epoch)
-        return list(sampler)
+        return tuple(sampler)
 
-    assert sorted(order(0, 0)) == list(range(60)) and order(0, 0) == order(0, 0)
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-    threefold = order(0, 0, repeats=3)
-    assert len(threefold) == 60 and set(map(threefold.count, threefold)) == {3}
-    halves = [order(0, 0, 3, rank, 2) for rank in (0, 1)]
-    assert len(halves[0]) == len(halves[1]) == 30 and sorted(sum(halves, [])) == sorted(threefold)
+    assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9 and order(0, 0) == order(0, 0)
 
 
 class TestFolder:

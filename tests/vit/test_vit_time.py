@@ -120,6 +120,10 @@ def train_to(cell, epochs):
     cells.write(cell.directory, "history", [{}] * epochs)
 
 
+def fail(cell):
+    cells.write(cell.directory, "failed", {"reason": "no memory"})
+
+
 def finish(cell):
     train_to(cell, cell.epochs)
     cells.write(cell.directory, "result", {"status": "finished", "accuracy": 0.5})
@@ -128,7 +132,7 @@ def finish(cell):
 def test_lines_of_a_grid_state_the_time_left_once_an_epoch_is_trained(six, clock, monkeypatch, capsys):
     monkeypatch.setattr(overview, "SECONDS", 0.01)
     with overview.shown(six, six):
-        cells.write(six[5].directory, "failed", {"reason": "no memory"})  # before it trained anything
+        fail(six[5])  # before it trained anything
         printed, deadline = "", time.monotonic() + 300
         while not printed and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -147,7 +151,7 @@ def test_the_bar_of_a_grid_counts_epochs_and_states_the_same_time_left(six, cloc
     with overview.shown(six, six):
         clock.now += 60.0
         finish(six[0])
-        cells.write(six[5].directory, "failed", {"reason": "no memory"})
+        fail(six[5])
     printed = terminal.getvalue()
     assert "| 7/60 epochs, ? left" in printed
     assert "| 12/60 epochs, 09:36 left" in printed  # 8 + 4 * 10 epochs of 12 s
@@ -164,7 +168,7 @@ def test_a_history_that_is_written_anew_leaves_the_time_unknown(six, clock, monk
         clock.now += 60.0
         train_to(six[0], 1)
         train_to(six[2], 1)
-        cells.write(six[2].directory, "failed", {"reason": "no memory"})
+        fail(six[2])
     assert capsys.readouterr().out == f"[1/6] {six[2].cell}: crashed: no memory\n"
 
 

@@ -7,7 +7,6 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import wandb
@@ -19,6 +18,8 @@ from tests.stores import VOLATILE
 from tests.wandb_runs import of, offline_run, records
 from tracker.store import Store
 from vit import cells, grid
+from vit.data import load
+from vit.module import Classifier
 from vit.recipe import RECIPES, Recipe, check, recipe_file
 from vit.train import main
 from vit.training import AtomicCheckpoints, train
@@ -92,9 +93,6 @@ def test_result_history_and_coupling(trained):
 @pytest.mark.slow
 def test_training_loss_is_recorded_at_each_measured_step(trained):
     """Class token and last patch are measured; the loss is that of the plain training images, in evaluation mode."""
-    from vit.data import load
-    from vit.module import Classifier
-
     units = tracker.open_results(trained / "coupling")
     assert units.sizes["token"] == 2
     progress = cells.read(trained, "progress")
@@ -114,31 +112,8 @@ def test_tests_are_rarer_on_request(trained, tmp_path):
     assert result["accuracy"] == tested["accuracy"] and result["loss"] == tested["loss"]
 
 
-def test_learning_rate_follows_warmup_and_cosine():
-    from vit.module import Classifier
-
-    recipe = replace(TINY, epochs=10, warmup_epochs=2)
-    module = Classifier(recipe, 10, steps_per_epoch=3)
-    setup = module.configure_optimizers()
-    optimizer, scheduler = setup["optimizer"], setup["lr_scheduler"]["scheduler"]
-    rates = []
-    for step in range(30):
-        rates.append(optimizer.param_groups[0]["lr"])
-        scheduler.step_update(step + 1)
-    top = recipe.lr * recipe.batch_size / 512
-    assert rates[0] == pytest.approx(recipe.warmup_lr) and max(rates) <= top
-    assert np.argmax(rates) == 6 and np.diff(rates[:6]).std() < 1e-9
-    cosine = [recipe.min_lr + (top - recipe.min_lr) * (1 + np.cos(np.pi * step / 30)) / 2 for step in range(6, 30)]
-    np.testing.assert_allclose(rates[6:], cosine, rtol=1e-6)
-    decayed = {group["weight_decay"]: group["params"] for group in optimizer.param_groups}
-    assert sum(p.numel() for p in decayed[0.05]) == sum(p.numel() for p in module.parameters() if p.ndim in (2, 4))
-    assert set(decayed) == {0.0, 0.05}
-
-
 @pytest.mark.slow
-def test_seed_determines_the_training(trained, tmp_path):
-    train(replace(TINY, out=tmp_path / "again"))
-    assert_same_training(trained, tmp_path / "again")
+def test_another_seed_gives_another_training(trained, tmp_path):
     train(replace(TINY, out=tmp_path / "other", seed=1))
     assert not torch.equal(weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"])
 
@@ -157,28 +132,6 @@ HARD = replace(
 
 
 @pytest.mark.slow
-def test_run_resumed_after_an_epoch_equals_an_uninterrupted_run(tmp_path, monkeypatch):
-    """Every random operation is enabled: crop, RandAugment, erasing, mixup and stochastic depth."""
-    from vit.module import Classifier
-
-    train(replace(HARD, out=tmp_path / "whole"))
-    start = Classifier.on_train_epoch_start
-
-    def stop_in_the_second_epoch(self):
-        if self.current_epoch == 1:
-            raise KeyboardInterrupt
-        start(self)
-
-    monkeypatch.setattr(Classifier, "on_train_epoch_start", stop_in_the_second_epoch)
-    with pytest.raises(KeyboardInterrupt):
-        train(replace(HARD, out=tmp_path / "stopped"))
-    assert not cells.is_done(tmp_path / "stopped") and len(cells.read(tmp_path / "stopped", "history")) == 1
-    monkeypatch.setattr(Classifier, "on_train_epoch_start", start)
-    train(replace(HARD, out=tmp_path / "stopped"))
-    assert_same_training(tmp_path / "whole", tmp_path / "stopped")
-
-
-@pytest.mark.slow
 def test_averaged_weights_are_tested_and_measured(trained, tmp_path):
     result = train(replace(TINY, out=tmp_path / "ema", ema=0.9))
     ds = tracker.open_results(tmp_path / "ema" / "coupling")
@@ -191,9 +144,6 @@ def test_averaged_weights_are_tested_and_measured(trained, tmp_path):
 def test_test_loss_is_the_mean_over_the_whole_split(monkeypatch, tmp_path):
     """With batches of different sizes: 360 images in batches of 350 and 10."""
     monkeypatch.setattr("vit.loaders.TEST_BATCH", 350)
-    from vit.data import load
-    from vit.module import Classifier
-
     modules, step = [], Classifier.validation_step
     monkeypatch.setattr(
         Classifier, "validation_step", lambda self, *given: (modules.append(self), step(self, *given))[1]
