@@ -14,12 +14,12 @@ import tracker
 from tests import processes
 from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
-from tracker.capture.inputs import batches
-from tracker.capture.prepare import prepare
+from tracker.blocks.prepare import prepare
 from tracker.common import progress
 from tracker.common.progress import Progress
 from tracker.measures.calls import measure_calls
 from tracker.measures.options import settings_from
+from tracker.model.inputs import batches
 from tracker.walk import display as of_walks
 
 METHODS = {

@@ -17,11 +17,9 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, Named, check_model
-from tracker.blocks.towers import BlocksNotFound
-from tracker.capture.confirm import LAST_WORD
-from tracker.capture.inputs import Batch, batches
-from tracker.capture.prepare import Prepared, prepare
+from tracker.blocks.confirm import LAST_WORD
+from tracker.blocks.find import Named, check_model
+from tracker.blocks.prepare import Prepared, prepare
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative
@@ -34,6 +32,10 @@ from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Options, Settings
+from tracker.model.description import Blocks
+from tracker.model.inputs import Batch, batches
+from tracker.model.proposals import BlocksNotFound
+from tracker.model.wrappers import unwrap
 from tracker.provenance import describe, digest, has_float64, usable_device
 
 ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
@@ -219,7 +221,7 @@ def to_dataset(
     """Join samples into one Dataset, with the provenance of a measurement started at `started` (`time.perf_counter`)."""
     dataset = assemble(samples)
     without_special = [sample for sample in samples if sample.attributes["tokens"] == LAST_WORD]
-    dataset.attrs |= describe(model, device) | {
+    dataset.attrs |= describe(unwrap(model), device) | {
         "blocks_found_by": blocks.found_by,
         "fixed": ", ".join(map(str, blocks.fixed)) or "none",
         "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]

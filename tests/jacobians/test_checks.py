@@ -8,14 +8,14 @@ import torch
 from tests.jacobians.test_rows import Inner, Stack, random
 from tests.models import FAMILIES, build
 from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.jacobians import checks
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows
 from tracker.linalg.precision import TOLERANCE
+from tracker.model.global_state import preserve_global_state
+from tracker.model.inputs import batches
+from tracker.model.recorder import record
+from tracker.model.replica import Replica
 
 CPU = torch.device("cpu")
 

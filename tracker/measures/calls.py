@@ -12,15 +12,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tracker.blocks.find import Blocks
-from tracker.capture.confirm import chosen_positions
-from tracker.capture.inputs import Batch
-from tracker.capture.padding import read_padding
-from tracker.capture.prepare import Prepared
-from tracker.capture.recorder import record
-from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
-from tracker.capture.spans.recording import record_spans
+from tracker.blocks.confirm import chosen_positions
+from tracker.blocks.prepare import Prepared
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
@@ -35,6 +28,13 @@ from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, warn_of_missing_unembedding
 from tracker.measures.tokenwise import Selected, links_of, tokenwise_couplings, tokenwise_steps
+from tracker.model.description import Blocks
+from tracker.model.inputs import Batch
+from tracker.model.padding import read_padding
+from tracker.model.recorder import record
+from tracker.model.recording import Recording
+from tracker.model.replica import Replica
+from tracker.spans.recording import record_spans
 
 
 def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) -> tuple[str, str]:

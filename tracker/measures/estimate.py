@@ -17,10 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tracker.capture.inputs import Batch
-from tracker.capture.prepare import Prepared
-from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.weights import bytes_of, converted_block
+from tracker.blocks.prepare import Prepared
 from tracker.common.errors import UsageError
 from tracker.common.progress import Progress
 from tracker.common.text import counted, duration, entry, join_names, size
@@ -35,6 +32,9 @@ from tracker.measures.depthwise import measure_blocks, pairs
 from tracker.measures.layers import check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import CHOICE_NAMES, Settings
+from tracker.model.inputs import Batch
+from tracker.model.recording import BlockCall, Recording
+from tracker.model.weights import bytes_of, converted_block
 
 
 @dataclass(frozen=True)

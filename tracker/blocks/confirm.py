@@ -32,17 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, candidate_runs, find_blocks, nothing_found, unwrap
-from tracker.blocks.towers import (
-    BlocksNotFound,
-    ModuleRun,
-    Proposal,
-    class_token_parameter,
-    find_runs,
-    proposals,
-    related,
-)
-from tracker.capture.hidden_state import (
+from tracker.blocks.find import find_blocks
+from tracker.blocks.lists import candidate_runs, nothing_found
+from tracker.blocks.towers import ModuleRun, class_token_parameter, find_runs, proposals, related
+from tracker.common.errors import UsageError
+from tracker.model.description import Blocks
+from tracker.model.hidden_state import (
     bind_arguments,
     check_finite,
     floating_tensors,
@@ -50,11 +45,12 @@ from tracker.capture.hidden_state import (
     named_values,
     with_hidden_state,
 )
-from tracker.capture.inputs import Batch, positions
-from tracker.capture.random_numbers import noise_like
-from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.replica import Replica, StopForward
-from tracker.common.errors import UsageError
+from tracker.model.inputs import Batch, positions
+from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.random_numbers import noise_like
+from tracker.model.recording import BlockCall, Recording
+from tracker.model.replica import Replica, StopForward
+from tracker.model.wrappers import unwrap
 
 TOKENS = 1  # the axis of tokens in a hidden state that is batch first
 

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.boundaries import Boundary, as_python
-from tracker.blocks.towers import BlocksNotFound, Proposal
-from tracker.capture.hidden_state import floating_tensors, hidden_state
-from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
-from tracker.capture.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 from tracker.common.errors import UsageError
 from tracker.linalg.precision import TOLERANCE, relative_error
 from tracker.linalg.transfer import SEED
+from tracker.model.boundaries import Boundary, as_python
+from tracker.model.hidden_state import floating_tensors, hidden_state
+from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible
+from tracker.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 
 NOISE = 0.5  # of the root mean square of what it is added to
 NOT_REPRODUCED = "the forward pass does not reproduce its own states"

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracker.capture.hidden_state import check_finite
-from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.replica import Replica
+from tracker.model.hidden_state import check_finite
+from tracker.model.recording import BlockCall, Recording
+from tracker.model.replica import Replica
 
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
 SAME = 1e-2  # of the largest entry

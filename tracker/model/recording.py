@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.capture.guard import clone_if_tensor, copy_nested
-from tracker.capture.hidden_state import hidden_state
-from tracker.capture.replica import Replica
 from tracker.common.errors import NO_SPACE, UsageError
 from tracker.linalg.linear import FrozenLinear
 from tracker.linalg.transfer import copies_beside_work
+from tracker.model.guard import clone_if_tensor, copy_nested
+from tracker.model.hidden_state import hidden_state
+from tracker.model.replica import Replica
 
 
 class Spill:
@@ -87,7 +87,7 @@ def space_for(size: int) -> Iterator[None]:
 
 @dataclass
 class AttentionCall:
-    """Keys, values and mask of one attention of a block in the recorded pass; shapes as in `tracker.capture.attention`."""
+    """Keys, values and mask of one attention of a block in the recorded pass; shapes as in `tracker.model.attention`."""
 
     key: Tensor
     value: Tensor

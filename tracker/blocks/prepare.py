@@ -19,12 +19,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from tracker.blocks.find import Blocks, Named, find_blocks, recognises_blocks
-from tracker.capture.confirm import check_reachability, choose_blocks, confirm_blocks, with_class_token
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import Batch
-from tracker.capture.replica import Replica
-from tracker.capture.weights import gathering_together
+from tracker.blocks.confirm import check_reachability, choose_blocks, confirm_blocks, with_class_token
+from tracker.blocks.find import Named, find_blocks, recognises_blocks
+from tracker.model.description import Blocks
+from tracker.model.global_state import preserve_global_state
+from tracker.model.inputs import Batch
+from tracker.model.replica import Replica
+from tracker.model.weights import gathering_together
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.boundaries import as_python, chain
-from tracker.blocks.towers import HOW_TO_NAME, BlocksNotFound, Proposal
-from tracker.capture.attention import OriginalAttention, intercept_attention
-from tracker.capture.guard import copy_nested
-from tracker.capture.head import HeadHooks, NormWatch
-from tracker.capture.hidden_state import (
+from tracker.common.errors import UsageError
+from tracker.linalg.transfer import standard_normal
+from tracker.model.attention import OriginalAttention, intercept_attention
+from tracker.model.boundaries import as_python, chain
+from tracker.model.guard import copy_nested
+from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.hidden_state import (
     ACCEPTED_FORMS,
     bind_arguments,
     check_finite,
@@ -27,10 +28,9 @@ from tracker.capture.hidden_state import (
     passed_on,
     states_in,
 )
-from tracker.capture.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
-from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
-from tracker.common.errors import UsageError
-from tracker.linalg.transfer import standard_normal
+from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound, Proposal
+from tracker.model.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
+from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible
 
 
 def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
-from tracker.capture.random_numbers import seed_of
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import whole_numbers
+from tracker.model.huggingface import huggingface_owner, token_embedding
+from tracker.model.random_numbers import seed_of
+from tracker.model.wrappers import unwrap
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Blocks that are spans of the forward pass, from one boundary to the next (`tracker.blocks.boundaries`), as replayable calls.
+"""Blocks that are spans of the forward pass, from one boundary to the next (`tracker.model.boundaries`), as replayable calls.
 
 A span's function is the whole forward pass, run again on the recorded arguments. At the start boundary the tensor found
 there is replaced by the new state: by identity, in the arguments of every later PyTorch function, so that a residual kept in
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tracker.blocks.boundaries import Boundary, Span
-from tracker.capture.guard import clone_if_tensor, copy_nested
-from tracker.capture.hidden_state import hidden_state
-from tracker.capture.recording import BlockCall
-from tracker.capture.replica import Replica, StopForward
 from tracker.common.errors import UsageError
+from tracker.model.boundaries import Boundary, Span
+from tracker.model.guard import clone_if_tensor, copy_nested
+from tracker.model.hidden_state import hidden_state
+from tracker.model.recording import BlockCall
+from tracker.model.replica import Replica, StopForward
 
 BoundaryHook = Callable[[Tensor], Tensor | None]  # takes the tensor at a boundary; returns its replacement, or None
 

@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, path_inside
-from tracker.capture.attention import hook_attn_method, hook_methods
-from tracker.capture.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
-from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
-from tracker.capture.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
 from tracker.common.errors import UsageError
+from tracker.model.attention import hook_attn_method, hook_methods
+from tracker.model.description import Blocks
+from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
+from tracker.model.random_numbers import Generator, Generators, copy_generator, seed_of
+from tracker.model.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
+from tracker.model.wrappers import path_inside
 
 
 def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

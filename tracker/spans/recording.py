@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracker.blocks.boundaries import Boundary
-from tracker.capture.head import HeadHooks, NormWatch
-from tracker.capture.random_numbers import seed_of
-from tracker.capture.recording import Recording, Spill
-from tracker.capture.replica import ModuleState, Replica, irreproducible
-from tracker.capture.spans.calls import SpanCall, run
-from tracker.capture.spans.checks import WholeStateCheck, check_stateless
 from tracker.common.errors import UsageError
+from tracker.model.boundaries import Boundary
+from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.random_numbers import seed_of
+from tracker.model.recording import Recording, Spill
+from tracker.model.replica import ModuleState, Replica, irreproducible
+from tracker.spans.calls import SpanCall, run
+from tracker.spans.checks import WholeStateCheck, check_stateless
 
 
 def record_spans(
