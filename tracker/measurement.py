@@ -17,9 +17,9 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker.blocks.confirm import LAST_WORD
 from tracker.blocks.find import Named, check_model
 from tracker.blocks.prepare import Prepared, prepare
+from tracker.blocks.tokens import LAST_WORD
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative

@@ -8,5 +8,7 @@ measured.
 - `find`: `find_blocks`, from the module tree and the config, without running the model.
 - `towers`: runs of blocks in any module tree, the tower (encoder, vision model, stage) of each, and proposed lines for `blocks=`.
 - `lists`: lists that may be blocks, if no attention is recognised by name.
-- `confirm`: blocks, reachability and class token, shown by forward passes.
+- `behaviour`: blocks found or confirmed by what modules do in a forward pass.
+- `class_token`: whether a model has a class token, and where; `tokens`: the tokens of each sample that are measured.
+- `reachability`: checks that blocks and class token reach the output; `noise`: the forward passes that show it.
 """

@@ -3,7 +3,7 @@
 A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
 the list that a Hugging Face model's config declares (`tracker.model.huggingface`); the only run of modules of one class that each
 contain an attention module (`towers`). It does not guess between several towers or stages. If no attention is recognised by name,
-the only list of modules of one class (`lists`), which a forward pass has to confirm (`confirm`). Blocks that are no modules are
+the only list of modules of one class (`lists`), which a forward pass has to confirm (`behaviour`). Blocks that are no modules are
 named by their boundaries (`tracker.model.boundaries`).
 """
 

@@ -2,7 +2,7 @@
 
 A candidate is a run of consecutive modules of one class, each with at least two matrices outside convolutions and recurrent
 layers: the entries of a ModuleList, Sequential or ModuleDict, or the numbered attributes of a module (block0, block1, ...).
-Stacks of MLPs are candidates too: `confirm` tells blocks from them in a forward pass.
+Stacks of MLPs are candidates too: `behaviour` tells blocks from them in a forward pass.
 
 Lists of lists have no forward pass that would make each entry a block: their blocks are proposed by boundaries.
 """

@@ -1,7 +1,7 @@
 """Prepare a model for one measurement.
 
     blocks: given, declared by the config, recognised by name and confirmed by a forward pass where that is a guess, or found by
-        a forward pass alone (`tracker.blocks`, `confirm`)
+        a forward pass alone (`find`, `behaviour`)
     class token: its position, for `tokens="cls"` where the blocks do not state it; that it is measured by default is for
         `Settings.chosen_tokens` to say
     replica: the copy of the model that runs
@@ -19,8 +19,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from tracker.blocks.confirm import check_reachability, choose_blocks, confirm_blocks, with_class_token
+from tracker.blocks.behaviour import choose_blocks, confirm_blocks
+from tracker.blocks.class_token import with_class_token
 from tracker.blocks.find import Named, find_blocks, recognises_blocks
+from tracker.blocks.reachability import check_reachability
 from tracker.model.description import Blocks
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import Batch
@@ -49,7 +51,7 @@ class Prepared:
     class_token_by_default: bool
 
     def check_reachability(self) -> None:
-        """Check on the first call that blocks and class token reach the output, as `confirm.check_reachability`."""
+        """Check on the first call that blocks and class token reach the output, as `reachability.check_reachability`."""
         check_reachability(self.blocks, self.new_replica, self.calls[0], self.class_token_by_default)
 
 

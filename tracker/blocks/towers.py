@@ -114,7 +114,7 @@ _CLASS_TOKENS = {"cls_token", "class_token", "class_embedding", "cls_embed", "cl
 def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRun]) -> str | None:
     """Return the class token's parameter in these blocks' tower; None if the tower has none, or pools over the patches.
 
-    A measurement checks that the token comes first and reaches the output (`tracker.blocks.confirm`).
+    A measurement checks that the token comes first and reaches the output (`tracker.blocks.reachability`).
     """
     path = tower_of(names, runs)
     tower = model.get_submodule(path)

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tracker.blocks.confirm import chosen_positions
 from tracker.blocks.prepare import Prepared
+from tracker.blocks.tokens import chosen_positions
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
