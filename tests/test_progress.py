@@ -57,8 +57,8 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
     model, settings = neox(), settings_from(METHODS[method], "test")
     calls = [batch for given in inputs(settings) for batch in batches(model, given, None, None)]
     shown = Recorded()
-    with prepare(model, None, calls, torch.device("cpu"), settings.torch_dtype) as prepared:
-        measure_calls(prepared, settings, shown)
+    with prepare(model, None, calls, torch.device("cpu"), settings.torch_dtype) as replica:
+        measure_calls(replica, calls, settings, shown)
     jumps = [after - before for before, after in pairwise(shown.shares)]
     assert shown.shares[-1] == pytest.approx(1)
     assert len(jumps) >= 3 and min(jumps) > 0 and max(jumps) < 0.34

@@ -9,6 +9,6 @@ measured.
 - `towers`: runs of blocks in any module tree, the tower (encoder, vision model, stage) of each, and proposed lines for `blocks=`.
 - `lists`: lists that may be blocks, if no attention is recognised by name.
 - `behaviour`: blocks found or confirmed by what modules do in a forward pass.
-- `class_token`: whether a model has a class token, and where; `tokens`: the tokens of each sample that are measured.
-- `reachability`: checks that blocks and class token reach the output; `noise`: the forward passes that show it.
+- `class_token`: the class token of a text encoder; `tokens`: the tokens of each sample that are measured.
+- `reachability`: checks that blocks and class token reach the output.
 """

@@ -21,16 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import find_blocks
+from tracker.blocks.find import describe
 from tracker.blocks.lists import candidate_runs, nothing_found
-from tracker.blocks.towers import ModuleRun, proposals
+from tracker.blocks.towers import ModuleRun, find_runs, proposals
 from tracker.model.description import Blocks
 from tracker.model.hidden_state import bind_arguments, check_finite, hidden_state
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound, Proposal
 from tracker.model.random_numbers import noise_like
 from tracker.model.replica import Replica
-from tracker.model.wrappers import unwrap
 
 TOKENS = 1  # the axis of tokens in a hidden state that is batch first
 
@@ -39,50 +38,48 @@ TOKENS = 1  # the axis of tokens in a hidden state that is batch first
 class Observed:
     """What a forward pass showed of the modules of one list."""
 
-    order: list[str] = field(default_factory=list)  # their names, in the order of their first calls
-    mixed: dict[str, set[int]] = field(default_factory=dict)  # of each: axes along which it moves information
+    run: ModuleRun
+    # By name, in the order of their first calls: the axes along which each moves information.
+    mixed: dict[str, set[int]] = field(default_factory=dict)
     fault: str = ""  # why the list is no chain of hidden states
     last: Tensor | None = None  # the output of the module that ran last
     tokens: int = 0  # the larger one of batch and tokens
 
-    def finding(self, run: ModuleRun) -> str:
+    def finding(self) -> str:
         """Say why these modules are no chain of blocks; empty if they are one."""
         if self.fault:
             return self.fault
-        if not self.order:
+        if not self.mixed:
             return "the forward pass does not call them"
-        if len(self.order) < len(run.names):
-            return f"the forward pass calls {len(self.order)} of them"
-        still = [name for name in run.names if not self.mixed[name]]
+        if len(self.mixed) < len(self.run.names):
+            return f"the forward pass calls {len(self.mixed)} of them"
+        still = [name for name, axes in self.mixed.items() if not axes]
         if not still:
             return ""
         if self.tokens < 2:
             return "not decided: with one token, nothing moves between tokens; give an input of at least two"
-        if len(still) == len(run.names):
+        if len(still) == len(self.mixed):
             return "they move no information between tokens"
         return f"{len(still)} of them move no information between tokens"
 
-    def pairs(self, run: ModuleRun) -> list[Proposal]:
+    def pairs(self) -> list[Proposal]:
         """Return spans from each module that moves information between tokens to the next, if some modules move none."""
-        starts = [f"input of {name}" for name in self.order if self.mixed[name]]
-        if self.fault or self.tokens < 2 or not 1 < len(starts) < len(run.names) == len(self.order):
+        starts = [f"input of {name}" for name, axes in self.mixed.items() if axes]
+        names = self.run.names
+        if self.fault or not 1 < len(starts) < len(names) == len(self.mixed):
             return []
-        boundaries = [*starts, f"output of {run.names[-1]}"]
+        boundaries = [*starts, f"output of {names[-1]}"]
         contents = (
             f"{len(starts)} blocks; each module that moves no information between tokens belongs to the one before it"
         )
         return [Proposal(repr(boundaries), boundaries, f"{boundaries[0]} to {boundaries[-1]}", contents)]
-
-    def batch_first(self) -> bool:
-        """Whether information moves along the second axis of the states, rather than along the first."""
-        return all(TOKENS in axes for axes in self.mixed.values())
 
 
 def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch) -> Blocks:
     """Return the only chain of blocks that a forward pass shows. Call inside `preserve_global_state`.
 
     Args:
-        model: a model in which no attention is recognised by name (`recognises_blocks`).
+        model: a model without wrappers in which no attention is recognised by name.
         new_replica: makes the replica for the pass.
         batch: the forward call.
 
@@ -90,24 +87,23 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
         BlocksNotFound: if no list is such a chain, or several are.
         FloatingPointError: if a module of a list takes or returns a value that is not finite.
     """
-    model = unwrap(model)
     runs = candidate_runs(model)
     observed = _observe(new_replica(Blocks((), "")), runs, batch) if runs else []
-    findings = [seen.finding(run) for run, seen in zip(runs, observed, strict=True)]
-    chains = [(run, seen) for run, seen, finding in zip(runs, observed, findings, strict=True) if not finding]
+    findings = [seen.finding() for seen in observed]
+    chains = [seen for seen in observed if not seen.finding()]
     if not chains:
-        pairs = [proposal for run, seen in zip(runs, observed, strict=True) for proposal in seen.pairs(run)]
-        raise nothing_found(model, runs, findings, pairs)
+        raise nothing_found(model, runs, findings, [proposal for seen in observed for proposal in seen.pairs()])
     if len(chains) > 1:
         raise BlocksNotFound(
             f"{len(chains)} lists of blocks found in {type(model).__name__} by a forward pass: the modules of each move "
             "information between tokens.",
-            proposals(model, [run for run, _ in chains]),
+            proposals(model, [seen.run for seen in chains]),
         )
-    ((run, seen),) = chains
-    blocks = find_blocks(model, seen.order, batch_first=seen.batch_first())
-    how = f"the only list of modules of one class that move information between tokens in a forward pass, {run}"
-    return replace(blocks, found_by=how, assumed=("blocks", *blocks.assumed))
+    (seen,) = chains
+    how = f"the only list of modules of one class that move information between tokens in a forward pass, {seen.run}"
+    blocks = describe(model, find_runs(model), list(seen.mixed), how, ("blocks",))
+    # Batch first, if information moves along the second axis of the states, rather than along the first.
+    return replace(blocks, batch_first=all(TOKENS in axes for axes in seen.mixed.values()))
 
 
 def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch) -> Blocks:
@@ -129,21 +125,16 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
 
 def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[Observed]:
     """Run the model once and watch the modules of every list."""
-    observer, observed = _Observer(), [Observed() for _ in runs]
+    observer, observed = _Observer(), [Observed(run) for run in runs]
     with ExitStack() as stack:
         stack.enter_context(replica.materialize(replica.module))
-        for part in replica.module.modules():
-            parameters = part.__dict__["_parameters"]  # the replica's own, released after this pass
-            for name, value in parameters.items():
-                if value is not None and value.is_floating_point() and not value.any():
-                    parameters[name] = noise_like(value)
-        for run, seen in zip(runs, observed, strict=True):
-            for name in run.names:
+        replica.fill_zeros(replica.module.modules())
+        for seen in observed:
+            for name in seen.run.names:
                 module = replica.module.get_submodule(name)
-                enter = module.register_forward_pre_hook(partial(observer.enter, name, seen), with_kwargs=True)
-                leave = module.register_forward_hook(partial(observer.leave, name, seen), with_kwargs=True)
-                stack.callback(enter.remove)
-                stack.callback(leave.remove)
+                enter, leave = partial(observer.enter, name, seen), partial(observer.leave, name, seen)
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         replica.forward(batch.arguments, batch.keywords)
     return observed
 
@@ -183,7 +174,6 @@ class _Observer:
         check_finite(y, f"block {name}")
         seen.last, seen.tokens = y.clone(), max(x.shape[:2])
         if name not in seen.mixed:
-            seen.order.append(name)
             self.repeating = True
             try:
                 seen.mixed[name] = _mixed_axes(partial(_call, module, args, kwargs), x)

@@ -1,29 +1,18 @@
-"""Whether a model has a class token, and where.
+"""Find the class token of a text encoder: the token that its tokenizer puts at the beginning of a text."""
 
-The class token of an image model is a parameter. Two passes that differ in this parameter alone must differ in the first block's
-input at the class token's position and nowhere else.
-
-That of a text encoder is the token that its tokenizer puts at the beginning of a text.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 
-from tracker.blocks.noise import ForwardArguments, differ, run_with_noise
-from tracker.blocks.towers import class_token_parameter, find_runs
+from tracker.blocks.reachability import differ, run_with_noise
 from tracker.common.errors import UsageError
-from tracker.model.description import Blocks
 from tracker.model.hidden_state import floating_tensors
 from tracker.model.inputs import Batch
 from tracker.model.replica import Replica
 
-REMEDY = "Choose the tokens to measure: tokens='last', 'all', or positions such as [0, 1]"
 
-
-def with_class_token(blocks: Blocks, calls: Sequence[Batch], new_replica: Callable[[], Replica]) -> Blocks:
-    """Return the blocks with the class token's position; text encoders have it where their tokenizer puts it, at position 0.
+def require_class_token(replica: Replica, calls: Sequence[Batch]) -> None:
+    """Require the class token of a text encoder at position 0, where its tokenizer puts it.
 
     Without a tokenizer, and if the config states no class token either, position 0 is the class token if the model's pooler,
     or its head for classes, reads it and no other. Call inside `preserve_global_state`.
@@ -31,18 +20,15 @@ def with_class_token(blocks: Blocks, calls: Sequence[Batch], new_replica: Callab
     Raises:
         UsageError: if a prompt does not begin with a class token, or nothing shows that the inputs do.
     """
-    if blocks.class_token is not None:
-        return blocks
     for i, batch in enumerate(calls):
-        reason = _why_no_class_token(batch, i, new_replica)
+        reason = _why_no_class_token(batch, i, replica)
         if reason:
             raise UsageError(f"tokens='cls', but {reason}; choose 'last', 'all' or indices such as [0]")
         if batch.special.first is None:
             break  # what the model reads is the same in every call
-    return replace(blocks, class_token=0)
 
 
-def _why_no_class_token(batch: Batch, i: int, new_replica: Callable[[], Replica]) -> str:
+def _why_no_class_token(batch: Batch, i: int, replica: Replica) -> str:
     """Return why position 0 is not known to be a class token; "" if it is."""
     if batch.ids is not None and batch.special.first is not None:
         valid = torch.ones_like(batch.ids) if batch.valid is None else batch.valid.to(batch.ids.device).int()
@@ -56,43 +42,21 @@ def _why_no_class_token(batch: Batch, i: int, new_replica: Callable[[], Replica]
         return "the tokenizer has no class token (cls_token_id)"
     if batch.valid is not None and not batch.valid[:, 0].all():
         return "a sample begins with padding, and no tokenizer or config states a class token"
-    if not reads_first_position_alone(new_replica, batch):
+    if not reads_first_position_alone(replica, batch):
         return "the model has no class token: no pooler or classifier reads position 0 alone, and no config states one"
     return ""
 
 
-def reads_first_position_alone(new_replica: Callable[[], Replica], batch: Batch) -> bool:
+def reads_first_position_alone(replica: Replica, batch: Batch) -> bool:
     """Whether the outputs with one vector per sample (a pooler's, or logits of classes) depend on position 0 alone.
 
     It is then the class token, whatever reads it. Blocks between boundaries are not examined. Cost: up to three forward passes.
     """
-    replica, first = new_replica(), batch.of_first_sample()
     if replica.description.spans:
         return False
-    inputs = (first.arguments, first.keywords)
+    first = batch.of_first_sample()
     plain, at_first, elsewhere = (
-        [value for value in floating_tensors(run_with_noise(one, inputs, noise_at=at)) if value.dim() == 2]
-        for one, at in ((replica, None), (new_replica(), slice(0, 1)), (new_replica(), slice(1, None)))
+        [value for value in floating_tensors(run_with_noise(replica, first, noise_at=at)) if value.dim() == 2]
+        for at in (None, slice(0, 1), slice(1, None))
     )
     return bool(plain) and differ(plain, at_first) and not differ(plain, elsewhere)
-
-
-def check_class_token_position(
-    blocks: Blocks, new_replica: Callable[[], Replica], inputs: ForwardArguments, token: int
-) -> None:
-    """Raise UsageError if the class token's parameter does not enter the first block at this position, and there alone."""
-    model = new_replica().module
-    parameter = class_token_parameter(model, blocks.names, find_runs(model))
-    if parameter is None:
-        return
-    before, after = (
-        run_with_noise(new_replica(), inputs, noisy_parameter=name, until_first_block=True)
-        for name in (None, parameter)
-    )
-    changed = (before != after).any(-1).any(0).nonzero().squeeze(-1).tolist()
-    if changed != [token]:
-        where = "at no position" if not changed else f"at position {', '.join(map(str, changed))}"
-        raise UsageError(
-            f"the class token {parameter} enters the first block {where}, not at {token} alone. {REMEDY}"
-            + (f"; or blocks=find_blocks(model, class_token={changed[0]})" if len(changed) == 1 else "")
-        )

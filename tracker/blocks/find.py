@@ -27,13 +27,10 @@ from tracker.blocks.towers import (
 )
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary, chain, read_fixed, read_spans
-from tracker.model.description import Blocks
-from tracker.model.huggingface import declared_blocks, huggingface_owner, in_text_tower, is_encoder_decoder
-from tracker.model.huggingface import unembedding as find_unembedding
+from tracker.model.description import Blocks, Named
+from tracker.model.huggingface import declared_blocks, find_unembedding, in_text_tower, is_encoder_decoder
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
-
-Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks as a caller names them
 
 
 def find_blocks(
@@ -73,48 +70,83 @@ def find_blocks(
             raise UsageError("blocks is a result of find_blocks; give `fixed` to the call that made it")
         return blocks
     check_model(model)
-    wrapped, model = model, unwrap(model)
-    runs = find_runs(model)
-    spans = [
-        (_named_boundary(wrapped, start), _named_boundary(wrapped, end)) for start, end in read_spans(blocks) or ()
-    ]
+    tree = unwrap(model)
+    runs = find_runs(tree)
+    spans = [(_named_boundary(model, start), _named_boundary(model, end)) for start, end in read_spans(blocks) or ()]
     if spans:
-        names, found_by, assumed = [b.module for span in spans for b in span], "boundaries named by the caller", ()
+        found = [boundary.module for span in spans for boundary in span], "boundaries named by the caller", ()
     elif blocks is not None:
-        names, found_by, assumed = _named(wrapped, model, blocks), "named by the caller", ()  # type: ignore[arg-type]
+        found = _named(model, tree, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
-        names, found_by, assumed = _found(model, runs)
-    places = [_named_boundary(wrapped, place) for place in read_fixed(fixed)]
+        found = _recognised(tree, runs) or _guessed(tree)
+    names, _, assumed = found
+    places = [_named_boundary(model, place) for place in read_fixed(fixed)]
     if places and "attention" in assumed:
         raise UsageError(
             f"the blocks {names[0]} to {names[-1]} are a guess, as no attention is recognised in them; name the blocks, too: "
             "blocks=find_blocks(model, BLOCKS, fixed=...)"
         )
-    language = in_text_tower(model, names[0])
-    token = class_token
-    if token is None and not language and class_token_parameter(model, names, runs) is not None:
-        token = 0
-    final_norm, unembedding = (None if path is None else _name(wrapped, path) for path in (final_norm, unembedding))
-    if batch_first is None:
-        first = model if spans else model.get_submodule(names[0])
-        attentions = (m for m in first.modules() if isinstance(m, nn.MultiheadAttention))
-        batch_first = all(attention.batch_first for attention in attentions)
-    norms = norms_around(model, names, runs)
-    if spans and "norm" in type(model.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
-        norms = [names[-1], *norms]
-    result = Blocks(
+    result = describe(tree, runs, *found)
+    if spans:
+        result = replace(result, batch_first=_is_batch_first(tree))
+        if "norm" in type(tree.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
+            result = replace(result, final_norms=(names[-1], *result.final_norms))
+    if final_norm is not None:
+        result = replace(result, final_norms=(_name(model, final_norm),))
+    if unembedding is not None:
+        result = replace(result, unembedding=_name(model, unembedding) or result.unembedding)
+    if batch_first is not None:
+        result = replace(result, batch_first=batch_first)
+    if class_token is not None:
+        result = replace(result, class_token=class_token, class_token_parameter=None)
+    return result.between_boundaries(spans or chain(names), places) if spans or places else result
+
+
+def describe(
+    tree: nn.Module,
+    runs: Sequence[ModuleRun],
+    names: Sequence[str],
+    found_by: str,
+    assumed: tuple[str, ...],
+) -> Blocks:
+    """Return the description of a model by the names of its blocks.
+
+    Args:
+        tree: the model without wrappers.
+        runs: what `find_runs` returns for it.
+        names: of the blocks.
+        found_by: how they were found.
+        assumed: what a forward pass has to confirm of them.
+    """
+    of_text = in_text_tower(tree, names[0])
+    parameter = None if of_text else class_token_parameter(tree, names, runs)
+    return Blocks(
         names=tuple(names),
         found_by=found_by,
-        final_norms=tuple(norms) if final_norm is None else (final_norm,),
-        include_final_norm=None if huggingface_owner(model, names[0]) is None else language,
-        unembedding=unembedding or find_unembedding(model, names[0]),
-        class_token=token,
-        batch_first=batch_first,
-        assumed=assumed + ("class token",) * (token is not None and class_token is None),
+        final_norms=tuple(norms_around(tree, names, runs)),
+        include_final_norm=of_text,
+        unembedding=find_unembedding(tree, names[0]),
+        class_token=None if parameter is None else 0,
+        class_token_parameter=parameter,
+        batch_first=_is_batch_first(tree.get_submodule(names[0])),
+        assumed=assumed,
     )
-    if not spans and not places:
-        return result
-    return result.between_boundaries(spans or chain(names), places)
+
+
+def recognised_blocks(tree: nn.Module) -> Blocks | None:
+    """Return the blocks of a model without wrappers that its config declares, or in which modules are recognised as attention by
+    their names; None if there are none.
+
+    Raises:
+        BlocksNotFound: if there are several lists of them.
+    """
+    runs = find_runs(tree)
+    found = _recognised(tree, runs)
+    return None if found is None else describe(tree, runs, *found)
+
+
+def _is_batch_first(module: nn.Module) -> bool:
+    return all(part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention))
 
 
 def check_model(model: Any) -> None:
@@ -127,21 +159,15 @@ def check_model(model: Any) -> None:
         )
 
 
-def recognises_blocks(model: nn.Module) -> bool:
-    """Whether the config declares the blocks, or modules are recognised as attention by their names."""
-    model = unwrap(model)
-    return declared_blocks(model) is not None or any(run.depth > 1 for run in find_runs(model))
-
-
 def _named_boundary(model: nn.Module, boundary: Boundary) -> Boundary:
     return replace(boundary, module=_name(model, boundary.module))
 
 
-def _named(wrapped: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
-    """Return the names in `model`, the given model without wrappers, of the blocks that the caller names."""
+def _named(model: nn.Module, tree: nn.Module, blocks: str | Sequence[str | nn.Module]) -> list[str]:
+    """Return the names in `tree`, the model without wrappers, of the blocks that the caller names."""
     if isinstance(blocks, str):
-        container = _name(wrapped, blocks)
-        blocks = [f"{container}.{name}".lstrip(".") for name, _ in model.get_submodule(container).named_children()]
+        container = _name(model, blocks)
+        blocks = [f"{container}.{name}".lstrip(".") for name, _ in tree.get_submodule(container).named_children()]
         if not blocks:
             raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
     # An nn.ModuleList is no Sequence.
@@ -153,16 +179,16 @@ def _named(wrapped: nn.Module, model: nn.Module, blocks: str | Sequence[str | nn
         )
     if len(blocks) == 0:
         raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
-    known = names_by_id(wrapped)
+    known = names_by_id(model)
     names = []
     for block in blocks:
         if isinstance(block, str):
-            names.append(_name(wrapped, block))
+            names.append(_name(model, block))
         elif id(innermost(block)) in known:
             names.append(known[id(innermost(block))])
         else:
             raise UsageError(f"a module named as a block ({type(block).__name__}) is not part of the model")
-    if len({id(model.get_submodule(name)) for name in names}) < len(names):
+    if len({id(tree.get_submodule(name)) for name in names}) < len(names):
         raise UsageError("`blocks` names a module twice; name each once, in order of depth: repeated calls are found")
     return names
 
@@ -174,8 +200,11 @@ def _name(model: nn.Module, path: str) -> str:
     return name
 
 
-def _found(model: nn.Module, runs: Sequence[ModuleRun]) -> tuple[tuple[str, ...], str, tuple[str, ...]]:
-    """Return the blocks' names, how they were found, and what was assumed: the tower, or that they contain attention."""
+Found = tuple[Sequence[str], str, tuple[str, ...]]  # the blocks' names, how they were found, and what was assumed
+
+
+def _recognised(model: nn.Module, runs: Sequence[ModuleRun]) -> Found | None:
+    """Return the declared blocks, or the list of blocks with attention; None if no config and no name of a module shows them."""
     declared = declared_blocks(model)
     if declared is not None:
         others = [run for run in runs if not related(run, declared.names)]
@@ -196,26 +225,28 @@ def _found(model: nn.Module, runs: Sequence[ModuleRun]) -> tuple[tuple[str, ...]
         if within and text and not is_encoder_decoder(declared.owner):
             return declared.names, str(declared), ("blocks",)
     if not any(run.depth > 1 for run in runs):
-        candidates = candidate_runs(model)
-        (run, *others) = outermost(candidates) or (None,)
-        if run is None or others:
-            raise nothing_found(model, candidates)
-        how = f"the only list of modules of one class, {run}; assumed, and checked when measuring"
-        return run.names, how, ("blocks", "attention")
+        return None if declared is None else _guessed(model)
     trunks = [run for run in runs if not is_class_attention(run)]
     if len(trunks) == 1 and trunks[0].depth > 1 and "/" not in trunks[0].block_class:
         (run,), after = trunks, [run for run in runs if is_class_attention(run)]
-        if not after:
-            return run.names, f"the only list of blocks with attention, {run}", ("blocks",)
-        return run.names, f"{run}, before the class attention of {after[0].container} ({after[0]})", ("blocks",)
-    raise _ambiguity(model, runs)
-
-
-def _ambiguity(model: nn.Module, runs: Sequence[ModuleRun]) -> BlocksNotFound:
+        how = f"the only list of blocks with attention, {run}"
+        if after:
+            how = f"{run}, before the class attention of {after[0].container} ({after[0]})"
+        return run.names, how, ("blocks",)
     depths = {run.depth for run in runs}
     number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
     why = "they may be towers, stages or parts of one chain" if len(runs) > 1 else "its modules are of several classes"
     message = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
-    return BlocksNotFound(message, proposals(model, runs))
+    raise BlocksNotFound(message, proposals(model, runs))
+
+
+def _guessed(model: nn.Module) -> Found:
+    """Return the only list of modules of one class."""
+    candidates = candidate_runs(model)
+    (run, *others) = outermost(candidates) or (None,)
+    if run is None or others:
+        raise nothing_found(model, candidates)
+    how = f"the only list of modules of one class, {run}; assumed, and checked when measuring"
+    return run.names, how, ("blocks", "attention")

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tracker.model.inputs import Batch, positions
+from tracker.common.errors import UsageError
+from tracker.common.values import whole_numbers
+from tracker.model.inputs import Batch
 from tracker.model.recording import BlockCall, Recording
 
 LAST_WORD = "last non-special"  # attribute `tokens` of results in which special tokens at the end are left out
@@ -20,7 +22,6 @@ def chosen_positions(
     recording: Recording,
     batch: Batch,
     valid: Sequence[list[int]],
-    class_token: int | None,
 ) -> tuple[list[list[int]], str]:
     """Return the positions to measure in each sample, and the convention in words: the attribute `tokens`.
 
@@ -28,8 +29,9 @@ def chosen_positions(
         valid: the positions of each sample that are not padding.
     """
     if tokens == "last" and (words := _without_special_ends(recording.calls[0], batch, valid)):
-        return [positions("last", at, None) for at in words], LAST_WORD
+        return [at[-1:] for at in words], LAST_WORD
     stated = tokens if isinstance(tokens, str) else ", ".join(map(str, tokens))
+    class_token = recording.calls[0].replica.description.class_token
     return [positions(tokens, at, class_token) for at in valid], "last" if stated == "-1" else stated
 
 
@@ -63,3 +65,35 @@ def _attends_to_later(call: BlockCall, b: int, before: list[int], later: int) ->
     with replica.materialize(call.block), replica.materialize(call.final_norm):
         plain, changed = (call(x)[b, before] for x in (call.x, noisy))
     return not torch.equal(plain, changed)
+
+
+def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:
+    """Return the positions of one sample that `tokens` selects.
+
+    Args:
+        tokens: "last", "cls", "all", or indices into the valid positions.
+        valid: the positions that are not padding.
+        class_token: the class token's index, if the model has one.
+
+    Raises:
+        UsageError: for an unknown choice, or an index out of range.
+    """
+    name, n = tokens if isinstance(tokens, str) else "", len(valid)
+    if name == "last":
+        return valid[-1:]
+    if name == "all":
+        return valid
+    if name == "cls" and class_token is not None:
+        if not -n <= class_token < n:
+            raise UsageError(
+                f"class_token={class_token}, but the shortest sample has {n} tokens; give its index: "
+                "blocks=find_blocks(model, class_token=...)"
+            )
+        return [valid[class_token]]
+    indices = whole_numbers(tokens)
+    if not indices:
+        raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
+    outside = [t for t in indices if not -n <= t < n]
+    if outside:
+        raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
+    return [valid[t] for t in indices]

@@ -1,9 +1,13 @@
 """The description of a model: its residual blocks, final norm, unembedding and class token, by name."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+from torch import nn
 
 from tracker.model.boundaries import Boundary, Span
+
+Named = str | Sequence[str | nn.Module | tuple[str, str]]  # blocks as a caller names them
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,9 @@ class Blocks:
     unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
     class_token: int | None = None  # position of the token that the classifier reads, if it has one
     batch_first: bool = True
-    assumed: tuple[str, ...] = ()  # which of "blocks", "attention" and "class token" a forward pass has to confirm
+    # The parameter that is assumed to be this token, which forward passes have to confirm; None for a token that is stated.
+    class_token_parameter: str | None = field(default=None, repr=False)
+    assumed: tuple[str, ...] = ()  # which of "blocks" and "attention" a forward pass has to confirm
     spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
     fixed: tuple[Boundary, ...] = ()  # tensors that keep their recorded values while a span is linearized
 
@@ -49,5 +55,6 @@ class Blocks:
             names=tuple(f"{start} to {end}" for start, end in spans),
             spans=tuple(spans),
             fixed=tuple(dict.fromkeys(fixed)),
+            class_token_parameter=None,
             assumed=(),
         )

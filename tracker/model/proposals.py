@@ -4,7 +4,7 @@ A line from the module tree is a guess: only a forward pass shows whether the bl
 (`tracker.measure`), each line is tried, and those that fail are listed with the reason instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,36 +48,3 @@ class BlocksNotFound(UsageError):
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         return UsageError, (str(self),)
-
-    def tried(self, failure: Callable[[Any], Exception | None]) -> UsageError:
-        """Return the error after trying every proposal, and those of their errors instead of them.
-
-        Args:
-            failure: returns why the blocks can't be measured, or None if they can.
-        """
-        lines = {proposal.argument: proposal for proposal in self.proposals}
-        pending, work, failed = list(lines), "", ""
-        for line in pending:
-            proposal, error = lines[line], failure(lines[line].blocks)
-            closer = [
-                other
-                for other in (error.proposals if isinstance(error, BlocksNotFound) else ())
-                if other.argument not in lines
-            ]
-            lines |= {other.argument: other for other in closer}
-            pending += [other.argument for other in closer]
-            if error is None:
-                work += str(proposal)
-            elif not closer:
-                failed += f"\n  {proposal.where} ({proposal.description}): {_in_one_line(error)}"
-        finding = f"{self.finding}\nTried on these inputs, and not measurable:{failed}" if failed else self.finding
-        remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else HOW_TO_NAME
-        return UsageError(f"{finding}\n{remedy}")
-
-
-def _in_one_line(error: Exception) -> str:
-    """Return an error's message without the remedy that it may end with."""
-    if isinstance(error, BlocksNotFound):
-        return " ".join(error.finding.split())
-    text = str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
-    return " ".join(text.removesuffix(HOW_TO_NAME).split())

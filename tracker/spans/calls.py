@@ -47,15 +47,14 @@ class SpanCall(BlockCall):
         """Run the model up to the end of the span, and the final norm if it is folded in, on a state (B, n, d)."""
         assert not arguments  # spans are not sliced into rows
         start, end = self.span
-        hooks = {start: replace_with(x, self.batch_first), end: stop_at}
+        hooks = {start: replace_with(self.replica.oriented(x)), end: stop_at}
         out = run(self.replica, self.arguments, self.seed, hooks)
         out = out if self.final_norm is None else self.final_norm(out)
-        return out if self.batch_first else out.transpose(0, 1)
+        return self.replica.oriented(out)
 
 
-def replace_with(state: Tensor, batch_first: bool) -> BoundaryHook:
-    """Return a hook that replaces the tensor by a copy of `state` (B, n, d): later code may work in place."""
-    state = state if batch_first else state.transpose(0, 1)
+def replace_with(state: Tensor) -> BoundaryHook:
+    """Return a hook that replaces the tensor by a copy of `state`: later code may work in place."""
     return lambda found: state.clone(memory_format=torch.contiguous_format)
 
 

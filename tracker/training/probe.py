@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from tracker.blocks.find import Named, find_blocks
+from tracker.blocks.find import find_blocks
 from tracker.common.errors import LIGHTNING, UsageError, warn_caller
 from tracker.model.boundaries import Boundary
-from tracker.model.description import Blocks
+from tracker.model.description import Blocks, Named
 from tracker.model.guard import SCALARS, is_data
 from tracker.model.huggingface import huggingface_owner
 from tracker.model.inputs import Batch, batches, check_tokenizer
