@@ -25,9 +25,9 @@ class Blocks:
     )
     unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
     class_token: int | None = None  # position of the token that the classifier reads, if it has one
-    batch_first: bool = True
     # The parameter that is assumed to be this token, which forward passes have to confirm; None for a token that is stated.
     class_token_parameter: str | None = field(default=None, repr=False)
+    batch_first: bool = True
     assumed: tuple[str, ...] = ()  # which of "blocks" and "attention" a forward pass has to confirm
     spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
     fixed: tuple[Boundary, ...] = ()  # tensors that keep their recorded values while a span is linearized
