@@ -14,12 +14,12 @@ import torch
 from tests.jacobians.test_brute_force import jacobian_error
 from tests.models import FAMILIES, Size, build
 from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians, full_sequence_jacobian
 from tracker.jacobians.slicing import NotSliceable, Rows
+from tracker.model.global_state import preserve_global_state
+from tracker.model.inputs import batches
+from tracker.model.recorder import record
+from tracker.model.replica import Replica
 
 TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 SPEED = Size(width=128, tokens=64)

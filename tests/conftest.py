@@ -22,8 +22,8 @@ if CHECK_SHAPES:
     packages = [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")]
     install_import_hook(packages, "beartype.beartype")
 
-    from tracker.capture import guard
     from tracker.linalg import linear, precision
+    from tracker.model import guard
 
     # PyTorch calls these at every operation: if their annotations were checked each time, tests would take a third longer.
     for function in (

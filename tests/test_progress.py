@@ -14,12 +14,12 @@ import tracker
 from tests import processes
 from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
-from tracker.capture.inputs import batches
-from tracker.capture.prepare import prepare
+from tracker.blocks.prepare import prepare
 from tracker.common import progress
 from tracker.common.progress import Progress
 from tracker.measures.calls import measure_calls
 from tracker.measures.options import settings_from
+from tracker.model.inputs import batches
 from tracker.walk import display as of_walks
 
 METHODS = {
@@ -57,8 +57,8 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
     model, settings = neox(), settings_from(METHODS[method], "test")
     calls = [batch for given in inputs(settings) for batch in batches(model, given, None, None)]
     shown = Recorded()
-    with prepare(model, None, calls, torch.device("cpu"), settings.torch_dtype) as prepared:
-        measure_calls(prepared, settings, shown)
+    with prepare(model, None, calls, torch.device("cpu"), settings.torch_dtype) as replica:
+        measure_calls(replica, calls, settings, shown)
     jumps = [after - before for before, after in pairwise(shown.shares)]
     assert shown.shares[-1] == pytest.approx(1)
     assert len(jumps) >= 3 and min(jumps) > 0 and max(jumps) < 0.34

@@ -17,11 +17,11 @@ import torch
 import xarray as xr
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, Named, check_model
-from tracker.blocks.towers import BlocksNotFound
-from tracker.capture.confirm import LAST_WORD
-from tracker.capture.inputs import Batch, batches
-from tracker.capture.prepare import Prepared, prepare
+from tracker.blocks.find import check_model
+from tracker.blocks.prepare import prepare
+from tracker.blocks.reachability import check_reachability
+from tracker.blocks.tokens import LAST_WORD
+from tracker.common.errors import UsageError
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative
@@ -34,6 +34,11 @@ from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Options, Settings
+from tracker.model.description import Blocks, Named
+from tracker.model.inputs import Batch, batches
+from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound
+from tracker.model.replica import Replica
+from tracker.model.wrappers import unwrap
 from tracker.provenance import describe, digest, has_float64, usable_device
 
 ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
@@ -121,12 +126,12 @@ def measure(
     check_model(model)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
-    with _prepared(model, blocks, calls, settings, device) as prepared:
+    with _prepared(model, blocks, calls, settings, device) as replica:
         if dry_run:
-            return estimate(prepared, settings)
+            return estimate(replica, calls, settings)
         with progress_bar(progress) as shown:
-            samples = measure_calls(prepared, settings, shown)
-    return to_dataset(samples, model, prepared.blocks, settings, device, inputs, started)
+            samples = measure_calls(replica, calls, settings, shown)
+    return to_dataset(samples, model, replica.description, settings, device, inputs, started)
 
 
 def measure_samples(
@@ -136,8 +141,8 @@ def measure_samples(
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
-    with _prepared(model, blocks, calls, settings, device) as prepared:
-        return measure_calls(prepared, settings, Progress())
+    with _prepared(model, blocks, calls, settings, device) as replica:
+        return measure_calls(replica, calls, settings, Progress())
 
 
 def measure_with_less_memory(
@@ -166,20 +171,50 @@ def estimate_cost(
     depth: int | None = None,
 ) -> Cost:
     """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
-    with _prepared(model, blocks, calls, settings, device) as prepared:
-        return estimate(prepared, settings, depth)
+    with _prepared(model, blocks, calls, settings, device) as replica:
+        return estimate(replica, calls, settings, depth)
 
 
 @contextmanager
 def _prepared(
     model: nn.Module, blocks: Named | Blocks | None, calls: Sequence[Batch], settings: Settings, device: torch.device
-) -> Iterator[Prepared]:
+) -> Iterator[Replica]:
     """Prepare the model; if blocks are not found, then or later, try those that the error proposes, and raise what came of it."""
     try:
-        with prepare(model, blocks, calls, device, settings.torch_dtype, settings.tokens) as prepared:
-            yield prepared
+        with prepare(model, blocks, calls, device, settings.torch_dtype, settings.tokens) as replica:
+            yield replica
     except BlocksNotFound as error:
-        raise error.tried(lambda blocks: _why_not_measurable(model, blocks, calls[0], settings, device)) from None
+        raise _tried(error, model, calls[0], settings, device) from None
+
+
+def _tried(
+    error: BlocksNotFound, model: nn.Module, batch: Batch, settings: Settings, device: torch.device
+) -> UsageError:
+    """Return the error after trying every proposal, and those of their errors instead of them."""
+    lines = {proposal.argument: proposal for proposal in error.proposals}
+    pending, work, failed = list(lines), "", ""
+    for line in pending:
+        proposal = lines[line]
+        failure = _why_not_measurable(model, proposal.blocks, batch, settings, device)
+        proposed = failure.proposals if isinstance(failure, BlocksNotFound) else ()
+        closer = [other for other in proposed if other.argument not in lines]
+        lines |= {other.argument: other for other in closer}
+        pending += [other.argument for other in closer]
+        if failure is None:
+            work += str(proposal)
+        elif not closer:
+            failed += f"\n  {proposal.where} ({proposal.description}): {_in_one_line(failure)}"
+    finding = f"{error.finding}\nTried on these inputs, and not measurable:{failed}" if failed else error.finding
+    remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else HOW_TO_NAME
+    return UsageError(f"{finding}\n{remedy}")
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return an error's message without the remedy that it may end with."""
+    text = error.finding if isinstance(error, BlocksNotFound) else str(error)
+    if not isinstance(error, UsageError):
+        text = f"{type(error).__name__}: {error}"
+    return " ".join(text.removesuffix(HOW_TO_NAME).split())
 
 
 def _why_not_measurable(
@@ -188,10 +223,10 @@ def _why_not_measurable(
     """Return why these blocks can't be measured on a forward call, or None: record it, and linearize every block once."""
     settings = replace(settings, measures=("coupling",))
     try:
-        with prepare(model, blocks, [batch], device, settings.torch_dtype, settings.tokens) as prepared:
-            replica, cache = prepared.replica, CheckCache(settings.torch_dtype)
+        with prepare(model, blocks, [batch], device, settings.torch_dtype, settings.tokens) as replica:
+            cache = CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
-            prepared.check_reachability()
+            check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             for call in recording.calls:
                 call = call.to(replica.dtype, replica.device)
                 # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.
@@ -219,7 +254,7 @@ def to_dataset(
     """Join samples into one Dataset, with the provenance of a measurement started at `started` (`time.perf_counter`)."""
     dataset = assemble(samples)
     without_special = [sample for sample in samples if sample.attributes["tokens"] == LAST_WORD]
-    dataset.attrs |= describe(model, device) | {
+    dataset.attrs |= describe(unwrap(model), device) | {
         "blocks_found_by": blocks.found_by,
         "fixed": ", ".join(map(str, blocks.fixed)) or "none",
         "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import unwrap
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.version import SCHEMA, __version__
 
 
 def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
-    """Return the model, versions, device and time as attributes."""
-    model = unwrap(model)
+    """Return the model, which has no wrapper around it, versions, device and time as attributes."""
     config = getattr(model, "config", None)
     return {
         "schema": SCHEMA,

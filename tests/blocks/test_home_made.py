@@ -64,7 +64,7 @@ def test_blocks_are_found_whatever_their_attention_is_called(name):
 
 
 def test_attention_with_a_name_needs_no_further_pass(monkeypatch):
-    monkeypatch.setattr("tracker.capture.prepare.choose_blocks", None)
+    monkeypatch.setattr("tracker.blocks.prepare.choose_blocks", None)
     assert (
         tracker.measure(home_made.NanoGPT(), tokens(), measures="trajectory").attrs["blocks"].startswith("transformer")
     )

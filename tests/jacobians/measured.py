@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.recording import BlockCall
-from tracker.capture.replica import Replica
 from tracker.jacobians.rows import CheckResults, Jacobians
 from tracker.jacobians.slicing import Rows
+from tracker.model.global_state import preserve_global_state
+from tracker.model.inputs import batches
+from tracker.model.recorder import record
+from tracker.model.recording import BlockCall
+from tracker.model.replica import Replica
 
 CPU = torch.device("cpu")
 

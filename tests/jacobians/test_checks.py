@@ -8,11 +8,11 @@ import torch
 from tests.jacobians.measured import CPU, recorded
 from tests.jacobians.test_rows import Inner, Stack, random
 from tests.models import FAMILIES, build
-from tracker.capture.global_state import preserve_global_state
 from tracker.jacobians import checks
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows
 from tracker.linalg.precision import TOLERANCE
+from tracker.model.global_state import preserve_global_state
 
 
 def derivative_error(call, rows, row_attention):

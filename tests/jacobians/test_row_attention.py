@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tracker.capture.attention import Formula
 from tracker.jacobians.row_attention import HeadProduct, expand
+from tracker.model.attention import Formula
 
 R, H, n, e, f = 3, 4, 6, 5, 7
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.jacobians.measured import CPU, recorded
 from tests.models import build, tokens
-from tracker.capture.global_state import preserve_global_state
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import dense_jacobian
+from tracker.model.global_state import preserve_global_state
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from tests.measures.formulas import ANY, FORMULAS, NOISE, NULL_LEVELS, WITHOUT_S
 from tests.models import FAMILIES, Size, build, silence
 from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
-from tracker.capture.random_numbers import seed_of
 from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
 from tracker.measures.settings import CHOICE_NAMES, EVERYTHING
+from tracker.model.random_numbers import seed_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROUNDING = "a rounding error alone; planted errors are compared by tests/measures/test_certificates.py: "

@@ -18,8 +18,8 @@ from tests.conftest import Walker
 from tests.walk.test_walk import commit, snapshots
 from tracker import measurement, pythia
 from tracker.blocks.find import find_blocks
-from tracker.capture.weights import weights_memory
 from tracker.common.errors import CheckpointError
+from tracker.model.weights import weights_memory
 from tracker.walk import plan, units
 from tracker.walk.command import parse
 

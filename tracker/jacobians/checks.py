@@ -43,8 +43,6 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tracker.capture.recording import BlockCall, recording_kernels
-from tracker.capture.replica import irreproducible
 from tracker.common.errors import UsageError
 from tracker.jacobians.independent import Comparison, compare_rows
 from tracker.jacobians.restriction import (
@@ -59,6 +57,8 @@ from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.jacobian import Linearization, linearize
 from tracker.linalg.precision import FLOOR, TOLERANCE, Roundings, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, standard_normal, to_device
+from tracker.model.recording import BlockCall, recording_kernels
+from tracker.model.replica import irreproducible
 
 WINDOW = 16  # tokens
 

@@ -21,11 +21,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.capture.spans.calls import SpanCall
 from tracker.common.errors import UsageError
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.linalg.precision import tolerance
+from tracker.spans.calls import SpanCall
 
 ATTENTION = ("attn", "attention", "self_attn", "self_attention", "attention_layer")
 MLP = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "moe")

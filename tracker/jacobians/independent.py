@@ -34,7 +34,6 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from tracker.capture.recording import BlockCall
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.restriction import (
@@ -48,6 +47,7 @@ from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import GradientsStayOn, RowFunction, linearize
 from tracker.linalg.precision import FAST, FLOOR, tolerance
 from tracker.linalg.transfer import read, standard_normal
+from tracker.model.recording import BlockCall
 
 PROBES = 4  # cotangents
 # By bytes of the numbers that the block computes with: steps h, relative to the root mean square of x, and the allowed error.

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tracker.capture.recording import space_for, to_host
+from tracker.model.recording import space_for, to_host
 
 Jacobian = Callable[[], Tensor]  # () -> J, on its device
 

@@ -16,14 +16,14 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tracker.capture.attention import OriginalAttention, intercept_attention
-from tracker.capture.recording import AttentionCall, BlockCall
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
 from tracker.linalg.linear import FreeBuffers, FrozenLinear
 from tracker.linalg.precision import Roundings
+from tracker.model.attention import OriginalAttention, intercept_attention
+from tracker.model.recording import AttentionCall, BlockCall
 
 # Exceptions that a block's code may raise when it runs outside its model or on sequences of length one.
 FAILURES = (

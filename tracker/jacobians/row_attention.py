@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.attention import Formula, OriginalAttention
-from tracker.capture.recording import AttentionCall
 from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows
+from tracker.model.attention import Formula, OriginalAttention
+from tracker.model.recording import AttentionCall
 
 AT_ONCE = {True: 1 << 22, False: 1 << 26}  # scalars of keys and values; on a CPU few, which its caches hold
 

@@ -21,9 +21,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import BlockCall
-from tracker.capture.replica import Replica
-from tracker.capture.spans.calls import NOT_SLICEABLE, SpanCall
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
@@ -51,6 +48,9 @@ from tracker.linalg.jacobian import dense_jacobian
 from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
+from tracker.model.recording import BlockCall
+from tracker.model.replica import Replica
+from tracker.spans.calls import NOT_SLICEABLE, SpanCall
 
 Result = TypeVar("Result")
 

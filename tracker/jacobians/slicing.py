@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tracker.capture.guard import contains_tensors
-from tracker.capture.recording import AttentionCall, BlockCall
 from tracker.linalg.transfer import to_device
+from tracker.model.guard import contains_tensors
+from tracker.model.recording import AttentionCall, BlockCall
 
 PER_TOKEN = ("position_embeddings", "position_ids", "cache_position", "shortformer_pos_embed")
 MASKS = ("attention_mask", "attn_mask", "src_mask", "mask", "src_key_padding_mask")

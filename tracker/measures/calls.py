@@ -12,15 +12,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from tracker.blocks.find import Blocks
-from tracker.capture.confirm import chosen_positions
-from tracker.capture.inputs import Batch
-from tracker.capture.padding import read_padding
-from tracker.capture.prepare import Prepared
-from tracker.capture.recorder import record
-from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
-from tracker.capture.spans.recording import record_spans
+from tracker.blocks.reachability import check_reachability
+from tracker.blocks.tokens import chosen_positions
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
@@ -35,6 +28,13 @@ from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, warn_of_missing_unembedding
 from tracker.measures.tokenwise import Selected, links_of, tokenwise_couplings, tokenwise_steps
+from tracker.model.description import Blocks
+from tracker.model.inputs import Batch
+from tracker.model.padding import read_padding
+from tracker.model.recorder import record
+from tracker.model.recording import Recording
+from tracker.model.replica import Replica
+from tracker.spans.recording import record_spans
 
 
 def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) -> tuple[str, str]:
@@ -135,7 +135,7 @@ def record_call(
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
     recording.sample_seeds = batch.sample_seeds(valid, n)
     choice = settings.chosen_tokens(replica.description)
-    chosen, tokens = chosen_positions(choice, recording, batch, valid, replica.description.class_token)
+    chosen, tokens = chosen_positions(choice, recording, batch, valid)
     window = settings.window or trajectory.default_width(depth)
     if settings.window is not None and window > depth + 1:
         raise UsageError(f"window={window} states, but a trajectory through this model has {depth + 1}")
@@ -196,23 +196,23 @@ def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str
 Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
 
 
-def jacobians_of(prepared: Prepared, settings: Settings, progress: Progress) -> Jacobians:
-    """Return the Jacobians of a prepared model, whose steps the progress counts."""
-    return Jacobians(prepared.replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
+def jacobians_of(replica: Replica, settings: Settings, progress: Progress) -> Jacobians:
+    """Return the Jacobians of a replica's blocks, whose steps the progress counts."""
+    return Jacobians(replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
 
 
-def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) -> list[Sample]:
+def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, progress: Progress) -> list[Sample]:
     """Measure the samples of the forward calls, inside the context of `prepare`."""
-    jacobians = jacobians_of(prepared, settings, progress)
+    jacobians = jacobians_of(replica, settings, progress)
     memory = settings.memory(4)  # of the recordings
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     plan, steps = None, 0  # steps of the progress, for the calls recorded so far
-    calls, i = list(prepared.calls), 0
+    calls, i = list(calls), 0
     while i < len(calls):
         batch = calls[i]
         held = sum(recording.nbytes() for recording, *_ in pending)
-        recording, rows, of_batch = record_call(jacobians.replica, batch, settings, max(0, memory - held))
+        recording, rows, of_batch = record_call(replica, batch, settings, max(0, memory - held))
         if recording.seed is not None and len(of_batch) > 1:
             # So that the random numbers of a sample do not depend on the others: training runs divide them among ranks.
             calls[i : i + 1] = batch.by_sample()
@@ -223,8 +223,8 @@ def measure_calls(prepared: Prepared, settings: Settings, progress: Progress) ->
             warn_of_post_norm(recording)
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
-                warn_of_missing_norm(recording, jacobians.replica.description)
-            prepared.check_reachability()
+                warn_of_missing_norm(recording, replica.description)
+            check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))

@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import Recording
 from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
@@ -37,6 +36,7 @@ from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import Plan, measured_calls
 from tracker.measures.settings import OF_PAIRS
+from tracker.model.recording import Recording
 
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 

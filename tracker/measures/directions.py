@@ -22,12 +22,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import drawn, to_device
 from tracker.measures.declaration import LAYER, OURS, Measure
+from tracker.model.recording import Recording
+from tracker.model.replica import Replica
 
 DIRECTIONS, WORDS, RANDOM = 5, 5, 256
 PARTS = ("out", "in")  # u_k, v_k

@@ -17,10 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tracker.capture.inputs import Batch
-from tracker.capture.prepare import Prepared
-from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.weights import bytes_of, converted_block
 from tracker.common.errors import UsageError
 from tracker.common.progress import Progress
 from tracker.common.text import counted, duration, entry, join_names, size
@@ -35,6 +31,10 @@ from tracker.measures.depthwise import measure_blocks, pairs
 from tracker.measures.layers import check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
 from tracker.measures.settings import CHOICE_NAMES, Settings
+from tracker.model.inputs import Batch
+from tracker.model.recording import BlockCall, Recording
+from tracker.model.replica import Replica
+from tracker.model.weights import bytes_of, converted_block
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,13 @@ SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 T = TypeVar("T")
 
 
-def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -> Cost:
+def estimate(replica: Replica, calls: Sequence[Batch], settings: Settings, depth: int | None = None) -> Cost:
     """Estimate the cost of measuring forward calls, inside the context of `prepare`.
 
     Args:
-        depth: the number of blocks of the measured model, if the prepared one has fewer, all alike.
+        depth: the number of blocks of the measured model, if this one has fewer, all alike.
     """
-    calls, samples = prepared.calls, sum(len(call.labels) for call in prepared.calls)
+    samples = sum(len(call.labels) for call in calls)
     sizes = [_size(batch) for batch in calls]
     batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
     lengths = [_length(batch) for batch in calls]
@@ -127,10 +127,10 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
     refused = ""
     # Neither a window nor pairs of blocks need fit into fewer blocks.
     of_call = settings if depth is None else replace(settings, window=None, pair_layers=0)
-    jacobians = jacobians_of(prepared, settings, Progress())
+    jacobians = jacobians_of(replica, settings, Progress())
     try:
         seconds, (recording, rows, measured) = _timed_again(
-            lambda: record_call(jacobians.replica, batch, of_call, settings.memory(4))
+            lambda: record_call(replica, batch, of_call, settings.memory(4))
         )
         seconds *= sum(sizes) / _size(batch)
         lengths = [round(measured[0].length * length / _length(batch)) for length in lengths]
@@ -139,7 +139,7 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
             recording = _deepened(recording, depth)
         total = len(rows) * (sum(sizes) / _size(batch) if settings.tokens == "all" else samples / len(batch.labels))
         case = _Case(jacobians, recording, rows, measured[0], settings, make_plan(settings, recording), round(total))
-        of_plan = _of_plan(case, prepared)
+        of_plan = _of_plan(case, len(calls))
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
             seconds += _seconds_of_blocks(case)
@@ -147,10 +147,10 @@ def estimate(prepared: Prepared, settings: Settings, depth: int | None = None) -
     except (UsageError, FloatingPointError) as error:
         refused = str(error)
     return Cost(
-        blocks=str(prepared.blocks),
+        blocks=str(replica.description),
         samples=samples,
         tokens=(min(lengths), max(lengths)),
-        weights_bytes=bytes_of(prepared.model, settings.torch_dtype)[0],
+        weights_bytes=bytes_of(replica.model, settings.torch_dtype)[0],
         memory_budget=settings.memory_budget,
         not_counted=tuple(measure for measure in CHOICE_NAMES if not settings.includes(measure)),
         refused=refused,
@@ -181,7 +181,7 @@ class _Case:
         return min(self.together, ROWS)
 
 
-def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
+def _of_plan(case: _Case, calls: int) -> dict[str, Any]:
     """Return what the plan says of a measurement before a block is timed, as fields of `Cost`."""
     settings, plan, replica = case.settings, case.plan, case.jacobians.replica
     timed = "one forward pass"
@@ -200,8 +200,8 @@ def _of_plan(case: _Case, prepared: Prepared) -> dict[str, Any]:
         "width": plan.d,
         "method": _method(case),
         "timed": f"{timed}, on {replica.device} in {str(replica.dtype).removeprefix('torch.')}",
-        "peak_bytes": _peak(case, len(prepared.calls))
-        + converted_block(prepared.model, prepared.blocks, settings.torch_dtype)
+        "peak_bytes": _peak(case, calls)
+        + converted_block(replica.model, replica.description, settings.torch_dtype)
         + kept_bytes(settings, case.recording, case.total),
         "warnings": warnings,
     }

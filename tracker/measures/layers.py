@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import Recording
 from tracker.common.errors import UsageError
 from tracker.common.text import size
 from tracker.jacobians.kept import Jacobian, JacobianFile, on_device, on_host
@@ -25,6 +24,7 @@ from tracker.measures.coupling import Moments, declared_parts, moments
 from tracker.measures.declaration import DIAGNOSTICS, LAYER, NORMED, OURS, WITH_NORM, Measure
 from tracker.measures.plan import Plan
 from tracker.measures.settings import Settings
+from tracker.model.recording import Recording
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ vectors of all blocks, so that the Jacobians of some rows wait for the last bloc
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tracker.capture.recording import BlockCall, Recording, host_memory
 from tracker.common.values import Method
 from tracker.jacobians.elimination import MERGING
 from tracker.measures.settings import CHOICES, Settings
+from tracker.model.recording import BlockCall, Recording, host_memory
 
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
 OF_ENTRIES = {option.name for option in CHOICES if option.of_jacobians == "entries"}  # measures that take `ARRAYS`

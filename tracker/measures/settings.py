@@ -16,7 +16,7 @@ from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precisio
 if TYPE_CHECKING:
     import torch
 
-    from tracker.blocks.find import Blocks
+    from tracker.model.description import Blocks
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class Settings:
         """Return the positions that tokenwise compares, among the valid ones of a sample."""
         import numpy as np
 
-        from tracker.capture.inputs import positions
+        from tracker.blocks.tokens import positions
 
         if isinstance(self.pair_tokens, int):
             at = np.linspace(0, len(valid) - 1, min(self.pair_tokens, len(valid))).round().astype(int)

@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.capture.recording import Recording
-from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
 from tracker.measures import trajectory
 from tracker.measures.declaration import MINOR, STATE, Measure
 from tracker.measures.settings import Settings
+from tracker.model.recording import Recording
+from tracker.model.replica import Replica
 
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
 

@@ -28,7 +28,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.capture.recording import Recording
 from tracker.jacobians.kept import JacobianFile
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
@@ -40,6 +39,7 @@ from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
 from tracker.measures.depthwise import pairs, parts_of_null_levels
 from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
 from tracker.measures.plan import Plan
+from tracker.model.recording import Recording
 
 TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
 KINDS = {  # of token pairs

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, get_args
 
 import xarray as xr
 
-from tracker.blocks.find import Blocks, Named
 from tracker.loggers.protocol import Log
 from tracker.measures.options import KEYWORDS, Keyword, accepts_options
 from tracker.measures.settings import Options
+from tracker.model.description import Blocks, Named
 from tracker.training.probe import Forward
 from tracker.training.schedule import Schedule
 

@@ -20,11 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_structure
 
-from tracker.blocks.boundaries import Boundary
-from tracker.blocks.find import Blocks, Named, find_blocks, huggingface_owner, names_by_id, unwrap
-from tracker.capture.guard import SCALARS, is_data
-from tracker.capture.inputs import Batch, batches, check_tokenizer
+from tracker.blocks.find import find_blocks
 from tracker.common.errors import LIGHTNING, UsageError, warn_caller
+from tracker.model.boundaries import Boundary
+from tracker.model.description import Blocks, Named
+from tracker.model.guard import SCALARS, is_data
+from tracker.model.huggingface import huggingface_owner
+from tracker.model.inputs import Batch, batches, check_tokenizer
+from tracker.model.wrappers import names_by_id, unwrap
 from tracker.provenance import digest
 
 Forward = Callable[[nn.Module, Any], Any]

@@ -23,13 +23,13 @@ import torch.distributed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tracker.blocks.find import Blocks
-from tracker.capture.weights import FAILURES, ON_RANK
 from tracker.common.errors import UsageError, panics_as_errors
 from tracker.devices import is_device_error
 from tracker.measurement import measure_with_less_memory
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
+from tracker.model.description import Blocks
+from tracker.model.weights import FAILURES, ON_RANK
 from tracker.training import probe as probes
 
 DONE, FAILED, MISTAKE, LOST = range(4)

@@ -6,9 +6,9 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger
+from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.training.options import TrainerOptions, accepts_trainer_options
 from tracker.training.run import TrainingRun

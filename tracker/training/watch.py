@@ -10,9 +10,9 @@ import torch.distributed
 import xarray as xr
 from torch import nn
 
-from tracker.capture.weights import check_whole
 from tracker.common.errors import UsageError
 from tracker.loggers.protocol import FunctionLogger, LogTo
+from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
 from tracker.training.run import TrainingRun

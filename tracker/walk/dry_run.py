@@ -24,12 +24,12 @@ from checkpoints.hub import Listing
 from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
 from checkpoints.suites import Checkpoint
 from tracker.blocks.find import find_blocks
-from tracker.capture.inputs import batches
-from tracker.capture.weights import weights_memory
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, duration, entry, join_names, printable, size
 from tracker.measurement import estimate_cost
 from tracker.measures.estimate import Cost
+from tracker.model.inputs import batches
+from tracker.model.weights import weights_memory
 from tracker.walk.display import reason
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
 

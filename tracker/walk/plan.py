@@ -35,7 +35,7 @@ def default_budget(device: "torch.device", weights: int) -> int:
     It is half of an accelerator's memory or, where the weights leave less, what they leave, if that is at least an eighth. On
     the CPU, and beside an accelerator that does not report its memory, it is a quarter of the machine's memory.
     """
-    from tracker.capture.recording import host_memory
+    from tracker.model.recording import host_memory
 
     memory = _free_and_total(device)
     if memory is None:

@@ -108,9 +108,9 @@ def _measure(
         UsageError: if memory runs out.
     """
     from tracker.blocks.find import find_blocks
-    from tracker.capture.weights import weights_memory
     from tracker.devices import is_allocation_failure
     from tracker.measurement import measure
+    from tracker.model.weights import weights_memory
 
     device = measurement.device
     blocks = find_blocks(model)

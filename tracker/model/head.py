@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracker.capture.hidden_state import check_finite
-from tracker.capture.recording import BlockCall, Recording
-from tracker.capture.replica import Replica
+from tracker.model.hidden_state import check_finite
+from tracker.model.recording import BlockCall, Recording
+from tracker.model.replica import Replica
 
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
 SAME = 1e-2  # of the largest entry
@@ -238,7 +238,7 @@ class HeadHooks:
         self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
     ) -> None:
         if self.norm is None and self._takes(is_last_state, args, keywords, output):
-            self.norm = name, module, self._batch_first(output)
+            self.norm = name, module, self.replica.oriented(output)
 
     def _leave_module(
         self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
@@ -246,7 +246,7 @@ class HeadHooks:
         if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
             return
         if self._takes(is_last_state, args, keywords, output) and self._is_norm(module, args, keywords, output):
-            self._unnamed = name, module, self._batch_first(output)
+            self._unnamed = name, module, self.replica.oriented(output)
 
     def _leave_head(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
         if self._operations.place != "after" or len(args) + len(keywords) != 1:
@@ -258,22 +258,19 @@ class HeadHooks:
             and 1 < x.dim() < 4
             and x.shape[:-1] == output.shape[:-1]
         ):
-            self._heads.append((name, output.shape[-1], self._batch_first(x) if x.dim() == 3 else x))
+            self._heads.append((name, output.shape[-1], self.replica.oriented(x) if x.dim() == 3 else x))
 
     def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
         argument = next(iter((*args, *keywords.values())), None)
         if not isinstance(argument, Tensor) or not isinstance(output, Tensor) or argument.shape != output.shape:
             return False
-        return argument.dim() == 3 and is_last_state(self._batch_first(argument))
+        return argument.dim() == 3 and is_last_state(self.replica.oriented(argument))
 
     def _is_norm(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
         self._trying = True
         answer = is_norm(module, args, keywords, output)
         self._trying = False
         return answer
-
-    def _batch_first(self, state: Tensor) -> Tensor:
-        return state if self.replica.description.batch_first else state.transpose(0, 1)
 
 
 def _is_part(x: Tensor, states: Tensor) -> bool:

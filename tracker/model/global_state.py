@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from tracker.capture.random_numbers import preserve_random_state
 from tracker.linalg.precision import float32_products
+from tracker.model.random_numbers import preserve_random_state
 
 
 @contextmanager

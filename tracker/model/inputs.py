@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tracker.blocks.find import huggingface_owner, token_embedding, unwrap
-from tracker.capture.random_numbers import seed_of
 from tracker.common.errors import UsageError, warn_caller
-from tracker.common.values import whole_numbers
+from tracker.model.huggingface import huggingface_owner, token_embedding
+from tracker.model.random_numbers import seed_of
+from tracker.model.wrappers import unwrap
 
 
 @dataclass(frozen=True)
@@ -247,11 +247,10 @@ def _batch(
     if valid is not None and not valid.any(1).all():
         raise UsageError("a sample's attention mask leaves no token; every sample needs at least one")
     owner = huggingface_owner(model)
+    batch = Batch(arguments, keywords, labels or [""] * len(main), valid)
     if owner is None or main.is_floating_point() or main.dim() > 2:
-        return Batch(arguments, keywords, labels or [""] * len(main), valid)
-    return Batch(
-        arguments, keywords, labels or [""] * len(main), valid, ids=main, special=_special_tokens(owner.config)
-    )
+        return batch
+    return replace(batch, ids=main, special=_special_tokens(owner.config))
 
 
 def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
@@ -306,35 +305,3 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
             f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"
         )
-
-
-def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | None) -> list[int]:
-    """Return the positions of one sample that `tokens` selects.
-
-    Args:
-        tokens: "last", "cls", "all", or indices into the valid positions.
-        valid: the positions that are not padding.
-        class_token: the class token's index, if the model has one.
-
-    Raises:
-        UsageError: for an unknown choice, or an index out of range.
-    """
-    if isinstance(tokens, str) and tokens == "last":
-        return valid[-1:]
-    if isinstance(tokens, str) and tokens == "all":
-        return valid
-    n = len(valid)
-    if isinstance(tokens, str) and tokens == "cls" and class_token is not None:
-        if not -n <= class_token < n:
-            raise UsageError(
-                f"class_token={class_token}, but the shortest sample has {n} tokens; give its index: "
-                "blocks=find_blocks(model, class_token=...)"
-            )
-        return [valid[class_token]]
-    indices = whole_numbers(tokens)
-    if not indices:
-        raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
-    outside = [t for t in indices if not -n <= t < n]
-    if outside:
-        raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
-    return [valid[t] for t in indices]

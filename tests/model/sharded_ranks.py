@@ -1,4 +1,4 @@
-"""One of the ranks that measure a sharded model: `python -m tests.capture.sharded_ranks RANK DIRECTORY`.
+"""One of the ranks that measure a sharded model: `python -m tests.model.sharded_ranks RANK DIRECTORY`.
 
 It plants one error after another on rank 1, and writes to DIRECTORY what each measurement returned or raised on this rank, and
 the memory budgets of its attempts.
@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from tests.models import Size, language, tokens
 from tracker import measurement
 from tracker.blocks.find import find_blocks
-from tracker.capture import weights
-from tracker.capture.inputs import batches
-from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
+from tracker.model import weights
+from tracker.model.inputs import batches
+from tracker.model.replica import Replica
 
 RANKS = 2
 SETTINGS = Settings(k=(2,), measures=("coupling",), dtype="float64", memory_budget=1 << 20)

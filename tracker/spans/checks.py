@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.boundaries import Boundary, as_python
-from tracker.blocks.towers import BlocksNotFound, Proposal
-from tracker.capture.hidden_state import floating_tensors, hidden_state
-from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
-from tracker.capture.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 from tracker.common.errors import UsageError
 from tracker.linalg.precision import TOLERANCE, relative_error
 from tracker.linalg.transfer import SEED
+from tracker.model.boundaries import Boundary, as_python
+from tracker.model.hidden_state import floating_tensors, hidden_state
+from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible
+from tracker.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 
 NOISE = 0.5  # of the root mean square of what it is added to
 NOT_REPRODUCED = "the forward pass does not reproduce its own states"
@@ -55,7 +55,7 @@ def check_stateless(
         UsageError: if the last states differ; also for a pass that is random.
     """
     noisy = _Noise().added(calls[0].x.to(replica.device))
-    hooks = {calls[0].span[0]: replace_with(noisy, calls[0].batch_first), calls[-1].span[1]: stop_at}
+    hooks = {calls[0].span[0]: replace_with(replica.oriented(noisy)), calls[-1].span[1]: stop_at}
     after = ModuleState(replica.module)
     again = run(replica, arguments, calls[0].seed, hooks)
     before.restore()
@@ -137,7 +137,7 @@ class WholeStateCheck:
         if after:
             outputs, recorded = self._outputs(output), self._outputs(self.output)
             return min(_relative_difference(outputs[i], recorded[i]) for i in self._compared_outputs)
-        y = output if call.batch_first else output.transpose(0, 1)
+        y = self.replica.oriented(output)
         x, recorded = call.x.to(self.device), call.y.to(self.device)
         return float(relative_error(y - x, recorded - x, recorded, self.dtype)) if y.shape == x.shape else float("inf")
 
@@ -209,7 +209,8 @@ class WholeStateCheck:
     def _recorded(self, l: int) -> BoundaryHook:
         """Return the hook that sets boundary l to its recorded state."""
         call = self.calls[min(l, len(self.calls) - 1)]
-        return replace_with((call.y if l == len(self.calls) else call.x).to(self.device), call.batch_first)
+        state = call.y if l == len(self.calls) else call.x
+        return replace_with(self.replica.oriented(state.to(self.device)))
 
     def boundary(self, l: int) -> Boundary:
         """Return the start of span l, or the end of the last span for l = L."""

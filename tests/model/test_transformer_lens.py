@@ -12,10 +12,10 @@ from tests import brute_force
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
-from tracker.blocks.find import unwrap
-from tracker.capture import attention
-from tracker.capture.attention import Formula, row_positions
 from tracker.jacobians.rows import PATHS
+from tracker.model import attention
+from tracker.model.attention import Formula, row_positions
+from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
     "transformer_lens", reason="transformer-lens is not installed (pip install 'transformer-lens>=3.9,<4')"

@@ -15,13 +15,14 @@ from tests.brute_force import couplings, in_one_graph
 from tests.lightning_runs import Classifier, fit, trainer
 from tests.rounding import of_miscouplings
 from tests.training.test_callback import Watch, assert_same_units
-from tracker.blocks.find import Blocks, find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.replica import Replica
-from tracker.capture.spans.recording import record_spans
+from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
+from tracker.model.description import Blocks
+from tracker.model.global_state import preserve_global_state
+from tracker.model.replica import Replica
+from tracker.spans.recording import record_spans
 from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.boundaries import as_python, chain
-from tracker.blocks.towers import HOW_TO_NAME, BlocksNotFound, Proposal
-from tracker.capture.attention import OriginalAttention, intercept_attention
-from tracker.capture.guard import copy_nested
-from tracker.capture.head import HeadHooks, NormWatch
-from tracker.capture.hidden_state import (
+from tracker.common.errors import UsageError
+from tracker.linalg.transfer import standard_normal
+from tracker.model.attention import OriginalAttention, intercept_attention
+from tracker.model.boundaries import as_python, chain
+from tracker.model.guard import copy_nested
+from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.hidden_state import (
     ACCEPTED_FORMS,
     bind_arguments,
     check_finite,
@@ -27,10 +28,9 @@ from tracker.capture.hidden_state import (
     passed_on,
     states_in,
 )
-from tracker.capture.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
-from tracker.capture.replica import STATELESS, ModuleState, Replica, irreproducible
-from tracker.common.errors import UsageError
-from tracker.linalg.transfer import standard_normal
+from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound, Proposal
+from tracker.model.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
+from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible
 
 
 def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
@@ -95,9 +95,8 @@ class _Recorder:
             raise UsageError(
                 f"block {name} takes {argument}; a residual block takes a hidden state (batch, tokens, width). {HOW_TO_NAME}"
             )
-        batch_first = self.replica.description.batch_first
         streams = passed_on(bound, self.states)
-        x, input_dtype = (x if batch_first else x.transpose(0, 1)).to(self.replica.dtype), x.dtype
+        x, input_dtype = self.replica.oriented(x).to(self.replica.dtype), x.dtype
         # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
         if not self.calls:
             check_finite(x, f"the model, before its first block ({name}),")
@@ -115,7 +114,7 @@ class _Recorder:
         copies = {key: copy_nested(value, self.copy_argument, memo) for key, value in bound.arguments.items()}
         bound = inspect.BoundArguments(bound.signature, OrderedDict(copies))
         layer = len(self.calls) + 1
-        self.running = BlockCall(layer, name, block, bound, state, batch_first, self.replica, x)
+        self.running = BlockCall(layer, name, block, bound, state, self.replica, x)
         self.running.input_dtype = input_dtype
 
     def changed_between(self, before: str, name: str) -> UsageError:
@@ -169,7 +168,7 @@ class _Recorder:
         call.ends_in_norm = self.replica.ends_in_norm[id(block)]
         self.states = states_in(dict(enumerate(output)) if isinstance(output, (tuple, list)) else {})
         self.check_one_stream(call, y)
-        y = (y if call.batch_first else y.transpose(0, 1)).to(self.replica.dtype)
+        y = self.replica.oriented(y).to(self.replica.dtype)
         if y.shape != call.x.shape:
             raise UsageError(
                 f"block {call.name} maps {tuple(call.x.shape)} to {tuple(y.shape)}; a residual block keeps the shape. "

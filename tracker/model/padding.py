@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tracker.capture.attention import OriginalAttention, intercept_attention
-from tracker.capture.inputs import Batch
-from tracker.capture.random_numbers import noise_like
-from tracker.capture.recording import Recording
 from tracker.common.errors import warn_caller
 from tracker.linalg.precision import TOLERANCE, relative_error
+from tracker.model.attention import OriginalAttention, intercept_attention
+from tracker.model.inputs import Batch
+from tracker.model.random_numbers import noise_like
+from tracker.model.recording import Recording
 
 HIDDEN = -1e4  # values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models
 OTHER_MASKS = ("memory", "cross", "encoder", "context")  # in the names of masks of what a decoder reads

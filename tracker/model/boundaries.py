@@ -9,14 +9,13 @@ next. Such a block is a span between two boundaries:
 Places are named in the same way for tensors that stay at their recorded values while a span is linearized (fixed tensors).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from torch import nn
 
-from tracker.blocks.towers import Proposal, has_matrices, named_attention
 from tracker.common.errors import UsageError
 
 SIDES = ("input", "output")
@@ -101,61 +100,3 @@ def _read(entry: Any) -> Boundary:
         )
     side, _, module = entry.partition(" of ")
     return Boundary(side, module)
-
-
-def propose_boundaries(model: nn.Module) -> list[Proposal]:
-    """Propose the boundaries between blocks of every list of lists that may contain attention (vit-pytorch, x-transformers).
-
-    It assumes that each block begins at the input of its first module, and that the last block ends at the input of the norm
-    next to the list, or at the output of the module that contains the list. The measurement checks both.
-    """
-    return [line for name, module in model.named_modules() if (line := _proposal(model, name, module))]
-
-
-def _proposal(model: nn.Module, name: str, layers: nn.Module) -> Proposal | None:
-    if not is_list_of_lists(layers):
-        return None
-    children = list(layers.children())
-    classes = [tuple(type(part).__name__ for part in child.modules()) for child in children]
-    period = next(p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p))
-    first = _first(children[0])
-    if (
-        period == len(classes)
-        or first is None
-        or not (any(map(named_attention, sum(classes, ()))) or has_matrices(model.get_submodule(f"{name}.0.{first}")))
-    ):
-        return None
-    holder, _, _ = name.rpartition(".")
-    prefix = f"{holder}." if holder else ""
-    siblings = model.get_submodule(holder).named_children()
-    norms = [child for child, module in siblings if "norm" in type(module).__name__.lower()]
-    if len(norms) > 1 or not (norms or holder):
-        return None
-    end = f"input of {prefix}{norms[0]}" if norms else f"output of {holder}"
-    every = f"{len(classes)}" if period == 1 else f"0, {len(classes)}, {period}"
-    starts = [f"input of {name}.{i}.{first}" for i in range(0, len(classes), period)]
-    return Proposal(
-        f'[f"input of {name}.{{i}}.{first}" for i in range({every})] + ["{end}"]',
-        [*starts, end],
-        f"{starts[0]} to {end}",
-        f"{len(starts)} blocks of {period} x {type(children[0]).__name__} in {name}",
-    )
-
-
-def is_list_of_lists(layers: nn.Module) -> bool:
-    """Whether a module is a list of two lists or more, which have no forward pass that would make each a block."""
-    children = list(layers.children())
-    plain = (nn.ModuleList, nn.Sequential)
-    return type(layers) is nn.ModuleList and len(children) > 1 and all(type(child) in plain for child in children)
-
-
-def _first(module: nn.Module) -> str | None:
-    """Return the path of the first module that is not a list, inside nested lists; None if a list is empty."""
-    path: list[str] = []
-    while type(module) in (nn.ModuleList, nn.Sequential):
-        entries: Iterator[tuple[str, nn.Module | None]] = iter(module._modules.items())
-        name, first = next(entries, ("", None))
-        if first is None:
-            return None
-        path, module = [*path, name], first
-    return ".".join(path)

@@ -1,4 +1,4 @@
-"""Blocks that are spans of the forward pass, from one boundary to the next (`tracker.blocks.boundaries`), as replayable calls.
+"""Blocks that are spans of the forward pass, from one boundary to the next (`tracker.model.boundaries`), as replayable calls.
 
 A span's function is the whole forward pass, run again on the recorded arguments. At the start boundary the tensor found
 there is replaced by the new state: by identity, in the arguments of every later PyTorch function, so that a residual kept in
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tracker.blocks.boundaries import Boundary, Span
-from tracker.capture.guard import clone_if_tensor, copy_nested
-from tracker.capture.hidden_state import hidden_state
-from tracker.capture.recording import BlockCall
-from tracker.capture.replica import Replica, StopForward
 from tracker.common.errors import UsageError
+from tracker.model.boundaries import Boundary, Span
+from tracker.model.guard import clone_if_tensor, copy_nested
+from tracker.model.hidden_state import hidden_state
+from tracker.model.recording import BlockCall
+from tracker.model.replica import Replica, StopForward
 
 BoundaryHook = Callable[[Tensor], Tensor | None]  # takes the tensor at a boundary; returns its replacement, or None
 
@@ -47,15 +47,14 @@ class SpanCall(BlockCall):
         """Run the model up to the end of the span, and the final norm if it is folded in, on a state (B, n, d)."""
         assert not arguments  # spans are not sliced into rows
         start, end = self.span
-        hooks = {start: replace_with(x, self.batch_first), end: stop_at}
+        hooks = {start: replace_with(self.replica.oriented(x)), end: stop_at}
         out = run(self.replica, self.arguments, self.seed, hooks)
         out = out if self.final_norm is None else self.final_norm(out)
-        return out if self.batch_first else out.transpose(0, 1)
+        return self.replica.oriented(out)
 
 
-def replace_with(state: Tensor, batch_first: bool) -> BoundaryHook:
-    """Return a hook that replaces the tensor by a copy of `state` (B, n, d): later code may work in place."""
-    state = state if batch_first else state.transpose(0, 1)
+def replace_with(state: Tensor) -> BoundaryHook:
+    """Return a hook that replaces the tensor by a copy of `state`: later code may work in place."""
     return lambda found: state.clone(memory_format=torch.contiguous_format)
 
 

@@ -12,7 +12,6 @@ class DeclaredBlocks:
     """The list of config.num_hidden_layers blocks; the text tower's, if the config describes several towers."""
 
     owner: nn.Module
-    container: str
     depth: int
     names: tuple[str, ...]  # each once, if a block is in the list several times
     tower: str = ""  # the text tower, if there are several
@@ -36,7 +35,7 @@ def token_embedding(model: nn.Module) -> nn.Embedding | None:
     return _table(embed)
 
 
-def unembedding(model: nn.Module, block: str) -> str | None:
+def find_unembedding(model: nn.Module, block: str) -> str | None:
     """Return the name of the module that maps the hidden states of this block's tower to logits, or None."""
     owner = huggingface_owner(model, block)
     if owner is None or (token_embedding(owner) is not None and not in_text_tower(model, block)):
@@ -49,10 +48,12 @@ def unembedding(model: nn.Module, block: str) -> str | None:
     return next((name for name, module in model.named_modules() if head is not None and module is head), None)
 
 
-def in_text_tower(model: nn.Module, block: str) -> bool:
-    """Whether the block belongs to a Hugging Face model, or to a tower of one, that takes token ids."""
+def in_text_tower(model: nn.Module, block: str) -> bool | None:
+    """Whether the block belongs to a Hugging Face model, or to a tower of one, that takes token ids; None if to neither."""
     owners = _owners(model, block)
-    towers = _text_towers(owners[0]) if owners else []
+    if not owners:
+        return None
+    towers = _text_towers(owners[0])
     if towers and not any(inner is tower for inner in owners for tower in towers):
         return False
     for inner in reversed(owners):  # the innermost one that declares its input: a vision tower has its own embedding
@@ -141,7 +142,7 @@ def _block_list(model: nn.Module, owner: nn.Module, part: Any, depth: int | None
     if len(chosen) != 1:
         return None
     container = _name_of(model, chosen[0])
-    return DeclaredBlocks(owner, container, depth, tuple(f"{container}.{i}" for i, _ in chosen[0].named_children()))
+    return DeclaredBlocks(owner, depth, tuple(f"{container}.{i}" for i, _ in chosen[0].named_children()))
 
 
 def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:

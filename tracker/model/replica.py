@@ -16,7 +16,7 @@ lost. So are, then, its attributes since: a rotary embedding whose tables are bu
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from types import MethodType
@@ -25,12 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import Blocks, path_inside
-from tracker.capture.attention import hook_attn_method, hook_methods
-from tracker.capture.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
-from tracker.capture.random_numbers import Generator, Generators, copy_generator, seed_of
-from tracker.capture.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
 from tracker.common.errors import UsageError
+from tracker.model.attention import hook_attn_method, hook_methods
+from tracker.model.description import Blocks
+from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
+from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
+from tracker.model.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
+from tracker.model.wrappers import path_inside
 
 
 def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -275,6 +276,7 @@ class Replica:
         gather: Gather = gather_alone,
     ):
         check_whole(model)
+        self.model = model
         self._shared = SharedTensors()
         self.generators = Generators(device)
         self.module = ModuleCopier(self._shared, self.generators).copy(model)
@@ -292,6 +294,14 @@ class Replica:
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         self.ends_in_norm: dict[int, bool] = {}  # by id of the block: whether it returns the output of a norm
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
+
+    def fresh(self) -> "Replica":
+        """Return another replica of the same model: what a pass through one writes does not reach the other."""
+        return Replica(self.model, self.description, self.dtype, self.device, self.gather)
+
+    def oriented(self, state: Tensor) -> Tensor:
+        """Return a state (B, n, d) as the model's blocks take it, or one of theirs as (B, n, d): the same exchange of axes."""
+        return state if self.description.batch_first else state.transpose(0, 1)
 
     def guard(self) -> WriteGuard:
         """Return the context for a forward pass: writes to the caller's tensors go to copies of them."""
@@ -427,6 +437,14 @@ class Replica:
             plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
             converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
         return converted[id(tensor)]
+
+    def fill_zeros(self, parts: Iterable[nn.Module]) -> None:
+        """Give parameters of these parts that are all zero other values, the same in every pass, while the parts hold weights."""
+        for part in parts:
+            parameters = part.__dict__["_parameters"]
+            for name, value in parameters.items():
+                if value is not None and value.is_floating_point() and not value.any():
+                    parameters[name] = noise_like(value)
 
     def copy_inputs(self, value: Any) -> Any:
         """Copy a forward pass's inputs, nested or not, their tensors converted: the pass may write to them."""

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests import processes
-from tests.capture.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
+from tests.model.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
 
 pytestmark = pytest.mark.slow  # two processes, ten cases
 BUDGET = SETTINGS.memory_budget
@@ -19,7 +19,7 @@ def ranks(tmp_path_factory):
     """Results of the cases on each rank; of those before one hung, if one did."""
     directory = tmp_path_factory.mktemp("ranks")
     options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": None, "stderr": None}
-    running = [processes.start("tests.capture.sharded_ranks", rank, directory, **options) for rank in range(RANKS)]
+    running = [processes.start("tests.model.sharded_ranks", rank, directory, **options) for rank in range(RANKS)]
     try:
         for process in running:
             process.wait(SECONDS)

@@ -14,9 +14,9 @@ from tests.models import Encoder, images, timm_vit, tokens, torchvision_vit
 from tests.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
 from tests.rounding import rounding
 from tracker.blocks.find import find_blocks
-from tracker.capture.recorder import record
-from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
+from tracker.model.recorder import record
+from tracker.model.replica import Replica
 
 OPTIONS = {"k": 4, "dtype": torch.float64}
 MEASURES = (

@@ -21,12 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from tracker.capture.guard import clone_if_tensor, copy_nested
-from tracker.capture.hidden_state import hidden_state
-from tracker.capture.replica import Replica
 from tracker.common.errors import NO_SPACE, UsageError
 from tracker.linalg.linear import FrozenLinear
 from tracker.linalg.transfer import copies_beside_work
+from tracker.model.guard import clone_if_tensor, copy_nested
+from tracker.model.hidden_state import hidden_state
+from tracker.model.replica import Replica
 
 
 class Spill:
@@ -87,7 +87,7 @@ def space_for(size: int) -> Iterator[None]:
 
 @dataclass
 class AttentionCall:
-    """Keys, values and mask of one attention of a block in the recorded pass; shapes as in `tracker.capture.attention`."""
+    """Keys, values and mask of one attention of a block in the recorded pass; shapes as in `tracker.model.attention`."""
 
     key: Tensor
     value: Tensor
@@ -104,7 +104,6 @@ class BlockCall:
     block: nn.Module
     arguments: inspect.BoundArguments
     state: str  # the argument that carries the hidden state
-    batch_first: bool
     replica: Replica = field(repr=False)
     x: Float[Tensor, "B n d"]
     y: Float[Tensor, "B n d"] = field(init=False)
@@ -155,11 +154,11 @@ class BlockCall:
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
         bound.arguments.update(copy_nested(recorded, clone_if_tensor, {}) | dict(arguments))
         argument = x if self.input_dtype in (None, self.replica.dtype) else x.to(self.input_dtype)
-        bound.arguments[self.state] = argument if self.batch_first else argument.transpose(0, 1)
+        bound.arguments[self.state] = self.replica.oriented(argument)
         with self.replica.guard(), self.replica.fresh_weights(self.block):
             out = hidden_state(self.block(*bound.args, **bound.kwargs))
             out = out if self.final_norm is None else self.final_norm(out)
-        return (out if self.batch_first else out.transpose(0, 1)).to(x.dtype)
+        return self.replica.oriented(out).to(x.dtype)
 
 
 @dataclass

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tracker.blocks.find import Blocks, unwrap
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, is_device_error
+from tracker.model.description import Blocks
+from tracker.model.wrappers import unwrap
 
 Gather = Callable[[Tensor], Tensor]
 

@@ -8,8 +8,8 @@ import tracker
 from tests.models import Size, language, tokens
 from tests.rounding import of_miscouplings, rounding
 from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.replica import Replica
+from tracker.model.global_state import preserve_global_state
+from tracker.model.replica import Replica
 
 WIDTH, DEPTH = 64, 4
 OPTIONS = {"k": 5, "measures": "coupling", "svd": "krylov", "final_norm": "exclude"}

@@ -17,12 +17,12 @@ from tests.jacobians.test_rows import Stack
 from tests.models import build, neox, tokens
 from tests.rounding import rounding
 from tracker.blocks.find import find_blocks
-from tracker.capture.global_state import preserve_global_state
-from tracker.capture.inputs import batches
-from tracker.capture.recorder import record
-from tracker.capture.recording import Spill
-from tracker.capture.replica import Replica
 from tracker.common.errors import UsageError
+from tracker.model.global_state import preserve_global_state
+from tracker.model.inputs import batches
+from tracker.model.recorder import record
+from tracker.model.recording import Spill
+from tracker.model.replica import Replica
 
 CPU = torch.device("cpu")
 

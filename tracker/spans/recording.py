@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tracker.blocks.boundaries import Boundary
-from tracker.capture.head import HeadHooks, NormWatch
-from tracker.capture.random_numbers import seed_of
-from tracker.capture.recording import Recording, Spill
-from tracker.capture.replica import ModuleState, Replica, irreproducible
-from tracker.capture.spans.calls import SpanCall, run
-from tracker.capture.spans.checks import WholeStateCheck, check_stateless
 from tracker.common.errors import UsageError
+from tracker.model.boundaries import Boundary
+from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.random_numbers import seed_of
+from tracker.model.recording import Recording, Spill
+from tracker.model.replica import ModuleState, Replica, irreproducible
+from tracker.spans.calls import SpanCall, run
+from tracker.spans.checks import WholeStateCheck, check_stateless
 
 
 def record_spans(
@@ -104,7 +104,7 @@ class _Recorder:
             )
         self.random[boundary] = self.replica.generators.states()
         self.normed[boundary] = self.norms.returned(state)
-        self.states[boundary] = self.spill.keep(self.to_batch_first(state).clone())
+        self.states[boundary] = self.spill.keep(self.replica.oriented(state).clone())
         if boundary in self.replica.description.fixed:
             self.record_fixed(boundary, state)
         self.head.enter_block()
@@ -115,10 +115,6 @@ class _Recorder:
         """Whether x (B, n, d) equals the state at the end of the last span."""
         last = self.states.get(self.spans[-1][1])
         return last is not None and _equal(x, last)
-
-    def to_batch_first(self, state: Tensor) -> Tensor:
-        """Return a state as (B, n, d)."""
-        return state if self.replica.description.batch_first else state.transpose(0, 1)
 
     def calls(self, arguments: inspect.BoundArguments) -> list[SpanCall]:
         """Return the recorded spans, in the order in which they were named.
@@ -157,10 +153,8 @@ class _Recorder:
                     f"the span from {name} maps {tuple(x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
                 )
             x = calls[-1].y if calls else x
-            model, batch_first = self.replica.module, self.replica.description.batch_first
-            calls.append(
-                SpanCall(i + 1, name, model, arguments, "", batch_first, self.replica, x, span=span, seed=self.seed)
-            )
+            model = self.replica.module
+            calls.append(SpanCall(i + 1, name, model, arguments, "", self.replica, x, span=span, seed=self.seed))
             calls[-1].y, calls[-1].ends_in_norm = y, self.normed[span[1]]
         return calls
 

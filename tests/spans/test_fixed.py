@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import tracker
 from tests.brute_force import couplings, in_one_graph
-from tests.capture.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
 from tests.models import tokens
 from tests.nanochat import DEPTH, GPT, norm
 from tests.rounding import of_miscouplings
-from tracker.blocks.boundaries import as_python, read_spans
+from tests.spans.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows
+from tracker.model.boundaries import as_python, read_spans
 from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings(

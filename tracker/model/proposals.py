@@ -1,0 +1,50 @@
+"""The error for a model without blocks, or with several lists of them; it proposes a line for `blocks=` for each (`Proposal`).
+
+A line from the module tree is a guess: only a forward pass shows whether the blocks form a chain. Where inputs are known
+(`tracker.measure`), each line is tried, and those that fail are listed with the reason instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tracker.common.errors import UsageError
+
+HOW_TO_NAME = (
+    "Name the blocks, if the model has any: blocks='path.to.list', or a list of modules, or, if no module is a block, the "
+    "boundaries between them, blocks=[('input of A', 'output of B'), ...]"
+)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Blocks that a caller may mean."""
+
+    argument: str  # of `blocks=`, as a Python expression
+    blocks: Any  # its value
+    where: str  # the list that holds them, or their boundaries
+    description: str  # in words
+
+    def __str__(self) -> str:
+        return f"\n  blocks={self.argument}  # {self.description}"
+
+
+class BlocksNotFound(UsageError):
+    """No blocks, or several lists of blocks, were found.
+
+    Args:
+        finding: what was found instead, and what blocks need.
+        proposals: blocks that the caller may mean. They have not been tried.
+    """
+
+    def __init__(self, finding: str, proposals: Sequence[Proposal] = ()) -> None:
+        self.finding = finding
+        self.proposals = proposals
+        untried = (
+            "Name the blocks to measure. These lines were not tried, which takes inputs; tracker.measure(model, inputs) tries "
+            f"them and says which work:{''.join(map(str, proposals))}"
+        )
+        super().__init__(f"{finding}\n{untried if proposals else HOW_TO_NAME}")
+
+    def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
+        return UsageError, (str(self),)
