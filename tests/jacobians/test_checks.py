@@ -1,4 +1,4 @@
-"""The derivative check in a window of the sequence: it agrees with the whole sequence and detects planted faults."""
+"""The derivative check in a window of the sequence: every family passes, attentions in series do not."""
 
 import math
 

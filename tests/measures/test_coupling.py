@@ -1,4 +1,4 @@
-"""Coupling measures: known cases."""
+"""Coupling measures: equations in texts, bases of a low rank, means over depth."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Mis-couplings of pairs of blocks: by iteration against full decomposition, with and without the final norm."""
+"""How many Jacobians the mis-couplings of blocks need, with and without the final norm."""
 
 import pytest
 

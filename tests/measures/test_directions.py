@@ -1,4 +1,4 @@
-"""Words for singular directions: against the derivative of the logits, scores of known unembeddings, texts."""
+"""Words for singular directions: the final norm, the tokenizer, texts in files, models without an unembedding."""
 
 import numpy as np
 import pytest

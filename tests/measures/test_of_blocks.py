@@ -1,4 +1,4 @@
-"""Measures of blocks' Jacobians and of their products: against brute force, closed forms, invariances, small budgets."""
+"""Measures of blocks' Jacobians and of their products: known cases, what is undefined, some depths of many blocks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Jacobians between tokens and their couplings against brute force; the other measures of `measures=` against definitions."""
+"""Jacobians between tokens against brute force, which of them are formed, and choices that are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Trajectory measures: exact cases, the paper's recursion, windows, and what is undefined."""
+"""Trajectory measures: what is undefined, and the default width of windows."""
 
 import pytest
 import torch
