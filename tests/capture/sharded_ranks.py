@@ -24,10 +24,10 @@ from tracker.capture.inputs import batches
 from tracker.capture.replica import Replica
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.dataset import Sample
-from tracker.measures.settings import Settings
+from tracker.measures.options import settings_from
 
 RANKS = 2
-SETTINGS = Settings(k=(2,), measures=("coupling",), dtype="float64", memory_budget=1 << 20)
+SETTINGS = settings_from({"k": 2, "measures": "coupling", "dtype": "float64", "memory_budget": 1 << 20}, "test")
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 

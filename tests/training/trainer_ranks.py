@@ -20,9 +20,7 @@ def main() -> None:
     plain = make(directory / "plain", **OPTIONS)
     plain.train()
     watched = make(directory / "watched", **OPTIONS)
-    watched.add_callback(
-        tracker.TransformersCallback(3, k=K, max_samples=3, trainer=watched, save_dir=str(directory / "store"))
-    )
+    watched.add_callback(tracker.TransformersCallback(3, k=K, trainer=watched, save_dir=str(directory / "store")))
     watched.train()
     found = {
         name: [losses, *(tensor.tolist() for tensor in (*tensors, random))]

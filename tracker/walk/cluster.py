@@ -46,7 +46,7 @@ def walkers(run: Callable[[Walk], int], walk: Walk, device: str) -> Iterator[Non
         task: Any = ray.remote(max_retries=RETRIES, num_gpus=int(on_gpus))(run)
         # Ray shows each worker its own GPU alone, as the first one.
         anywhere = "cuda" if on_gpus and walk.device is not None else walk.device
-        of_worker = _anywhere(replace(walk, workers=0, address=None, loggers="", device=anywhere))
+        of_worker = _anywhere(replace(walk, workers=0, address=None, wandb="off", device=anywhere))
         started = [task.remote(of_worker) for _ in range(walk.workers)]
         yield
         # Kept till here: Ray cancels nothing that is referred to; what they have not done was done here.
