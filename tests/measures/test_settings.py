@@ -30,7 +30,7 @@ GIVEN = {
     "pair_tokens": ([0, 2], "0,2"),
     "pair_layers": (-1, "-1"),
 }
-FORMS = [[name for name in GIVEN if name != other] for other in ("dtype", "precision")]  # which exclude each other
+TOGETHER = [name for name in GIVEN if name != "precision"]  # which excludes dtype
 
 
 def test_every_option_has_an_example():
@@ -47,18 +47,15 @@ def test_signature_and_documentation_have_every_option(function):
     assert "**options" not in function.__doc__
 
 
-@pytest.mark.parametrize("names", FORMS)
-def test_every_caller_accepts_every_option(names):
-    options = {name: GIVEN[name][0] for name in names}
+def test_every_caller_accepts_every_option():
+    options = {name: GIVEN[name][0] for name in TOGETHER}
     settings = settings_from(options, "test")
-    for name in names:
+    for name in TOGETHER:
         assert getattr(settings, name) != OPTIONS[name].default, name
     assert tracker.CouplingCallback(**options).run.settings == settings
-    flags = [f"--{name}={GIVEN[name][1]}" for name in names]
+    flags = [f"--{name}={GIVEN[name][1]}" for name in TOGETHER]
     walk = command.parse(["--model", "nano", *flags])
-    assert settings_from(walk.options, "walk") == settings
-    if "precision" not in names:
-        assert recipe_of(["--data", "digits", *flags]).settings == settings
+    assert settings_from(walk.options, "walk") == recipe_of(["--data", "digits", *flags]).settings == settings
 
 
 def test_the_precision_of_a_vision_transformer_is_that_of_its_training():
@@ -75,13 +72,11 @@ def test_python_takes_the_text_of_a_command_line(name):
     assert set(given) == set(read) if name == "measures" else given == read
 
 
-@pytest.mark.parametrize("names", FORMS)
-def test_options_reach_the_dataset(names):
-    options = {name: GIVEN[name][0] for name in names if name != "precision"}
-    ds = tracker.measure(neox(), tokens(), **options)
+def test_options_reach_the_dataset():
+    ds = tracker.measure(neox(), tokens(), **{name: GIVEN[name][0] for name in TOGETHER})
     assert ds.k.values.tolist() == [2, 3] and ds.sizes["token"] == 2 and "lss" not in ds
     assert ds.attrs["final_norm"] == "exclude" and ds.attrs["svd"] == "full" and ds.attrs["window"] == 3
-    assert ds.attrs["dtype"] == ("float64" if "dtype" in names else "float32") and ds.attrs["tokens"] == "0, -1"
+    assert ds.attrs["dtype"] == "float64" and ds.attrs["tokens"] == "0, -1"
     assert ds.pair_position.values[0].tolist() == [0, 2] and ds.pair_layer_other.values[1:].tolist() == [1, 2]
 
 
