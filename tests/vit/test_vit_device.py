@@ -21,7 +21,7 @@ from vit.module import Classifier
 from vit.recipe import Recipe
 from vit.training import train
 
-DEVICE = {**ON_PRETEND_DEVICE, "precision": "32-true"}
+DEVICE = {"accelerator": "pretend", "precision": "32-true"}
 NUMBERS = [
     torch.arange(5),
     torch.rand(3, 2),
@@ -32,6 +32,18 @@ NUMBERS = [
     torch.arange(6).view(3, 2)[:, 1],
     torch.arange(2).view(1, 2)[:, 1],
 ]
+
+
+@pytest.fixture(autouse=True)
+def strategy(monkeypatch):
+    """Lightning chooses no strategy for the pretend device by itself."""
+    make = training.make_trainer
+
+    def with_strategy(recipe, *arguments, **options):
+        chosen = {"strategy": "pretend"} if recipe.accelerator == "pretend" else {}
+        return make(recipe, *arguments, **chosen, **options)
+
+    monkeypatch.setattr(training, "make_trainer", with_strategy)
 
 
 class FromHost(TorchFunctionMode):
