@@ -546,6 +546,7 @@ def test_refused_at_setup(module, options, message):
         (dict(every_n_epochs=2, steps=[1]), "several schedules given; give one of every_n_steps, every_n_epochs"),
         (dict(steps=[]), "whole numbers from 0"),
         (dict(steps=[0.5]), "whole numbers from 0"),
+        (dict(steps=[-1]), "whole numbers from 0"),
         (dict(probe="a prompt"), "tokenizer="),
         (dict(probe=["a prompt"], tokenizer=print, forward=print), "leave forward= out"),
         (dict(weights="ema"), "choose 'raw' or 'averaged'"),
