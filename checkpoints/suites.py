@@ -138,7 +138,6 @@ class Suite:
 
 def find_suite(
     model: str,
-    seed: int = 0,
     revisions: str | None = None,
     stage: str | None = None,
     lightning: bool = False,
@@ -147,7 +146,6 @@ def find_suite(
     """Find the suite named `model`: nano, a Pythia size (with its variant), a directory, or a repository id.
 
     Args:
-        seed: the training seed of nano.
         revisions: a regular expression for the names of checkpoints, with a group `step` and optional groups `tokens` (in
             billions) and `stage`. Default: the family's pattern.
         stage: the stage of a suite trained in several. Default: the first.
@@ -162,7 +160,7 @@ def find_suite(
     if model == "nano":
         recipe = nano.NanoRecipe()
         checkpoints = tuple(Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps)
-        return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(seed, recipe))
+        return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(recipe=recipe))
     if model and (Path(model).is_dir() or (lightning and Path(model).is_file())):
         return _directory(Path(model).resolve(), pattern or re.compile(ANY.revisions), stage, lightning)
     pythia = _pythia(model)

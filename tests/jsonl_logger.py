@@ -1,4 +1,4 @@
-"""A logger of one file and one line in `tracker.loggers.LOGGERS`: what it takes to add one."""
+"""A logger of one file and one entry in `tracker.loggers.LOGGERS`: what it takes to add one."""
 
 import json
 from typing import TextIO

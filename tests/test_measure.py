@@ -74,10 +74,7 @@ def test_half_precision_weights_are_measured_in_float32(stored):
 
 def test_final_norm_conventions():
     model, inputs = build("gpt_neox")
-    ds = {
-        c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64)
-        for c in ("include", "exclude", "drop")
-    }
+    ds = {c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64) for c in ("include", "exclude")}
     auto = tracker.measure(model, inputs, k=4, dtype=torch.float64)
     np.testing.assert_array_equal(auto.miscoupling, ds["include"].miscoupling)
     assert auto.attrs["final_norm"] == "include" and auto.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
@@ -91,10 +88,19 @@ def test_final_norm_conventions():
     np.testing.assert_allclose(ds["exclude"].norm[:, :-1], norms[:, :-1], rtol=1e-9)
     np.testing.assert_array_equal(ds["exclude"].norm, ds["include"].norm)
     np.testing.assert_array_equal(ds["exclude"].expodistance, ds["include"].expodistance)
-    assert "norm_normed" not in ds["exclude"] and "norm_normed" not in ds["drop"]
-    assert ds["drop"].sizes["layer"] == DEPTH - 1 and ds["drop"].sizes["depth"] == DEPTH
+    assert "norm_normed" not in ds["exclude"]
+
+
+def test_the_last_block_is_left_out_where_the_others_are_named():
+    """As in an older script of the paper's authors."""
+    model, inputs = build("gpt_neox")
+    whole = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    blocks = [f"gpt_neox.layers.{l}" for l in range(DEPTH - 1)]
+    others = tracker.measure(model, inputs, k=4, dtype=torch.float64, blocks=blocks)
     inner = {"layer": slice(0, DEPTH - 1), "layer_other": slice(0, DEPTH - 1)}
-    np.testing.assert_allclose(ds["drop"].miscoupling, ds["include"].miscoupling.isel(inner), atol=1e-12)
+    np.testing.assert_allclose(others.miscoupling, whole.miscoupling.isel(inner), atol=1e-12)
+    np.testing.assert_array_equal(others.norm, whole.norm[:, :DEPTH])
+    assert "norm_normed" not in others and others.attrs["final_norm"] == "exclude"
 
 
 def test_default_tokens_and_k():
@@ -243,7 +249,7 @@ BAD = {
     "token out of range": (dict(tokens=[0, 7]), r"\[7\] are out of range.*7 tokens"),
     "unknown token choice": (dict(tokens="first"), "give last, cls, all or positions"),
     "no class token": (dict(tokens="cls"), "no class token"),
-    "final norm": (dict(final_norm="maybe"), "choose from auto, include, exclude, drop"),
+    "final norm": (dict(final_norm="drop"), "choose from auto, include, exclude"),
     "svd": (dict(svd="quick"), "auto, full, krylov"),
     "window too wide": (dict(window=99), "window=99 states, but a trajectory through this model has 4"),
     "a block twice": (dict(blocks=["gpt_neox.layers.0"] * 2), "names a module twice"),

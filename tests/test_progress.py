@@ -129,7 +129,7 @@ def test_other_ranks_show_nothing(monkeypatch, capsys):
 def test_the_callback_shows_none(monkeypatch, capsys):
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.setattr(progress, "is_interactive", lambda: True)
-    fit(trainer([tracker.CouplingCallback(steps=[1], ends=False, k=2)], max_steps=2))
+    fit(trainer([tracker.CouplingCallback(steps=[1], k=2)], max_steps=2))
     assert "measuring" not in capsys.readouterr().err
 
 

@@ -31,7 +31,6 @@ _MODULES = {
 _SUBMODULES = {
     "figures": "figures",
     "report": "report",
-    "schedules": "training.schedule",
 }
 __all__ = [
     "CouplingCallback",

@@ -77,8 +77,8 @@ def run(walk: Walk) -> int:
     with ExitStack() as held:
         try:
             log = parse_log(walk.log)
-            openers = [] if walk.dry_run else prepare(walk.loggers, walk.wandb)
-            suite = find_suite(walk.model, walk.seed, walk.revisions, walk.stage, walk.module is not None, notify)
+            openers = [] if walk.dry_run else prepare(walk.wandb)
+            suite = find_suite(walk.model, walk.revisions, walk.stage, walk.module is not None, notify)
             logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
             announce(openers, logged)
             plan = make_plan(walk, suite, notify)
@@ -121,8 +121,8 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
         _check_selection(plan, units)
-        if walk.model == "nano" and missing and not nano.is_trained(walk.seed):
-            nano.train(walk.seed)
+        if walk.model == "nano" and missing and not nano.is_trained():
+            nano.train()
         dtype, device = measurement.settings.dtype, str(measurement.device)
         config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
         with opened(openers, replace(logged, config=config)) as log:

@@ -27,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("results", type=Path, help="directory of a walk (--out) or a training run (save_dir)")
     parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
     parser.add_argument("--name", type=str, help="name of the run; default: that of the directory")
-    parser.add_argument("--loggers", type=str, default="wandb", help="loggers to use, with commas between them: wandb")
     parser.add_argument(
         "--wandb",
         type=Literal["auto", "online", "offline"],
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.loggers.protocol import parse_log
 
     name = parsed.name or parsed.results.resolve().name
-    replay(parsed.results, parsed.project, name, prepare(parsed.loggers, parsed.wandb), parse_log(parsed.log))
+    replay(parsed.results, parsed.project, name, prepare(parsed.wandb), parse_log(parsed.log))
     return OK
 
 

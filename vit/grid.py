@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m vit.grid", description=summary(GridCommand))
     parser.add_class_arguments(GridCommand, as_group=False)
     parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"})
-    add_flags(parser, dict.fromkeys(DEFAULTS), FLAGS)
+    add_flags(parser, DEFAULTS, FLAGS)
     settings = parse(parser, arguments)
     grid = GridCommand(**{name: settings[name] for name in GridCommand.__dataclass_fields__})
     return run(grid, from_dict(settings))
@@ -92,7 +92,6 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
         from tracker.loggers.wandb import resolve_mode
         from vit.augment import parse as parse_policy
         from vit.data import load
-        from vit.model import build
 
         if grid.jobs == 1:
             from vit.training import check_accelerator
@@ -100,9 +99,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
             check_accelerator(recipe.accelerator)
         resolve_mode(recipe.wandb)
         parse_policy(recipe.rand_augment)
-        # Missing or damaged data is reported once here, not by every cell; so is an unsuitable model.
-        data = load(recipe)
-        build(recipes[-1], len(data.classes))
+        data = load(recipe)  # missing or damaged data is reported once here, not by every cell
         if grid.dry_run:
             print(f"{counts}; results would be in {out}; nothing is trained, and nothing is written")
             if missing:
@@ -187,19 +184,15 @@ def cells(grid: GridCommand, recipe: Recipe) -> list[Recipe]:
         raise ValueError(
             f"--address {grid.address} --jobs 1; one cell at a time is trained here: give more jobs, or no address"
         )
-    if recipe.devices * recipe.num_nodes > 1:
-        raise ValueError("--devices or --num_nodes above 1; each cell of a grid trains on one device: leave them out")
+    if recipe.devices > 1:
+        raise ValueError(f"--devices {recipe.devices}; each cell of a grid trains on one device: leave it out")
     axes = [
         _values("--weight_decays", grid.weight_decays, float),
         _values("--drop_paths", grid.drop_paths, float),
         _values("--seeds", grid.seeds, int),
     ]
     out = grid.out or Path("results") / "vit" / recipe.data_name
-    group = recipe.group or f"grid-{recipe.data_name}"
-    points = [
-        replace(recipe, weight_decay=decay, drop_path=rate, seed=seed, group=group)
-        for decay, rate, seed in product(*axes)
-    ]
+    points = [replace(recipe, weight_decay=decay, drop_path=rate, seed=seed) for decay, rate, seed in product(*axes)]
     points = [replace(point, out=out / point.cell) for point in points]
     for point in points:
         check(point)

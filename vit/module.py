@@ -19,7 +19,7 @@ from vit.recipe import Recipe
 
 
 class DivergedError(FloatingPointError):
-    """The training loss is not finite, or above the recipe's limit."""
+    """The training loss is not finite."""
 
 
 class Classifier(lightning.LightningModule):
@@ -71,16 +71,11 @@ class Classifier(lightning.LightningModule):
         """Append the epoch to the history, in memory and on disk.
 
         Raises:
-            DivergedError: if the training loss is not finite, or after the warm-up above the recipe's limit.
+            DivergedError: if the training loss is not finite.
         """
-        train_loss, limit = float(self.train_loss.compute()), self.recipe.diverged_above
+        train_loss = float(self.train_loss.compute())
         if not math.isfinite(train_loss):
             raise DivergedError(f"the training loss is {train_loss} in epoch {self.current_epoch + 1}")
-        if limit is not None and train_loss > limit and self.current_epoch >= self.recipe.warmup_epochs:
-            epoch = self.current_epoch + 1
-            raise DivergedError(
-                f"the training loss is {train_loss:.3g} in epoch {epoch}, above --diverged_above {limit:g}"
-            )
         row = {"train/loss": train_loss, "lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
         tested = self.accuracy.update_called
         if tested:

@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 from tracker.common.values import INTEGERS, ValueTypeError, as_path
 from tracker.measures.options import given_options, settings_from
-from tracker.measures.settings import Settings
+from tracker.measures.settings import OPTIONS, Settings
 
 RECIPES = Path(__file__).parent / "recipes"
-# --precision is Lightning's, so the precision of the measurement is --measure_precision. The default positions are the class
-# token's, on which the model's answer rests, and the last patch's, which the authors' code measures.
-FLAGS = {"precision": "measure_precision"}
+# --precision is Lightning's. The default positions are the class token's, on which the model's answer rests, and the last
+# patch's, which the authors' code measures.
+FLAGS = tuple(name for name in OPTIONS if name != "precision")
 DEFAULTS = {"tokens": (0, -1)}
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
-    "data_dir", "out", "accelerator", "devices", "num_nodes", "strategy", "compile", "threads",
-    "keep_checkpoint", "test_every", "wandb", "project", "group", "tags", "options",
+    "data_dir", "out", "accelerator", "devices", "compile", "threads", "keep_checkpoint", "test_every", "wandb", "project",
+    "options",
 )  # fmt: skip
 
 
@@ -40,9 +40,6 @@ class Recipe:
         test_unused: test on the training images that train_size leaves out, too.
         image_size: side of the input images in pixels; images of another size are resized.
         patch_size: side of a patch in pixels; it has to divide image_size.
-        model: name of a timm model, such as vit_small_patch16_224, trained from random weights. image_size, patch_size and
-            drop_path are the recipe's where the model takes them; width, depth and heads are its own. Default: DeiT with
-            the width, depth and heads given.
         width: embedding dimension; a multiple of heads.
         depth: number of blocks.
         heads: number of attention heads.
@@ -55,8 +52,6 @@ class Recipe:
         min_lr: learning rate at the end of the cosine schedule.
         warmup_epochs: number of epochs of linear warm-up.
         clip: maximum gradient norm. Default: no clipping.
-        diverged_above: stop and record the training as diverged if the mean training loss of an epoch after the warm-up is
-            above this. Default: only if it is not finite.
         label_smoothing: amount of label smoothing, in [0, 1).
         mixup: alpha of mixup; 0 disables it.
         cutmix: alpha of cutmix; 0 disables it.
@@ -65,26 +60,20 @@ class Recipe:
         repeats: number of differently augmented copies of each image in a batch (repeated augmentation).
         crop_padding: random crops of the image padded by this many pixels.
         flip: probability of a horizontal flip.
-        ema: decay of the exponential moving average of the weights, which is then tested and measured. Default: no average.
         seed: random seed of initial weights, order of images, augmentation and stochastic depth.
         precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
         accelerator: Lightning's accelerator.
-        devices: number of devices per machine.
-        num_nodes: number of machines.
-        strategy: Lightning's strategy, such as ddp.
+        devices: number of devices.
         compile: compile the model with torch.compile.
         threads: number of CPU threads; results are reproducible for the same number. Default: torch's choice.
-        measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), every:N, numbers such as 100,1000, or
-            off. Unless off, coupling is measured before the first step and after the last too. Default of --tokens: 0,-1 (the
-            class token and the last patch); with --model, that of the measurement.
+        measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), numbers such as 100,1000, or off.
+            Unless off, coupling is measured before the first step and after the last too.
         probe_size: number of test images on which coupling is measured, the same in every run.
         test_every: number of epochs between tests, a divisor of epochs; 0 tests after the last epoch only.
         out: directory of the results. Default: results/vit/DATA/CELL, where CELL states weight decay, stochastic depth and seed.
         keep_checkpoint: keep last.ckpt after training.
         wandb: W&B mode; auto is online if an API key is configured, else offline.
         project: the W&B project.
-        group: the W&B group. Default: the name of the data set.
-        tags: tags of the W&B run, separated by commas.
         options: measurement options, as `tracker.measure` takes them.
     """
 
@@ -94,7 +83,6 @@ class Recipe:
     test_unused: bool = False
     image_size: int = 32
     patch_size: int = 4
-    model: str | None = None
     width: int = 192
     depth: int = 12
     heads: int = 3
@@ -107,7 +95,6 @@ class Recipe:
     min_lr: float = 1e-5
     warmup_epochs: int = 5
     clip: float | None = None
-    diverged_above: float | None = None
     label_smoothing: float = 0.1
     mixup: float = 0.8
     cutmix: float = 1.0
@@ -116,13 +103,10 @@ class Recipe:
     repeats: int = 3
     crop_padding: int = 4
     flip: float = 0.5
-    ema: float | None = None
     seed: int = 0
     precision: str | None = None
     accelerator: str = "auto"
     devices: int = 1
-    num_nodes: int = 1
-    strategy: str = "auto"
     compile: bool = False
     threads: int | None = None
     measure_at: int | str = "log2"
@@ -132,8 +116,6 @@ class Recipe:
     keep_checkpoint: bool = True
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling-vit"
-    group: str | None = None
-    tags: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,38 +144,29 @@ class Recipe:
         recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
         options = self.settings.identity(("k", "tokens"))
         options |= {name: _text(options[name]) for name in ("k", "tokens")}
-        return recipe | {FLAGS.get(name, name): value for name, value in options.items()}
+        return recipe | {name if name in FLAGS else f"measure_{name}": value for name, value in options.items()}
 
     @property
     def settings(self) -> Settings:
         """The measurement options."""
-        # Another model's first position need not be a class token.
-        defaults = DEFAULTS if self.model is None else {}
-        return settings_from(defaults | self.options, "Recipe")
+        return settings_from(DEFAULTS | self.options, "Recipe")
 
     def steps_per_epoch(self, images: int) -> int:
         """Return the number of optimizer steps per epoch; an incomplete batch is dropped."""
         return images // self.batch_size
 
-    @property
-    def schedule(self) -> dict[str, Any] | None:
-        """The callback's schedule as keyword arguments, or None if coupling is not measured."""
+    def measured_steps(self, last: int) -> list[int] | None:
+        """Return the steps of a training of `last` steps at which coupling is measured; None if it is not."""
         text = str(self.measure_at)
         if text == "off":
             return None
-        if text == "log2":
-            return {"schedule": "log2"}
-        interval = text.removeprefix("every:")
-        if interval == text:
-            return {"steps": _steps(text)}
-        if not interval.isdecimal() or int(interval) < 1:
-            raise ValueError(f"--measure_at {text}; every: must be followed by an integer above 0, such as every:100")
-        return {"every_n_steps": int(interval)}
+        chosen = [2**power for power in range(last.bit_length())] if text == "log2" else _steps(text)
+        return sorted({0, last, *(step for step in chosen if step < last)})
 
 
 RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "image_size patch_size width depth heads epochs batch_size repeats devices num_nodes probe_size train_size threads",
+        "image_size patch_size width depth heads epochs batch_size repeats devices probe_size train_size threads",
         lambda value: value is None or value >= 1,
         "it must be at least 1",
     ),
@@ -204,8 +177,7 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("drop_path label_smoothing", lambda value: 0 <= value < 1, "it must be at least 0 and below 1"),
     ("erasing flip", lambda value: 0 <= value <= 1, "it is a probability: give a value from 0 to 1"),
-    ("ema", lambda value: value is None or 0 < value < 1, "it must be above 0 and below 1, such as 0.9999"),
-    ("clip diverged_above", lambda value: value is None or value > 0, "it must be above 0; leave it out for no limit"),
+    ("clip", lambda value: value is None or value > 0, "it must be above 0; leave it out for no limit"),
 )
 
 
@@ -231,23 +203,23 @@ def check(recipe: Recipe) -> None:
     if recipe.image_size % recipe.patch_size:
         divisors = [p for p in range(2, recipe.image_size + 1) if recipe.image_size % p == 0]
         refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")
-    if recipe.model is None and recipe.width % recipe.heads:
+    if recipe.width % recipe.heads:
         refuse("width", f"it has to be a multiple of --heads {recipe.heads}")
     if recipe.warmup_epochs >= recipe.epochs:
         refuse("warmup_epochs", f"it has to be below --epochs {recipe.epochs}")
     if recipe.test_every and recipe.epochs % recipe.test_every:
         refuse("test_every", f"it has to divide --epochs {recipe.epochs}, so that the last epoch is tested; or give 0")
-    world = recipe.devices * recipe.num_nodes
-    if recipe.batch_size % world:
-        refuse("batch_size", f"it is split over {world} devices: give a multiple of {world}")
-    if (recipe.mixup or recipe.cutmix) and recipe.batch_size // world % 2:
+    devices = recipe.devices
+    if recipe.batch_size % devices:
+        refuse("batch_size", f"it is split over {devices} devices: give a multiple of {devices}")
+    if (recipe.mixup or recipe.cutmix) and recipe.batch_size // devices % 2:
         refuse(
             "batch_size", "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0"
         )
     ks = recipe.settings.k
-    if recipe.model is None and ks and not all(1 <= k <= recipe.width for k in ks):
+    if ks and max(ks) > recipe.width:
         raise ValueError(f"--k {_text(ks)}; each K must lie between 1 and --width {recipe.width}")
-    _ = recipe.schedule  # refuses an invalid one
+    recipe.measured_steps(1)  # refuses an invalid choice
 
 
 def recipe_file(name: str) -> str:

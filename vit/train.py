@@ -33,7 +33,7 @@ def recipe_of(arguments: Sequence[str] | None) -> Recipe:
 
     parser = Parser(prog="python -m vit.train", description=summary(Recipe))
     parser.add_class_arguments(Recipe, as_group=False, skip={"options"})
-    add_flags(parser, dict.fromkeys(DEFAULTS), FLAGS)
+    add_flags(parser, DEFAULTS, FLAGS)
     return from_dict(parse(parser, arguments))
 
 
@@ -43,11 +43,10 @@ def parse(parser: Any, arguments: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--config", action="config", help=f"a recipe ({', '.join(names)}) or a YAML file")
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     for i, word in enumerate(words):
-        option, equals, value = word.partition("=")
-        if option == "--config" and equals:
-            words[i] = f"--config={recipe_file(value)}"
-        elif option == "--config" and i + 1 < len(words):
-            words[i + 1] = recipe_file(words[i + 1])
+        if word.startswith("--config="):
+            words[i] = f"--config={recipe_file(word.partition('=')[2])}"
+        elif i and words[i - 1] == "--config":
+            words[i] = recipe_file(word)
     parsed = parser.parse_args(words)
     if not parsed.config and parsed.data in names:
         parsed = parser.parse_args(["--config", recipe_file(parsed.data), *words])

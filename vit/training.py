@@ -9,7 +9,6 @@ import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from math import ceil
 from pathlib import Path
@@ -20,11 +19,10 @@ import lightning
 import torch
 import xarray as xr
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import nn
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from checkpoints.nano import quiet_lightning
 from tracker import CouplingCallback
@@ -32,8 +30,6 @@ from tracker.common.files import write_atomic
 from tracker.common.text import first_line
 from tracker.loggers.wandb import finish, is_open, resolve_mode, run_settings, with_offline_fallback
 from tracker.provenance import describe, package_version
-from tracker.training import schedule as schedules
-from tracker.training.callback import measured_module
 from vit.bar import Bar
 from vit.cells import SCHEMA, check_settings, claim, finished_epochs, read, write
 from vit.data import Data, balanced, load
@@ -145,7 +141,6 @@ def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **op
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
     loss, coupling = _coupling(recipe, data)
     callbacks = [
-        *([] if recipe.ema is None else [MovingAverage(recipe.ema)]),
         *([loss, coupling] if loss and coupling else []),
         *([Bar()] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
@@ -153,8 +148,6 @@ def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **op
     return lightning.Trainer(
         accelerator=recipe.accelerator,
         devices=recipe.devices,
-        num_nodes=recipe.num_nodes,
-        strategy=recipe.strategy,
         precision=recipe.precision or ("bf16-mixed" if on_gpu else "32-true"),  # type: ignore[arg-type]
         gradient_clip_val=recipe.clip,
         logger=_wandb(recipe),
@@ -172,21 +165,19 @@ def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **op
 
 def _coupling(recipe: Recipe, data: Data) -> "tuple[TrainingLoss, CouplingCallback] | tuple[None, None]":
     """Return the callbacks that measure the weights that are tested, if coupling is measured."""
-    if recipe.schedule is None:
+    # The last step is one of them, so that it is measured before the last checkpoint is written: a training that is resumed from
+    # that one has nothing left to do.
+    steps = recipe.measured_steps(recipe.epochs * recipe.steps_per_epoch(len(data.train)))
+    if steps is None:
         return None, None
-    # The last step is in the schedule, so that it is measured before the last checkpoint is written: a training that is resumed
-    # from that one has nothing left to do.
-    last = recipe.epochs * recipe.steps_per_epoch(len(data.train))
     loss = TrainingLoss(data, recipe)
     coupling = CouplingCallback(
-        schedule=partial(schedules.with_step, schedules.choose(**recipe.schedule), last),
+        steps=steps,
         probe=data.probe(recipe.probe_size),
         **recipe.settings.as_options(),
-        weights="raw" if recipe.ema is None else "averaged",
         save_dir=str(recipe.directory / "coupling"),
         on_measure=loss.record,
     )
-    coupling.run.regular = "every_n_steps" in recipe.schedule  # so that it warns of its cost after each measurement
     return loss, coupling
 
 
@@ -196,7 +187,6 @@ def _wandb(recipe: Recipe) -> WandbLogger | bool:
     if mode == "disabled":
         return False
     known = (read(recipe.directory, "wandb-run") or {}).get("id") if mode == "online" else None
-    tags = [*filter(None, recipe.tags.split(",")), f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"]
 
     def start(mode: str) -> WandbLogger:
         logger = WandbLogger(
@@ -204,8 +194,8 @@ def _wandb(recipe: Recipe) -> WandbLogger | bool:
             str(recipe.directory),
             id=known,
             project=recipe.project,
-            group=recipe.group or recipe.data_name,
-            tags=tags,
+            group=recipe.data_name,
+            tags=[f"wd{recipe.weight_decay:g}", f"sd{recipe.drop_path:g}"],
             config=recipe.identity,
             settings=run_settings(),
             mode=mode,
@@ -240,28 +230,26 @@ def _result(recipe: Recipe, module: Classifier, data: Data, device: torch.device
 class TrainingLoss(lightning.Callback):
     """Writes CELL/progress.json: a row of `step` and `loss` for each measured step.
 
-    The loss on plain training images is the mean cross-entropy without smoothing, in evaluation mode, of the weights that are
-    measured. Stochastic depth slows a training, and coupling changes while a model trains. Trainings are therefore also compared
-    where they have equal training loss (`vit.statistics`), for which the loss of the training itself, with augmentation, mixing
-    and dropped blocks, would not do.
+    The loss on plain training images is the mean cross-entropy without smoothing, in evaluation mode. Stochastic depth
+    slows a training, and coupling changes while a model trains. Trainings are therefore also compared where they have equal
+    training loss (`vit.statistics`), for which the loss of the training itself, with augmentation, mixing and dropped blocks,
+    would not do.
     """
 
     def __init__(self, data: Data, recipe: Recipe):
         split = data.train[balanced(data.train.labels, min(IMAGES, len(data.train)))]
         self.data, self.images, self.labels = data, split.images, split.labels
         self.directory = recipe.directory
-        self.weights = "raw" if recipe.ema is None else "averaged"
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Keep what the measurement does not pass on."""
-        self.trainer, self.module = trainer, pl_module
+        """Keep the module, which the measurement does not pass on."""
+        self.module = pl_module
 
     def record(self, unit: xr.Dataset) -> None:
         """Evaluate the model at the step of a measurement, and write the row."""
         step = int(unit["step"])
-        module = measured_module(self, self.trainer, self.module, self.weights)
         rows = [row for row in read(self.directory, "progress") or () if row["step"] < step]
-        write(self.directory, "progress", [*rows, {"step": step, "loss": self._loss(module)}])
+        write(self.directory, "progress", [*rows, {"step": step, "loss": self._loss(self.module)}])
 
     @torch.no_grad()
     def _loss(self, module: nn.Module) -> float:
@@ -273,22 +261,6 @@ class TrainingLoss(lightning.Callback):
                 logits = module(pixels).float()
                 total += torch.nn.functional.cross_entropy(logits, labels.to(parameter.device), reduction="sum")
         return float(total) / len(self.labels)
-
-
-class MovingAverage(WeightAveraging):
-    """Lightning's EMAWeightAveraging with all weights averaged by a few kernels.
-
-    The number of averaged steps, which is read at every step, is kept on the CPU.
-    """
-
-    def __init__(self, decay: float):
-        super().__init__(multi_avg_fn=get_ema_multi_avg_fn(decay))
-
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Create the averaged model."""
-        super().setup(trainer, pl_module, stage)
-        averaged: Any = self._average_model  # Lightning has no public access
-        averaged.n_averaged = averaged.n_averaged.cpu()
 
 
 class AtomicCheckpoints(TorchCheckpointIO):
@@ -355,10 +327,7 @@ class Trial:
         """
         per_epoch = recipe.steps_per_epoch(images)
         last, done = recipe.epochs * per_epoch, finished_epochs(recipe.directory) * per_epoch
-        measurements = 0
-        if recipe.schedule is not None:
-            due = schedules.choose(**recipe.schedule)
-            measurements = (done == 0) + sum(due(step) or step == last for step in range(done + 1, last + 1))
+        measurements = sum(step > done or step == done == 0 for step in recipe.measured_steps(last) or ())
         return (last - done) * self.step + measurements * self.measurement
 
 
@@ -367,8 +336,8 @@ def try_cell(recipe: Recipe, data: Data) -> Trial:
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
     with tempfile.TemporaryDirectory() as temporary, quiet_lightning(), redirect_stdout(io.StringIO()):
-        schedule = "off" if recipe.schedule is None else "0"  # and after the last step
-        recipe = replace(recipe, out=Path(temporary), measure_at=schedule, test_every=1, wandb="off")
+        measure_at = "off" if recipe.measure_at == "off" else "0"  # and after the last step
+        recipe = replace(recipe, out=Path(temporary), measure_at=measure_at, test_every=1, wandb="off")
         lightning.seed_everything(recipe.seed, verbose=False)
         whole_epoch = recipe.steps_per_epoch(len(data.train))
         steps = min(whole_epoch, WARM_UP + TIMED)

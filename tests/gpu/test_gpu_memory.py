@@ -55,16 +55,14 @@ def test_the_callback_measures_with_a_smaller_budget_where_memory_runs_out(accel
     assert least < 0.75 * needed, "the budget makes too little of a difference for this test"
     expected = measure(memory_budget=budget)
     units = []
-    watch = tracker.CouplingCallback(
-        steps=[0], ends=False, probe=probe, memory_budget=budget, on_measure=units.append, **OPTIONS
-    )
+    watch = tracker.CouplingCallback(steps=[0], probe=probe, memory_budget=budget, on_measure=units.append, **OPTIONS)
     state = sum(parameter.nbytes for parameter in module.parameters())
     del module, measure
     runner = trainer([watch], max_steps=1, **accelerator.trainer)
     with warnings.catch_warnings(), accelerator.limited((needed + least) // 2 + 5 * state):
         warnings.filterwarnings("error", message=".*is not measured")
         fit(runner, make, validate=False, data=data, shuffle=False)
-    assert len(units) == 1
+    assert len(units) == 2
     assert_same(units[0], expected)
 
 

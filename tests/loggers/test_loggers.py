@@ -12,9 +12,8 @@ import tracker
 from tests.models import neox, tokens
 from tests.stores import stored
 from tests.walk.test_walk import commit, snapshots
-from tracker import pythia, replay
+from tracker import loggers, pythia, replay
 from tracker.common.errors import UsageError
-from tracker.loggers import LOGGERS, prepare
 from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row, parse_log, select_metrics
 from tracker.loggers.wandb import WandbRun, resolve_mode
@@ -24,7 +23,7 @@ from tracker.store import Store
 
 @pytest.fixture
 def jsonl(monkeypatch):
-    monkeypatch.setitem(LOGGERS, "jsonl", "tests.jsonl_logger")
+    monkeypatch.setattr(loggers, "LOGGERS", ["tests.jsonl_logger"])
 
 
 def unit(step: int, **options):
@@ -37,7 +36,7 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
     for step in (4, 8):
         (tmp_path / "steps" / f"step{step}").parent.mkdir(exist_ok=True)
         (tmp_path / "steps" / f"step{step}").symlink_to(snapshots(suite) / commit(suite, step))
-    arguments = walker.arguments("--loggers", "wandb, jsonl", model=str(tmp_path / "steps"))
+    arguments = walker.arguments(model=str(tmp_path / "steps"))
     assert pythia.main(arguments) == 0
     store = Store(tmp_path / "out")
     _, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
@@ -46,13 +45,6 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
         row = select_metrics(Row.from_unit(store.read(line["step"])), "workspace")
         assert row.scalars.items() <= line.items() and len(row.scalars) < 50
         assert not [name for name in line if name.endswith("/mean")]
-
-
-def test_loggers_are_checked_before_a_run(capsys, tmp_path):
-    with pytest.raises(UsageError, match="--loggers mlflow; choose from wandb, with commas between them"):
-        prepare("wandb, mlflow", "off")
-    assert replay.main([str(tmp_path), "--loggers", "mlflow"]) == 2
-    assert "choose from wandb" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")
@@ -80,12 +72,12 @@ def test_a_choice_on_the_command_line(text, log):
 @pytest.mark.parametrize("text", ["headlines", "", "all,trajectory/*"])
 def test_a_choice_that_there_is_not_is_refused_before_a_walk(text, capsys, tmp_path):
     for main, target in ((pythia.main, ["--model", "nano", "--out", str(tmp_path)]), (replay.main, [str(tmp_path)])):
-        assert main([*target, "--loggers=", "--log", text]) == 2
+        assert main([*target, "--log", text]) == 2
         assert "choose from headline, workspace, all" in capsys.readouterr().err
 
 
 def test_no_logger():
-    assert prepare("", "online") == prepare("wandb", "off") == []
+    assert loggers.prepare("off") == []
 
 
 def test_a_row_without_couplings():

@@ -12,16 +12,6 @@ from tracker.measures import directions
 MEASURES = ["coupling", "directions"]
 
 
-def test_a_dropped_last_block_leaves_the_final_norm_in_the_logits():
-    model, inputs = build("gpt_neox")
-    model = model.double().eval()
-    options = dict(k=4, measures=MEASURES, dtype="float64")
-    dropped = tracker.measure(model, inputs, final_norm="drop", **options)
-    model.gpt_neox.layers = model.gpt_neox.layers[:-1]
-    expected = tracker.measure(model, inputs, final_norm="exclude", **options)
-    np.testing.assert_allclose(dropped.direction_out_score, expected.direction_out_score, rtol=1e-8)
-
-
 def test_words_are_the_tokenizer_s():
     model, _ = build("gpt_neox")
     texts = ["abc", "abcde"]

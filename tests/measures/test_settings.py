@@ -1,6 +1,7 @@
 """Every measurement option is declared once, and every caller accepts it."""
 
 import inspect
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -10,9 +11,8 @@ import tracker
 from tests.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.measures.options import settings_from
-from tracker.measures.settings import OPTIONS, Options
+from tracker.measures.settings import OPTIONS, Settings
 from tracker.walk import command
-from vit.recipe import FLAGS
 from vit.train import recipe_of
 
 # Not the default, as a keyword and as a flag.
@@ -28,22 +28,14 @@ GIVEN = {
     "measures": (["coupling", "tokenwise"], "tokenwise,coupling"),
     "window": (3, "3"),
     "pair_tokens": ([0, 2], "0,2"),
-    "pair_layers": ([(1, 3), (2, 3)], "1:3,2:3"),
+    "pair_layers": (-1, "-1"),
 }
-FORMS = [[name for name in GIVEN if name != other] for other in ("dtype", "precision")]  # which exclude each other
-
-
-def test_type_checkers_know_every_option():
-    lacking = ", ".join(OPTIONS.keys() - Options.__annotations__.keys())
-    assert not lacking, (
-        f"add {lacking} to `Options` in tracker/measures/settings.py, with the types that callers may give"
-    )
-    assert Options.__annotations__.keys() <= OPTIONS.keys(), "`Options` names what is no field of `Settings`"
+TOGETHER = [name for name in GIVEN if name != "precision"]  # which excludes dtype
 
 
 def test_every_option_has_an_example():
     assert set(GIVEN) == set(OPTIONS), "add to GIVEN a value that is not the default"
-    assert {option.metadata["group"] for option in OPTIONS.values()} <= command.GROUPS.keys()
+    assert {field.name for field in fields(Settings)} == {*OPTIONS, "keep"}, "add to `Settings` the type of the value"
 
 
 @pytest.mark.parametrize("function", [tracker.measure, tracker.CouplingCallback])
@@ -51,23 +43,26 @@ def test_signature_and_documentation_have_every_option(function):
     parameters = inspect.signature(function).parameters
     for name, option in OPTIONS.items():
         assert parameters[name].default == option.default and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert f"\n        {name}: {option.metadata['doc'][:20]}" in function.__doc__, name
+        assert f"\n        {name}: {option.doc[:20]}" in function.__doc__, name
     assert "**options" not in function.__doc__
 
 
-@pytest.mark.parametrize("names", FORMS)
-def test_every_caller_accepts_every_option(names):
-    options = {name: GIVEN[name][0] for name in names}
+def test_every_caller_accepts_every_option():
+    options = {name: GIVEN[name][0] for name in TOGETHER}
     settings = settings_from(options, "test")
-    for name in names:
+    for name in TOGETHER:
         assert getattr(settings, name) != OPTIONS[name].default, name
     assert tracker.CouplingCallback(**options).run.settings == settings
-    flags = [part for name in names for part in (f"--{name}", GIVEN[name][1])]
+    flags = [f"--{name}={GIVEN[name][1]}" for name in TOGETHER]
     walk = command.parse(["--model", "nano", *flags])
-    assert settings_from(walk.options, "walk") == settings
-    flags = [part for name in names for part in (f"--{FLAGS.get(name, name)}", GIVEN[name][1])]
-    recipe = recipe_of(["--data", "digits", *flags])
-    assert recipe.settings == settings and recipe.precision is None
+    assert settings_from(walk.options, "walk") == recipe_of(["--data", "digits", *flags]).settings == settings
+
+
+def test_the_precision_of_a_vision_transformer_is_that_of_its_training():
+    recipe = recipe_of(["--data", "digits", "--precision", "bf16-mixed"])
+    assert recipe.precision == "bf16-mixed" and recipe.settings.precision == "float32"
+    measured = replace(recipe, options={"precision": "bfloat16"})
+    assert measured.identity == recipe.identity | {"measure_precision": "bfloat16"}
 
 
 def test_a_configuration_file_is_flat_and_a_flag_overrides_it(tmp_path):
@@ -92,7 +87,9 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
     with pytest.raises(TypeError) as refused:
         tracker.CouplingCallback(every=10)
     assert "'every'; did you mean every_n_steps or every_n_epochs?" in str(refused.value)
-    assert "CouplingCallback takes every_n_steps, probe, weights, heatmaps, steps, schedule, ends" in str(refused.value)
+    assert "CouplingCallback takes every_n_steps, every_n_epochs, probe, weights, steps, tokenizer" in str(
+        refused.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,8 +107,8 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
         ({"memory_budget": "3 gigabytes"}, "give a number with a unit"),
         ({"measures": ["vju"]}, "vju extends 'coupling': add it"),
         ({"window": 4}, "odd number of states"),
-        ({"pair_layers": [(1, 2), (1, 3)]}, "each l once"),
-        ({"pair_layers": [(1, 2.5)]}, "each l once"),
+        ({"pair_layers": [(1, 3), (2, 3)]}, r"pair_layers=\[\(1, 3\), \(2, 3\)\]; give one whole number"),
+        ({"final_norm": "drop"}, "final_norm=drop; choose from auto, include, exclude"),
         ({"pair_tokens": 1}, "at least 2"),
         ({"k": 0}, "k=0; each K must be a whole number from 1 to the model's width$"),
         ({"memory_budget": 10}, r"memory_budget=10, which is in bytes, at least 1000; for 10 GB, .*=10 << 30 "),

@@ -34,22 +34,14 @@ def test_jacobians_between_tokens(name):
             assert J[3:].any()
 
 
-PAIRS_OF_LAYERS = {  # as given, and (l, l') as measured, of three blocks
-    "default": (None, {1: 2, 2: 3}),
-    "within a block": (0, {1: 1, 2: 2, 3: 3}),
-    "cycle": ([(1, 3), (3, 1), (2, 2)], {1: 3, 2: 2, 3: 1}),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", PAIRS_OF_LAYERS)
-def test_no_jacobian_is_computed_twice(choice, formed):
-    given, of_layers = PAIRS_OF_LAYERS[choice]
+@pytest.mark.parametrize(("apart", "concerned"), [(1, {1, 2, 3}), (0, {1, 2, 3}), (-2, {1, 3})])
+def test_no_jacobian_is_computed_twice(apart, concerned, formed):
     model, inputs = build("gpt_neox", Size(16))
-    options = {} if given is None else {"pair_layers": given}
-    options |= {"k": 4, "measures": "tokenwise", "pair_tokens": [0, 2, 3, 5], "dtype": torch.float64}
+    options = {"k": 4, "measures": "tokenwise", "pair_tokens": [0, 2, 3, 5], "dtype": torch.float64}
+    options |= {"pair_layers": apart}
     tracker.measure(model, inputs[:1], **options)
-    concerned, asked = {*of_layers, *of_layers.values()}, formed.each()
+    asked = formed.each()
     assert len(asked) == len(set(asked)) == len(concerned) * (3 * 4 - 3) and {l for l, *_ in asked} == concerned
     formed.clear()
     tracker.measure(model, inputs[:1], **options, memory_budget=1 << 10)
@@ -59,7 +51,7 @@ def test_no_jacobian_is_computed_twice(choice, formed):
 def test_one_block_has_no_other():
     model = neox(size=Size(32, 1))
     assert "self_offdiag" not in tracker.measure(model, tokens(1), k=4, measures="all")
-    with pytest.raises(UsageError, match="pair_layers=1, but 1 block is measured; .* pair_layers=0"):
+    with pytest.raises(UsageError, match="pair_layers=1, but 1 block is measured.* pair_layers=0"):
         tracker.measure(model, tokens(1), k=4, measures="tokenwise")
     found = tracker.measure(model, tokens(1), k=4, measures="all,tokenwise", pair_layers=0)
     assert found.self_offdiag.notnull().all() and found.pair_layer_other.values.tolist() == [1]
@@ -73,13 +65,12 @@ def test_shorter_prompts_lack_pairs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair_layers", [1, [(1, 3), (3, 1)]], ids=str)
-def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(pair_layers, formed):
+def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(formed):
     width = 16
     model, _ = build("gpt_neox", Size(width))
     prompts = ["abcdefg", "bcd", "gfedcba", "hijklmno"]  # of 4, 3, 4 and 4 compared tokens
     options = {"k": 2, "measures": "tokenwise", "pair_tokens": 4, "dtype": torch.float64}
-    options |= {"tokenizer": Letters(), "pair_layers": pair_layers}
+    options |= {"tokenizer": Letters()}
     held = 2 * 8 * width**2 * (3 * 4 - 3)  # bytes: half of them for the links of one sample in a block
     for budget, most in ((1 << 30, 3 * 5), (2 * held, 2 * 5), (held // 2, 4)):
         formed.clear()
@@ -94,10 +85,7 @@ def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(pair_
         ({"measures": "tokenwise", "pair_tokens": "all"}, "pair_tokens='all'"),
         ({"measures": "tokenwise", "pair_layers": 3}, "pair_layers=3, but 3 blocks are measured"),
         ({"measures": "all,tokenwise", "pair_layers": -3}, "pair_layers=-3, but 3 blocks are measured"),
-        ({"measures": "tokenwise", "pair_layers": [(1, 4)]}, r"pair_layers=\[\(1, 4\)\], but 3 blocks"),
-        ({"measures": "tokenwise", "pair_layers": [(0, 1)]}, "choose blocks from 1 to 3"),
-        ({"pair_layers": "next"}, "pair_layers='next'; give the distance"),
-        ({"pair_layers": []}, "list of pairs"),
+        ({"pair_layers": "next"}, "pair_layers='next'; give one whole number"),
     ],
 )
 def test_bad_choices(options, message):

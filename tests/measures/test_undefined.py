@@ -56,6 +56,6 @@ def test_padding_is_not_undefined():
 def test_a_training_run_is_told():
     model = neox()
     silence(model, range(3))
-    with tracker.Watch(steps=[0], k=5, probe=tokens(), ends=False) as watch:
+    with tracker.Watch(k=5, probe=tokens()) as watch:
         with pytest.warns(UserWarning, match="of miscoupling.*first at block 1"):
             assert watch(0, model) is not None

@@ -21,13 +21,13 @@ from tracker import measurement
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.dataset import Sample
-from tracker.measures.settings import Settings
+from tracker.measures.options import settings_from
 from tracker.model import weights
 from tracker.model.inputs import batches
 from tracker.model.replica import Replica
 
 RANKS = 2
-SETTINGS = Settings(k=(2,), measures=("coupling",), dtype="float64", memory_budget=1 << 20)
+SETTINGS = settings_from({"k": 2, "measures": "coupling", "dtype": "float64", "memory_budget": 1 << 20}, "test")
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 

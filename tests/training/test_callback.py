@@ -33,8 +33,6 @@ from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.report import write_report
 from tracker.store import Store
-from tracker.training import schedule
-from tracker.training import schedule as schedule_module
 from tracker.training.callback import CouplingCallback
 
 # What a test asserts in on_measure must fail the test.
@@ -175,7 +173,7 @@ def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
     prompts = [line.replace("\\n", "\n") for line in walker.prompts.read_text().splitlines()]
     _, tokenizer = load(cached_snapshot(nano.REPO, "step0", suite))
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "again"))
-    watch = Watch(schedule="log2", k=(4, 8), probe=prompts, tokenizer=tokenizer, save_dir=tmp_path / "live")
+    watch = Watch(k=(4, 8), probe=prompts, tokenizer=tokenizer, save_dir=tmp_path / "live")
     nano.train(recipe=TINY, callbacks=[watch])
     assert walked.steps() == Store(tmp_path / "live").steps() == list(TINY.steps)
     for step in walked.steps():
@@ -185,7 +183,7 @@ def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
     """Checkpoints of a run with averaging contain the averaged weights."""
-    raw, averaged = Watch(3, ends=False), Watch(3, weights="averaged", ends=False)
+    raw, averaged = Watch(3), Watch(3, weights="averaged")
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([raw, EMAWeightAveraging(decay=0.5), averaged, keep], enable_checkpointing=True), Classifier)
     for step in (3, 6):
@@ -215,10 +213,6 @@ SCHEDULES = {
     "every_n_steps": (dict(every_n_steps=3), [0, 3, 6, 8]),
     "steps": (dict(steps=[2, 5, 99]), [0, 2, 5, 8]),
     "default": ({}, [0, 1, 2, 4, 8]),
-    "pythia": (dict(schedule="pythia"), [0, 1, 2, 4, 8]),
-    "function": (dict(schedule=lambda step: step == 7), [0, 7, 8]),
-    "without ends": (dict(every_n_steps=3, ends=False), [0, 3, 6]),
-    "steps, without ends": (dict(steps=[5], ends=False), [5]),
 }
 
 
@@ -241,13 +235,9 @@ def test_every_n_epochs():
 
 def test_two_optimizers_step_on_one_batch():
     """Each batch makes two steps: a scheduled step between batches is measured after the next batch."""
-    watch = Watch(steps=[3, 6], ends=False)
+    watch = Watch(steps=[3, 6])
     fit(trainer([watch]), TwoOptimizers)
-    assert list(watch.units) == [4, 6]
-
-
-def test_named_schedules():
-    assert [s for s in range(3001) if schedule.pythia(s)] == [0, *(2**i for i in range(10)), 1000, 2000, 3000]
+    assert list(watch.units) == [0, 4, 6, 8]
 
 
 def test_validation_alone_measures_nothing():
@@ -396,7 +386,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
 
 @pytest.mark.slow
 def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
-    watch = Watch(probe=None, max_samples=3)
+    watch = Watch(probe=None)
     lightning.seed_everything(0, verbose=False)
     seen = []
 
@@ -405,8 +395,8 @@ def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
             seen.append(batch)
 
     fit(trainer([watch]), Recording)
-    assert torch.equal(watch.probe[0], seen[0][0][:3]) and torch.equal(watch.probe[1], seen[0][1][:3])
-    assert watch.units[0].sizes["prompt"] == 3
+    assert torch.equal(watch.probe[0], seen[0][0][:8]) and torch.equal(watch.probe[1], seen[0][1][:8])
+    assert watch.units[0].sizes["prompt"] == 8
 
 
 @pytest.mark.slow
@@ -556,13 +546,11 @@ def test_refused_at_setup(module, options, message):
         (dict(every_n_epochs=2, steps=[1]), "several schedules given; give one of every_n_steps, every_n_epochs"),
         (dict(steps=[]), "whole numbers from 0"),
         (dict(steps=[0.5]), "whole numbers from 0"),
-        (dict(schedule="fibonacci"), "choose 'log2' or 'pythia'"),
+        (dict(steps=[-1]), "whole numbers from 0"),
         (dict(probe="a prompt"), "tokenizer="),
         (dict(probe=["a prompt"], tokenizer=print, forward=print), "leave forward= out"),
         (dict(weights="ema"), "choose 'raw' or 'averaged'"),
         (dict(max_overhead=5), "a share of the run's time"),
-        (dict(max_overhead=None, thin=True), "needs a share"),
-        (dict(max_samples=0), "max_samples=0"),
         (dict(probe="a prompt", tokenizer="gpt2"), "AutoTokenizer.from_pretrained('gpt2')"),
     ],
 )
@@ -604,7 +592,7 @@ def test_undefined_values_do_not_end_the_training():
                 nn.init.zeros_(layer.bias)
         return module
 
-    watch = Watch(steps=[0], ends=False)
+    watch = Watch(steps=[0])
     stop = EarlyStopping("coupling/mean_offdiag", check_finite=True, strict=False)
     runner = trainer([watch, stop], max_steps=-1, max_epochs=2)
     fit(runner, make)
@@ -783,29 +771,8 @@ def test_a_full_disk_is_skipped(tmp_path):
 @pytest.mark.slow
 def test_the_overhead_warning_appears_once():
     with warnings.catch_warnings(record=True, action="always") as caught:
-        fit(trainer([Watch(schedule="log2")]))
+        fit(trainer([Watch()]))
     assert len([w for w in caught if "more than max_overhead=0.05" in str(w.message)]) == 1
-
-
-@pytest.mark.slow
-def test_a_thinned_schedule_keeps_its_overhead(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(schedule_module.time, "perf_counter", lambda: now[0])
-
-    class Slow(Classifier):
-        def on_train_batch_start(self, *_):
-            now[0] += 1.0  # a step takes a second
-
-    class Costly(Watch):
-        def keep(self, unit):
-            super().keep(unit)
-            now[0] += 2.0  # and a measurement takes two
-
-    watch = Costly(1, max_overhead=0.25, thin=True)
-    fit(trainer([watch], max_steps=40), Slow)
-    steps = list(watch.units)
-    assert steps[0] == 0 and steps[-1] == 40 and 5 <= len(steps) <= 8
-    assert 2 * len(steps[:-1]) / (40 + 2 * len(steps[:-1])) <= 0.25
 
 
 def test_two_callbacks_of_one_store_are_refused(tmp_path):

@@ -43,7 +43,7 @@ class Copy(lightning.Callback):
 @pytest.mark.slow
 def test_of_a_lightning_run(tmp_path):
     copy = through_pickle
-    callback = copy(tracker.CouplingCallback(2, k=2, save_dir=tmp_path / "first", max_samples=2))
+    callback = copy(tracker.CouplingCallback(2, k=2, save_dir=tmp_path / "first"))
     during = Copy(callback, copy)
     loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
     fit(trainer([callback, during], max_steps=2, logger=loggers))

@@ -375,9 +375,7 @@ def fit_with_transformers(rows, collate):
         "unused", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no"
     )
     run, units = Unlabelled(neox(vocab_size=8), arguments, train_dataset=rows, data_collator=collate), {}
-    callback = tracker.TransformersCallback(
-        2, k=2, max_samples=4, on_measure=lambda unit: units.update({int(unit.step): unit})
-    )
+    callback = tracker.TransformersCallback(2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit}))
     run.add_callback(callback)
     run.train()
     return run.model, units, callback.run.probe

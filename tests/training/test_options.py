@@ -7,14 +7,13 @@ import pytest
 
 import tracker
 from tracker.measures.settings import OPTIONS
-from tracker.training.options import OF_TRAINERS
+from tracker.training.options import OF_RUN
 
 OWN = {
-    tracker.CouplingCallback: {"probe", "weights", "heatmaps"},
-    tracker.TransformersCallback: {"probe", "trainer"},
+    tracker.CouplingCallback: {"every_n_epochs", "probe", "weights"},
+    tracker.TransformersCallback: {"every_n_epochs", "probe", "trainer"},
     tracker.Watch: {"probe", "log_to"},
 }
-OF_DATA = {"every_n_epochs", "max_samples"}  # a Watch knows neither epochs nor data
 
 
 def documented(kind) -> dict[str, str]:
@@ -32,9 +31,9 @@ def test_all_three_have_the_same_options(kind):
     first, parameters = (inspect.signature(of).parameters for of in (tracker.CouplingCallback, kind))
     shared = [name for name in parameters if name not in OWN[kind]]
     expected = [name for name in first if name not in OWN[tracker.CouplingCallback]]
-    assert shared == [name for name in expected if kind is not tracker.Watch or name not in OF_DATA]
+    assert shared == expected
     assert [parameters[name] for name in shared] == [first[name] for name in shared]
-    assert set(shared) == {"every_n_steps"} | (OF_TRAINERS.keys() & parameters) | OPTIONS.keys()
+    assert set(shared) == {"every_n_steps"} | OF_RUN.keys() | OPTIONS.keys()
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in [*parameters][1:])
     texts = documented(kind)
     assert list(texts) == list(parameters)
@@ -45,6 +44,6 @@ def test_all_three_have_the_same_options(kind):
 
 def test_a_watch_refuses_the_options_of_trainers():
     with pytest.raises(
-        TypeError, match=r"Watch\(\) got an unexpected option 'max_samples'.*Watch takes every_n_steps, probe,"
+        TypeError, match=r"Watch\(\) got an unexpected option 'every_n_epochs'.*Watch takes every_n_steps, probe,"
     ):
-        tracker.Watch(probe=["a"], max_samples=3)  # type: ignore[call-arg]
+        tracker.Watch(probe=["a"], every_n_epochs=3)  # type: ignore[call-arg]

@@ -107,8 +107,6 @@ def test_both_ranks_end_for_the_same_reason(ranks, case):
         {"every_n_steps": 3},
         {"every_n_epochs": 2},
         {"steps": [0, 3, 7]},
-        {"schedule": "pythia"},
-        {"schedule": "log2"},
     ],
     ids=str,
 )

@@ -82,7 +82,7 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
 @pytest.mark.slow
 def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     """What a failed attempt allocated is free before the next, although its frames form cycles."""
-    real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1], ends=False), [], []
+    real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1]), [], []
 
     def scarce(*arguments):
         if len(starts) < 2:  # what other tests left; between attempts the callback collects

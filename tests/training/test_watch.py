@@ -44,8 +44,8 @@ def test_training_is_bit_identical(tmp_path):
 
 def test_what_a_call_returns():
     model = neox()
-    with tracker.Watch(steps=[4], k=K, probe=tokens(), ends=False) as watch:
-        assert watch(0, model) is None
+    with tracker.Watch(steps=[4], k=K, probe=tokens()) as watch:
+        assert int(watch(0, model).step) == 0, "the first call measures"
         assert watch(3, model) is None
         assert int(watch(5, model).step) == 5, "step 4 is due, and was jumped over"
         assert watch(5, model, force=True) is None, "it is measured already"

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 import tracker
-from tests.training.test_transformers import K, make, state
+from tests.training.test_transformers import K, data, make, state
 
 OPTIONS = {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
 
@@ -20,8 +20,9 @@ def main() -> None:
     plain = make(directory / "plain", **OPTIONS)
     plain.train()
     watched = make(directory / "watched", **OPTIONS)
+    probe = torch.stack([row["input_ids"] for row in data()[:3]])  # one rank has two of them
     watched.add_callback(
-        tracker.TransformersCallback(3, k=K, max_samples=3, trainer=watched, save_dir=str(directory / "store"))
+        tracker.TransformersCallback(3, k=K, probe=probe, trainer=watched, save_dir=str(directory / "store"))
     )
     watched.train()
     found = {

@@ -181,7 +181,6 @@ class TestUsage:
             (["--devices", "2"], "each cell of a grid trains on one device"),
             (["--train_size", "9999"], "1437 training images"),
             (["--address", "auto"], "--address auto --jobs 1; one cell at a time is trained here"),
-            (["--model", "vgg11"], "--drop_path 0.1: vgg11 has no stochastic depth; give 0"),
             (["--rand_augment", "m9"], "--rand_augment 'm9': give timm's notation"),
             (["--accelerator", "gpu"], "--accelerator gpu; PyTorch finds no GPU"),
         ],

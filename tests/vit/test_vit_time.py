@@ -32,7 +32,7 @@ def clock(monkeypatch):
     "finished, measure_at, expected",
     [
         (0, "log2", 30 * 2 + 7 * 3),  # measured at 0, 1, 2, 4, 8, 16 and 30
-        (0, "every:10", 30 * 2 + 4 * 3),
+        (0, "10,20,40", 30 * 2 + 4 * 3),
         (0, "7", 30 * 2 + 3 * 3),  # and at both ends
         (0, "off", 30 * 2),
         (5, "log2", 15 * 2 + 2 * 3),
@@ -192,7 +192,14 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
 @pytest.mark.slow
 def test_the_estimate_is_within_a_factor_of_two(tmp_path):
     """Of a training of which steps and measurements are the most, since tests, checkpoints and loading are not counted."""
-    recipe = replace(TINY, epochs=4, train_size=None, test_every=0, measure_at="every:20", out=tmp_path / "one")
+    recipe = replace(
+        TINY,
+        epochs=4,
+        train_size=None,
+        test_every=0,
+        measure_at="20,40,60,80,100,120,140,160,180",
+        out=tmp_path / "one",
+    )
     data = load(recipe)
     trial = training.try_cell(recipe, data)
     expected = trial.seconds(recipe, len(data.train))

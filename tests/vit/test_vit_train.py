@@ -1,4 +1,4 @@
-"""Tests of one training run: results, resuming, weight averaging, divergence and validation of options."""
+"""Tests of one training run: results, resuming, divergence and validation of options."""
 
 import json
 import os
@@ -132,15 +132,6 @@ HARD = replace(
 
 
 @pytest.mark.slow
-def test_averaged_weights_are_tested_and_measured(trained, tmp_path):
-    result = train(replace(TINY, out=tmp_path / "ema", ema=0.9))
-    ds = tracker.open_results(tmp_path / "ema" / "coupling")
-    assert ds.attrs["weights"] == "averaged" and ds.step.values[-1] == 9
-    raw = cells.read(trained, "result")
-    assert [row["train/loss"] for row in result["history"]] == [row["train/loss"] for row in raw["history"]]
-    assert result["loss"] != raw["loss"]
-
-
 def test_test_loss_is_the_mean_over_the_whole_split(monkeypatch, tmp_path):
     """With batches of different sizes: 360 images in batches of 350 and 10."""
     monkeypatch.setattr("vit.loaders.TEST_BATCH", 350)
@@ -166,20 +157,10 @@ def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_training_stops_above_a_given_loss(tmp_path):
-    """Ten classes: the loss is near 2.3, and the first epoch is the warm-up."""
-    result = train(replace(TINY, out=tmp_path, diverged_above=0.5))
-    assert result["status"] == "diverged" and len(result["history"]) == 1
-    assert result["reason"].startswith("the training loss is ") and result["reason"].endswith(
-        "above --diverged_above 0.5"
-    )
-
-
-@pytest.mark.slow
 def test_run_is_not_resumed_with_other_settings(trained):
     with pytest.raises(ValueError, match="epochs was 3, now 4; weight_decay was 0.05, now 0.2"):
         train(replace(TINY, out=trained, epochs=4, weight_decay=0.2))
-    assert train(replace(TINY, out=trained, keep_checkpoint=False, tags="x")) == cells.read(trained, "result")
+    assert train(replace(TINY, out=trained, keep_checkpoint=False, threads=2)) == cells.read(trained, "result")
 
 
 def test_two_processes_do_not_train_one_cell(tmp_path):
@@ -203,12 +184,11 @@ def test_two_processes_do_not_train_one_cell(tmp_path):
         ({"data": "folder:"}, "choose cifar10, digits or folder:PATH"),
         ({"epochs": 1}, "--warmup_epochs 1; it has to be below --epochs 1"),
         ({"options": {"k": [4, 64]}}, "each K must lie between 1 and --width 32"),
-        ({"measure_at": "every:0"}, "every: must be followed by an integer above 0"),
+        ({"measure_at": "-1,2"}, "--measure_at -1,2; steps must not be negative"),
         ({"measure_at": "now"}, "--measure_at 'now'"),
-        ({"ema": 1.0}, "--ema 1.0"),
         ({"train_size": 0}, "--train_size 0; it must be at least 1"),
         ({"test_unused": True, "train_size": None}, "--test_unused True; no image is unused"),
-        ({"diverged_above": 0.0}, "--diverged_above 0.0; it must be above 0"),
+        ({"clip": 0.0}, "--clip 0.0; it must be above 0"),
         ({"test_every": 2}, "--test_every 2; it has to divide --epochs 3"),
         ({"weight_decay": -1.0}, "--weight_decay -1.0; it must not be negative"),
     ],
@@ -309,13 +289,13 @@ class TestCommandLine:
 
     @pytest.mark.slow
     def test_wandb_run_states_its_cell_and_settings(self, tmp_path):
-        arguments = ["--config", write_config(tmp_path, wandb="auto"), "--out", str(tmp_path / "cell"), "--tags", "a,b"]
+        arguments = ["--config", write_config(tmp_path, wandb="auto"), "--out", str(tmp_path / "cell")]
         process = start(*arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path))
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         found = records(offline_run(tmp_path / "cell"))
         text = json.dumps(of("run", found))
-        for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', '"a"', "label_smoothing"):
+        for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', "label_smoothing"):
             assert field in text, field
         rows = [row["item"] for row in of("history", found)]
         assert any("test/accuracy" in row for row in rows)
@@ -329,7 +309,7 @@ def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
         name: getattr(HARD, name) for name in ("mixup", "cutmix", "rand_augment", "erasing", "repeats", "flip")
     }
     config = write_config(tmp_path, **augmented, drop_path=0.3, keep_checkpoint=True)
-    parallel = ["--devices", "2", "--strategy", "ddp"]
+    parallel = ["--devices", "2"]
     directories = [tmp_path / "whole", tmp_path / "killed"]
     whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
     finish(start(*whole))

@@ -160,7 +160,7 @@ def walk(directory: Path, *options: str) -> int:
     prompts = directory / "prompts.txt"
     prompts.write_text("import os\nfor name in sorted(names)\n")
     given = ["--model", str(directory), "--prompts", str(prompts), "--k", "2", "--measures", "coupling"]
-    return pythia.main([*given, "--out", str(directory / "out"), "--loggers=", "--device", "cpu", *options])
+    return pythia.main([*given, "--out", str(directory / "out"), "--wandb", "off", "--device", "cpu", *options])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,6 +1,7 @@
-"""Typed values of options: whole numbers, positions, layer pairs, byte sizes and names.
+"""Typed values of options: whole numbers, positions, byte sizes, names, and choices.
 
-A `ValueType` converts what a command line, a YAML file or a Python caller gives.
+A `ValueType` converts what a command line, a YAML file or a Python caller gives. A choice is a Literal, which the parser of
+command lines reads itself.
 """
 
 import re
@@ -11,9 +12,9 @@ from numbers import Integral
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-FinalNorm = Literal["auto", "include", "exclude", "drop"]
+FinalNorm = Literal["auto", "include", "exclude"]
 Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
 Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
 Dtype = Literal["float32", "float64"]
@@ -108,24 +109,6 @@ def _tokens(value: Any) -> str | list[int]:
     raise ValueTypeError(f"{value!r}; give last, cls, all or positions such as 0,-1 (in Python, also a list)")
 
 
-def _layer_pairs(value: Any) -> int | list[tuple[int, int]]:
-    try:
-        if isinstance(value, (Integral, str)) and ":" not in str(value):
-            return _integer(value)
-        pairs: Any = (
-            [_integers(pair.replace(":", ",")) for pair in value.split(",")] if isinstance(value, str) else value
-        )
-        layers = [(l, other) for l, other in map(_integers, pairs)]
-    except (TypeError, ValueError):
-        layers = []
-    if not layers or len(dict(layers)) < len(layers):
-        raise ValueTypeError(
-            f"{value!r}; give the distance from block l to the basis block l' (1: l' = l + 1), or a list of pairs (l, l') of "
-            "blocks counted from 1, each l once, such as 1:3,2:3"
-        )
-    return layers
-
-
 def _byte_size(value: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", str(value).strip(), re.IGNORECASE)
     if match is None:
@@ -140,23 +123,9 @@ def _names(value: Any) -> list[str]:
     return sorted({name.strip() for name in names})
 
 
-def choice(literal: Any, prefix: str = "") -> ValueType:
-    """Return the type of an option that takes one of the values of a Literal, perhaps after a prefix."""
-    choices = get_args(literal)
-
-    def convert(value: Any) -> Any:
-        short = str(value).removeprefix(prefix)
-        if short not in choices:
-            raise ValueTypeError(f"{value}; choose from {', '.join(choices)}")
-        return short
-
-    return ValueType("|".join(choices), convert)
-
-
 INTEGERS = ValueType("int,...", _integers)
 INTEGER = ValueType("int", _integer)
 COUNT_OR_INTEGERS = ValueType("int|int,int,...", _count_or_integers)
 TOKENS = ValueType("|".join((*TOKEN_CHOICES, "int,...")), _tokens)
-LAYER_PAIRS = ValueType("int|int:int,...", _layer_pairs)
 BYTE_SIZE = ValueType("bytes", _byte_size)
 NAMES = ValueType("name,...", _names)

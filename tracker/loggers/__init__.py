@@ -13,29 +13,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tracker.common.errors import UsageError
 from tracker.common.text import first_line
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import LoggedRun, Logger, Opener, Row
     from tracker.loggers.wandb import Mode
 
-LOGGERS = {"wandb": "tracker.loggers.wandb"}  # name on the command line: module, imported on use
+LOGGERS = ["tracker.loggers.wandb"]  # modules, imported on use
 
 
-def prepare(names: str, wandb_mode: "Mode") -> "list[Opener]":
+def prepare(wandb_mode: "Mode") -> "list[Opener]":
     """Check loggers before a run starts; return what opens those that are enabled.
 
-    Args:
-        names: keys of `LOGGERS` with commas between them, or "" for none.
-
     Raises:
-        ValueError: for an unknown name, or a logger that can't be used.
+        ValueError: for a logger that can't be used.
     """
-    chosen = [name.strip() for name in names.split(",") if name.strip()]
-    if unknown := [name for name in chosen if name not in LOGGERS]:
-        raise UsageError(f"--loggers {', '.join(unknown)}; choose from {', '.join(LOGGERS)}, with commas between them")
-    openers = [importlib.import_module(LOGGERS[name]).prepare(wandb_mode) for name in dict.fromkeys(chosen)]
+    openers = [importlib.import_module(module).prepare(wandb_mode) for module in LOGGERS]
     return [opener for opener in openers if opener is not None]
 
 

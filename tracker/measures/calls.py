@@ -38,7 +38,7 @@ from tracker.spans.recording import record_spans
 
 
 def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) -> tuple[str, str]:
-    """Return the convention, "include", "exclude" or "drop", and why it is used.
+    """Return the convention, "include" or "exclude", and why it is used.
 
     Raises:
         UsageError: if the option asks for what this model does not have.
@@ -48,8 +48,6 @@ def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) 
         raise UsageError(
             "final_norm='include', but no norm layer takes the last block's output in this model; use 'exclude'"
         )
-    if option == "drop" and len(recording.calls) < 2:
-        raise UsageError("final_norm='drop' leaves the last block out, but the model has only one block")
     if option != "auto":
         return option, "chosen by the caller"
     if not norm:
@@ -111,8 +109,6 @@ def record_call(
     recording = record_blocks(replica, batch.arguments, batch.keywords, memory)
     convention, reason = resolve_final_norm(settings.final_norm, recording, replica.description)
     norm, final_norm = recording.final_norm or ("", None)
-    if convention == "drop":
-        recording = recording.without_last_block()
     depth = len(recording.calls)
     if convention == "include":
         recording = recording.with_final_norm()

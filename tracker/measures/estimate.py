@@ -50,7 +50,7 @@ class Cost:
         not_counted: measures that were not asked for, each of which costs more.
         refused: why the measurement would stop with an error; "" if nothing was found that stops it.
         rows: number of tokens whose Jacobians are measured, over all samples.
-        final_norm: the convention, "include", "exclude" or "drop", and the norm's module.
+        final_norm: the convention, "include" or "exclude", and the norm's module.
         k: the numbers of singular vectors.
         width: the width d of the hidden state.
         method: how singular vectors are found.

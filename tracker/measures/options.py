@@ -1,6 +1,6 @@
 """Measurement options as callers give them: keywords of a function, its signature and documentation, flags of a command.
 
-Everything here is derived from `settings.Settings`. `refusal` says what is wrong with a value of `measures=`.
+Everything here is derived from `settings.Options`. `refusal` says what is wrong with a value of `measures=`.
 """
 
 import inspect
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from textwrap import fill
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar, get_args
 
 from tracker.common.errors import UsageError
 from tracker.common.values import ValueTypeError
-from tracker.measures.settings import CHOICE_NAMES, EVERYTHING, EXPENSIVE, OPTIONS, Options, Settings
+from tracker.measures.settings import CHOICE_NAMES, EVERYTHING, EXPENSIVE, OPTIONS, Option, Settings
 
 
 def refusal(measures: Sequence[Any]) -> str:
@@ -58,28 +58,12 @@ def settings_from(options: Mapping[str, Any], caller: str, parameters: Iterable[
             + (f"{caller} takes {', '.join(own)}; " if own else "")
             + f"measurement options are {', '.join(OPTIONS)}"
         )
-    return Settings(**{name: _canonical(name, value) for name, value in options.items()})
+    given = {name: _canonical(name, value) for name, value in options.items()}
+    return Settings(**{name: option.default for name, option in OPTIONS.items()} | given)
 
 
-class Keyword(NamedTuple):
-    """A keyword of a function, as its signature and documentation show it."""
-
-    annotation: Any
-    default: Any
-    doc: str
-
-
-def _keyword(name: str) -> Keyword:
-    option = OPTIONS[name]
-    of = Options.__annotations__.get(name, option.type)
-    return Keyword(getattr(of, "__forward_arg__", of), option.default, option.metadata["doc"])
-
-
-KEYWORDS = {name: _keyword(name) for name in OPTIONS}
-
-
-def accepts_options(function: F, keywords: Mapping[str, Keyword] = KEYWORDS) -> F:
-    """Show keywords, which a function or the constructor of a class takes as **options, in its signature and documentation.
+def accepts_options(function: F, options: Mapping[str, Option] = OPTIONS) -> F:
+    """Show options, which a function or the constructor of a class takes as **options, in its signature and documentation.
 
     The docstring's line `**options: ...` is replaced by an entry for each.
     """
@@ -87,40 +71,36 @@ def accepts_options(function: F, keywords: Mapping[str, Keyword] = KEYWORDS) -> 
     constructor: Any = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009 - pyright knows its type
     signature = inspect.signature(constructor)
     shown = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    shown += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=keyword.default, annotation=keyword.annotation)
-        for name, keyword in keywords.items()
-    ]
+    for name, option in options.items():
+        annotation = getattr(option.given, "__forward_arg__", option.given)
+        shown.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
+        )
     constructor.__signature__ = signature.replace(parameters=shown)
     if (doc := function.__doc__) and (line := re.search(r"^( *)\*\*options: .*$", doc, re.MULTILINE)):
         wrap = partial(fill, width=120, initial_indent=line[1], subsequent_indent=line[1] + " " * 4)
-        entries = [wrap(f"{name}: {keyword.doc}") for name, keyword in keywords.items()]
+        entries = [wrap(f"{name}: {option.doc}") for name, option in options.items()]
         function.__doc__ = doc[: line.start()] + "\n".join(entries) + doc[line.end() :]
     return function
 
 
-def add_flags(parser: Any, defaults: Mapping[str, Any] = ABSENT, renamed: Mapping[str, str] = ABSENT) -> None:
+def add_flags(parser: Any, defaults: Mapping[str, Any] = ABSENT, names: Iterable[str] = OPTIONS) -> None:
     """Add a flag for each measurement option to a jsonargparse parser.
 
     Args:
-        defaults: defaults of this command that differ from those of `Settings`; None for an option to be left out.
-        renamed: the names of flags whose option's own name the command uses for something else.
+        defaults: defaults of this command that differ from those of the options; None for an option to be left out.
+        names: the options that the command takes.
     """
-    for name, option in OPTIONS.items():
-        flag, default = renamed.get(name, name), defaults.get(name, option.default)
+    for name in names:
+        option = OPTIONS[name]
+        default = defaults.get(name, option.default)
         default = list(default) if isinstance(default, tuple) else default
-        parser.add_argument(f"--{flag}", type=option.metadata["type"], default=default, help=option.metadata["doc"])
+        parser.add_argument(f"--{name}", type=option.form or option.given, default=default, help=option.doc)
 
 
-def in_group(title: str) -> list[str]:
-    """Return the names of the options in a group of flags."""
-    return [name for name, option in OPTIONS.items() if option.metadata["group"] == title]
-
-
-def given_options(parsed: Mapping[str, Any], renamed: Mapping[str, str] = ABSENT) -> dict[str, Any]:
+def given_options(parsed: Mapping[str, Any], names: Iterable[str] = OPTIONS) -> dict[str, Any]:
     """Return the measurement options among the values that a parser read, without those left out."""
-    values = {name: parsed.get(renamed.get(name, name)) for name in OPTIONS}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: parsed[name] for name in names if parsed.get(name) is not None}
 
 
 def _canonical(name: str, value: Any) -> Any:
@@ -134,8 +114,13 @@ def _canonical(name: str, value: Any) -> Any:
         return option.default
     if name == "measures":
         return _measures(value)
+    if choices := get_args(option.form or option.given):  # of a Literal
+        chosen = str(value).removeprefix("torch.") if name == "dtype" else value
+        if chosen not in choices:
+            raise UsageError(f"{name}={value}; choose from {', '.join(choices)}")
+        return chosen
     try:
-        converted = option.metadata["type"](value)
+        converted = option.form(value)
     except ValueTypeError as error:
         raise UsageError(f"{name}={error}") from None
     return tuple(converted) if isinstance(converted, list) else converted

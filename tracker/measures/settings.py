@@ -1,17 +1,17 @@
 """The options of a measurement and the choices of `measures=`: each is declared once.
 
 `tracker.measure`, the callbacks, `python -m tracker.pythia` and `python -m vit.train` take their measurement options, signatures,
-documentation, flags and forms of values from the fields of `Settings`. Static type checkers alone need `Options` as well.
+documentation, flags and forms of values from `Options`. `Settings` has the values, validated and in one form.
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
 from tracker.common import values
 from tracker.common.errors import UsageError
-from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision, ValueType
+from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -88,104 +88,137 @@ MEMORY_BUDGET = 4 << 30  # bytes
 LEAST_MEMORY_BUDGET = 1000  # bytes; who gives fewer means another unit
 
 
-def _option(default: Any, type: ValueType, doc: str, group: str = "measurement") -> Any:
-    """Declare an option.
+class Option(NamedTuple):
+    """An option, as it is declared: `name: Annotated[given, default, doc]`, perhaps with a form.
 
     Args:
-        type: converts what callers and command lines give.
+        given: the types that callers may give.
         doc: documentation of the keyword and help of the flag.
-        group: the title above the flag in the help of a walk (`walk.command.GROUPS`).
+        form: converts what callers and command lines give; without one, the type is a Literal.
     """
-    return field(default=default, metadata={"type": type, "doc": doc, "group": group})
+
+    given: Any
+    default: Any
+    doc: str
+    form: Any = None
+
+
+class Options(TypedDict, total=False):
+    """The keywords of a measurement."""
+
+    k: Annotated[
+        int | Sequence[int] | None,
+        None,
+        "number of top singular vectors, one or several. Default: those of 10, 30, 50 not above the width d, or d // 2 if "
+        "none is.",
+        values.INTEGERS,
+    ]
+    tokens: Annotated[
+        str | Sequence[int] | None,
+        None,
+        "tokens whose Jacobians are measured: last, cls, all, or a list of positions ([0, -1]; on a command line 0,-1). In text "
+        "encoders (BERT), last leaves out the special tokens at the end ([SEP]), and cls is the tokenizer's class token. "
+        "Default: cls for image models that classify from their class token, last elsewhere.",
+        values.TOKENS,
+    ]
+    final_norm: Annotated[
+        FinalNorm,
+        "auto",
+        "include adds the variables that end in _normed, in which the final norm is part of the last block (paper eq. 7), at the "
+        "cost of one more Jacobian; exclude leaves them out; auto is include for language models that have a final norm "
+        "(Hugging Face models of token ids, and models that map each token's last state to logits over their vocabulary), else "
+        "exclude. Variables without that suffix are of the blocks alone: the norm by itself raises the line-shape score, and in "
+        "trained models it makes the last block's Jacobian nearly a multiple of -I.",
+    ]
+    svd: Annotated[
+        Method,
+        "auto",
+        "algorithm for the singular vectors: full decomposition; krylov, an iteration for the top K that falls back to full "
+        "where its certificate fails; auto, the one expected to be fastest.",
+    ]
+    dtype: Annotated[
+        "torch.dtype | Literal['float32', 'float64']",
+        "float32",
+        "precision of the measurement, float32 or float64 (in Python also torch.float32 and torch.float64), whatever the "
+        "weights are stored in.",
+        Dtype,
+    ]
+    precision: Annotated[
+        Precision,
+        "float32",
+        "precision of the products that form Jacobians in float32. tf32 (on GPUs that support it) and bfloat16 are faster; "
+        "docs/measurements.md states their errors. Everything else stays in dtype.",
+    ]
+    derivative: Annotated[
+        Derivative,
+        "checked",
+        "checked compares the derivative that autograd computes with forward mode and with differences of values, and refuses a "
+        "block where they disagree; autograd measures what autograd computes, right or not.",
+    ]
+    memory_budget: Annotated[
+        int | str,
+        MEMORY_BUDGET,
+        "bytes to use in addition to the weights, half of them for Jacobians: a number or a size such as 3GB. A smaller "
+        "budget means smaller chunks, and results that are equal to rounding. Default: 4 GiB; in a walk over checkpoints a "
+        "quarter of the machine's memory, or half of the GPU's, or less where that lets the weights stay on the GPU.",
+        values.BYTE_SIZE,
+    ]
+    measures: Annotated[
+        str | Sequence[str] | None,
+        USUAL,
+        f"any of: {'; '.join(f'{one.name} ({one.text})' for one in CHOICES)}; all means all of them but "
+        f"{', '.join(EXPENSIVE)}, which cost more than coupling itself and are added by name "
+        f"({','.join(EVERYTHING)}). Default: {', '.join(USUAL)}.",
+        values.NAMES,
+    ]
+    window: Annotated[
+        int | None,
+        None,
+        "number of states in a windowed measure, odd. Default: 11 where L >= 20, else the largest odd number <= L/2 + 1.",
+        values.INTEGER,
+    ]
+    pair_tokens: Annotated[
+        int | Sequence[int],
+        6,
+        "tokens whose Jacobians tokenwise compares: a number of tokens of each sample, evenly spaced from the first to the "
+        "last, or a list of positions.",
+        values.COUNT_OR_INTEGERS,
+    ]
+    pair_layers: Annotated[
+        int,
+        1,
+        "distance from a block l whose Jacobians tokenwise compares to the block l' of the basis; 1: l' = l + 1, 0: l' = l.",
+        values.INTEGER,
+    ]
+
+
+def declared(options: Any) -> dict[str, Option]:
+    """Return the options that a TypedDict declares, by name."""
+    return {name: Option(*get_args(of)) for name, of in options.__annotations__.items()}
+
+
+OPTIONS = declared(Options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The options of a measurement, validated and in one form: sequences are tuples, the dtype is a name.
 
-    What depends on the model is resolved by the methods. `Options` lists the forms in which callers may give the values.
+    What depends on the model is resolved by the methods.
     """
 
-    k: tuple[int, ...] | None = _option(
-        None,
-        values.INTEGERS,
-        "number of top singular vectors, one or several. Default: those of 10, 30, 50 not above the width d, or d // 2 if "
-        "none is.",
-        group="most used",
-    )
-    tokens: str | tuple[int, ...] | None = _option(
-        None,
-        values.TOKENS,
-        "tokens whose Jacobians are measured: last, cls, all, or a list of positions ([0, -1]; on a command line 0,-1). In text "
-        "encoders (BERT), last leaves out the special tokens at the end ([SEP]), and cls is the tokenizer's class token. "
-        "Default: cls for image models that classify from their class token, last elsewhere.",
-    )
-    final_norm: FinalNorm = _option(
-        "auto",
-        values.choice(FinalNorm),
-        "include adds the variables that end in _normed, in which the final norm is part of the last block (paper eq. 7), at the "
-        "cost of one more Jacobian; exclude leaves them out; drop leaves the last block out; auto is include for language models "
-        "that have a final norm (Hugging Face models of token ids, and models that map each token's last state to logits over "
-        "their vocabulary), else exclude. Variables without that suffix are of the blocks alone: the norm by itself raises the "
-        "line-shape score, and in trained models it makes the last block's Jacobian nearly a multiple of -I.",
-    )
-    svd: Method = _option(
-        "auto",
-        values.choice(Method),
-        "algorithm for the singular vectors: full decomposition; krylov, an iteration for the top K that falls back to full "
-        "where its certificate fails; auto, the one expected to be fastest.",
-    )
-    dtype: Dtype = _option(
-        "float32",
-        values.choice(Dtype, prefix="torch."),
-        "precision of the measurement, float32 or float64 (in Python also torch.float32 and torch.float64), whatever the "
-        "weights are stored in.",
-    )
-    precision: Precision = _option(
-        "float32",
-        values.choice(Precision),
-        "precision of the products that form Jacobians in float32. tf32 (on GPUs that support it) and bfloat16 are faster; "
-        "docs/measurements.md states their errors. Everything else stays in dtype.",
-    )
-    derivative: Derivative = _option(
-        "checked",
-        values.choice(Derivative),
-        "checked compares the derivative that autograd computes with forward mode and with differences of values, and refuses a "
-        "block where they disagree; autograd measures what autograd computes, right or not.",
-    )
-    memory_budget: int = _option(
-        MEMORY_BUDGET,
-        values.BYTE_SIZE,
-        "bytes to use in addition to the weights, half of them for Jacobians: a number or a size such as 3GB. A smaller "
-        "budget means smaller chunks, and results that are equal to rounding. Default: 4 GiB; in a walk over checkpoints a "
-        "quarter of the machine's memory, or half of the GPU's, or less where that lets the weights stay on the GPU.",
-        group="machine",
-    )
-    measures: tuple[str, ...] = _option(
-        USUAL,
-        values.NAMES,
-        f"any of: {'; '.join(f'{one.name} ({one.text})' for one in CHOICES)}; all means all of them but "
-        f"{', '.join(EXPENSIVE)}, which cost more than coupling itself and are added by name "
-        f"({','.join(EVERYTHING)}). Default: {', '.join(USUAL)}.",
-        group="most used",
-    )
-    window: int | None = _option(
-        None,
-        values.INTEGER,
-        "number of states in a windowed measure, odd. Default: 11 where L >= 20, else the largest odd number <= L/2 + 1.",
-    )
-    pair_tokens: int | tuple[int, ...] = _option(
-        6,
-        values.COUNT_OR_INTEGERS,
-        "tokens whose Jacobians tokenwise compares: a number of tokens of each sample, evenly spaced from the first to the "
-        "last, or a list of positions.",
-    )
-    pair_layers: int | tuple[tuple[int, int], ...] = _option(
-        1,
-        values.LAYER_PAIRS,
-        "blocks whose Jacobians tokenwise compares: the distance from block l to the basis block l' (1: l' = l + 1; 0: l' = l), "
-        "or a list of pairs (l, l') counted from 1, each l once; on a command line, 1:3,2:3.",
-    )
+    k: tuple[int, ...] | None
+    tokens: str | tuple[int, ...] | None
+    final_norm: FinalNorm
+    svd: Method
+    dtype: Dtype
+    precision: Precision
+    derivative: Derivative
+    memory_budget: int
+    measures: tuple[str, ...]
+    window: int | None
+    pair_tokens: int | tuple[int, ...]
+    pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
 
@@ -223,15 +256,14 @@ class Settings:
 
         The memory budget is never part of it; `pair_layers` is, with tokenwise alone.
         """
-        tokenwise = self.includes("tokenwise")
         identity = {}
         for name, option in OPTIONS.items():
             value = getattr(self, name)
-            if name in always or value != option.default or (name == "pair_layers" and tokenwise):
-                identity[name] = _jsonable(value)
-        identity.pop("memory_budget", None)
-        if not tokenwise:
-            identity.pop("pair_layers", None)
+            part = name in always or value != option.default
+            if name == "pair_layers":
+                part = self.includes("tokenwise")
+            if part and name != "memory_budget":
+                identity[name] = list(value) if isinstance(value, tuple) else value
         return identity
 
     def includes(self, measure: str) -> bool:
@@ -263,20 +295,14 @@ class Settings:
         """Return, for tokenwise on L blocks, the basis block l' of each block l, counted from 1.
 
         Raises:
-            UsageError: if the model does not have these blocks.
+            UsageError: if no two blocks of the model are so far apart.
         """
         blocks = range(1, L + 1)
-        if isinstance(self.pair_layers, int):
-            chosen = {l: l + self.pair_layers for l in blocks if l + self.pair_layers in blocks}
-            exist = bool(chosen)
-        else:
-            chosen = dict(self.pair_layers)
-            exist = all(l in blocks and other in blocks for l, other in chosen.items())
-        if not exist:
-            value = self.pair_layers if isinstance(self.pair_layers, int) else list(self.pair_layers)
+        chosen = {l: l + self.pair_layers for l in blocks if l + self.pair_layers in blocks}
+        if not chosen:
             raise UsageError(
-                f"pair_layers={value!r}, but {L} block{'s are' if L > 1 else ' is'} measured; choose blocks from "
-                f"1 to {L}, or pair_layers=0: each block in its own basis"
+                f"pair_layers={self.pair_layers}, but {L} block{'s are' if L > 1 else ' is'} measured, at most "
+                f"{L - 1} apart; pair_layers=0 compares each in its own basis"
             )
         return chosen
 
@@ -300,27 +326,3 @@ class Settings:
         assert self.k is not None
         value = self.k[0] if len(self.k) == 1 else list(self.k)
         return UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's {most}")
-
-
-class Options(TypedDict, total=False):
-    """The keywords of `Settings`, with the forms in which callers may give them: static type checkers need them as text."""
-
-    k: int | Sequence[int] | None
-    tokens: str | Sequence[int] | None
-    final_norm: FinalNorm
-    svd: Method
-    dtype: "torch.dtype | Literal['float32', 'float64']"
-    precision: Precision
-    derivative: Derivative
-    memory_budget: int | str
-    measures: str | Sequence[str] | None
-    window: int | None
-    pair_tokens: int | Sequence[int]
-    pair_layers: int | Sequence[tuple[int, int]]
-
-
-OPTIONS = {option.name: option for option in fields(Settings) if option.metadata}
-
-
-def _jsonable(value: Any) -> Any:
-    return [_jsonable(entry) for entry in value] if isinstance(value, tuple) else value

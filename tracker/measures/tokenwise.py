@@ -170,7 +170,6 @@ def _couplings(
     file = JacobianFile() if at_once < len(links) else None
     measures = [name for name in plan.measures if name == "matrices"]
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
-    pending: dict[int, dict[Link, Layer]] = {}  # blocks whose basis block is not measured yet
     parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
 
     def couple(l: int, layers: Mapping[Link, Layer]) -> None:
@@ -190,19 +189,21 @@ def _couplings(
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
         block_triplets: dict[Link, Triplets] = {}
+        waiting: dict[Link, Layer] = {}  # of a block in its own basis, until all its triplets are known
         for start in range(0, len(links), at_once):
             layers = _layers(jacobians, l, samples, links[start : start + at_once], plan)
             block_triplets |= {link: layer.triplets for link, layer in layers.items()}
             certify(l, layers)
-            if basis_layers.get(l) in bases:
+            basis = basis_layers.get(l)
+            if basis == l:
+                waiting |= layers if file is None else _in_file(layers, file)
+            elif basis is not None:
                 couple(l, layers)
-            elif l in basis_layers:
-                pending.setdefault(l, {}).update(layers if file is None else _in_file(layers, file))
             del layers
         bases[l] = block_triplets
-        for m in [m for m in pending if basis_layers[m] in bases]:
-            couple(m, pending.pop(m))
-        needed = {basis_layers.get(m) for m in (*order[place + 1 :], *pending)}
+        if waiting:
+            couple(l, waiting)
+        needed = {basis_layers.get(m) for m in order[place + 1 :]}
         bases = {m: triplets for m, triplets in bases.items() if m in needed}
     return _assemble(kinds, parts, len(samples[0].recording.calls))
 
@@ -233,15 +234,10 @@ def _all_links(kinds: Mapping[str, Sequence[Link]]) -> list[Link]:
 
 
 def _measuring_order(basis_layers: Mapping[int, int]) -> list[int]:
-    """Return the blocks to measure, each after its basis block, except in cycles."""
-    order: list[int] = []
-    for l in basis_layers:
-        chain: list[int] = []
-        while l not in order and l not in chain:
-            chain.append(l)
-            l = basis_layers.get(l, l)
-        order += reversed(chain)
-    return order
+    """Return the blocks to measure, each after its basis block; all basis blocks are equally far from their blocks."""
+    blocks = sorted({*basis_layers, *basis_layers.values()})
+    basis_is_later = any(basis > l for l, basis in basis_layers.items())
+    return blocks[::-1] if basis_is_later else blocks
 
 
 def _layers(

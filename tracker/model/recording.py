@@ -196,10 +196,6 @@ class Recording:
         calls = [*self.calls, *([self.normed_last] if self.normed_last else [])]
         return sum({id(t): t.nbytes for call in calls for t in call.recorded_tensors()}.values())
 
-    def without_last_block(self) -> "Recording":
-        """Return the same pass up to the last block's input."""
-        return replace(self, calls=self.calls[:-1], normed=None, logits=None)
-
     def with_final_norm(self) -> "Recording":
         """Return the same pass, with the last block also as one that ends in the final norm (paper, eq. 7)."""
         if self.final_norm is None or self.normed is None:

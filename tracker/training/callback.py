@@ -19,20 +19,20 @@ from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.lightning import LightningAdapter, classes, is_lightning
 from tracker.skipped import Skipped
 from tracker.training import probe as probes
-from tracker.training.options import TrainerOptions, accepts_trainer_options
+from tracker.training.options import RunOptions, accepts_run_options
 from tracker.training.run import TrainingRun
 
 AVERAGING = "callbacks.WeightAveraging"
 
 
-@accepts_trainer_options
+@accepts_run_options
 class CouplingCallback(Callback):
     """Measure block coupling, line-shape score and expodistance at chosen steps of any Lightning run.
 
-    The training is bit for bit the same as without the callback. About a dozen headline numbers go to every logger of the
-    run (`log`); all go to `trainer.callback_metrics` (`coupling/mean_offdiag` and the rest, for EarlyStopping or
-    ModelCheckpoint), and with `save_dir` to a store that `tracker.open_results` and `python -m tracker.report` can read
-    during the training.
+    The training is bit for bit the same as without the callback. About a dozen headline numbers (`log`), and pictures of the
+    coupling matrices, go to every logger of the run; all numbers go to `trainer.callback_metrics` (`coupling/mean_offdiag` and
+    the rest, for EarlyStopping or ModelCheckpoint), and with `save_dir` to a store that `tracker.open_results` and
+    `python -m tracker.report` can read during the training.
     Under DDP the ranks share the probe's samples; with sharded weights (ModelParallelStrategy) each rank measures all.
 
     If memory runs out, the callback tries again with half the memory budget and with a quarter. It skips a measurement
@@ -41,11 +41,11 @@ class CouplingCallback(Callback):
 
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
+        every_n_epochs: measure at the end of every n-th epoch instead.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, a
-            training batch, or a function (trainer, module) -> any of these. None: the first validation batch of the
-            sanity check; without one, the first training batch. Checkpoints contain the probe.
+            training batch, or a function (trainer, module) -> any of these. None: the first 8 samples of the first validation
+            batch of the sanity check; without one, of the first training batch. Checkpoints contain the probe.
         weights: "raw", or "averaged": the weights of the run's WeightAveraging callback, listed before this one.
-        heatmaps: send pictures of the coupling matrices to loggers that take them (W&B, TensorBoard).
         **options: options of the run and of its measurements.
 
     Raises:
@@ -57,13 +57,18 @@ class CouplingCallback(Callback):
         self,
         every_n_steps: int | None = None,
         *,
+        every_n_epochs: int | None = None,
         probe: Any = None,
         weights: Literal["raw", "averaged"] = "raw",
-        heatmaps: bool = True,
-        **options: Unpack[TrainerOptions],
+        **options: Unpack[RunOptions],
     ):
         self.run = TrainingRun(
-            CouplingCallback, options, every_n_steps=every_n_steps, probe=probe, weights=weights, heatmaps=heatmaps
+            CouplingCallback,
+            options,
+            every_n_steps=every_n_steps,
+            every_n_epochs=every_n_epochs,
+            probe=probe,
+            weights=weights,
         )
         self.name = options.get("name", "")
         self.trains = True  # not validation, a test or predictions alone
@@ -119,7 +124,7 @@ class CouplingCallback(Callback):
     ) -> None:
         """Take the probe from the first validation batch of the sanity check, which needs no extra loading."""
         if trainer.sanity_checking and self.probe is None and self.run.given_probe is None:
-            self.run.probe = probes.first_samples(batch, self.run.max_samples)
+            self.run.probe = probes.first_samples(batch)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Claim the store for this run."""
@@ -143,7 +148,7 @@ class CouplingCallback(Callback):
             self.first_batch_seen = True
             self.run.settle_probe(lambda: batch, trainer, pl_module)
         if self.run.last_checked < trainer.global_step:
-            self._reach(trainer, pl_module, force=self.run.ends and self.run.last_checked < 0)
+            self._reach(trainer, pl_module, force=self.run.last_checked < 0)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -156,14 +161,14 @@ class CouplingCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after the last step."""
-        if self.run.ends and 0 <= self.run.last_measured < trainer.global_step:
+        if 0 <= self.run.last_measured < trainer.global_step:
             if self.run.weights == "raw" and replaces_raw_weights(self, trainer):
                 warn_caller(
                     "the last step is not measured: averaged weights have replaced the raw ones; list CouplingCallback "
                     "before the averaging callback"
                 )
             else:
-                self._reach(trainer, pl_module, force=True, thin=False)
+                self._reach(trainer, pl_module, force=True)
         self.run.finish()
 
     def _check_others(self, trainer: Trainer) -> None:
@@ -174,9 +179,9 @@ class CouplingCallback(Callback):
         if store is not None and store.path.resolve() in {one.path.resolve() for one in others if one is not None}:
             raise UsageError(f"save_dir={str(store.path)!r} is that of another CouplingCallback; give each its own")
 
-    def _reach(self, trainer: Trainer, module: LightningModule, force: bool, thin: bool = True) -> None:
+    def _reach(self, trainer: Trainer, module: LightningModule, force: bool) -> None:
         measured = partial(measured_module, self, trainer, module, self.run.weights)
-        self.run.reach(trainer.global_step, measured, trainer.strategy.root_device, force=force, thin=thin)
+        self.run.reach(trainer.global_step, measured, trainer.strategy.root_device, force=force)
 
 
 def check_readable(callback: Callback, trainer: Trainer, module: LightningModule, weights: str) -> None:

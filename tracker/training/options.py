@@ -4,33 +4,27 @@
 documentation list every option.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 import xarray as xr
 
 from tracker.loggers.protocol import Log
-from tracker.measures.options import KEYWORDS, Keyword, accepts_options
-from tracker.measures.settings import Options
+from tracker.measures.options import accepts_options
+from tracker.measures.settings import OPTIONS, Options, declared
 from tracker.model.description import Blocks, Named
 from tracker.training.probe import Forward
-from tracker.training.schedule import Schedule
 
 
 class RunOptions(Options, total=False):
     """The keywords that all three take, each with its default and documentation."""
 
-    steps: Annotated[Iterable[int] | None, None, "measure at these steps."]
-    schedule: Annotated[
-        Literal["log2", "pythia"] | Schedule | None,
+    steps: Annotated[
+        Iterable[int] | None,
         None,
-        '"log2", "pythia" (the steps of its published checkpoints), or a function step -> bool.',
-    ]
-    ends: Annotated[
-        bool,
-        True,
-        "measure also before the first step and after the last; a Watch, which knows no last step: at its first call.",
+        "measure at these steps. As with any schedule, also before the first step and after the last; a Watch, which knows no "
+        "last step: at its first call.",
     ]
     tokenizer: Annotated[
         Any,
@@ -63,40 +57,14 @@ class RunOptions(Options, total=False):
         0.05,
         "the share of the run's time above which a warning states, once, that measuring takes too long. None: never.",
     ]
-    thin: Annotated[
-        bool,
-        False,
-        "instead of the warning, skip scheduled steps (never the ends) that would raise the share above `max_overhead`.",
-    ]
     name: Annotated[str, "", "prefix of all metrics, to distinguish several of these in one run."]
 
 
-class TrainerOptions(RunOptions, total=False):
-    """The keywords that the callbacks of trainers take: a trainer knows epochs and has data."""
-
-    every_n_epochs: Annotated[int | None, None, "measure at the end of every n-th epoch."]
-    max_samples: Annotated[
-        int, 8, "how many samples to measure of a batch taken from the run; a given probe is measured whole."
-    ]
+OF_RUN = {name: option for name, option in declared(RunOptions).items() if name not in OPTIONS}
+accepts_run_options = partial(accepts_options, options=OF_RUN | OPTIONS)
 
 
-def _declared(options: Any) -> dict[str, Keyword]:
-    return {name: Keyword(*get_args(of)) for name, of in options.__annotations__.items() if name not in KEYWORDS}
-
-
-OF_TRAINERS = _declared(TrainerOptions)
-accepts_run_options = partial(accepts_options, keywords=_declared(RunOptions) | KEYWORDS)
-accepts_trainer_options = partial(accepts_options, keywords=OF_TRAINERS | KEYWORDS)
-
-
-def split(keywords: Mapping[str, Any], accepted: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of a run, by their defaults where they are not given, and the remaining ones that were given.
-
-    Args:
-        accepted: the names that the caller takes; another name remains.
-    """
-    options = {
-        name: keywords[name] if name in keywords and name in accepted else keyword.default
-        for name, keyword in OF_TRAINERS.items()
-    }
-    return options, {name: value for name, value in keywords.items() if name not in options or name not in accepted}
+def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of a run, by their defaults where they are not given, and the remaining ones that were given."""
+    options = {name: given.get(name, option.default) for name, option in OF_RUN.items()}
+    return options, {name: value for name, value in given.items() if name not in options}

@@ -31,6 +31,7 @@ from tracker.model.wrappers import names_by_id, unwrap
 from tracker.provenance import digest
 
 Forward = Callable[[nn.Module, Any], Any]
+SAMPLES = 8  # measured of a batch, where no probe is given
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     return probe
 
 
-def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], max_samples: int, forward: Forward | None) -> Any:
+def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: Forward | None) -> Any:
     """Return the probe measured before, `own` or `held`, else the given one, else the first samples of a batch.
 
     Args:
@@ -278,14 +279,14 @@ def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], max_sample
     given = given() if callable(given) else given
     given = None if given is None else cpu_copy(given)
     if own is None and held is None:
-        return first_samples(take(), max_samples) if given is None else given
+        return first_samples(take()) if given is None else given
     if given is not None:
         if inputs_digest(given) == inputs_digest(held if own is None else own):
             return given
         warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
     if own is not None:
         return own
-    form = first_samples(take(), max_samples) if given is None else given
+    form = first_samples(take()) if given is None else given
     if forward is not None and tree_structure(contents(form), is_texts) != tree_structure(held, is_texts):
         warn_caller(
             "the probe of the checkpoint has other parts than the "
@@ -305,7 +306,7 @@ def inputs_digest(probe: Any) -> str:
     return digest(contents(probe))
 
 
-def first_samples(batch: Any, count: int) -> Any:
+def first_samples(batch: Any, count: int = SAMPLES) -> Any:
     """Copy the first samples of a batch."""
     return cpu_copy(select_samples(batch, slice(count)))
 

@@ -51,7 +51,7 @@ class TrainingRun:
     Args:
         kind: the class that the user sees, whose signature states what it takes.
         given: its options, those of the run (`options`) and those of the measurement.
-        every_n_steps, probe, weights, heatmaps: as in `CouplingCallback`.
+        every_n_steps, every_n_epochs, probe, weights: as in `CouplingCallback`.
 
     Raises:
         UsageError, TypeError: for arguments that can't be used.
@@ -63,15 +63,14 @@ class TrainingRun:
         keywords: Mapping[str, Any],
         *,
         every_n_steps: int | None,
+        every_n_epochs: int | None = None,
         probe: Any,
         weights: str = "raw",
-        heatmaps: bool = False,
     ):
-        parameters = signature(kind).parameters
-        options, measuring = split(keywords, parameters)
+        options, measuring = split(keywords)
         self.caller = kind.__name__
-        self.every_n_epochs: int | None = options["every_n_epochs"]
-        self.schedule = schedules.choose(every_n_steps, options["steps"], options["schedule"], self.every_n_epochs)
+        self.every_n_epochs = every_n_epochs
+        self.schedule = schedules.choose(every_n_steps, options["steps"], every_n_epochs)
         if weights not in ("raw", "averaged"):
             raise UsageError(f"weights={weights!r}; choose 'raw' or 'averaged'")
         self.max_overhead: float | None = options["max_overhead"]
@@ -79,21 +78,15 @@ class TrainingRun:
             raise UsageError(
                 f"max_overhead={self.max_overhead!r}; give a share of the run's time such as 0.05, or None"
             )
-        self.thin: bool = options["thin"]
-        if self.thin and self.max_overhead is None:
-            raise UsageError("thin=True needs a share to keep to: max_overhead=0.05")
-        self.settings = settings_from(measuring, self.caller, parameters)
+        self.settings = settings_from(measuring, self.caller, signature(kind).parameters)
         self.log = check_log(options["log"])
-        self.ends: bool = options["ends"]
         self.tokenizer, self.forward = options["tokenizer"], options["forward"]
         self.given_probe = probes.check(probe, self.tokenizer, self.forward)
-        self.max_samples = schedules.positive("max_samples", options["max_samples"])
         self.blocks = options["blocks"]
         self.weights = weights
         self.store = Store(options["save_dir"]) if options["save_dir"] is not None else None
-        self.heatmaps = heatmaps
         self.on_measure = options["on_measure"]
-        self.regular = every_n_steps is not None or self.every_n_epochs is not None
+        self.regular = every_n_steps is not None or every_n_epochs is not None
         self.prefix = f"{options['name']}/" if options["name"] else ""
 
         self.probe: Any = None
@@ -200,7 +193,7 @@ class TrainingRun:
         probe = partial(probe, *arguments) if callable(probe) else probe
 
         def resolve() -> Any:
-            return probes.resolve(probe, self.probe, self.held_probe, take, self.max_samples, self.forward)
+            return probes.resolve(probe, self.probe, self.held_probe, take, self.forward)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)
@@ -215,29 +208,25 @@ class TrainingRun:
         device: torch.device,
         *,
         force: bool = False,
-        thin: bool = True,
     ) -> xr.Dataset | None:
-        """Measure if the schedule includes a step since the last check, unless thinning skips it.
+        """Measure if the schedule includes a step since the last check.
 
         Args:
             module: returns the module that `find` was given, or a copy of it with other weights.
             device: where to measure; the CPU does it if this has no float64.
             force: measure in any case.
-            thin: whether thinning may skip the step.
 
         Returns:
             What was measured, or None.
         """
         due = force or schedules.any_due(self.schedule, self.last_checked, step)
-        if due and thin and self.thin and self.last_measured >= 0:
-            due = self.ranks.broadcast(self.overhead.allows_another())  # by the clock of one rank
         self.last_checked = step
         if not due or self.last_measured == step:
             return None
         with isolate_rng(), self.overhead:
             unit = self._measure_and_publish(step, module, device)
         self._attempt(step, "not logged", self._log_cost, step)
-        if self.regular and not self.thin:  # single intervals of an irregular schedule are not representative
+        if self.regular:  # single intervals of an irregular schedule are not representative
             self.overhead.warn_of_interval()
         return unit
 
@@ -246,8 +235,7 @@ class TrainingRun:
 
         All ranks call this together.
         """
-        if not self.thin:
-            self.overhead.warn_of_run()
+        self.overhead.warn_of_run()
         if self.open_store is not None and self.last_measured >= 0:
             self._attempt(self.last_measured, "not summarised", self._print_summary)
         if self.ranks.rank == 0 and len(self.skipped.reasons) > len(self.skipped.lines()):
@@ -325,7 +313,7 @@ class TrainingRun:
         """Log the chosen metrics, and the pictures."""
         logged = self._chosen(row)
         for logger in self.loggers:
-            if self.heatmaps and self.ranks.rank == 0:
+            if self.ranks.rank == 0:
                 logger.images(row)
             logger.log(logged)
 

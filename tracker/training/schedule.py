@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from tracker.common.errors import UsageError, warn_caller
+from tracker.common.values import whole_numbers
 
 Schedule = Callable[[int], bool]
 
@@ -22,59 +23,32 @@ def log2(step: int) -> bool:
     return step & (step - 1) == 0
 
 
-def pythia(step: int) -> bool:
-    """Whether Pythia has a published checkpoint of a step: 0, 1, 2, 4, ..., 512, and every 1000."""
-    return step % 1000 == 0 or (step <= 512 and log2(step))
-
-
 def every(n: int, step: int) -> bool:
     """Whether a step is a multiple of n."""
     return step % n == 0
 
 
-def with_step(due: Schedule, last: int, step: int) -> bool:
-    """Whether a step is `last`, or another schedule includes it."""
-    return step == last or due(step)
-
-
-NAMED = {"log2": log2, "pythia": pythia}
-
-
-def choose(
-    every_n_steps: int | None = None,
-    steps: Iterable[int] | None = None,
-    schedule: str | Schedule | None = None,
-    every_n_epochs: int | None = None,
-) -> Schedule:
-    """Return the schedule given in one of four ways; `log2` if none is given.
+def choose(every_n_steps: int | None, steps: Iterable[int] | None, every_n_epochs: int | None) -> Schedule:
+    """Return the schedule given in one of three ways; `log2` if none is given.
 
     With `every_n_epochs` it includes no step: the callback decides at the end of an epoch.
 
-    >>> [step for step in range(10) if choose(every_n_steps=3)(step)]
-    [0, 3, 6, 9]
-
     Raises:
-        UsageError: for several schedules at once, an unknown name, or steps that are not whole numbers from 0.
+        UsageError: for several schedules at once, or steps that are not whole numbers from 0.
     """
-    if sum(way is not None for way in (every_n_steps, steps, schedule, every_n_epochs)) > 1:
-        raise UsageError("several schedules given; give one of every_n_steps, every_n_epochs, steps and schedule")
+    if sum(way is not None for way in (every_n_steps, steps, every_n_epochs)) > 1:
+        raise UsageError("several schedules given; give one of every_n_steps, every_n_epochs and steps")
     if every_n_epochs is not None:
         positive("every_n_epochs", every_n_epochs)
         return frozenset().__contains__
     if every_n_steps is not None:
         return partial(every, positive("every_n_steps", every_n_steps))
     if steps is not None:
-        chosen = frozenset(steps)
-        if not chosen or not all(isinstance(step, int) and step >= 0 for step in chosen):
+        chosen = frozenset(whole_numbers(steps))
+        if not chosen or min(chosen) < 0:
             raise UsageError(f"steps={steps!r}; give the optimizer steps to measure, whole numbers from 0 on")
         return chosen.__contains__
-    if schedule is None or isinstance(schedule, str):
-        if (schedule or "log2") not in NAMED:
-            raise UsageError(
-                f"schedule={schedule!r}; choose {' or '.join(map(repr, NAMED))}, or give a function step -> bool"
-            )
-        return NAMED[schedule or "log2"]
-    return schedule
+    return log2
 
 
 def positive(name: str, value: int) -> int:
@@ -95,7 +69,7 @@ def any_due(schedule: Schedule, after: int, up_to: int) -> bool:
 
 LONG = 30.0  # seconds of measuring in all, after which one interval above the limit is worth a warning
 CLEARLY, IN_A_ROW = 2.0, 2  # before that: so many intervals in a row, each above so many times the limit
-REMEDY = "measure less often, on fewer samples or tokens, or set thin=True"
+REMEDY = "measure less often, or on fewer samples or tokens"
 
 
 class Overhead:
@@ -108,7 +82,7 @@ class Overhead:
     def __init__(self, limit: float | None = None) -> None:
         self.limit = limit
         self.warned = False
-        self.started = self.last_end = self.last_start = time.perf_counter()
+        self.last_end = self.last_start = time.perf_counter()
         self.total = 0.0  # seconds of all measurements
         self.last = 0.0  # seconds of the last measurement
         self.last_share = 0.0  # the last measurement over the time since the previous one ended; 0 for the first
@@ -135,11 +109,6 @@ class Overhead:
         """Time spent on measuring over the time since the first measurement; 0 without a second."""
         later = self.total - self.first
         return later / (time.perf_counter() - self.first_end) if later else 0.0
-
-    def allows_another(self) -> bool:
-        """Whether one more measurement, as long as the last, keeps the share within the limit."""
-        elapsed = time.perf_counter() - self.started
-        return self.limit is None or self.total + self.last <= self.limit * (elapsed + self.last)
 
     def warn_of_interval(self) -> None:
         """Warn, once, if measuring takes too much of the time between measurements: clearly, or in a long run at all."""

@@ -10,11 +10,12 @@ from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger
 from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
-from tracker.training.options import TrainerOptions, accepts_trainer_options
+from tracker.training.options import RunOptions, accepts_run_options
+from tracker.training.probe import SAMPLES
 from tracker.training.run import TrainingRun
 
 
-@accepts_trainer_options
+@accepts_run_options
 class TransformersCallback(TrainerCallback):
     """Measure block coupling, line-shape score and expodistance at chosen steps of a run of transformers' Trainer.
 
@@ -23,10 +24,11 @@ class TransformersCallback(TrainerCallback):
 
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
+        every_n_epochs: measure at the end of every n-th epoch instead.
         trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only the
             store and `on_measure` receive what is measured.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, or a
-            function model -> any of these. None: the first samples of the training data, collated.
+            function model -> any of these. None: the first 8 samples of the training data, collated.
         **options: options of the run and of its measurements.
 
     Raises:
@@ -38,13 +40,16 @@ class TransformersCallback(TrainerCallback):
         self,
         every_n_steps: int | None = None,
         *,
+        every_n_epochs: int | None = None,
         trainer: Trainer | None = None,
         probe: Any = None,
-        **options: Unpack[TrainerOptions],
+        **options: Unpack[RunOptions],
     ):
         if options.get("tokenizer") is None and trainer is not None:
             options["tokenizer"] = trainer.processing_class
-        self.run = TrainingRun(TransformersCallback, options, every_n_steps=every_n_steps, probe=probe)
+        self.run = TrainingRun(
+            TransformersCallback, options, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, probe=probe
+        )
         self.trainer = trainer
 
     @property
@@ -74,9 +79,9 @@ class TransformersCallback(TrainerCallback):
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
         self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
-        self.run.settle_probe(lambda: _first_samples(context["train_dataloader"], self.run.max_samples), model)
+        self.run.settle_probe(lambda: _first_samples(context["train_dataloader"]), model)
         if self.run.last_checked < step:
-            self._reach(args, state, model, force=self.run.ends and self.run.last_checked < 0)
+            self._reach(args, state, model, force=self.run.last_checked < 0)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -84,7 +89,7 @@ class TransformersCallback(TrainerCallback):
         """Measure if the schedule includes the step, and after the last one."""
         # In on_train_end the Trainer may have loaded the weights of its best step.
         last = state.global_step >= state.max_steps or control.should_training_stop
-        self._reach(args, state, context["model"], force=self.run.ends and last, thin=not last)
+        self._reach(args, state, context["model"], force=last)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
@@ -98,20 +103,18 @@ class TransformersCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:
         """Measure after the last step, if the training ended early."""
-        if self.run.ends and 0 <= self.run.last_measured < state.global_step:
+        if 0 <= self.run.last_measured < state.global_step:
             if args.load_best_model_at_end:
                 warn_caller("the last step is not measured: the Trainer has loaded the weights of its best step")
             else:
-                self._reach(args, state, context["model"], force=True, thin=False)
+                self._reach(args, state, context["model"], force=True)
         self.run.finish()
 
-    def _reach(
-        self, args: TrainingArguments, state: TrainerState, model: nn.Module, force: bool, thin: bool = True
-    ) -> None:
-        self.run.reach(state.global_step, lambda: model, args.device, force=force, thin=thin)
+    def _reach(self, args: TrainingArguments, state: TrainerState, model: nn.Module, force: bool) -> None:
+        self.run.reach(state.global_step, lambda: model, args.device, force=force)
 
 
-def _first_samples(loader: Any, count: int) -> Any:
+def _first_samples(loader: Any) -> Any:
     """Return the first samples of the data of a loader, collated as it would.
 
     Raises:
@@ -124,4 +127,4 @@ def _first_samples(loader: Any, count: int) -> Any:
             "probe=, prompts with their tokenizer or a batch"
         )
     with isolate_rng():  # the collator may draw masks, the data augmentations
-        return loader.collate_fn([data[i] for i in range(min(count, len(data)))])
+        return loader.collate_fn([data[i] for i in range(min(SAMPLES, len(data)))])

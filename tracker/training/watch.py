@@ -82,8 +82,8 @@ class Watch:
         first = not self.open
         if first:
             self._start(step, model)
-        force = force or (first and self.run.ends and step > self.run.last_measured)
-        return self.run.reach(step, lambda: model, device, force=force, thin=not force)
+        force = force or (first and step > self.run.last_measured)
+        return self.run.reach(step, lambda: model, device, force=force)
 
     def close(self) -> None:
         """Warn of skipped steps and of the cost; every rank calls this."""

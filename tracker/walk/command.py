@@ -23,17 +23,24 @@ DISK_BUDGET = (
     "disk space for downloads, such as 60GB; measured revisions that this program fetched are removed to stay within it. "
     "Default: no limit, nothing is removed."
 )
-
-
-OPTIONS = "measurement options"  # those of the group of this title (`tracker.measures.settings`)
 GROUPS = {
-    "most used": ("model", "steps", OPTIONS, "out", "wandb"),
+    "most used": ("model", "steps", "k", "measures", "out", "wandb"),
     "before a walk": ("dry_run", "config", "print_config"),
-    "checkpoints": ("revisions", "stage", "untrained", "allow_suspect", "scores", "module", "seed"),
+    "checkpoints": ("revisions", "stage", "untrained", "allow_suspect", "scores", "module"),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
-    "measurement": (OPTIONS,),
-    "machine": ("device", OPTIONS, "disk_budget", "workers", "address"),
-    "logging": ("log", "project", "loggers", "debug"),
+    "measurement": (
+        "tokens",
+        "final_norm",
+        "svd",
+        "dtype",
+        "precision",
+        "derivative",
+        "window",
+        "pair_tokens",
+        "pair_layers",
+    ),
+    "machine": ("device", "memory_budget", "disk_budget", "workers", "address"),
+    "logging": ("log", "project", "debug"),
 }
 
 
@@ -53,7 +60,6 @@ class Walk:
         stage: stage of a suite that was trained in several, such as OLMo 2. Default: the first.
         untrained: seed; measure also the model at a random initialisation with this seed, as step 0, where none is published.
         allow_suspect: measure also revisions whose weights seem not to be those of their step; their points are marked.
-        disk_budget: bytes of disk for downloads. Default: no limit.
         scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
         module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
         tokenizer: tokenizer of the prompts, a directory or a repository, in place of each checkpoint's own. Lightning
@@ -67,15 +73,12 @@ class Walk:
         out: directory of the results; an existing one is completed, by one walk or several at once. Default:
             results/SUITE, such as results/pythia-12b.
         device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
-        loggers: loggers of the curves, names with commas between them: wandb. --loggers= disables logging.
-        wandb: auto is online where a key is set up, else offline; off logs nothing there.
+        wandb: auto is online where a key is set up, else offline; off logs nothing.
         project: W&B project.
-        seed: seed of the embedded suite's training.
         workers: number of additional walks on Ray; all walks share the revisions.
         address: address of a Ray cluster. Default: the workers run on this machine.
         dry_run: print what would be measured, fetched and kept, and the expected time and memory, and do none of it.
         debug: print the traceback of each revision that fails.
-        log: which metrics the loggers receive.
         options: measurement options, as `tracker.measure` takes them.
     """
 
@@ -95,11 +98,9 @@ class Walk:
     max_tokens: int | None = None
     out: Path | None = None
     device: str | None = None
-    loggers: str = "wandb"
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = "block-coupling"
     log: str = "workspace"
-    seed: int = 0
     workers: int = 0
     address: str | None = None
     dry_run: bool = False
@@ -110,7 +111,7 @@ class Walk:
 def parse(arguments: Sequence[str] | None) -> Walk:
     """Read a command line."""
     from tracker.common.parser import LOG_HELP, Parser, summary
-    from tracker.measures.options import add_flags, given_options, in_group
+    from tracker.measures.options import add_flags, given_options
 
     parser = Parser(prog="python -m tracker.pythia", description=summary(Walk))
     parser.add_class_arguments(Walk, as_group=False, skip={"options", "disk_budget", "log"})
@@ -118,11 +119,7 @@ def parse(arguments: Sequence[str] | None) -> Walk:
     parser.add_argument("--disk_budget", type=BYTE_SIZE, help=DISK_BUDGET)
     add_flags(parser, DEFAULTS)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
-    arranged = {
-        title: [part for name in names for part in (in_group(title) if name == OPTIONS else [name])]
-        for title, names in GROUPS.items()
-    }
-    parser.arrange(arranged)
+    parser.arrange(GROUPS)
     parsed = parser.parse_args(arguments).as_dict()
     walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
     return Walk(**walk, options=given_options(parsed))
@@ -132,7 +129,7 @@ def of_worker(walk: Walk, on_gpu: bool) -> Walk:
     """Return the walk for a process of Ray, with another current directory and a GPU that it sees alone, as the first one."""
     from tracker.walk.prompts import SETS
 
-    changed: dict[str, Any] = {"workers": 0, "address": None, "loggers": ""}
+    changed: dict[str, Any] = {"workers": 0, "address": None, "wandb": "off"}
     for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
         value = getattr(walk, name)
         if value and value not in ("nano", "builtin", *SETS) and Path(value).exists():

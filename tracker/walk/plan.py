@@ -170,8 +170,6 @@ def _measurement(walk: Walk) -> Measurement:
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
     settings = settings_from(walk.options, "walk")
-    if settings.k and min(settings.k) < 1:
-        raise ValueError(f"--k {','.join(map(str, settings.k))}; each K must be at least 1")
     budget = walk.options.get("memory_budget")
     return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device)
 
