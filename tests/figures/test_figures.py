@@ -413,7 +413,7 @@ def test_31(several, tmp_path, capsys, few_points):
     error = capsys.readouterr().err
     assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in error
     assert main(["31", *map(str, paths[:3])]) == 2
-    assert "compares at least 4 results (directories); 3 given" in capsys.readouterr().err
+    assert "compares at least 4 results; 3 given" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -525,7 +525,7 @@ def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys)
     printed = capsys.readouterr().out
     # One line for one cause.
     scored = ", ".join(name for name in FIGURES if name in SCORED)
-    assert f"not drawn: {scored}: it compares at least 4 results (directories); 1 given" in printed.splitlines()
+    assert f"not drawn: {scored}: it compares at least 4 results; 1 given" in printed.splitlines()
     assert len([line for line in printed.splitlines() if line.startswith("not drawn")]) == 2
     made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
     assert made == {*FIGURES} - {*SCORED, "15"}
@@ -589,12 +589,12 @@ def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("nothing", "unknown figure 'nothing'; choose from all, list, curves, definitions"),
+        ("nothing", "unknown figure 'nothing'; choose from curves, definitions"),
         (
             "3",
-            "lacks matrix; measure again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices",
+            "lacks matrix; measure again with measures='coupling,trajectory,matrices' (a walk: --measures, another --out)",
         ),
-        ("1a", "compares at least 4 results (directories); 1 given"),
+        ("1a", "compares at least 4 results; 1 given"),
     ],
 )
 def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
@@ -612,9 +612,9 @@ def test_a_measure_k_and_step_are_chosen_on_the_command_line(one, tmp_path):
     close(drawn.mean(), stored.where(stored.layer != stored.layer_other).astype(float).mean())
 
 
-def test_a_message_about_an_option_is_in_the_words_of_the_command_line(one, capsys):
+def test_a_step_that_was_not_measured(one, capsys):
     assert main(["1b", str(one), "--step", "7"]) == 2
-    assert "--step 7 was not measured in all results; they share 0, 1, 8, 2000" in capsys.readouterr().err
+    assert "step 7 was not measured in all results; they share 0, 1, 8, 2000" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
-"""Figures by name: which of them results can make, drawing one, and what to do where results do not suffice, in the terms of
-Python or of the command line. `tracker.plot(results)` draws in a notebook those of `python -m tracker.figures`, by the same
-names.
+"""Figures by name: which of them results can make, drawing one, and what to do where results do not suffice.
+
+`tracker.plot(results)` draws in a notebook those of `python -m tracker.figures`, by the same names.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
@@ -30,54 +30,10 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
-@dataclass(frozen=True)
-class Wording:
-    """Texts of messages.
-
-    Attributes:
-        beside: what may be given in place of the name of a figure.
-        option: how a caller gives an option, a template of `name` and `value`.
-        again: how to measure again, a template of `names`, a list, and `flag`, the same with commas.
-        steps: how to get more steps.
-        untrained: how to get the untrained model as first step.
-        scores: how to get scores.
-        several: the form of several results.
-    """
-
-    beside: tuple[str, ...]
-    option: str
-    again: str
-    steps: str
-    untrained: str
-    scores: str
-    several: str
-
-
-COMMAND = Wording(
-    beside=("all", "list"),
-    option="--{name} {value}",
-    again="measure again: python -m tracker.pythia --model ... --measures {flag} --out OTHER",
-    steps="measure more steps: --steps ...",
-    untrained="walk with --steps 0,... or --untrained SEED",
-    scores="give results with scores (a Pythia walk records its own, --scores FILE joins others) of several models",
-    several="directories",
-)
-PYTHON = Wording(
-    beside=(),
-    option="{name}={value!r}",
-    again="measure again with measures={names}",
-    steps="give a store of several steps, or join measurements: xarray.concat([a.assign_coords(step=0), "
-    "b.assign_coords(step=100)], 'step')",
-    untrained="mark a measurement of an untrained model as such: ds.assign_coords(step=0)",
-    scores="give stores of several models with scores (a walk over Pythia records its own)",
-    several="a mapping from names to Datasets",
-)
-
-
 LETTERS_PER_INCH = 13  # of a title
 
 
-def resolve(name: str | int, wording: Wording = COMMAND) -> str:
+def resolve(name: str | int) -> str:
     """Return the name under which a figure is declared; several figures of the paper may show the same.
 
     Raises:
@@ -91,7 +47,7 @@ def resolve(name: str | int, wording: Wording = COMMAND) -> str:
         names = sorted([*FIGURES, *ALIASES], key=_place)
         close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1)
         meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
-        raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join([*wording.beside, *names])}")
+        raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join(names)}")
     return resolved
 
 
@@ -107,7 +63,6 @@ def draw(
     results: Results,
     k: int | None,
     target: "Axes | None" = None,
-    wording: Wording = COMMAND,
     measure: str | None = None,
     step: int | None = None,
 ) -> "Plotted":
@@ -116,7 +71,6 @@ def draw(
     Args:
         k: number of singular vectors; None for the smallest that all results have.
         target: the axes to draw into, for a figure of one panel.
-        wording: whether messages are for a caller in Python or on the command line.
         measure: of an adjustable figure, a measure of pairs of blocks; None for its own.
         step: of an adjustable figure, the training step of a matrix, or one that curves mark; None for the last.
 
@@ -126,16 +80,16 @@ def draw(
     Raises:
         UsageError: if the results do not suffice; the message states what to run.
     """
-    declaration = _adjusted(FIGURES[name], measure, step, wording)
-    if reason := lack(declaration, results, wording):
-        raise UsageError(f"figure {name} can't be drawn: {reason}{_others(results, wording)}")
+    declaration = _adjusted(FIGURES[name], measure, step)
+    if reason := lack(declaration, results):
+        raise UsageError(f"figure {name} can't be drawn: {reason}")
     ks = shared_ks(results)
     if k is not None or any("k" in ds.coords for ds in results.values()):
-        _require_shared("k", k, ks, wording)
+        _require_shared("k", k, ks)
     options = {}
     if declaration.adjustable:
         if step is not None:
-            _require_shared("step", step, _shared_steps(results), wording)
+            _require_shared("step", step, _shared_steps(results))
         if differences := describe_differences(results):
             warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
         options = {"measure": measure, "step": step}
@@ -146,7 +100,7 @@ def draw(
     return figure, table
 
 
-def _adjusted(figure: FigureSpec, measure: str | None, step: int | None, wording: Wording) -> FigureSpec:
+def _adjusted(figure: FigureSpec, measure: str | None, step: int | None) -> FigureSpec:
     """Return the declaration of a figure that shows this measure.
 
     Raises:
@@ -155,12 +109,11 @@ def _adjusted(figure: FigureSpec, measure: str | None, step: int | None, wording
     for option, value in (("measure", measure), ("step", step)):
         if value is not None and not figure.adjustable:
             adjustable = ", ".join(name for name, other in FIGURES.items() if other.adjustable)
-            raise UsageError(f"{wording.option.format(name=option, value=value)} is for the figures {adjustable}")
+            raise UsageError(f"{option} {value} is for the figures {adjustable}")
     if measure is None:
         return figure
     if measure not in VARIANTS:
-        argument = wording.option.format(name="measure", value=measure)
-        raise UsageError(f"{argument} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
+        raise UsageError(f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
     needs = dict.fromkeys(measure if name in VARIANTS else name for name in figure.needs)
     return replace(figure, needs=tuple(needs))
 
@@ -172,19 +125,18 @@ def _shared_steps(results: Results) -> list[int]:
     )
 
 
-def _require_shared(option: str, value: int | None, shared: Sequence[int], wording: Wording) -> None:
+def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
     if value is None and not shared:
         raise UsageError(f"the results share no {option}; measure them with a common one")
     if value is not None and value not in shared:
-        argument = wording.option.format(name=option, value=value)
         raise UsageError(
-            f"{argument} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}"
+            f"{option} {value} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}"
         )
 
 
-def lack(figure: FigureSpec, results: Results, wording: Wording = COMMAND) -> str:
+def lack(figure: FigureSpec, results: Results) -> str:
     """State why these results do not suffice for a figure and what to run; "" if they suffice."""
-    reasons = (_result_lacks(figure, name, ds, wording) for name, ds in results.items())
+    reasons = (_result_lacks(figure, name, ds) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
         return reason
     try:
@@ -192,39 +144,39 @@ def lack(figure: FigureSpec, results: Results, wording: Wording = COMMAND) -> st
     except UsageError as difference:
         return str(difference)
     if len(results) < figure.results:
-        return f"it compares at least {figure.results} results ({wording.several}); {len(results)} given"
+        return f"it compares at least {figure.results} results; {len(results)} given"
     return ""
 
 
-def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset, wording: Wording) -> str:
+def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset) -> str:
     missing = [variable for variable in figure.needs if variable not in ds]
     if "score" in missing:
-        return f"{name} has no scores; {wording.scores}"
+        return (
+            f"{name} has no scores; give results of several models with scores (a Pythia walk records its own, --scores FILE "
+            "joins others)"
+        )
     if missing == ["tokens_seen"]:
         return (
             f"{name} does not record the training tokens of its steps; walk with a pattern that reads them from the names of "
             "checkpoints, --revisions '...(?P<tokens>...)'"
         )
     if missing:
-        measures = _measures(figure)
-        again = wording.again.format(names=list(measures), flag=",".join(measures))
-        return f"{name} lacks {', '.join(missing)}; {again}"
+        measures = ",".join(_measures(figure))
+        return f"{name} lacks {', '.join(missing)}; measure again with measures={measures!r} (a walk: --measures, another --out)"
     first, count = float(ds["step"][0]), ds.sizes["step"]
     if count < figure.steps:
         steps = "one training step" if count == 1 else f"{count} training steps"
-        return f"it needs {figure.steps} training steps or more, and {name} has {steps}; {wording.steps}"
+        return (
+            f"it needs {figure.steps} training steps or more, and {name} has {steps}; measure more, or join measurements in "
+            "Python: xarray.concat([a.assign_coords(step=0), b.assign_coords(step=100)], 'step')"
+        )
     if figure.untrained and first != 0:
         starts = "does not state its training step" if np.isnan(first) else f"starts at step {int(first)}"
-        return f"{name} {starts}, but the figure shows the untrained model; {wording.untrained}"
+        return (
+            f"{name} {starts}, but the figure shows the untrained model; walk with --steps 0,... or --untrained SEED, or mark a "
+            "measurement of an untrained model in Python: ds.assign_coords(step=0)"
+        )
     return ""
-
-
-def _others(results: Results, wording: Wording) -> str:
-    """List, for a caller in Python, the figures that the results allow."""
-    if wording is not PYTHON:
-        return ""  # the command `list` lists them
-    allowed = [name for name, figure in FIGURES.items() if not lack(figure, results, wording)]
-    return f". Figures that can be drawn: {', '.join(allowed)}" if allowed else ""
 
 
 def _measures(figure: FigureSpec) -> list[str]:
@@ -279,8 +231,8 @@ def plot(
         ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:
-        UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they lack, and
-            which figures they allow), for a measure, K or step that was not measured, and for results that were measured by
+        UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they
+            lack), for a measure, K or step that was not measured, and for results that were measured by
             different conventions, in other figures.
         ImportError: without the extra `report`.
     """
@@ -293,7 +245,7 @@ def plot(
     if name is None:
         name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
     with_steps = {label: _with_steps(ds) for label, ds in several.items()}
-    figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON, measure, step)
+    figure, _ = draw(resolve(name), with_steps, k, ax, measure, step)
     return figure
 
 
