@@ -66,15 +66,13 @@ def matrix_grid(results: Results, _: int, target: "Axes | None" = None, *, varia
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         grid = (_layer_grid if "token" in ds[variable].dims else _token_grid)(ds.isel(step=i, prompt=0), variable)
         _draw_grid(panel, grid)
-        panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}", fontsize=8)
+        panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}")
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
         columns = {grid.index: grid.labels[row], f"{grid.index}_other": grid.labels[column], **grid.common}
         columns |= {"row": a + 1, "column": b + 1, "value": grid.A.ravel()}
         tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
     label = "|A| relative to the largest\nsingular value of the row's Jacobian"
-    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
-    bar.ax.tick_params(labelsize=7)
-    bar.ax.yaxis.label.set_fontsize(8)
+    figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     return figure, pd.concat(tables, ignore_index=True)
 
 
@@ -118,8 +116,7 @@ def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:
     panel.set_xticks(middle, grid.labels)
     panel.set_yticks(middle, grid.labels)
     panel.grid(False)
-    panel.set_xlabel(grid.columns, fontsize=8)
-    panel.set_ylabel(grid.rows, fontsize=8)
+    panel.set(xlabel=grid.columns, ylabel=grid.rows)
 
 
 def singular_values(
@@ -144,14 +141,11 @@ def singular_values(
         if fit["n"] >= FEWEST_POINTS and np.isfinite(fit["r2"]):
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
             text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
-        values.set_title(at_step(name, ds, i), fontsize=8)
         logarithmic_y(values)
-        values.set_ylabel("Singular value of J", fontsize=8)
-        inverse.set_title(text, fontsize=8)
-        inverse.set_ylabel("1 / s₁ (s₁: largest singular value)", fontsize=8)
-        for panel in (values, inverse):
-            panel.set_xlabel("Block l", fontsize=8)
-            panel.legend(fontsize=6)
+        values.set(title=at_step(name, ds, i), xlabel="Block l", ylabel="Singular value of J")
+        inverse.set(title=text, xlabel="Block l", ylabel="1 / s₁ (s₁: largest singular value)")
+        values.legend()
+        inverse.legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -180,15 +174,11 @@ def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted"
         rows.append(
             pd.DataFrame({"result": name, "step": step, "exponent": np.arange(1, len(share) + 1), "value": middle})
         )
-        values.set_yscale("log")
-        values.tick_params(which="minor", labelsize=7)
-        values.set_title(at_step(name, ds, i), fontsize=8)
-        exponents.set_title(at_step(name, ds, i), fontsize=8)
-        values.set_xlabel("Block l", fontsize=8)
-        values.set_ylabel("Singular value of\n(I + Jˡ) … (I + J¹)", fontsize=8)
-        exponents.set_xlabel("k / d", fontsize=8)
-        exponents.set_ylabel("Lyapunov exponent, ln(sₖ) / L", fontsize=8)
-        values.legend(fontsize=6)
+        title = at_step(name, ds, i)
+        logarithmic_y(values)
+        values.set(title=title, xlabel="Block l", ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
+        exponents.set(title=title, xlabel="k / d", ylabel="Lyapunov exponent, ln(sₖ) / L")
+        values.legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -223,14 +213,11 @@ def residual_alignment(results: Results, _: int, target: "Axes | None" = None) -
         ticks = np.arange(0, len(A), -(-len(A) // TICKS))
         panel.set_xticks(ticks, ticks + 1)
         panel.set_yticks(ticks, ticks + 1)
-        panel.set_title(f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}", fontsize=8)
-        panel.set_xlabel("vₖ of the block", fontsize=8)
-        panel.set_ylabel("uₖ of the block", fontsize=8)
+        title = f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}"
+        panel.set(title=title, xlabel="vₖ of the block", ylabel="uₖ of the block")
         row, column = np.indices(A.shape).reshape(2, -1) + 1
         columns = {"half": half, "layer": layer, "row": row, "column": column, "value": A.ravel()}
         tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[-1], **columns}))
     label = "|Uᵀ J V|, J of the half, relative to the\nlargest singular value of the block"
-    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
-    bar.ax.tick_params(labelsize=7)
-    bar.ax.yaxis.label.set_fontsize(8)
+    figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     return figure, pd.concat(tables, ignore_index=True)

@@ -122,9 +122,7 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
     coupling, properties = _coupling_and_score(results, k)
     table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
     fits = subset_fits(table, coupling)
-    figure, (axes,) = panels(1, target)
-    if target is None:
-        figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
+    figure, (axes,) = panels(1, target, size=(6.4, 1.2 + 0.32 * len(fits)))
     y = np.arange(len(fits))[::-1]
     ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
     axes.errorbar(fits["r2"], y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
@@ -132,9 +130,8 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
         f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
         for fit in fits.to_dict("records")
     ]
-    axes.set_yticks(y, labels, fontsize=7)
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4))
-    axes.set_xlabel(f"R² of score on {coupling}", fontsize=8)
+    axes.set_yticks(y, labels)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
     _annotate(figure, results, table, target=target)
     return figure, fits
 
@@ -160,16 +157,10 @@ def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = Non
     Args:
         table: the rows of `statistics.correlations`.
     """
-    from matplotlib.figure import Figure
-
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
-    if target is None:
-        figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)), layout="constrained")
-        axes = figure.subplots()
-    else:
-        figure, (axes,) = panels(1, target)
-        axes.grid(False)
+    figure, (axes,) = panels(1, target, size=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)))
+    axes.grid(False)
     enough = rows.r.where(rows.n >= FEWEST_POINTS)
     r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
     image = axes.imshow(r, cmap=colour_map(DIVERGING), vmin=-1, vmax=1, aspect="auto")
@@ -215,9 +206,7 @@ def _scatter(
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
-        panel.set_title(text, fontsize=8)
-        panel.set_xlabel(x_name, fontsize=8)
-        panel.set_ylabel(y_name, fontsize=8)
+        panel.set(title=text, xlabel=x_name, ylabel=y_name)
     _annotate(figure, results, table, target=target)
     return figure, table
 
@@ -311,16 +300,10 @@ def table_of_models(results: Results, _: int, target: "Axes | None" = None) -> "
 
 
 def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None") -> "Figure":
-    from matplotlib.figure import Figure
-
     cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
     widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
     width = 1 + 0.1 * sum(widths)
-    if target is None:
-        figure = Figure(figsize=(width, 1.2 + 0.25 * len(cells)), layout="constrained")
-        axes = figure.subplots()
-    else:
-        figure, (axes,) = panels(1, target)
+    figure, (axes,) = panels(1, target, size=(width, 1.2 + 0.25 * len(cells)))
     axes.axis("off")
     shares = [width / sum(widths) for width in widths]
     drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")

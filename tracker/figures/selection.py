@@ -18,6 +18,7 @@ import xarray as xr
 from tracker.analysis.across_models import Results, shared_ks
 from tracker.analysis.doubts import describe_differences, require_same_conventions
 from tracker.common.errors import UsageError, require, warn_caller
+from tracker.figures.drawing import STYLE
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
 from tracker.measures.registry import BY_NAME, VARIANTS
 from tracker.measures.settings import CHOICE_NAMES, USUAL
@@ -80,6 +81,8 @@ def draw(
     Raises:
         UsageError: if the results do not suffice; the message states what to run.
     """
+    from matplotlib import rc_context
+
     declaration = _adjusted(FIGURES[name], measure, step)
     if reason := lack(declaration, results):
         raise UsageError(f"figure {name} can't be drawn: {reason}")
@@ -93,7 +96,8 @@ def draw(
         if differences := describe_differences(results):
             warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
         options = {"measure": measure, "step": step}
-    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
+    with rc_context(STYLE):
+        figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
     if target is None and not figure.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
         figure.suptitle(title, fontsize=10)
