@@ -137,6 +137,7 @@ class _Heatmap:
         self.axes = axes
         colours = colour_map().reversed().with_extremes(bad="lightgrey")
         self.image = axes.imshow(np.zeros((L, L)), cmap=colours, extent=(0.5, L + 0.5, L + 0.5, 0.5))
+        axes.grid(False)
         axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
