@@ -213,7 +213,7 @@ def test_values_that_were_not_measured(measured, course):
 
 def test_what_is_no_result(measured, tmp_path):
     for other in ({}, None, [], [None], measured.miscoupling, {"a": 1}, measured.mean()):
-        with pytest.raises(ValueError, match="plot.*; give a Dataset as from tracker.measure"):
+        with pytest.raises(ValueError, match="no results?; give a Dataset as from tracker.measure"):
             tracker.plot(other)
     with pytest.raises(ValueError, match="selection K = 2; give the whole Dataset, and k=2"):
         tracker.plot(measured.sel(k=2))

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
-from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
@@ -22,7 +21,7 @@ from tracker.figures.drawing import STYLE
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
 from tracker.measures.registry import BY_NAME, VARIANTS
 from tracker.measures.settings import CHOICE_NAMES, USUAL
-from tracker.store import distinct_names, open_results, short_name
+from tracker.store import GIVE, Result, by_name, open_results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -200,13 +199,6 @@ def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
     return [*lines, *(f"{name:11} not drawn here: {why}" for name, why in NOT_DRAWN.items())]
 
 
-GIVE = (
-    "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
-    "a mapping from names"
-)
-Result = xr.Dataset | PathLike[str] | str  # a Dataset, or a store or its directory
-
-
 def plot(
     results: Result | Sequence[Result] | Mapping[str, Result],
     name: str | int | None = None,
@@ -241,7 +233,7 @@ def plot(
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    several = _by_name(results)
+    several = {label: _opened(result) for label, result in by_name(results).items()}
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
@@ -253,31 +245,11 @@ def plot(
     return figure
 
 
-def _by_name(results: Any) -> dict[str, xr.Dataset]:
-    """Return the results opened, by the names that a figure shows: those given, or the results' own."""
-    if isinstance(results, Mapping) and not isinstance(results, xr.Dataset):
-        listed, names = list(results.values()), [str(name) for name in results]
-        opened = [_opened(of) for of in listed]
-    else:
-        listed = list(results) if isinstance(results, (list, tuple)) else [results]
-        opened = [_opened(of) for of in listed]
-        names = [short_name(ds) for ds in opened]
-    if not opened:
-        raise UsageError(f"an empty {type(results).__name__} can't be plotted; {GIVE}")
-    if len(set(names)) < len(names):
-        places = [Path(of) for of in listed if not isinstance(of, xr.Dataset)]
-        if len(places) == len(listed):
-            names = distinct_names(places)
-        else:
-            names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
-    return dict(zip(names, opened, strict=True))
-
-
-def _opened(result: Any) -> xr.Dataset:
+def _opened(result: Result) -> xr.Dataset:
     ds = open_results(result) if isinstance(result, str | PathLike) else result
-    if isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims:
-        return ds
-    raise UsageError(f"can't plot {type(result).__name__}; {GIVE}")
+    if "model_class" not in ds.attrs or "prompt" not in ds.dims:
+        raise UsageError(f"this Dataset is no result; {GIVE}")
+    return ds
 
 
 def _with_steps(ds: xr.Dataset) -> xr.Dataset:
