@@ -589,7 +589,7 @@ def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("nothing", "unknown figure 'nothing'; choose from curves, definitions"),
+        ("nothing", "unknown figure 'nothing'; choose from curves, heatmap, 1a"),
         (
             "3",
             "lacks matrix; measure again with measures='coupling,trajectory,matrices' (a walk: --measures, another --out)",

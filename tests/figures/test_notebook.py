@@ -111,7 +111,7 @@ def test_several_results_stand_beside_each_other_with_a_warning_of_what_differs(
     panels = [axes for axes in figure.axes if axes.images]
     assert [axes.get_title() for axes in panels] == [f"{name}\nmis-coupling m_K, K = 2" for name in "ab"]
     assert panels[0].images[0].get_clim() == panels[1].images[0].get_clim()
-    with pytest.raises(ValueError, match=r"differ in final_norm \(a: include, b: exclude\)"):
+    with pytest.raises(ValueError, match=r"differ in final norm \(a: include; b: exclude\); give"):
         tracker.plot({"a": measured, "b": other}, "34")
     shorter = course.assign_attrs(inputs_sha256="other prompts") * 0.5
     with pytest.warns(UserWarning, match=r"differ in inputs \("):
@@ -183,7 +183,7 @@ def test_one_step_of_a_store(measured):
         ("1a", "no scores; give results of several models with scores"),
         (
             "nothing",
-            "unknown figure 'nothing'; choose from curves, definitions, depth_use, .*, heatmap, .*, table1, table4, 1a, ",
+            "unknown figure 'nothing'; choose from curves, heatmap, 1a, .*, table1, table4, definitions, .*, 1d, 1e, ",
         ),
         ("heatmp", "unknown figure 'heatmp'; did you mean 'heatmap'\\? Choose from curves"),
         ("Fig. 1b", "unknown figure 'Fig. 1b'; did you mean '1b'\\?"),

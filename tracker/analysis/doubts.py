@@ -12,7 +12,6 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import suspect
-from tracker.common.errors import UsageError
 from tracker.common.text import UNTRAINED, by_cause, describe_repeat
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values
@@ -36,25 +35,14 @@ def differing_conventions(
     return {key: values for key, values in held.items() if len(set(values.values())) > 1}
 
 
-def describe_differences(results: Mapping[str, xr.Dataset]) -> list[str]:
+def describe_differences(results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()) -> list[str]:
     """Return a text for each convention in which results differ."""
     lines = []
-    for key, held in differing_conventions(results).items():
+    for key, held in differing_conventions(results, may_differ).items():
         shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
         listed = "; ".join(f"{name}: {value}" for name, value in shown.items())
         lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
-
-
-def require_same_conventions(results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()) -> None:
-    """Refuse results that were measured by different conventions.
-
-    Raises:
-        UsageError: naming the first convention that differs and its value in each result.
-    """
-    for key, values in differing_conventions(results, may_differ).items():
-        listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise UsageError(f"the results differ in {key} ({listed}); give results measured by the same conventions")
 
 
 NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short

@@ -9,13 +9,11 @@ A store is summarised at its first and last step and at the one where the coupli
 stand side by side, with the difference of each from the first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from html import escape
-from itertools import zip_longest
 from os import PathLike
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -97,7 +95,10 @@ def summary_of_reduced(results: Mapping[str, xr.Dataset]) -> Summary:
 
 @dataclass(frozen=True)
 class _Result:
-    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns steps of it, `reduced`."""
+    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns steps of it, `reduced`.
+
+    The coupling is 0 without mis-couplings.
+    """
 
     coupling: Mapping[int, float]
     k: int | None
@@ -117,8 +118,11 @@ class _Result:
 
 def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
     k, name = _chosen(curve, k)
-    coupling = curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean("prompt").values if name else ()
-    return _Result(_by_step(curve["step"].values, coupling), k, lambda steps: curve.sel(step=steps))
+    steps = [int(step) for step in curve["step"].values]
+    coupling = (
+        curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean("prompt").values if name else [0.0] * len(steps)
+    )
+    return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: curve.sel(step=steps))
 
 
 def _result(result: Result, k: int | None) -> _Result:
@@ -129,16 +133,13 @@ def _result(result: Result, k: int | None) -> _Result:
     store = Store(result)
     steps = require_steps(store)
     k, name = _chosen(store.read(steps[-1]), k)
-    coupling: Iterable[float] = ()
+    coupling: Sequence[float] = [0.0] * len(steps)
     if name:
         points = read_miscouplings(store.path, [name]).isel(measure=0).mean("token").sel(k=k, pairs="mean_offdiag")
-        coupling = (points["null"] - points["miscoupling"]).values
-    return _Result(_by_step(steps, coupling), k, lambda steps: reduced(store.curve(steps)), store.skipped())
-
-
-def _by_step(steps: Iterable[Any], coupling: Iterable[float]) -> dict[int, float]:
-    """Return the coupling of each step; 0 without mis-couplings."""
-    return {int(step): float(value) for step, value in zip_longest(steps, coupling, fillvalue=0.0)}
+        coupling = (points["null"] - points["miscoupling"]).values.tolist()
+    return _Result(
+        dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(store.curve(steps)), store.skipped()
+    )
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:

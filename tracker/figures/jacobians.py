@@ -111,12 +111,16 @@ def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:
     for a, b in np.ndindex(T, T):
         top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
         picture[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = grid.A[a, b] / top
-    panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)  # the same in all panels, for one colour bar
-    middle = np.arange(T) * (K + 1) + (K - 1) / 2
-    panel.set_xticks(middle, grid.labels)
-    panel.set_yticks(middle, grid.labels)
-    panel.grid(False)
+    _show(panel, picture, np.arange(T) * (K + 1) + (K - 1) / 2, grid.labels)
     panel.set(xlabel=grid.columns, ylabel=grid.rows)
+
+
+def _show(panel: "Axes", picture: np.ndarray, ticks: np.ndarray, labels: np.ndarray) -> None:
+    """Draw values from 0 to 1 in the same colours in all panels."""
+    panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)
+    panel.set_xticks(ticks, labels)
+    panel.set_yticks(ticks, labels)
+    panel.grid(False)
 
 
 def singular_values(
@@ -129,11 +133,8 @@ def singular_values(
         i = 0 if step == "first" else -1
         at = ds["singular_value"].isel(step=i).median(("prompt", "token"))
         layers = at["layer"].values
-        ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
         fit = inverse_fit(layers, at.sel(rank=1).values)
-        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
-            s = at.sel(rank=rank).values
-            values.plot(layers, s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+        for rank, s in _draw_ranks(values, at).items():
             columns = {"rank": rank, "layer": layers, "value": s, **(fit if rank == 1 else {})}
             rows.append(pd.DataFrame({"result": name, **columns}))
         inverse.plot(layers, fit["inverse"], color=BLUE, marker="o", ms=3, ls="", label="1 / s₁")
@@ -141,12 +142,21 @@ def singular_values(
         if fit["n"] >= FEWEST_POINTS and np.isfinite(fit["r2"]):
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
             text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
-        logarithmic_y(values)
-        values.set(title=at_step(name, ds, i), xlabel="Block l", ylabel="Singular value of J")
+        values.set(title=at_step(name, ds, i), ylabel="Singular value of J")
         inverse.set(title=text, xlabel="Block l", ylabel="1 / s₁ (s₁: largest singular value)")
-        values.legend()
         inverse.legend()
     return figure, pd.concat(rows, ignore_index=True)
+
+
+def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> dict[int, np.ndarray]:
+    """Draw singular values (rank, layer) at some ranks against the layer, and return them by rank."""
+    drawn = {rank: by_layer.sel(rank=rank).values for rank in RANKS if rank <= by_layer.sizes["rank"]}
+    for (rank, s), colour in zip(drawn.items(), shades(len(drawn)), strict=True):
+        panel.plot(by_layer["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+    logarithmic_y(panel)
+    panel.set_xlabel("Block l")
+    panel.legend()
+    return drawn
 
 
 def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
@@ -160,11 +170,8 @@ def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted"
     for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):
         step = ds["step"].values[i]
         at = ds["from_first_singular_value"].isel(step=i).median(SAMPLES).dropna("layer", how="all")
-        ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
-        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
-            s = at.sel(rank=rank)
-            values.plot(s["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
-            rows.append(pd.DataFrame({"result": name, "step": step, "rank": rank, "layer": s["layer"], "value": s}))
+        for rank, s in _draw_ranks(values, at).items():
+            rows.append(pd.DataFrame({"result": name, "step": step, "rank": rank, "layer": at["layer"], "value": s}))
         of_all = ds["lyapunov_exponent"].isel(step=i).stack(sample=SAMPLES).transpose("sample", "exponent").values
         share = np.arange(1, of_all.shape[-1] + 1) / of_all.shape[-1]
         low, middle, high = np.nanquantile(of_all, [0.25, 0.5, 0.75], axis=0)
@@ -175,10 +182,8 @@ def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted"
             pd.DataFrame({"result": name, "step": step, "exponent": np.arange(1, len(share) + 1), "value": middle})
         )
         title = at_step(name, ds, i)
-        logarithmic_y(values)
-        values.set(title=title, xlabel="Block l", ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
+        values.set(title=title, ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
         exponents.set(title=title, xlabel="k / d", ylabel="Lyapunov exponent, ln(sₖ) / L")
-        values.legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -208,11 +213,8 @@ def residual_alignment(results: Results, _: int, target: "Axes | None" = None) -
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):
         A, layer = abs(at[f"{half}_matrix"].values), int(at["layer"])
         s = at["singular_value"]
-        panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), cmap=colour_map(), vmin=0, vmax=1)
-        panel.grid(False)
         ticks = np.arange(0, len(A), -(-len(A) // TICKS))
-        panel.set_xticks(ticks, ticks + 1)
-        panel.set_yticks(ticks, ticks + 1)
+        _show(panel, A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), ticks, ticks + 1)
         title = f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}"
         panel.set(title=title, xlabel="vₖ of the block", ylabel="uₖ of the block")
         row, column = np.indices(A.shape).reshape(2, -1) + 1

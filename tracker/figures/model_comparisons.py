@@ -26,7 +26,7 @@ from tracker.analysis.across_models import (
     fit_line,
     independence_note,
     mean_score,
-    shared_ks,
+    shared,
     subset_fits,
     tokens_seen,
 )
@@ -70,7 +70,7 @@ def score_against_coupling(
 
 def score_against_coupling_by_k(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
-    ks = shared_ks(results)
+    ks = shared(results, "k")
     properties: dict[str, Property] = {}
     for k in ks:
         properties |= _coupling_and_score(results, k)[1]
@@ -86,7 +86,7 @@ def score_against_sizes(results: Results, k: int, target: "Axes | None" = None) 
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, results, table, text, target)
+    _annotate(figure, _in_table(results, table), text, target)
     return figure, table
 
 
@@ -132,7 +132,7 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
     ]
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
-    _annotate(figure, results, table, target=target)
+    _annotate(figure, _in_table(results, table), target=target)
     return figure, fits
 
 
@@ -144,8 +144,7 @@ def definitions(results: Results, _: int, target: "Axes | None" = None) -> "Plot
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     figure = correlation_heatmap(table, "score", target)
-    write = figure.supxlabel if target is None else target.set_xlabel
-    write(fill(independence_note(results), _letters(figure)), fontsize=7)
+    _annotate(figure, results, target=target)
     return figure, table
 
 
@@ -207,26 +206,22 @@ def _scatter(
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
         panel.set(title=text, xlabel=x_name, ylabel=y_name)
-    _annotate(figure, results, table, target=target)
+    _annotate(figure, _in_table(results, table), target=target)
     return figure, table
 
 
-def _annotate(
-    figure: "Figure", results: Results, table: pd.DataFrame, text: str = "", target: "Axes | None" = None
-) -> None:
-    """Write a text below a figure or the given axes, and a note on the independence of the results in the table."""
-    compared = {name: results[name] for name in table["result"]}
-    lines = [*([text] if text else []), independence_note(compared)]
-    note = "\n".join(fill(line, _letters(figure)) for line in lines)
+def _annotate(figure: "Figure", compared: Results, text: str = "", target: "Axes | None" = None) -> None:
+    """Write a text below a figure or the given axes, and a note on the independence of the results compared."""
+    letters = int(LETTERS_PER_INCH * figure.get_figwidth())
+    note = "\n".join(fill(line, letters) for line in (text, independence_note(compared)) if line)
     if target is None:
         figure.supxlabel(note, fontsize=7)
     else:
-        target.set_xlabel(f"{target.get_xlabel()}\n{note}", fontsize=7)
+        target.set_xlabel(f"{target.get_xlabel()}\n{note}".strip(), fontsize=7)
 
 
-def _letters(figure: "Figure") -> int:
-    """Return how many letters of a note fit in the width of a figure."""
-    return int(LETTERS_PER_INCH * figure.get_figwidth())
+def _in_table(results: Results, table: pd.DataFrame) -> Results:
+    return {name: results[name] for name in table["result"]}
 
 
 def _bars(table: pd.DataFrame, name: str) -> Any:

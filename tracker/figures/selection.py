@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.across_models import Results, shared_ks
-from tracker.analysis.doubts import describe_differences, require_same_conventions
+from tracker.analysis.across_models import Results, shared
+from tracker.analysis.doubts import describe_differences
 from tracker.common.errors import UsageError, require, warn_caller
 from tracker.figures.drawing import STYLE
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
@@ -44,18 +44,11 @@ def resolve(name: str | int) -> str:
         raise UsageError(f"figure {name} is not drawn here: {NOT_DRAWN[name]}")
     resolved = ALIASES.get(name, name)
     if resolved not in FIGURES:
-        names = sorted([*FIGURES, *ALIASES], key=_place)
+        names = [*FIGURES, *ALIASES]
         close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1)
         meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
         raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join(names)}")
     return resolved
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Return where a figure stands in a list of names: figures without a number first, the others by number."""
-    number = re.match(r"\d*", name)
-    assert number is not None
-    return int(number[0] or 0), name
 
 
 def draw(
@@ -85,13 +78,13 @@ def draw(
     declaration = _adjusted(FIGURES[name], measure, step)
     if reason := lack(declaration, results):
         raise UsageError(f"figure {name} can't be drawn: {reason}")
-    ks = shared_ks(results)
+    ks = shared(results, "k")
     if k is not None or any("k" in ds.coords for ds in results.values()):
         _require_shared("k", k, ks)
     options = {}
     if declaration.adjustable:
         if step is not None:
-            _require_shared("step", step, _shared_steps(results))
+            _require_shared("step", step, shared(results, "step"))
         if differences := describe_differences(results):
             warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
         options = {"measure": measure, "step": step}
@@ -121,13 +114,6 @@ def _adjusted(figure: FigureSpec, measure: str | None, step: int | None) -> Figu
     return replace(figure, needs=tuple(needs))
 
 
-def _shared_steps(results: Results) -> list[int]:
-    """Return the training steps that all results have, ascending."""
-    return sorted(
-        set.intersection(*({int(step) for step in ds["step"].values if step == step} for ds in results.values()))
-    )
-
-
 def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
     if value is None and not shared:
         raise UsageError(f"the results share no {option}; measure them with a common one")
@@ -142,10 +128,8 @@ def lack(figure: FigureSpec, results: Results) -> str:
     reasons = (_result_lacks(figure, name, ds) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
         return reason
-    try:
-        require_same_conventions(results, figure.may_differ)
-    except UsageError as difference:
-        return str(difference)
+    if differences := describe_differences(results, figure.may_differ):
+        return f"the results differ in {'; '.join(differences)}; give results measured by the same conventions"
     if len(results) < figure.results:
         return f"it compares at least {figure.results} results; {len(results)} given"
     return ""
