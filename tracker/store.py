@@ -348,6 +348,7 @@ def by_name(results: Any) -> dict[str, Result]:
     Raises:
         UsageError: for what is no result, and for none.
     """
+    listed: list[Any]
     if isinstance(results, Mapping) and not isinstance(results, xr.Dataset):
         listed, names = list(results.values()), [str(name) for name in results]
     else:

@@ -52,7 +52,7 @@ SURFACE: Mapping[Theme, Mapping[str, str]] = {
         "warn": "#ff8c42",
     },
 }
-STYLE = {  # of the texts of figures, as matplotlib's settings
+STYLE: dict[Any, Any] = {  # of the texts of figures, as matplotlib's settings
     "axes.titlesize": 8,
     "axes.labelsize": 8,
     "xtick.labelsize": 7,

@@ -217,27 +217,22 @@ def plot(
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    several = {label: _opened(result) for label, result in by_name(results).items()}
+    several = {label: _with_steps(result) for label, result in by_name(results).items()}
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
         raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
-        name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    with_steps = {label: _with_steps(ds) for label, ds in several.items()}
-    figure, _ = draw(resolve(name), with_steps, k, ax, measure, step)
+        name = "curves" if all(ds.sizes["step"] > 1 for ds in several.values()) else "heatmap"
+    figure, _ = draw(resolve(name), several, k, ax, measure, step)
     return figure
 
 
-def _opened(result: Result) -> xr.Dataset:
+def _with_steps(result: Result) -> xr.Dataset:
+    """Open a result with a `step` dimension; a measurement that does not state its training step has NaN there."""
     ds = open_results(result) if isinstance(result, str | PathLike) else result
     if "model_class" not in ds.attrs or "prompt" not in ds.dims:
         raise UsageError(f"this Dataset is no result; {GIVE}")
-    return ds
-
-
-def _with_steps(ds: xr.Dataset) -> xr.Dataset:
-    """Return a result with a `step` dimension; a measurement that does not state its training step has NaN there."""
     if "k" in ds.coords and "k" not in ds.dims:
         k = int(ds["k"])
         raise UsageError(f"this result is the selection K = {k}; give the whole Dataset, and k={k}")
