@@ -335,6 +335,38 @@ def short_name(ds: xr.Dataset) -> str:
     return name if name and not Path(name).is_absolute() else str(ds.attrs.get("model_class", "")).rpartition(".")[2]
 
 
+Result = xr.Dataset | os.PathLike[str] | str  # a Dataset, or a store or its directory
+GIVE = (
+    "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
+    "a mapping from names"
+)
+
+
+def by_name(results: Any) -> dict[str, Result]:
+    """Return one result or several by name: that given, that of its directory, or for a Dataset its `short_name`.
+
+    Raises:
+        UsageError: for what is no result, and for none.
+    """
+    listed: list[Any]
+    if isinstance(results, Mapping) and not isinstance(results, xr.Dataset):
+        listed, names = list(results.values()), [str(name) for name in results]
+    else:
+        listed, names = list(results) if isinstance(results, list | tuple) else [results], []
+    if not listed:
+        raise UsageError(f"no results; {GIVE}")
+    for result in listed:
+        if not isinstance(result, xr.Dataset | os.PathLike | str):
+            raise UsageError(f"{type(result).__name__} is no result; {GIVE}")
+    if not names and not any(isinstance(result, xr.Dataset) for result in listed):
+        names = distinct_names([Path(directory) for directory in listed])
+    elif not names:
+        names = [short_name(of) if isinstance(of, xr.Dataset) else Path(of).name for of in listed]
+        if len(set(names)) < len(names):
+            names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
+    return dict(zip(names, listed, strict=True))
+
+
 def distinct_names(directories: Sequence[Path]) -> list[str]:
     """Return as many last parts of the paths as distinguish them.
 

@@ -3,7 +3,7 @@ import pytest
 import xarray as xr
 
 from tracker.analysis.across_models import compare_models
-from tracker.analysis.doubts import CONVENTIONS, differing_conventions, require_same_conventions
+from tracker.analysis.doubts import CONVENTIONS, describe_differences, differing_conventions
 from tracker.common.errors import UsageError
 
 ALIKE = {"final_norm": "include", "dtype": "float32", "precision": "float32", "tokens": "last", "inputs_sha256": "ab"}
@@ -13,17 +13,17 @@ def result(**attributes):
     return xr.Dataset(attrs=ALIKE | attributes)
 
 
-def test_results_of_one_convention_are_accepted():
-    require_same_conventions({"a": result(), "b": result(model_class="another")})
-    require_same_conventions({"a": result()})
+def test_results_of_one_convention_do_not_differ():
+    assert describe_differences({"a": result(), "b": result(model_class="another")}) == []
+    assert describe_differences({"a": result()}) == []
 
 
 @pytest.mark.parametrize("key", CONVENTIONS)
-def test_results_of_different_conventions_are_refused(key):
+def test_results_of_different_conventions_differ(key):
     several = {"a": result(), "b": result(**{key: "other"})}
-    with pytest.raises(UsageError, match=f"the results differ in {key} .a: {ALIKE[key]}, b: other.; give results"):
-        require_same_conventions(several)
-    require_same_conventions(several, may_differ=(key,))
+    words = {"final_norm": "final norm", "inputs_sha256": "inputs"}.get(key, key)
+    assert describe_differences(several) == [f"{words} (a: {ALIKE[key]}; b: other)"]
+    assert describe_differences(several, may_differ=(key,)) == []
 
 
 def test_values_along_step():
@@ -37,5 +37,5 @@ def test_models_of_different_conventions_are_not_compared():
     scored = {"score": ("step", [0.5]), "blocks": ("layer", [1.0, 2.0])}
     results = {f"m{i}": result().assign(scored) for i in range(4)}
     results["m3"] = results["m3"].assign_attrs(final_norm="exclude")
-    with pytest.raises(UsageError, match="the results differ in final_norm .*m3: exclude"):
+    with pytest.raises(UsageError, match="not measured alike: they differ in final norm .*m3: exclude"):
         compare_models(results)

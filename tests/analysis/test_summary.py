@@ -116,7 +116,7 @@ def test_names_of_results_in_a_list(store):
     results = tracker.summary([ds, ds]).index.get_level_values("result")
     first = "GPTNeoXForCausalLM (1)"
     assert set(results) == {first, "GPTNeoXForCausalLM (2)", f"GPTNeoXForCausalLM (2) − {first}"}
-    assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {"GPTNeoXForCausalLM", str(store)}
+    assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {"GPTNeoXForCausalLM", store.name}
 
 
 def test_prompts_of_several_sources_and_one_prompt():

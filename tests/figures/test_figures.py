@@ -413,7 +413,7 @@ def test_31(several, tmp_path, capsys, few_points):
     error = capsys.readouterr().err
     assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in error
     assert main(["31", *map(str, paths[:3])]) == 2
-    assert "compares at least 4 results (directories); 3 given" in capsys.readouterr().err
+    assert "compares at least 4 results; 3 given" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -436,17 +436,32 @@ def test_table_1(several, tmp_path):
     )
 
 
-def test_every_figure_states_how_it_differs():
+def rows_of_the_docs():
+    """Title and differences of each figure in the table of docs/figures.md, by the figure's name."""
+    lines = (ROOT / "docs" / "figures.md").read_text().splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("| figure | shows |"))
+    cells = [line.strip("| ").split(" | ") for line in lines[header + 2 :]]
+    return {names.split(", ")[0]: (names, title, differs) for names, title, *_, differs in cells}
+
+
+def test_the_table_in_the_docs_is_that_of_the_registry():
+    expected = {name: (", ".join((name, *figure.also)), figure.title) for name, figure in FIGURES.items()}
+    assert {name: row[:2] for name, row in rows_of_the_docs().items()} == expected
+
+
+def test_the_docs_state_how_every_figure_differs():
     """The statistic, the layer pairs and the side of the final norm are stated wherever there is a choice."""
+    listed = rows_of_the_docs()
     for name, figure in FIGURES.items():
+        differs = listed[name][-1]
         states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
         if states or "singular_value" in figure.needs:
-            assert "median" in figure.differs, name
+            assert "median" in differs, name
         if states or {"singular_value", "pca", "matrix", "noise_similarity"} & set(figure.needs):
-            assert "of the blocks alone" in figure.differs, name
+            assert "of the blocks alone" in differs, name
         if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c", "heatmap"):
-            assert "l ≠ l'" in figure.differs or "l' ≠ l" in figure.differs, name
-            assert "mean" in figure.differs, name
+            assert "l ≠ l'" in differs or "l' ≠ l" in differs, name
+            assert "mean" in differs, name
 
 
 def test_subsets_of_models(several, tmp_path):
@@ -510,7 +525,7 @@ def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys)
     printed = capsys.readouterr().out
     # One line for one cause.
     scored = ", ".join(name for name in FIGURES if name in SCORED)
-    assert f"not drawn: {scored}: it compares at least 4 results (directories); 1 given" in printed.splitlines()
+    assert f"not drawn: {scored}: it compares at least 4 results; 1 given" in printed.splitlines()
     assert len([line for line in printed.splitlines() if line.startswith("not drawn")]) == 2
     made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
     assert made == {*FIGURES} - {*SCORED, "15"}
@@ -574,12 +589,12 @@ def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("nothing", "unknown figure 'nothing'; choose from all, list, curves, definitions"),
+        ("nothing", "unknown figure 'nothing'; choose from curves, heatmap, 1a"),
         (
             "3",
-            "lacks matrix; measure again: python -m tracker.pythia --model ... --measures coupling,trajectory,matrices",
+            "lacks matrix; measure again with measures='coupling,trajectory,matrices' (a walk: --measures, another --out)",
         ),
-        ("1a", "compares at least 4 results (directories); 1 given"),
+        ("1a", "compares at least 4 results; 1 given"),
     ],
 )
 def test_what_can_not_be_drawn(name, message, several, tmp_path, capsys):
@@ -597,9 +612,9 @@ def test_a_measure_k_and_step_are_chosen_on_the_command_line(one, tmp_path):
     close(drawn.mean(), stored.where(stored.layer != stored.layer_other).astype(float).mean())
 
 
-def test_a_message_about_an_option_is_in_the_words_of_the_command_line(one, capsys):
+def test_a_step_that_was_not_measured(one, capsys):
     assert main(["1b", str(one), "--step", "7"]) == 2
-    assert "--step 7 was not measured in all results; they share 0, 1, 8, 2000" in capsys.readouterr().err
+    assert "step 7 was not measured in all results; they share 0, 1, 8, 2000" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -629,9 +644,3 @@ def test_no_results(capsys):
     assert main(["1b"]) == 2
     assert "give a directory of results" in capsys.readouterr().err
     assert main(["1b", "nowhere"]) == 2
-
-
-def test_the_table_in_the_docs_is_that_of_the_registry():
-    listed = (ROOT / "docs" / "figures.md").read_text()
-    for name, figure in FIGURES.items():
-        assert f"| {figure.title} |" in listed and f"| {figure.differs} |" in listed, name

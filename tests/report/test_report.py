@@ -524,7 +524,7 @@ class TestBetween:
     def test_where_nothing_can_be_fitted(self, several, other, tmp_path):
         write_report([*several[:3], other], tmp_path / "unlike.html")
         assert (
-            "Fits between results: they were not measured alike, in final norm"
+            "Fits between results: they were not measured alike: they differ in final norm"
             in (tmp_path / "unlike.html").read_text()
         )
         bare = stored(tmp_path / "bare", {1: tracker.open_results(several[0]).isel(step=-1).drop_vars("score")})

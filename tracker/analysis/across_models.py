@@ -24,7 +24,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.curves import correlations, sources
-from tracker.analysis.doubts import require_same_conventions
+from tracker.analysis.doubts import describe_differences
 from tracker.analysis.regression import (
     MIN_POINTS,
     cluster_means,
@@ -99,9 +99,9 @@ SIZES: dict[str, Property] = {
 TRAINING_TOKENS = "training tokens"
 
 
-def shared_ks(results: Results) -> list[int]:
-    """Return the K that all results with layer pairs were measured with, ascending."""
-    measured = [{int(k) for k in ds["k"].values} for ds in results.values() if "k" in ds.coords]
+def shared(results: Results, name: str) -> list[int]:
+    """Return the values of a coordinate, K or training steps, that all results with it have, ascending."""
+    measured = [{int(at) for at in ds[name].values if at == at} for ds in results.values() if name in ds.coords]
     return sorted(set.intersection(*measured)) if measured else []
 
 
@@ -147,7 +147,7 @@ def final_couplings(points: Results) -> xr.DataArray:
     """
     # Coordinates of the step, which only some results may have, would not align.
     last = [ds.isel(step=-1).reset_coords(drop=True) for ds in points.values()]
-    ks = shared_ks(points)
+    ks = shared(points, "k")
     names = [name for name in VARIANTS if all(name in ds for ds in last)]
     if not ks or not names:
         raise UsageError(
@@ -239,7 +239,8 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         raise UsageError(
             f"{len(compared)} of {len(summaries)} results have scores and layer pairs; a fit needs {MIN_POINTS}"
         )
-    require_same_conventions(compared)
+    if differences := describe_differences(compared):
+        raise UsageError(f"they were not measured alike: they differ in {'; '.join(differences)}")
     benchmarks, score = mean_score(compared)
     columns = {**SIZES, "score": score, "architecture": architecture}
     table = pd.DataFrame({name: [take(ds) for ds in compared.values()] for name, take in columns.items()})

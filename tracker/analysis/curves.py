@@ -23,7 +23,7 @@ import xarray as xr
 from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.regression import cluster_means, holm, linear_fit
-from tracker.analysis.variables import QUANTILES, coordinates, gathered, in_float64, mean
+from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
 from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens
 from tracker.measures.declaration import Measure, Reduction, point_label
@@ -139,16 +139,12 @@ def middle_layers(results: xr.Dataset) -> tuple[int, int]:
 
 def quartiles(values: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
     """Return quartiles over the given dimensions, along `statistic`; NaN where there is no value at all."""
-    return _labelled(variables.quartiles(values.variable, over), values)
+    return labelled(variables.quartiles(values.variable, over), values)
 
 
 def labelled_over_pairs(matrices: xr.DataArray) -> xr.DataArray:
     """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
-    return _labelled(variables.over_pairs(matrices.variable), matrices)
-
-
-def _labelled(reduced: xr.Variable, values: xr.DataArray) -> xr.DataArray:
-    return xr.DataArray(reduced, coordinates([reduced], values), name=values.name)
+    return labelled(variables.over_pairs(matrices.variable), matrices)
 
 
 def sources(results: xr.Dataset) -> np.ndarray | None:
@@ -213,28 +209,26 @@ def scalars(unit: xr.Dataset) -> dict[str, float]:
     The mis-coupling off the diagonal at the smallest K, its null level and their difference have short names of their own
     (`tracker.measures.registry`). The number of undefined values is there if there are any.
     """
-    return _recorded({name: float(value) for name, value in _metrics(unit).items()})
+    return scalars_by_step(unit.expand_dims("step"))[0]
 
 
 def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
     """Return the `scalars` of each step of results along `step`."""
     metrics = _metrics(results)
+    by_step = [{name: float(values[i]) for name, values in metrics.items()} for i in range(results.sizes["step"])]
+    # Without a count of zero, and scores that only other steps have.
     return [
-        _recorded({name: float(values[i]) for name, values in metrics.items()}) for i in range(results.sizes["step"])
+        {
+            name: value
+            for name, value in of_step.items()
+            if (name != UNDEFINED_COUNT or value) and not (name.startswith("score/") and value != value)
+        }
+        for of_step in by_step
     ]
 
 
-def _recorded(metrics: dict[str, float]) -> dict[str, float]:
-    """Leave out a count of zero, and scores that only other steps have."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if (name != UNDEFINED_COUNT or value) and not (name.startswith("score/") and value != value)
-    }
-
-
 def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
-    """Return the values that loggers record, by metric name: one for each step if the results have steps."""
+    """Return the values that loggers record, by metric name, along `step`."""
     logged = [measure for measure in MEASURES if measure.logged]
     points = curves(results, [measure.name for measure in logged])
     names = {f"{m.name}{part}": m.point(part) for m in logged for part in m.logged} | {"score": "score"}

@@ -12,8 +12,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import suspect
-from tracker.common.errors import UsageError
-from tracker.common.text import UNTRAINED, by_cause, describe_repeat
+from tracker.common.text import UNTRAINED, by_cause, describe_repeat, join_names
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values
 
@@ -36,28 +35,14 @@ def differing_conventions(
     return {key: values for key, values in held.items() if len(set(values.values())) > 1}
 
 
-def describe_differences(results: Mapping[str, xr.Dataset]) -> list[str]:
+def describe_differences(results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()) -> list[str]:
     """Return a text for each convention in which results differ."""
     lines = []
-    for key, held in differing_conventions(results).items():
+    for key, held in differing_conventions(results, may_differ).items():
         shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
         listed = "; ".join(f"{name}: {value}" for name, value in shown.items())
         lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
-
-
-def require_same_conventions(results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()) -> None:
-    """Refuse results that were measured by different conventions.
-
-    Raises:
-        UsageError: naming the first convention that differs and its value in each result.
-    """
-    for key, values in differing_conventions(results, may_differ).items():
-        listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise UsageError(f"the results differ in {key} ({listed}); give results measured by the same conventions")
-
-
-NAMED = 4  # of a list of steps or blocks, how many are named before it is cut short
 
 
 def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
@@ -103,7 +88,7 @@ def other_tokens(hashes: Mapping[int, str]) -> list[str]:
     others = [step for step, digest in known.items() if digest != usual[0][0]]
     if not others:
         return []
-    which = f"step {others[0]:,}" if len(others) == 1 else f"steps {_listed(others)}"
+    which = f"step {others[0]:,}" if len(others) == 1 else f"steps {join_names(others)}"
     return [
         f"The prompts have other token ids at {which} than at the other steps: the tokenizers of the checkpoints differ, and so "
         "results differ for another reason than the weights."
@@ -120,13 +105,8 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
         blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
         causes = "; ".join(dict.fromkeys(reasons[block] for block in blocks))
         yield (
-            f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {_listed(blocks)}, were taken over the full "
+            f"Fallback: {int(whole.sum()):,} of {count:,} Jacobians, of block {join_names(blocks)}, were taken over the full "
             f"sequence and not from single rows, which is as exact and slower ({causes})."
         )
     if (complete := int(ds["complete_count"].sum())) < count:
         yield f"Incomplete: {count - complete:,} of {count:,} sets of top singular vectors did not pass their certificate."
-
-
-def _listed(numbers: list[int]) -> str:
-    shown = ", ".join(map(str, numbers[:NAMED]))
-    return shown + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")

@@ -9,7 +9,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from tracker.analysis.variables import coordinates, in_float64
+from tracker.analysis.variables import in_float64, labelled
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
 from tracker.measures.coupling import Moments, Overlap
@@ -44,7 +44,7 @@ def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
     Raises:
         UsageError: for another name, or where some blocks were left out of the results.
     """
-    return _labelled(levels(results, name), results)
+    return labelled(levels(results, name), results)
 
 
 def levels(results: xr.Dataset, name: str) -> xr.Variable:
@@ -92,11 +92,7 @@ def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
             "coupling.simulated"
         )
     (spread,) = _of_pairs(results, [name], lambda *arguments: [coupling.spread(*arguments)])
-    return _labelled(spread, results)
-
-
-def _labelled(values: xr.Variable, results: xr.Dataset) -> xr.DataArray:
-    return xr.DataArray(values, coordinates([values], results))
+    return labelled(spread, results)
 
 
 def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> list[xr.Variable]:

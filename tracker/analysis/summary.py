@@ -9,21 +9,18 @@ A store is summarised at its first and last step and at the one where the coupli
 stand side by side, with the difference of each from the first.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from html import escape
-from itertools import zip_longest
-from os import PathLike, fspath
-from pathlib import Path
-from typing import Any
+from os import PathLike
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 from scipy import stats
 
-from tracker.analysis.curves import curves, sources
+from tracker.analysis.curves import sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled, pairs_of_blocks
@@ -32,7 +29,7 @@ from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
 from tracker.measures.registry import BY_NAME
-from tracker.store import Store, distinct_names, open_results, require_steps, short_name
+from tracker.store import Result, Store, by_name, open_results, require_steps, short_name
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
@@ -44,8 +41,6 @@ POSITIONS = {  # a dimension that is an index: the variable of the position in t
     "pair_token": "pair_position",
     "pair_token_other": "pair_position",
 }
-
-Given = xr.Dataset | PathLike[str] | str
 
 
 class Summary(pd.DataFrame):
@@ -74,7 +69,7 @@ class Summary(pd.DataFrame):
         return self.to_html(float_format=lambda value: f"{value:.3f}", na_rep="", border=0)
 
 
-def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | None = None) -> Summary:
+def summary(results: Result | Mapping[str, Result] | Sequence[Result], k: int | None = None) -> Summary:
     """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
 
     Args:
@@ -90,38 +85,20 @@ def summary(results: Given | Mapping[str, Given] | Sequence[Given], k: int | Non
         FileNotFoundError: if a directory holds no results.
         UsageError: for a K that was not measured, or results without mis-couplings and without paths.
     """
-    if isinstance(results, xr.Dataset | PathLike | str):
-        return _of_steps(_result(results, k))
-    if not results:
-        raise UsageError("no results; give a Dataset of measure, the directory of a store, or several")
-    if not isinstance(results, Mapping):
-        results = dict(zip(_names(results), results, strict=True))
-    return _side_by_side({name: _result(result, k) for name, result in results.items()})
-
-
-def _names(results: Sequence[Given]) -> list[str]:
-    paths = [Path(result) for result in results if not isinstance(result, xr.Dataset)]
-    if len(paths) == len(results):
-        return distinct_names(paths)
-    names = [short_name(result) if isinstance(result, xr.Dataset) else fspath(result) for result in results]
-    return names if len(set(names)) == len(names) else [f"{name} ({i})" for i, name in enumerate(names, 1)]
+    return _of_results({name: _result(result, k) for name, result in by_name(results).items()})
 
 
 def summary_of_reduced(results: Mapping[str, xr.Dataset]) -> Summary:
     """Return the summary of one result or several along `step`, each as `reduction.reduced` returns it."""
-
-    def result(curve: xr.Dataset) -> _Result:
-        of, name = _chosen(curve, None)
-        coupling = curve[f"{name}_coupling"].sel(k=of, pairs="mean_offdiag").mean("prompt").values if name else ()
-        return _Result(_by_step(curve["step"].values, coupling), of, lambda steps: curve.sel(step=steps))
-
-    by_name = {name: result(curve) for name, curve in results.items()}
-    return _side_by_side(by_name) if len(by_name) > 1 else _of_steps(*by_name.values())
+    return _of_results({name: _result_of_reduced(curve, None) for name, curve in results.items()})
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns steps of it, `reduced`."""
+    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns steps of it, `reduced`.
+
+    The coupling is 0 without mis-couplings.
+    """
 
     coupling: Mapping[int, float]
     k: int | None
@@ -139,28 +116,30 @@ class _Result:
         return max(self.coupling, key=lambda step: np.nan_to_num(self.coupling[step], nan=-np.inf))
 
 
-def _result(result: Given, k: int | None) -> _Result:
-    """Read of each step what tells its coupling, and nothing more."""
-    skipped: Mapping[int, str] = {}
+def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
+    k, name = _chosen(curve, k)
+    steps = [int(step) for step in curve["step"].values]
+    coupling = (
+        curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean("prompt").values if name else [0.0] * len(steps)
+    )
+    return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: curve.sel(step=steps))
+
+
+def _result(result: Result, k: int | None) -> _Result:
+    """Read of each step of a store what tells its coupling, and nothing more."""
     if isinstance(result, xr.Dataset):
         ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
-        k, name = _chosen(ds, k)
-        points = curves(ds, [name] if name else []).drop_vars("score", errors="ignore")
-        dataset = points.rename({name: "miscoupling", f"{name}_null": "null"}) if name else points
-        steps, curve = ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps))
-    else:
-        store = Store(result)
-        steps, skipped = require_steps(store), store.skipped()
-        k, name = _chosen(store.read(steps[-1]), k)
-        dataset = read_miscouplings(store.path, [name]).isel(measure=0).mean("token") if name else xr.Dataset()
-        curve = lambda steps: reduced(store.curve(steps))  # noqa: E731
-    coupling = (dataset["null"] - dataset["miscoupling"]).sel(k=k, pairs="mean_offdiag").values if name else ()
-    return _Result(_by_step(steps, coupling), k, curve, skipped)
-
-
-def _by_step(steps: Iterable[Any], coupling: Iterable[float]) -> dict[int, float]:
-    """Return the coupling of each step; 0 without mis-couplings."""
-    return {int(step): float(value) for step, value in zip_longest(steps, coupling, fillvalue=0.0)}
+        return _result_of_reduced(reduced(ds), k)
+    store = Store(result)
+    steps = require_steps(store)
+    k, name = _chosen(store.read(steps[-1]), k)
+    coupling: Sequence[float] = [0.0] * len(steps)
+    if name:
+        points = read_miscouplings(store.path, [name]).isel(measure=0).mean("token").sel(k=k, pairs="mean_offdiag")
+        coupling = (points["null"] - points["miscoupling"]).values.tolist()
+    return _Result(
+        dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(store.curve(steps)), store.skipped()
+    )
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
@@ -253,6 +232,10 @@ def _of_pair(matrix: xr.DataArray, pair: tuple[int, int]) -> float:
     """Return the mean of both directions."""
     l, m = pair
     return float(matrix.sel(layer=l, layer_other=m) + matrix.sel(layer=m, layer_other=l)) / 2
+
+
+def _of_results(results: Mapping[str, _Result]) -> Summary:
+    return _side_by_side(results) if len(results) > 1 else _of_steps(*results.values())
 
 
 def _of_steps(result: _Result) -> Summary:

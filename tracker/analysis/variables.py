@@ -79,6 +79,11 @@ def coordinates(several: Iterable[xr.Variable], results: Labelled) -> dict[str, 
     return fitting | {dim: xr.Variable(dim, list(labels)) for dim, labels in LABELS.items() if dim in sizes}
 
 
+def labelled(values: xr.Variable, results: Labelled) -> xr.DataArray:
+    """Return a variable with the coordinates of what it was computed from."""
+    return xr.DataArray(values, coordinates([values], results))
+
+
 def evenly_spaced(size: int, count: int) -> list[int]:
     """Return at most `count` evenly spaced indices below `size`, the first and the last among them."""
     return sorted({round(i) for i in np.linspace(0, size - 1, min(count, size))})

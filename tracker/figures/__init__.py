@@ -3,7 +3,7 @@
 In: stores of results or Datasets, each with a `step` dimension. Out: matplotlib figures with the numbers that they plot;
 PDF, PNG and CSV files from `python -m tracker.figures`.
 
-- `registry`: the declaration of each figure: number, title, function, needs, differences from the paper
+- `registry`: the declaration of each figure: number, title, function, needs
 - `selection`: figures by name, and what results lack for them
 - `coupling`, `states`, `jacobians`: figures of one result or of several
 - `model_comparisons`: figures with one point or row per result

@@ -35,7 +35,6 @@ from tracker.figures.drawing import (
     mark_step,
     mean_line,
     panels,
-    require_panels,
     shades,
     training_axis,
 )
@@ -116,23 +115,11 @@ def _title(matrix: xr.DataArray, k: int) -> str:
 
 def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None" = None) -> "Figure":
     """Draw matrices of one measure, with their null levels, by title."""
-    from matplotlib.figure import Figure
-
-    if target is None:
-        columns = min(len(shown), PER_ROW)
-        rows = -(-len(shown) // columns)
-        figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
-        panel, *more = figure.subplots(rows, columns, squeeze=False).ravel()
-        places = [panel, *more]
-        for unused in places[len(shown) :]:
-            unused.remove()
-    else:
-        figure, places = panels(len(shown), target)
-        target.grid(False)
+    figure, places = panels(len(shown), target, min(len(shown), PER_ROW), SIZE)
     matrices = [(_where_defined(matrix), null) for matrix, null in shown.values()]
     ranges = [_range(matrix, null) for matrix, null in matrices]
     shared = min(low for low, _ in ranges), max(high for _, high in ranges)
-    for axes, title, (matrix, null) in zip(places, shown, matrices, strict=False):
+    for axes, title, (matrix, null) in zip(places, shown, matrices, strict=True):
         _Heatmap(axes, len(matrix)).show(title, matrix, null, shared)
     return figure
 
@@ -150,6 +137,7 @@ class _Heatmap:
         self.axes = axes
         colours = colour_map().reversed().with_extremes(bad="lightgrey")
         self.image = axes.imshow(np.zeros((L, L)), cmap=colours, extent=(0.5, L + 0.5, L + 0.5, 0.5))
+        axes.grid(False)
         axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -212,13 +200,9 @@ def training_curves(
         measure: of pairs of blocks; None for mis-coupling m_K and, of a single result, that of the paper's equation 14 too.
         step: is marked by a line.
     """
-    from matplotlib.figure import Figure
-
-    require_panels(1 + len(TRAJECTORY), target)
+    figure, (coupling, *others) = panels(1 + len(TRAJECTORY), target, size=(3.3, 3.2))
     single = len(results) == 1
     measures = [measure] if measure else list(COLOURS) if single else ["miscoupling"]
-    figure = Figure(figsize=(10, 3.2), layout="constrained")
-    coupling, *others = figure.subplots(1, 1 + len(TRAJECTORY))
     at = {"k": k, "pairs": "mean_offdiag"}
     tables = []
     for i, (name, ds) in enumerate(results.items()):
@@ -244,15 +228,15 @@ def training_curves(
     title = f"Pairs of blocks l ≠ l', K = {k}" + ("" if single else f"\n{equation(measures[0])}")
     coupling.set(title=title, ylabel="Mis-coupling", ylim=(0, None))
     for axes, heading in zip(others, TRAJECTORY.values(), strict=True):
-        axes.set_ylabel(heading, fontsize=9)
+        axes.set_ylabel(heading)
     lss, expodistance = others
     logarithmic_y(expodistance)
     for axes in (coupling, *others):
         training_axis(axes, np.concatenate([ds["step"].values for ds in results.values()]))
         mark_step(axes, step)
-    coupling.legend(fontsize=7)
+    coupling.legend()
     if any(line.get_label() == "suspect checkpoint" for line in lss.lines):
-        lss.legend(fontsize=7)
+        lss.legend()
     (only, *_) = results.values()
     figure.suptitle(only.attrs.get("suite", "") if single else "")
     return figure, pd.concat(tables, ignore_index=True)
@@ -283,8 +267,8 @@ def over_training(
         _mark_onset(panel, began)
         training_axis(panel, [*steps, began.low])
         mark_step(panel, step)
-        panel.set_title(name, fontsize=9)
-        panel.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+        panel.set_title(name)
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         columns = {"step": steps, "coupling": mean["mean"], "low": mean["low"], "high": mean["high"], "null": null}
         columns |= {"onset_after": began.earlier, "onset_by": began.later}
         columns |= {"onset_low": began.low, "onset_high": began.high}
@@ -327,10 +311,9 @@ def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plot
         for layer in range(len(x)):
             panel.text(x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3)
         panel.set(aspect="equal", title=at_step(name, ds, i))
-        panel.title.set_fontsize(8)
         panel.axis("off")
     axes[0].plot([], [], color=BLUE, lw=2.8, label=f"{top:.2f} below the null level; thinner: less")
-    axes[0].legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
+    axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
     return figure, table
 
 
@@ -344,9 +327,8 @@ def by_layer(results: Results, k: int, target: "Axes | None" = None) -> "Plotted
         columns = mean_line(axes, others, sources(ds), colour, name)
         columns = {"layer": columns["layer"], "coupling": columns.pop("mean"), **columns}
         rows.append(pd.DataFrame({"result": name, **columns}))
-    axes.set_xlabel("Block l", fontsize=8)
-    axes.set_ylabel(_label(k), fontsize=8)
-    axes.legend(fontsize=7)
+    axes.set(xlabel="Block l", ylabel=_label(k))
+    axes.legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -364,8 +346,7 @@ def by_prompt(results: Results, k: int, target: "Axes | None" = None) -> "Plotte
         count = len(set(tables[name]["source"])) if "source" in tables[name] else 0
         if count > 1:
             text += f"\np treats prompts of {count} sources as independent"
-        panel.set_title(f"{name}\n{text}", fontsize=8)
-        panel.set_xlabel(AGAINST[against], fontsize=8)
+        panel.set(title=f"{name}\n{text}", xlabel=AGAINST[against])
     label_y(axes, _label(k))
     if target is None and not any(x == "difficulty" for _, x in shown):
         figure.suptitle("Coupling of each prompt against its length", fontsize=10)

@@ -52,6 +52,13 @@ SURFACE: Mapping[Theme, Mapping[str, str]] = {
         "warn": "#ff8c42",
     },
 }
+STYLE: dict[Any, Any] = {  # of the texts of figures, as matplotlib's settings
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+}
 BLUE, ORANGE, GREEN, *_ = SERIES["light"]
 GREY = SURFACE["light"]["faint"]
 # Of mis-couplings, from coupled (last) to uncoupled, and of |A|, from 0 to large (last): viridis, evenly spaced.
@@ -79,13 +86,18 @@ def css_variables(theme: Theme) -> str:
 
 
 def panels(
-    count: int, target: "Axes | None" = None, per_row: int | None = None, **options: Any
+    count: int,
+    target: "Axes | None" = None,
+    per_row: int | None = None,
+    size: tuple[float, float] | None = None,
+    **options: Any,
 ) -> "tuple[Figure, list[Axes]]":
-    """Return a figure of `count` small panels; `options` are those of `Figure.subplots`.
+    """Return a figure of `count` panels; `options` are those of `Figure.subplots`.
 
     Args:
         target: the caller's axes, which become the only panel.
         per_row: the panels of a row. Default: as equal in number as possible, and at most four.
+        size: inches of a panel. Default: small.
 
     Raises:
         UsageError: if axes are given and the figure has several panels.
@@ -93,26 +105,21 @@ def panels(
     from matplotlib.figure import Figure
 
     if target is not None:
-        require_panels(count, target)
+        if count != 1:
+            raise UsageError(f"ax= takes a figure of one panel, and this one has {count}; leave ax out")
         target.grid(alpha=0.3)
         return target.get_figure(root=True), [target]  # type: ignore[return-value]
     columns = per_row or -(-count // -(-count // PER_ROW))
     rows = -(-count // columns)
-    figure = Figure(figsize=(1 + 2.8 * columns, 0.5 + 2.8 * rows), layout="constrained")
+    inches = (size[0] * columns, size[1] * rows) if size else (1 + 2.8 * columns, 0.5 + 2.8 * rows)
+    figure = Figure(figsize=inches, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
     for unused in axes[count:]:
         unused.remove()
     for panel in axes[:count]:
         panel.grid(alpha=0.3)
-        panel.tick_params(labelsize=7, which="both")
         panel.locator_params(axis="x", nbins=5)
     return figure, list(axes[:count])
-
-
-def require_panels(count: int, target: "Axes | None") -> None:
-    """Raise UsageError if axes are given and the figure does not consist of one panel."""
-    if target is not None and count != 1:
-        raise UsageError(f"ax= takes a figure of one panel, and this one has {count}; leave ax out")
 
 
 def label_y(axes: "Sequence[Axes]", label: str) -> None:
@@ -120,7 +127,7 @@ def label_y(axes: "Sequence[Axes]", label: str) -> None:
     for panel in axes:
         place = panel.get_subplotspec()
         if len(axes) == 1 or place is None or place.is_first_col():
-            panel.set_ylabel(label, fontsize=8)
+            panel.set_ylabel(label)
 
 
 def at_step(name: str, ds: xr.Dataset, i: int) -> str:

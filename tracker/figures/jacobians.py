@@ -66,15 +66,13 @@ def matrix_grid(results: Results, _: int, target: "Axes | None" = None, *, varia
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
         grid = (_layer_grid if "token" in ds[variable].dims else _token_grid)(ds.isel(step=i, prompt=0), variable)
         _draw_grid(panel, grid)
-        panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}", fontsize=8)
+        panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}")
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
         columns = {grid.index: grid.labels[row], f"{grid.index}_other": grid.labels[column], **grid.common}
         columns |= {"row": a + 1, "column": b + 1, "value": grid.A.ravel()}
         tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
     label = "|A| relative to the largest\nsingular value of the row's Jacobian"
-    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
-    bar.ax.tick_params(labelsize=7)
-    bar.ax.yaxis.label.set_fontsize(8)
+    figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     return figure, pd.concat(tables, ignore_index=True)
 
 
@@ -113,13 +111,16 @@ def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:
     for a, b in np.ndindex(T, T):
         top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
         picture[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = grid.A[a, b] / top
-    panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)  # the same in all panels, for one colour bar
-    middle = np.arange(T) * (K + 1) + (K - 1) / 2
-    panel.set_xticks(middle, grid.labels)
-    panel.set_yticks(middle, grid.labels)
+    _show(panel, picture, np.arange(T) * (K + 1) + (K - 1) / 2, grid.labels)
+    panel.set(xlabel=grid.columns, ylabel=grid.rows)
+
+
+def _show(panel: "Axes", picture: np.ndarray, ticks: np.ndarray, labels: np.ndarray) -> None:
+    """Draw values from 0 to 1 in the same colours in all panels."""
+    panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)
+    panel.set_xticks(ticks, labels)
+    panel.set_yticks(ticks, labels)
     panel.grid(False)
-    panel.set_xlabel(grid.columns, fontsize=8)
-    panel.set_ylabel(grid.rows, fontsize=8)
 
 
 def singular_values(
@@ -132,11 +133,8 @@ def singular_values(
         i = 0 if step == "first" else -1
         at = ds["singular_value"].isel(step=i).median(("prompt", "token"))
         layers = at["layer"].values
-        ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
         fit = inverse_fit(layers, at.sel(rank=1).values)
-        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
-            s = at.sel(rank=rank).values
-            values.plot(layers, s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+        for rank, s in _draw_ranks(values, at).items():
             columns = {"rank": rank, "layer": layers, "value": s, **(fit if rank == 1 else {})}
             rows.append(pd.DataFrame({"result": name, **columns}))
         inverse.plot(layers, fit["inverse"], color=BLUE, marker="o", ms=3, ls="", label="1 / s₁")
@@ -144,15 +142,21 @@ def singular_values(
         if fit["n"] >= FEWEST_POINTS and np.isfinite(fit["r2"]):
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
             text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
-        values.set_title(at_step(name, ds, i), fontsize=8)
-        logarithmic_y(values)
-        values.set_ylabel("Singular value of J", fontsize=8)
-        inverse.set_title(text, fontsize=8)
-        inverse.set_ylabel("1 / s₁ (s₁: largest singular value)", fontsize=8)
-        for panel in (values, inverse):
-            panel.set_xlabel("Block l", fontsize=8)
-            panel.legend(fontsize=6)
+        values.set(title=at_step(name, ds, i), ylabel="Singular value of J")
+        inverse.set(title=text, xlabel="Block l", ylabel="1 / s₁ (s₁: largest singular value)")
+        inverse.legend()
     return figure, pd.concat(rows, ignore_index=True)
+
+
+def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> dict[int, np.ndarray]:
+    """Draw singular values (rank, layer) at some ranks against the layer, and return them by rank."""
+    drawn = {rank: by_layer.sel(rank=rank).values for rank in RANKS if rank <= by_layer.sizes["rank"]}
+    for (rank, s), colour in zip(drawn.items(), shades(len(drawn)), strict=True):
+        panel.plot(by_layer["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
+    logarithmic_y(panel)
+    panel.set_xlabel("Block l")
+    panel.legend()
+    return drawn
 
 
 def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
@@ -166,11 +170,8 @@ def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted"
     for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):
         step = ds["step"].values[i]
         at = ds["from_first_singular_value"].isel(step=i).median(SAMPLES).dropna("layer", how="all")
-        ranks = [rank for rank in RANKS if rank <= at.sizes["rank"]]
-        for rank, colour in zip(ranks, shades(len(ranks)), strict=True):
-            s = at.sel(rank=rank)
-            values.plot(s["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
-            rows.append(pd.DataFrame({"result": name, "step": step, "rank": rank, "layer": s["layer"], "value": s}))
+        for rank, s in _draw_ranks(values, at).items():
+            rows.append(pd.DataFrame({"result": name, "step": step, "rank": rank, "layer": at["layer"], "value": s}))
         of_all = ds["lyapunov_exponent"].isel(step=i).stack(sample=SAMPLES).transpose("sample", "exponent").values
         share = np.arange(1, of_all.shape[-1] + 1) / of_all.shape[-1]
         low, middle, high = np.nanquantile(of_all, [0.25, 0.5, 0.75], axis=0)
@@ -180,15 +181,9 @@ def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted"
         rows.append(
             pd.DataFrame({"result": name, "step": step, "exponent": np.arange(1, len(share) + 1), "value": middle})
         )
-        values.set_yscale("log")
-        values.tick_params(which="minor", labelsize=7)
-        values.set_title(at_step(name, ds, i), fontsize=8)
-        exponents.set_title(at_step(name, ds, i), fontsize=8)
-        values.set_xlabel("Block l", fontsize=8)
-        values.set_ylabel("Singular value of\n(I + Jˡ) … (I + J¹)", fontsize=8)
-        exponents.set_xlabel("k / d", fontsize=8)
-        exponents.set_ylabel("Lyapunov exponent, ln(sₖ) / L", fontsize=8)
-        values.legend(fontsize=6)
+        title = at_step(name, ds, i)
+        values.set(title=title, ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
+        exponents.set(title=title, xlabel="k / d", ylabel="Lyapunov exponent, ln(sₖ) / L")
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -218,19 +213,13 @@ def residual_alignment(results: Results, _: int, target: "Axes | None" = None) -
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):
         A, layer = abs(at[f"{half}_matrix"].values), int(at["layer"])
         s = at["singular_value"]
-        panel.imshow(A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), cmap=colour_map(), vmin=0, vmax=1)
-        panel.grid(False)
         ticks = np.arange(0, len(A), -(-len(A) // TICKS))
-        panel.set_xticks(ticks, ticks + 1)
-        panel.set_yticks(ticks, ticks + 1)
-        panel.set_title(f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}", fontsize=8)
-        panel.set_xlabel("vₖ of the block", fontsize=8)
-        panel.set_ylabel("uₖ of the block", fontsize=8)
+        _show(panel, A / max(float(s.sel(rank=1)), np.finfo(A.dtype).tiny), ticks, ticks + 1)
+        title = f"{at_step(name, ds, -1)}\n{HALVES[half]} of block {layer}"
+        panel.set(title=title, xlabel="vₖ of the block", ylabel="uₖ of the block")
         row, column = np.indices(A.shape).reshape(2, -1) + 1
         columns = {"half": half, "layer": layer, "row": row, "column": column, "value": A.ravel()}
         tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[-1], **columns}))
     label = "|Uᵀ J V|, J of the half, relative to the\nlargest singular value of the block"
-    bar = figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
-    bar.ax.tick_params(labelsize=7)
-    bar.ax.yaxis.label.set_fontsize(8)
+    figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     return figure, pd.concat(tables, ignore_index=True)

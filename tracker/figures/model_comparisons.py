@@ -26,7 +26,7 @@ from tracker.analysis.across_models import (
     fit_line,
     independence_note,
     mean_score,
-    shared_ks,
+    shared,
     subset_fits,
     tokens_seen,
 )
@@ -70,7 +70,7 @@ def score_against_coupling(
 
 def score_against_coupling_by_k(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
-    ks = shared_ks(results)
+    ks = shared(results, "k")
     properties: dict[str, Property] = {}
     for k in ks:
         properties |= _coupling_and_score(results, k)[1]
@@ -86,7 +86,7 @@ def score_against_sizes(results: Results, k: int, target: "Axes | None" = None) 
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, results, table, text, target)
+    _annotate(figure, _in_table(results, table), text, target)
     return figure, table
 
 
@@ -122,9 +122,7 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
     coupling, properties = _coupling_and_score(results, k)
     table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
     fits = subset_fits(table, coupling)
-    figure, (axes,) = panels(1, target)
-    if target is None:
-        figure.set_size_inches(6.4, 1.2 + 0.32 * len(fits))
+    figure, (axes,) = panels(1, target, size=(6.4, 1.2 + 0.32 * len(fits)))
     y = np.arange(len(fits))[::-1]
     ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
     axes.errorbar(fits["r2"], y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
@@ -132,10 +130,9 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
         f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
         for fit in fits.to_dict("records")
     ]
-    axes.set_yticks(y, labels, fontsize=7)
-    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4))
-    axes.set_xlabel(f"R² of score on {coupling}", fontsize=8)
-    _annotate(figure, results, table, target=target)
+    axes.set_yticks(y, labels)
+    axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
+    _annotate(figure, _in_table(results, table), target=target)
     return figure, fits
 
 
@@ -147,8 +144,7 @@ def definitions(results: Results, _: int, target: "Axes | None" = None) -> "Plot
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     figure = correlation_heatmap(table, "score", target)
-    write = figure.supxlabel if target is None else target.set_xlabel
-    write(fill(independence_note(results), _letters(figure)), fontsize=7)
+    _annotate(figure, results, target=target)
     return figure, table
 
 
@@ -160,16 +156,10 @@ def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = Non
     Args:
         table: the rows of `statistics.correlations`.
     """
-    from matplotlib.figure import Figure
-
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
-    if target is None:
-        figure = Figure(figsize=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)), layout="constrained")
-        axes = figure.subplots()
-    else:
-        figure, (axes,) = panels(1, target)
-        axes.grid(False)
+    figure, (axes,) = panels(1, target, size=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)))
+    axes.grid(False)
     enough = rows.r.where(rows.n >= FEWEST_POINTS)
     r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
     image = axes.imshow(r, cmap=colour_map(DIVERGING), vmin=-1, vmax=1, aspect="auto")
@@ -215,29 +205,23 @@ def _scatter(
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
-        panel.set_title(text, fontsize=8)
-        panel.set_xlabel(x_name, fontsize=8)
-        panel.set_ylabel(y_name, fontsize=8)
-    _annotate(figure, results, table, target=target)
+        panel.set(title=text, xlabel=x_name, ylabel=y_name)
+    _annotate(figure, _in_table(results, table), target=target)
     return figure, table
 
 
-def _annotate(
-    figure: "Figure", results: Results, table: pd.DataFrame, text: str = "", target: "Axes | None" = None
-) -> None:
-    """Write a text below a figure or the given axes, and a note on the independence of the results in the table."""
-    compared = {name: results[name] for name in table["result"]}
-    lines = [*([text] if text else []), independence_note(compared)]
-    note = "\n".join(fill(line, _letters(figure)) for line in lines)
+def _annotate(figure: "Figure", compared: Results, text: str = "", target: "Axes | None" = None) -> None:
+    """Write a text below a figure or the given axes, and a note on the independence of the results compared."""
+    letters = int(LETTERS_PER_INCH * figure.get_figwidth())
+    note = "\n".join(fill(line, letters) for line in (text, independence_note(compared)) if line)
     if target is None:
         figure.supxlabel(note, fontsize=7)
     else:
-        target.set_xlabel(f"{target.get_xlabel()}\n{note}", fontsize=7)
+        target.set_xlabel(f"{target.get_xlabel()}\n{note}".strip(), fontsize=7)
 
 
-def _letters(figure: "Figure") -> int:
-    """Return how many letters of a note fit in the width of a figure."""
-    return int(LETTERS_PER_INCH * figure.get_figwidth())
+def _in_table(results: Results, table: pd.DataFrame) -> Results:
+    return {name: results[name] for name in table["result"]}
 
 
 def _bars(table: pd.DataFrame, name: str) -> Any:
@@ -311,16 +295,10 @@ def table_of_models(results: Results, _: int, target: "Axes | None" = None) -> "
 
 
 def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None") -> "Figure":
-    from matplotlib.figure import Figure
-
     cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
     widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
     width = 1 + 0.1 * sum(widths)
-    if target is None:
-        figure = Figure(figsize=(width, 1.2 + 0.25 * len(cells)), layout="constrained")
-        axes = figure.subplots()
-    else:
-        figure, (axes,) = panels(1, target)
+    figure, (axes,) = panels(1, target, size=(width, 1.2 + 0.25 * len(cells)))
     axes.axis("off")
     shares = [width / sum(widths) for width in widths]
     drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")

@@ -1,27 +1,27 @@
-"""Figures by name: which of them results can make, drawing one, and what to do where results do not suffice, in the terms of
-Python or of the command line. `tracker.plot(results)` draws in a notebook those of `python -m tracker.figures`, by the same
-names.
+"""Figures by name: which of them results can make, drawing one, and what to do where results do not suffice.
+
+`tracker.plot(results)` draws in a notebook those of `python -m tracker.figures`, by the same names.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
-from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.across_models import Results, shared_ks
-from tracker.analysis.doubts import describe_differences, require_same_conventions
+from tracker.analysis.across_models import Results, shared
+from tracker.analysis.doubts import describe_differences
 from tracker.common.errors import UsageError, require, warn_caller
+from tracker.figures.drawing import STYLE
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
 from tracker.measures.registry import BY_NAME, VARIANTS
 from tracker.measures.settings import CHOICE_NAMES, USUAL
-from tracker.store import distinct_names, open_results, short_name
+from tracker.store import GIVE, Result, by_name, open_results
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,54 +30,10 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
-@dataclass(frozen=True)
-class Wording:
-    """Texts of messages.
-
-    Attributes:
-        beside: what may be given in place of the name of a figure.
-        option: how a caller gives an option, a template of `name` and `value`.
-        again: how to measure again, a template of `names`, a list, and `flag`, the same with commas.
-        steps: how to get more steps.
-        untrained: how to get the untrained model as first step.
-        scores: how to get scores.
-        several: the form of several results.
-    """
-
-    beside: tuple[str, ...]
-    option: str
-    again: str
-    steps: str
-    untrained: str
-    scores: str
-    several: str
-
-
-COMMAND = Wording(
-    beside=("all", "list"),
-    option="--{name} {value}",
-    again="measure again: python -m tracker.pythia --model ... --measures {flag} --out OTHER",
-    steps="measure more steps: --steps ...",
-    untrained="walk with --steps 0,... or --untrained SEED",
-    scores="give results with scores (a Pythia walk records its own, --scores FILE joins others) of several models",
-    several="directories",
-)
-PYTHON = Wording(
-    beside=(),
-    option="{name}={value!r}",
-    again="measure again with measures={names}",
-    steps="give a store of several steps, or join measurements: xarray.concat([a.assign_coords(step=0), "
-    "b.assign_coords(step=100)], 'step')",
-    untrained="mark a measurement of an untrained model as such: ds.assign_coords(step=0)",
-    scores="give stores of several models with scores (a walk over Pythia records its own)",
-    several="a mapping from names to Datasets",
-)
-
-
 LETTERS_PER_INCH = 13  # of a title
 
 
-def resolve(name: str | int, wording: Wording = COMMAND) -> str:
+def resolve(name: str | int) -> str:
     """Return the name under which a figure is declared; several figures of the paper may show the same.
 
     Raises:
@@ -88,18 +44,11 @@ def resolve(name: str | int, wording: Wording = COMMAND) -> str:
         raise UsageError(f"figure {name} is not drawn here: {NOT_DRAWN[name]}")
     resolved = ALIASES.get(name, name)
     if resolved not in FIGURES:
-        names = sorted([*FIGURES, *ALIASES], key=_place)
+        names = [*FIGURES, *ALIASES]
         close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1)
         meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
-        raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join([*wording.beside, *names])}")
+        raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join(names)}")
     return resolved
-
-
-def _place(name: str) -> tuple[int, str]:
-    """Return where a figure stands in a list of names: figures without a number first, the others by number."""
-    number = re.match(r"\d*", name)
-    assert number is not None
-    return int(number[0] or 0), name
 
 
 def draw(
@@ -107,7 +56,6 @@ def draw(
     results: Results,
     k: int | None,
     target: "Axes | None" = None,
-    wording: Wording = COMMAND,
     measure: str | None = None,
     step: int | None = None,
 ) -> "Plotted":
@@ -116,7 +64,6 @@ def draw(
     Args:
         k: number of singular vectors; None for the smallest that all results have.
         target: the axes to draw into, for a figure of one panel.
-        wording: whether messages are for a caller in Python or on the command line.
         measure: of an adjustable figure, a measure of pairs of blocks; None for its own.
         step: of an adjustable figure, the training step of a matrix, or one that curves mark; None for the last.
 
@@ -126,27 +73,30 @@ def draw(
     Raises:
         UsageError: if the results do not suffice; the message states what to run.
     """
-    declaration = _adjusted(FIGURES[name], measure, step, wording)
-    if reason := lack(declaration, results, wording):
-        raise UsageError(f"figure {name} can't be drawn: {reason}{_others(results, wording)}")
-    ks = shared_ks(results)
+    from matplotlib import rc_context
+
+    declaration = _adjusted(FIGURES[name], measure, step)
+    if reason := lack(declaration, results):
+        raise UsageError(f"figure {name} can't be drawn: {reason}")
+    ks = shared(results, "k")
     if k is not None or any("k" in ds.coords for ds in results.values()):
-        _require_shared("k", k, ks, wording)
+        _require_shared("k", k, ks)
     options = {}
     if declaration.adjustable:
         if step is not None:
-            _require_shared("step", step, _shared_steps(results), wording)
+            _require_shared("step", step, shared(results, "step"))
         if differences := describe_differences(results):
             warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
         options = {"measure": measure, "step": step}
-    figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
+    with rc_context(STYLE):
+        figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
     if target is None and not figure.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
         figure.suptitle(title, fontsize=10)
     return figure, table
 
 
-def _adjusted(figure: FigureSpec, measure: str | None, step: int | None, wording: Wording) -> FigureSpec:
+def _adjusted(figure: FigureSpec, measure: str | None, step: int | None) -> FigureSpec:
     """Return the declaration of a figure that shows this measure.
 
     Raises:
@@ -155,76 +105,65 @@ def _adjusted(figure: FigureSpec, measure: str | None, step: int | None, wording
     for option, value in (("measure", measure), ("step", step)):
         if value is not None and not figure.adjustable:
             adjustable = ", ".join(name for name, other in FIGURES.items() if other.adjustable)
-            raise UsageError(f"{wording.option.format(name=option, value=value)} is for the figures {adjustable}")
+            raise UsageError(f"{option} {value} is for the figures {adjustable}")
     if measure is None:
         return figure
     if measure not in VARIANTS:
-        argument = wording.option.format(name="measure", value=measure)
-        raise UsageError(f"{argument} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
+        raise UsageError(f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
     needs = dict.fromkeys(measure if name in VARIANTS else name for name in figure.needs)
     return replace(figure, needs=tuple(needs))
 
 
-def _shared_steps(results: Results) -> list[int]:
-    """Return the training steps that all results have, ascending."""
-    return sorted(
-        set.intersection(*({int(step) for step in ds["step"].values if step == step} for ds in results.values()))
-    )
-
-
-def _require_shared(option: str, value: int | None, shared: Sequence[int], wording: Wording) -> None:
+def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
     if value is None and not shared:
         raise UsageError(f"the results share no {option}; measure them with a common one")
     if value is not None and value not in shared:
-        argument = wording.option.format(name=option, value=value)
         raise UsageError(
-            f"{argument} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}"
+            f"{option} {value} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}"
         )
 
 
-def lack(figure: FigureSpec, results: Results, wording: Wording = COMMAND) -> str:
+def lack(figure: FigureSpec, results: Results) -> str:
     """State why these results do not suffice for a figure and what to run; "" if they suffice."""
-    reasons = (_result_lacks(figure, name, ds, wording) for name, ds in results.items())
+    reasons = (_result_lacks(figure, name, ds) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
         return reason
-    try:
-        require_same_conventions(results, figure.may_differ)
-    except UsageError as difference:
-        return str(difference)
+    if differences := describe_differences(results, figure.may_differ):
+        return f"the results differ in {'; '.join(differences)}; give results measured by the same conventions"
     if len(results) < figure.results:
-        return f"it compares at least {figure.results} results ({wording.several}); {len(results)} given"
+        return f"it compares at least {figure.results} results; {len(results)} given"
     return ""
 
 
-def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset, wording: Wording) -> str:
+def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset) -> str:
     missing = [variable for variable in figure.needs if variable not in ds]
     if "score" in missing:
-        return f"{name} has no scores; {wording.scores}"
+        return (
+            f"{name} has no scores; give results of several models with scores (a Pythia walk records its own, --scores FILE "
+            "joins others)"
+        )
     if missing == ["tokens_seen"]:
         return (
             f"{name} does not record the training tokens of its steps; walk with a pattern that reads them from the names of "
             "checkpoints, --revisions '...(?P<tokens>...)'"
         )
     if missing:
-        measures = _measures(figure)
-        again = wording.again.format(names=list(measures), flag=",".join(measures))
-        return f"{name} lacks {', '.join(missing)}; {again}"
+        measures = ",".join(_measures(figure))
+        return f"{name} lacks {', '.join(missing)}; measure again with measures={measures!r} (a walk: --measures, another --out)"
     first, count = float(ds["step"][0]), ds.sizes["step"]
     if count < figure.steps:
         steps = "one training step" if count == 1 else f"{count} training steps"
-        return f"it needs {figure.steps} training steps or more, and {name} has {steps}; {wording.steps}"
+        return (
+            f"it needs {figure.steps} training steps or more, and {name} has {steps}; measure more, or join measurements in "
+            "Python: xarray.concat([a.assign_coords(step=0), b.assign_coords(step=100)], 'step')"
+        )
     if figure.untrained and first != 0:
         starts = "does not state its training step" if np.isnan(first) else f"starts at step {int(first)}"
-        return f"{name} {starts}, but the figure shows the untrained model; {wording.untrained}"
+        return (
+            f"{name} {starts}, but the figure shows the untrained model; walk with --steps 0,... or --untrained SEED, or mark a "
+            "measurement of an untrained model in Python: ds.assign_coords(step=0)"
+        )
     return ""
-
-
-def _others(results: Results, wording: Wording) -> str:
-    """List, for a caller in Python, the figures that the results allow."""
-    if wording is not PYTHON:
-        return ""  # the command `list` lists them
-    allowed = [name for name, figure in FIGURES.items() if not lack(figure, results, wording)]
-    return f". Figures that can be drawn: {', '.join(allowed)}" if allowed else ""
 
 
 def _measures(figure: FigureSpec) -> list[str]:
@@ -242,13 +181,6 @@ def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
         )
         lines.append(f"{', '.join((name, *figure.also)):11} {figure.title}; {status}")
     return [*lines, *(f"{name:11} not drawn here: {why}" for name, why in NOT_DRAWN.items())]
-
-
-GIVE = (
-    "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
-    "a mapping from names"
-)
-Result = xr.Dataset | PathLike[str] | str  # a Dataset, or a store or its directory
 
 
 def plot(
@@ -279,53 +211,28 @@ def plot(
         ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:
-        UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they lack, and
-            which figures they allow), for a measure, K or step that was not measured, and for results that were measured by
+        UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they
+            lack), for a measure, K or step that was not measured, and for results that were measured by
             different conventions, in other figures.
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    several = _by_name(results)
+    several = {label: _with_steps(result) for label, result in by_name(results).items()}
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
         raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
-        name = "curves" if all(ds.sizes.get("step", 1) > 1 for ds in several.values()) else "heatmap"
-    with_steps = {label: _with_steps(ds) for label, ds in several.items()}
-    figure, _ = draw(resolve(name, PYTHON), with_steps, k, ax, PYTHON, measure, step)
+        name = "curves" if all(ds.sizes["step"] > 1 for ds in several.values()) else "heatmap"
+    figure, _ = draw(resolve(name), several, k, ax, measure, step)
     return figure
 
 
-def _by_name(results: Any) -> dict[str, xr.Dataset]:
-    """Return the results opened, by the names that a figure shows: those given, or the results' own."""
-    if isinstance(results, Mapping) and not isinstance(results, xr.Dataset):
-        listed, names = list(results.values()), [str(name) for name in results]
-        opened = [_opened(of) for of in listed]
-    else:
-        listed = list(results) if isinstance(results, (list, tuple)) else [results]
-        opened = [_opened(of) for of in listed]
-        names = [short_name(ds) for ds in opened]
-    if not opened:
-        raise UsageError(f"an empty {type(results).__name__} can't be plotted; {GIVE}")
-    if len(set(names)) < len(names):
-        places = [Path(of) for of in listed if not isinstance(of, xr.Dataset)]
-        if len(places) == len(listed):
-            names = distinct_names(places)
-        else:
-            names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
-    return dict(zip(names, opened, strict=True))
-
-
-def _opened(result: Any) -> xr.Dataset:
+def _with_steps(result: Result) -> xr.Dataset:
+    """Open a result with a `step` dimension; a measurement that does not state its training step has NaN there."""
     ds = open_results(result) if isinstance(result, str | PathLike) else result
-    if isinstance(ds, xr.Dataset) and "model_class" in ds.attrs and "prompt" in ds.dims:
-        return ds
-    raise UsageError(f"can't plot {type(result).__name__}; {GIVE}")
-
-
-def _with_steps(ds: xr.Dataset) -> xr.Dataset:
-    """Return a result with a `step` dimension; a measurement that does not state its training step has NaN there."""
+    if "model_class" not in ds.attrs or "prompt" not in ds.dims:
+        raise UsageError(f"this Dataset is no result; {GIVE}")
     if "k" in ds.coords and "k" not in ds.dims:
         k = int(ds["k"])
         raise UsageError(f"this result is the selection K = {k}; give the whole Dataset, and k={k}")

@@ -41,8 +41,8 @@ def over_training(results: Results, _: int, target: "Axes | None" = None, *, var
         columns = quartile_line(axes, ds[variable], "step", colour, name)
         rows.append(pd.DataFrame({"result": name, **columns}))
     training_axis(axes, np.concatenate([ds["step"].values for ds in results.values()]))
-    axes.set_ylabel(axis_label(variable), fontsize=8)
-    axes.legend(fontsize=7)
+    axes.set_ylabel(axis_label(variable))
+    axes.legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -72,9 +72,8 @@ def at_layers(
             rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
         training_axis(panel, ds["step"].values)
         scale_y(panel, variable)
-        panel.set_title(name, fontsize=8)
-        panel.set_ylabel(("−" if sign < 0 else "") + axis_label(variable), fontsize=8)
-    axes[0].legend(fontsize=7)
+        panel.set(title=name, ylabel=("−" if sign < 0 else "") + axis_label(variable))
+    axes[0].legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -98,15 +97,15 @@ def by_depth(results: Results, _: int, target: "Axes | None" = None, *, variable
                 panel.plot(columns["depth"], columns["null"], color=colour, ls=":", lw=1.2)
             rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
         scale_y(panel, variable)
-        panel.set_title(name, fontsize=8)
-        panel.set_xlabel("State after block l" if axis == "depth" else "Block l", fontsize=8)
-        panel.set_ylabel(axis_label(variable), fontsize=8)
+        panel.set(
+            title=name, xlabel="State after block l" if axis == "depth" else "Block l", ylabel=axis_label(variable)
+        )
         if f"{variable}_null" in ds:
             panel.plot([], [], color="0.4", ls=":", lw=1.2, label="null level")
     for panel in axes:
         labels = panel.get_legend_handles_labels()[1]
         if "null level" in labels or (labels and panel is axes[0]):
-            panel.legend(fontsize=6)
+            panel.legend()
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -127,9 +126,9 @@ def by_model(
                 columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
                 rows.append({"result": name, "variable": variable, **columns})
         panel.set_xlim(-0.6, len(results) - 0.4)
-        panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right", fontsize=7)
-        panel.set_ylabel(axis_label(variable), fontsize=8)
-    axes[0].legend(fontsize=7)
+        panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right")
+        panel.set_ylabel(axis_label(variable))
+    axes[0].legend()
     return figure, pd.DataFrame(rows)
 
 
@@ -152,8 +151,7 @@ def principal_planes(results: Results, _: int, target: "Axes | None" = None) -> 
         plane = plane[positions]
         for index, (path, colour) in enumerate(zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)):
             panel.plot(*path.T, color=colour, lw=0.8, marker=".", ms=2.5, zorder=3 if index == len(plane) - 1 else 2)
-        panel.set_title(at_step(name, ds, i), fontsize=8)
-        panel.set_xlabel("First principal axis", fontsize=8)
+        panel.set(title=at_step(name, ds, i), xlabel="First principal axis")
         token, depth = np.indices(plane.shape[:2]).reshape(2, -1)
         first, second = plane.reshape(-1, 2).T
         columns = {"position": positions[token], "depth": depth, "first": first, "second": second}
@@ -172,9 +170,7 @@ def noise_response(results: Results, _: int, target: "Axes | None" = None) -> "P
             by_prompt = at.sel(depth=depth, drop=True).mean("position")
             columns = mean_line(panel, by_prompt, sources(ds), colour, f"after block {depth}")
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
-        panel.set_xscale("log")
-        panel.set_title(name, fontsize=8)
-        panel.set_xlabel("Length of the noise / length of the embedding", fontsize=8)
+        panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
     label_y(axes, "Cosine similarity to the state without noise")
-    axes[0].legend(fontsize=7)
+    axes[0].legend()
     return figure, pd.concat(rows, ignore_index=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.curves import headlines, scalars, scalars_by_step
+from tracker.analysis.curves import headlines, scalars_by_step
 from tracker.common.errors import UsageError
 from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, UNDEFINED_COUNT, panel_metrics
 from tracker.store import Store
@@ -38,7 +38,7 @@ class Row:
     @classmethod
     def from_unit(cls, unit: xr.Dataset) -> "Row":
         """Reduce a unit to the content of a log."""
-        return cls._of_step(unit, scalars(unit), _matrices(unit))
+        return cls.from_curve(unit.expand_dims("step"))[0]
 
     @classmethod
     def from_curve(cls, curve: xr.Dataset) -> "list[Row]":

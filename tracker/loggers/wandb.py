@@ -140,7 +140,6 @@ class WandbRun:
         if known.get("log") != self.chosen:  # a new run gets all units, with these metrics
             known = {}
         self.logged: list[int] = known.get("logged", [])
-        self.choice = run.log
         self.headlines: dict[int, Mapping[str, float]] = {}  # by step
         self.defined: set[str] = set()
         self.run: wandb.Run = wandb.init(
@@ -165,7 +164,7 @@ class WandbRun:
         if row.step in self.logged or "miscoupling" not in row.matrices:
             return
         pictures: dict[str, Any] = {name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
-        if self.choice == "all":
+        if self.chosen == "all":
             pictures["coupling/pairs"] = wandb.Html(_pairs_table(row))
         self.run.log(pictures, commit=False)
 

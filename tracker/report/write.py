@@ -81,7 +81,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
     differences = describe_differences(summaries)
-    between, reason = _across(summaries, differences)
+    between, reason = _across(summaries)
     data = {
         "models": [
             {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
@@ -94,6 +94,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     for array in carried(data):
         arrays.append(array["codes"])
         array["codes"] = len(arrays) - 1
+    said = {name: [_summary(ds), *filter(None, [findings(models[name])])] for name, ds in summaries.items()}
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
         f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
@@ -101,27 +102,15 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         f"{_rows(provenance(ds, stores[name]))}</tbody></table></div></details>"
         for name, ds in summaries.items()
     ]
-    first, missing = (
-        [f"{f'{name}: ' if several else ''}{line}" for name, lines in remarks.items() for line in lines]
-        for remarks in (
-            {name: doubts(ds, stores[name].skipped()) for name, ds in summaries.items()},
-            {name: lacking(ds) for name, ds in summaries.items()},
-        )
-    )
+    first = _of_each({name: doubts(ds, stores[name].skipped()) for name, ds in summaries.items()})
+    missing = _of_each({name: lacking(ds) for name, ds in summaries.items()})
     missing += [f"Fits between results: {reason}"] if reason else []
     title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
     return Template((ASSETS / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
         picture=picture(),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
-        summary=_items(
-            [
-                f"{f'{name}: ' if several else ''}{line}"
-                for name, ds in summaries.items()
-                for line in (_summary(ds), findings(models[name]))
-                if line
-            ]
-        ),
+        summary=_items(_of_each(said)),
         numbers=_numbers(summaries),
         doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(first)}</ul></div>" if first else "",
         lacking=f"<ul>{_items(missing)}</ul>" if missing else "<p>Nothing that the page has a place for.</p>",
@@ -135,15 +124,13 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     )
 
 
-def _across(summaries: Mapping[str, "xr.Dataset"], differences: Sequence[str]) -> tuple[dict[str, Any] | None, str]:
+def _across(summaries: Mapping[str, "xr.Dataset"]) -> tuple[dict[str, Any] | None, str]:
     """Return the fits between results, or why there are none."""
     from tracker.analysis.across_models import compare_models
     from tracker.analysis.regression import MIN_POINTS
 
     if len(summaries) < MIN_POINTS:
         return None, ""
-    if differences:
-        return None, f"they were not measured alike, in {'; '.join(differences)}"
     try:
         return compare_models(summaries), ""
     except ValueError as why:
@@ -198,6 +185,11 @@ def _rows(rows: Sequence[tuple[str, str]]) -> str:
 def _region(label: str) -> str:
     """Return the attributes that let a keyboard reach an area that scrolls."""
     return f'tabindex=0 role=region aria-label="{_text(label)}"'
+
+
+def _of_each(lines: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the lines of all results, after the name of each if there are several."""
+    return [f"{name}: {line}" if len(lines) > 1 else line for name, of_result in lines.items() for line in of_result]
 
 
 def _items(lines: Sequence[str]) -> str:
