@@ -75,7 +75,7 @@ def published(
 
     inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(settings.device)
     position, jacobian = shapes.position(settings.shape), by_hand if hand_written else whole_sequence
-    return couplings(model, shapes.blocks(model), inputs, position, settings.k, settings.chunk, clock, jacobian)
+    return couplings(model, shapes.blocks(model), inputs, position, settings.k, clock, jacobian)
 
 
 def by_hand(model: "nn.Module", settings: "Benchmark", clock: "Clock") -> "tuple[Tensor, Tensor, dict[str, Tensor]]":

@@ -171,20 +171,18 @@ def test_an_unknown_shape_lists_the_shapes(capsys):
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
 
 
-def test_the_streamed_checkpoint_has_the_published_dtype_in_both_formats(tmp_path):
+def test_the_streamed_checkpoint_has_the_published_dtype(tmp_path):
     size = streaming.write_checkpoint(streaming.Streaming("14m", blocks=1), tmp_path)
     assert size == 2 * replace(pythia_shapes()["14m"], layers=1, vocabulary=50304).parameters
-    shards = [torch.load(file) for file in (tmp_path / "bin").glob("*.bin")]
-    shards.append(load_file(tmp_path / "safetensors" / "model.safetensors"))
-    assert {tensor.dtype for shard in shards for tensor in shard.values()} == {torch.float16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float16}
 
 
 @pytest.mark.slow
-def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
+def test_streaming_agrees_and_reports_memory(tmp_path, capsys):
     file = tmp_path / "streaming.json"
     assert streaming.main(["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]) == 0
     ways = json.loads(file.read_text())["ways"]
-    assert list(ways) == ["streamed, safetensors", "streamed, bin", "in memory"]
+    assert list(ways) == ["streamed", "in memory"]
     assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
     assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
     assert "anonymous, GB" in capsys.readouterr().out
@@ -197,9 +195,9 @@ def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(p
     )
     weights = streaming._alone(streaming.write_checkpoint, settings, tmp_path)
     found = {}
-    for way in (streaming.STREAMED[0], streaming.ON_DEVICE):
+    for way in (streaming.STREAMED, streaming.IN_MEMORY):
         pretend.reset_peak()
-        found[way] = streaming.measure(settings, tmp_path / "safetensors", way)
+        found[way] = streaming.measure(settings, tmp_path, way)
     streamed, on_device = found.values()
     assert 0 < streamed["device_bytes"] < on_device["device_bytes"] and on_device["device_bytes"] > weights
     np.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
@@ -230,10 +228,14 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
     out = tmp_path / "new" / "callback.json"
     assert callback.main([*small, "--repeats", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    # Of the pair that warms up and the timed one: the start of each run, the measurement, the end of each timed run.
-    assert waits == ["cpu"] * (2 * (2 + 1) + 2)
-    (seconds,) = result["seconds_of_a_stretch"]["with"]
+    # Of the run that warms up and the timed one: the start, the measurement, the end of the timed run.
+    assert waits == ["cpu"] * (2 * (1 + 1) + 1)
+    (seconds,) = result["seconds_of_a_stretch"]
     assert 0 < result["seconds_of_a_measurement"] < seconds and 0 < result["share"] < 1
+    # Runs of 1,000 steps would be 250 times as long, apart from the measurement.
+    rest = 250 * (seconds - result["seconds_of_a_measurement"])
+    share = result["seconds_of_a_measurement"] / (result["seconds_of_a_measurement"] + rest)
+    assert result["share_every_1000_steps"] == pytest.approx(share)
     assert "one measurement" in capsys.readouterr().out
     assert callback.main(["--device", "cuda:99"]) == 2
     assert "--device cuda:99 can't be used" in capsys.readouterr().err
