@@ -114,7 +114,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
             with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
                 (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
         print(f"{counts}; results in {out}", flush=True)
-        with shown(recipes, missing):
+        with shown(missing):
             for cell, error in failures:
                 record_failure(cell, error)
     bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]
