@@ -5,13 +5,11 @@ with its weights left in their files; and with all weights in memory, on a GPU i
 """
 
 import copy
-import multiprocessing
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -71,16 +69,15 @@ def streaming(settings: Streaming) -> dict[str, Any]:
 
     environment = machine.environment(settings.device)
     with tempfile.TemporaryDirectory() as directory:
-        weights = _alone(write_checkpoint, settings, Path(directory))
+        weights = machine.alone(write_checkpoint, settings, Path(directory))
         runs: dict[str, list[dict[str, Any]]] = {STREAMED: [], IN_MEMORY: []}
         for repeat in range(settings.repeats):
             for name, made in runs.items():
                 print(f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True)
-                made.append(_alone(measure, settings, Path(directory), name))
+                made.append(machine.alone(measure, settings, Path(directory), name))
     values = {name: made[0].pop("values") for name, made in runs.items()}
     reference = values[IN_MEMORY]
     return {
-        "what": "streaming",
         "settings": {k: v for k, v in asdict(settings).items() if k != "out"},
         "environment": environment,
         "weights_bytes": weights,
@@ -94,11 +91,6 @@ def streaming(settings: Streaming) -> dict[str, Any]:
             for name, made in runs.items()
         },
     }
-
-
-def _alone(function: Any, *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *arguments).result()
 
 
 def write_checkpoint(settings: Streaming, directory: Path) -> int:

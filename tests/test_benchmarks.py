@@ -57,13 +57,13 @@ def compared(directory) -> dict:
 def test_ours_and_the_published_algorithm_agree(compared):
     single = rounding(torch.float32)
     of_couplings = of_vectors(torch.float32, compared["width"], compared["certificate"]["smallest_gap"])
-    for errors in (compared["errors"], compared["by_hand"]["errors"]):
-        assert errors["singular_value"] < single
+    for name in ("published", "by_hand"):
+        errors = compared[name]["errors"]
+        assert max(errors["jacobian"], errors["singular_value"]) < single
         assert max(errors[name] for name in MISCOUPLINGS if name in errors) < of_couplings
         assert {"miscoupling", "offdiag_normalized"} <= set(errors)
-    assert compared["errors"]["jacobian"] < single
     assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
-    assert compared["by_hand"]["ratio"] > 0
+    assert compared["by_hand"]["ratio"]["whole"] == compared["by_hand"]["seconds"] / compared["ours"]["seconds"]
 
 
 def test_the_result_records_settings_and_environment(compared):
@@ -77,20 +77,21 @@ def test_the_result_records_settings_and_environment(compared):
     assert list(compared["ours"]["stages"]) == ["forward", "jacobian", "checks", "svd", "pairs"]
     for algorithm in (compared["ours"], compared["published"]):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
-    assert set(compared["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
-    assert compared["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
+    assert set(compared["published"]["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
+    assert compared["published"]["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
     printed = coupling.table(compared)
-    assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
+    assert "jacobian" in printed and "of GEMM rate" in printed and "the published algorithm takes" in printed
 
 
 @pytest.mark.slow
 def test_images_agree_and_cost_is_per_image(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)
-    assert result["errors"]["jacobian"] < rounding(torch.float32)
+    assert result["published"]["errors"]["jacobian"] < rounding(torch.float32)
     assert result["ours"]["products_saved"] == pytest.approx(1 / 3)
     assert result["ours"]["seconds_per_prompt"] == result["ours"]["seconds"] / 2
-    assert result["ratio"]["whole"] == result["published"]["seconds"] / result["ours"]["seconds_per_prompt"]
+    published, per_prompt = result["published"], result["ours"]["seconds_per_prompt"]
+    assert published["ratio"]["whole"] == published["seconds"] / per_prompt
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatc
 
 def test_without_the_baseline(directory):
     result = run(directory, "--published", "false")
-    assert "published" not in result and "ratio" not in result and "errors" not in result
+    assert not {"published", "by_hand"} & result.keys()
     assert "published" in coupling.table(result)  # the column, empty
 
 
@@ -148,7 +149,7 @@ def test_memory_is_measured_in_fresh_processes(directory):
     ours, published = (result[algorithm]["peak_bytes"] for algorithm in ("ours", "published"))
     assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
     assert ours > 512 * 512 * 4  # one Jacobian
-    assert result["ratio"]["memory"] == published / ours
+    assert f"{published / ours:.1f}" in coupling.table(result).partition("peak, MB")[2].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(p
     settings = streaming.Streaming(
         "31m", blocks=2, prompts=1, tokens=4, memory_budget=1 << 22, device=str(pretend.device)
     )
-    weights = streaming._alone(streaming.write_checkpoint, settings, tmp_path)
+    weights = machine.alone(streaming.write_checkpoint, settings, tmp_path)
     found = {}
     for way in (streaming.STREAMED, streaming.IN_MEMORY):
         pretend.reset_peak()
