@@ -108,7 +108,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
             if missing:
                 from vit.training import try_cell
 
-                print(costs(missing, try_cell(missing[0], data), len(data.train), grid.jobs))
+                print(costs(missing, try_cell(missing[0], data), len(data.train)))
             return OK
         for cell in missing:
             with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained

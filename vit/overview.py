@@ -19,22 +19,19 @@ if TYPE_CHECKING:
 SECONDS = 2.0  # between two looks at the cells
 
 
-def costs(missing: Sequence[Recipe], trial: "Trial", images: int, jobs: int | None) -> str:
+def costs(missing: Sequence[Recipe], trial: "Trial", images: int) -> str:
     """Return what training the missing cells would take, in lines.
 
     Args:
         trial: of one of these cells.
         images: number of training images.
-        jobs: number of cells that are trained at the same time; None if only Ray knows.
     """
-    together = min(jobs or 1, len(missing))
     seconds = sum(trial.seconds(cell, images) for cell in missing)
     kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
     lines = [
         ("time", f"about {duration(seconds)} in all, one cell at a time, without tests and checkpoints"),
-        ("memory", f"about {size(trial.memory)} per cell, {size(trial.memory * together)} at once"),
+        ("memory", f"about {size(trial.memory)} per cell"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
-        ("timed", f"a few steps and a measurement of {missing[0].cell}"),
     ]
     return "\n".join(entry(*line) for line in lines)
 

@@ -49,7 +49,7 @@ def test_a_dry_run_adds_up_the_cells(tmp_path):
     three = [replace(TINY, seed=seed, measure_at="off", out=tmp_path / str(seed)) for seed in range(3)]
     three[0].directory.mkdir()
     cells.write(three[0].directory, "history", [{}])
-    first, *_ = overview.costs(three, TRIAL, 96, jobs=2).splitlines()
+    first, *_ = overview.costs(three, TRIAL, 96).splitlines()
     assert first.split("about ")[1].startswith("48 s in all, one cell at a time")  # 2 + 3 + 3 epochs of 3 steps
 
 
@@ -180,7 +180,7 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     printed = capsys.readouterr()
     first, out = printed.out.split("\n", 1)
     assert first.startswith("4 cells, 1 already done; results would be in ")
-    for text in ("time         about", "tests and", "per cell, ", "kept after training:", "measurement of"):
+    for text in ("time         about", "tests and", "memory       about", "kept after training:"):
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
     assert not printed.err  # two measurements and a few steps are no reason for a warning
