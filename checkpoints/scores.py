@@ -9,7 +9,6 @@ a table or results of lm-evaluation-harness.
 import csv
 import json
 import math
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,7 @@ def _metric(values: dict[str, Any]) -> float | None:
         for name, value in values.items()
         if isinstance(value, int | float) and "stderr" not in name and "," in name and math.isfinite(value)
     }
-    accuracies = [value for name, value in numbers.items() if re.match(r"acc,", name)]
+    accuracies = [value for name, value in numbers.items() if name.startswith("acc,")]
     return next(iter([*accuracies, *numbers.values()]), None)
 
 

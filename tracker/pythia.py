@@ -238,8 +238,6 @@ def _measure_missing(
             units.add(checkpoint.step, *prepared)
             del prepared  # frees memory before the next is measured
             known = units.known[checkpoint.step]
-            if checkpoint is missing[0]:
-                shown.notify(f"weights are kept {known.weights_kept}; memory budget {known.memory_budget}")
             log(known.row)
             shown.advance(f"step {checkpoint.step}: {headline(known.row)}  ({time.perf_counter() - started:.1f} s)")
 
@@ -283,7 +281,8 @@ def _rescore(output: Output, units: "Units", step: int) -> None:
     from tracker.walk.units import with_scores
 
     scored, known = output.scores.get(step, {}), units.known[step]
-    if known.revision.startswith(UNTRAINED) or scored.items() <= known.scores.items():
+    named = {f"score/{task}": value for task, value in scored.items()}
+    if known.revision.startswith(UNTRAINED) or named.items() <= known.row.scalars.items():
         return
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     try:

@@ -138,16 +138,13 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
         print(f"note: {notice}", flush=True)
     if selection.offline:
         print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
-    for action, suspect in (
-        ("left out", selection.excluded),
-        ("measured, and marked as suspect", selection.suspect),
-    ):
-        if suspect:
-            print(f"{len(suspect)} of the selected revisions are suspect; they are {action}:")
-            for step, reason in suspect.items():
-                print(f"  step {step:>7}  {reason}", flush=True)
-    if selection.excluded:
-        print("--allow_suspect measures them too", flush=True)
+    if selection.suspect:
+        measured = {checkpoint.step for checkpoint in selection.checkpoints}
+        allowed = selection.suspect.keys() <= measured
+        action = "measured, and marked as suspect" if allowed else "left out; --allow_suspect measures them too"
+        print(f"{len(selection.suspect)} of the selected revisions are suspect; they are {action}:")
+        for step, reason in selection.suspect.items():
+            print(f"  step {step:>7}  {reason}", flush=True)
 
 
 def print_notes(known: "Mapping[int, Known]") -> None:

@@ -31,7 +31,7 @@ from tracker.measures.estimate import Cost
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
 from tracker.walk.display import reason
-from tracker.walk.plan import SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
+from tracker.walk.plan import SelectedCheckpoints, WalkPlan, placement
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
 BYTES_PER_TOKEN = 4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
@@ -134,9 +134,8 @@ def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
     """Return the cost of measuring one checkpoint."""
     measurement, small, whole = plan.measurement, timed.small, timed.whole
     device, settings, blocks = measurement.device, measurement.settings, find_blocks(whole)
-    weights = weights_memory(whole, blocks, settings.torch_dtype)
-    budget = measurement.memory_budget or default_budget(device, weights)
-    if stays_on_device(device, weights, budget):
+    budget, resident = placement(measurement, weights_memory(whole, blocks, settings.torch_dtype))
+    if resident:
         small.to(device)
     calls = batches(small, measurement.inputs, timed.tokenizer, measurement.max_tokens)
     settings = replace(settings, memory_budget=budget)

@@ -24,7 +24,7 @@ from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
 from tracker.netcdf import DamagedFile, file_content
 from tracker.store import Store, likeness, require_one_curve
-from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
+from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, placement
 
 if TYPE_CHECKING:
     import torch
@@ -114,9 +114,7 @@ def _measure(
 
     device = measurement.device
     blocks = find_blocks(model)
-    weights = weights_memory(model, blocks, settings.torch_dtype)
-    budget = measurement.memory_budget or default_budget(device, weights)
-    resident = stays_on_device(device, weights, budget)
+    budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
         if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
             model.to(device)
@@ -161,9 +159,7 @@ class Known:
         likeness: what all units of the store share.
         revision, files_sha256, fingerprint: of the weights.
         token_ids_sha256: of the prompts.
-        scores: by task.
-        weights_kept, memory_budget: how it was measured.
-        row: what loggers receive of it.
+        row: what loggers receive of it, its scores among them.
     """
 
     likeness: dict[str, set[str]]
@@ -171,9 +167,6 @@ class Known:
     files_sha256: str
     fingerprint: str
     token_ids_sha256: str
-    scores: dict[str, float]
-    weights_kept: str
-    memory_budget: str
     row: Row = field(compare=False)
 
 
@@ -233,8 +226,5 @@ def _known(ds: xr.Dataset, row: Row, i: int = 0) -> Known:
         values = ds.coords[name].values if name in ds.coords else np.asarray(ds.attrs.get(name, ""))
         return str(values if values.ndim == 0 else values[i])
 
-    scores = ds["score"].isel(step=i) if "step" in ds.dims and "score" in ds else ds.get("score")
-    by_task = {} if scores is None else dict(zip(scores["task"].values.tolist(), scores.values.tolist(), strict=True))
-    names = ("revision", "files_sha256", "fingerprint", "token_ids_sha256", "weights_kept", "memory_budget")
-    named = {name: of(name) for name in names}
-    return Known(likeness(ds), scores={task: x for task, x in by_task.items() if x == x}, row=row, **named)
+    named = {name: of(name) for name in ("revision", "files_sha256", "fingerprint", "token_ids_sha256")}
+    return Known(likeness(ds), row=row, **named)
