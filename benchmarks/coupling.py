@@ -37,7 +37,6 @@ class Benchmark:
         memory_budget: bytes in addition to the weights; half of them hold Jacobians. Default: that of tracker.measure.
         device: cpu, cuda, cuda:1 and so on.
         repeats: number of timed runs of each; medians are reported.
-        chunk: number of cotangents per batch in the published algorithm.
         published: whether to run the published algorithm at all.
         by_hand: whether to time torch.func.jacrev of one row too, written by hand for Pythia.
         memory: whether to measure the peak of memory, on the CPU in a fresh process for each algorithm.
@@ -55,7 +54,6 @@ class Benchmark:
     memory_budget: int | None = None
     device: str = "cpu"
     repeats: int = 5
-    chunk: int = 32
     published: bool = True
     by_hand: bool = False
     memory: bool = True
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.coupling", description=description)
     parser.add_class_arguments(Benchmark, as_group=False)
     settings = Benchmark(**parser.parse_args(arguments).as_dict())
-    for name in ("tokens", "k", "blocks", "prompts", "repeats", "chunk", "memory_budget"):
+    for name in ("tokens", "k", "blocks", "prompts", "repeats", "memory_budget"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}; give at least 1")
@@ -104,9 +102,14 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     with machine.counted_products() as counted:  # an untimed run of each, to warm up
         kept = jacobians if settings.published else None  # a large model's would fill the memory
         dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
-    reference = timing.published(model, settings, machine.Clock(settings.device)) if settings.published else None
+    others: dict[str, Any] = {"published": timing.published} if settings.published else {}
+    others |= {"by_hand": timing.by_hand} if settings.by_hand else {}
+    errors = {
+        name: agreement.errors(dataset, jacobians[:L], *run(model, settings, machine.Clock(settings.device)))
+        for name, run in others.items()
+    }
+    jacobians.clear()
     result: dict[str, Any] = {
-        "what": "coupling",
         "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
         "environment": environment,
         "blocks": L,
@@ -114,46 +117,35 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         "tokens": shapes.length(settings.shape, settings.tokens),
         "certificate": agreement.certificate(dataset),
     }
-    if reference is not None:
-        result["errors"] = agreement.errors(dataset, jacobians[:L], *reference)
-    jacobians.clear()
-    if settings.by_hand:
-        of_hand = agreement.errors(dataset, [], *timing.by_hand(model, settings, machine.Clock(settings.device)))
     saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
-    our_runs, published_runs, runs_by_hand, products = [], [], [], []
+    ways = {"ours": timing.ours, **others}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    products = []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
-        our_runs.append(timing.timed(timing.ours, model, settings))
-        if reference is not None:
-            published_runs.append(timing.timed(timing.published, model, settings))
-        if settings.by_hand:
-            runs_by_hand.append(timing.timed(timing.by_hand, model, settings))
+        for name, run in ways.items():
+            runs[name].append(timing.timed(run, model, settings))
+            result[name] = timing.medians(runs[name])
         products.append(machine.gemm_seconds(linear, d, settings.device, settings.precision))
         result["gemm"] = {
             "layers": linear,
             "seconds_per_block": median(products),
             "flops_per_second": flops / median(products),
         }
-        ours = result["ours"] = timing.medians(our_runs)
-        ours |= _rates(ours, settings, L, d, result["gemm"], saved_share)
-        if reference is not None:
-            theirs = result["published"] = timing.medians(published_runs)
-            result["ratio"] = _ratios(ours, theirs, settings.prompts)
-        if settings.by_hand:
-            hand = result["by_hand"] = timing.medians(runs_by_hand)
-            hand |= {"ratio": hand["seconds"] / ours["seconds_per_prompt"], "errors": of_hand}
+        ours = result["ours"]
+        ours |= _rates(ours, settings, L, result["gemm"]["seconds_per_block"], saved_share)
+        for name in others:
+            result[name] |= {"errors": errors[name], "ratio": _ratios(ours, result[name], settings.prompts)}
         if settings.out:  # what is measured so far outlives a run that is stopped
             machine.save(result, settings.out)
     if settings.memory:
-        result["ours"]["peak_bytes"] = timing.peak(timing.ours, model, settings)
-        if reference is not None:
-            result["published"]["peak_bytes"] = timing.peak(timing.published, model, settings)
-            result["ratio"]["memory"] = result["published"]["peak_bytes"] / result["ours"]["peak_bytes"]
+        for name, run in ways.items():
+            result[name]["peak_bytes"] = timing.peak(run, model, settings)
     return result
 
 
 def _ratios(ours: dict[str, Any], theirs: dict[str, Any], prompts: int) -> dict[str, float]:
-    """Return the published algorithm's time in multiples of that of `tracker.measure`, per prompt: in all and by stage."""
+    """Return another algorithm's time in multiples of that of `tracker.measure`, per prompt: in all and by stage."""
     stages = {
         name: theirs["stages"][name] * prompts / seconds
         for name, seconds in ours["stages"].items()
@@ -162,26 +154,21 @@ def _ratios(ours: dict[str, Any], theirs: dict[str, Any], prompts: int) -> dict[
     return {"whole": theirs["seconds"] / ours["seconds_per_prompt"], **stages}
 
 
-def _rates(
-    ours: dict[str, Any], settings: Benchmark, L: int, d: int, gemm: dict[str, Any], saved: float
-) -> dict[str, Any]:
+def _rates(ours: dict[str, Any], settings: Benchmark, L: int, gemm_seconds: float, saved: float) -> dict[str, Any]:
     """Compare the stages of `tracker.measure` with the machine's matrix products.
 
     Args:
+        gemm_seconds: of the products of d cotangents in a block.
         saved: fraction of the operations of the d cotangents that were not needed.
     """
     stages = ours["stages"]
-    speedup = gemm["seconds_per_block"] * L * settings.prompts / stages["jacobian"]
-    pair_flops = 2 * L * L * d * settings.k * (d + settings.k) * settings.prompts
+    speedup = gemm_seconds * L * settings.prompts / stages["jacobian"]
     return {
         "seconds_per_prompt": ours["seconds"] / settings.prompts,
         "svd_over_jacobian": stages["svd"] / stages["jacobian"],
         "products_saved": saved,
         "speedup_over_gemm": speedup,
-        "fraction_of_gemm_rate": {
-            "jacobian": (1 - saved) * speedup,
-            "pairs": pair_flops / gemm["flops_per_second"] / stages["pairs"],
-        },
+        "fraction_of_gemm_rate": {"jacobian": (1 - saved) * speedup},
     }
 
 
@@ -197,7 +184,7 @@ def table(result: dict[str, Any]) -> str:
     for stage in ("whole", *mine["stages"]):
         own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
         other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
-        ratio, fraction = result.get("ratio", {}).get(stage), mine["fraction_of_gemm_rate"].get(stage)
+        ratio, fraction = theirs.get("ratio", {}).get(stage), mine["fraction_of_gemm_rate"].get(stage)
         lines.append(f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}")
     if "peak_bytes" in mine:
         own, other = mine["peak_bytes"] / 1e6, theirs.get("peak_bytes", float("nan")) / 1e6
@@ -213,14 +200,10 @@ def table(result: dict[str, Any]) -> str:
             f"Jacobian stage {mine['speedup_over_gemm']:.2f} times as fast as all products of d cotangents; "
             f"{mine['products_saved']:.0%} of their operations are skipped"
         )
-    if "errors" in result:
-        lines.append("ours - published: " + ", ".join(f"{k} {v:.1e}" for k, v in result["errors"].items()))
-    if "by_hand" in result:
-        hand = result["by_hand"]
-        lines.append(
-            f"torch.func.jacrev by hand takes {hand['ratio']:.2f} times as long ({hand['seconds']:.3f} s); "
-            f"largest difference {max(hand['errors'].values()):.1e}"
-        )
+    for name, text in {"published": "the published algorithm", "by_hand": "torch.func.jacrev by hand"}.items():
+        if other := result.get(name):
+            differences = ", ".join(f"{measure} {value:.1e}" for measure, value in other["errors"].items())
+            lines.append(f"{text} takes {other['ratio']['whole']:.2f} times as long; differences: {differences}")
     if settings["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
     return "\n".join(lines)

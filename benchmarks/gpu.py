@@ -272,7 +272,8 @@ def waits(run: Callable[[], Any], device: str) -> Counter[str]:
 MEASUREMENTS = {"machine": machine, "tests": tests, "synchronizations": synchronizations}
 
 _ERRORS = (
-    "J {errors[jacobian]:.1e}, singular values {errors[singular_value]:.1e}, `miscoupling` {errors[miscoupling]:.1e}"
+    "J {published[errors][jacobian]:.1e}, singular values {published[errors][singular_value]:.1e}, "
+    "`miscoupling` {published[errors][miscoupling]:.1e}"
 )
 _OF_RATE = "{ours[fraction_of_gemm_rate][jacobian]:.0%}"
 _SECONDS, _EACH = "{ours[seconds]:.2f} s", "{ours[seconds_per_prompt]:.2f} s each"
@@ -301,7 +302,7 @@ ROWS = (  # what is measured, the target, the step, and the format of its result
         "published algorithm against this package, 410m's shape, 128 tokens, K = 50",
         "",
         "410m",
-        "{ratio[whole]:.0f} times",
+        "{published[ratio][whole]:.0f} times",
     ),
     ("error of TF32 in 160m's shape", "", "160m-tf32", _ERRORS),
     ("error of bfloat16 in 160m's shape", "", "160m-bfloat16", _ERRORS),

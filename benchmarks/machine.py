@@ -1,10 +1,12 @@
 """Measurements of the machine that runs a benchmark: time, matrix products, memory, description."""
 
 import json
+import multiprocessing
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,12 @@ def status(name: str) -> int:
     """Return an entry of /proc/self/status, in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a fresh process, whose allocator has no freed memory to reuse."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
 
 
 def keep(result: dict[str, Any], file: Path) -> None:

@@ -18,7 +18,8 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
 from benchmarks.machine import Clock
 
-Jacobian = Callable[[nn.Module, Tensor, tuple, dict[str, Any], int, int], Tensor]
+Jacobian = Callable[[nn.Module, Tensor, tuple, dict[str, Any], int], Tensor]
+CHUNK = 32  # cotangents that are multiplied together
 
 
 def couplings(
@@ -27,7 +28,6 @@ def couplings(
     inputs: Tensor,
     token: int,
     K: int,
-    chunk: int,
     clock: Clock,
     jacobian: Jacobian,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -37,7 +37,7 @@ def couplings(
     J, U, S, V = [], [], [], []
     for block, (X, arguments, keywords) in zip(blocks, calls, strict=True):
         with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support batched cotangents
-            J.append(jacobian(block, X, arguments, keywords, token, chunk))
+            J.append(jacobian(block, X, arguments, keywords, token))
         with clock("svd"):
             U_l, S_l, Vh_l = torch.linalg.svd(J[-1])
             U.append(U_l[:, :K])
@@ -68,9 +68,7 @@ def _captured(model: nn.Module, inputs: Tensor, blocks: list[nn.Module]) -> list
     return calls
 
 
-def whole_sequence(
-    block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int, chunk: int
-) -> Tensor:
+def whole_sequence(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int) -> Tensor:
     """Return the Jacobian of the residual function at a token from products over the whole sequence."""
     X = X.detach().clone().requires_grad_()
     out = block(X, *arguments, **keywords)
@@ -78,12 +76,12 @@ def whole_sequence(
     identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
     rows = [
         torch.autograd.grad(y, X, cotangents, retain_graph=True, is_grads_batched=True)[0][:, 0, token]
-        for cotangents in identity.split(chunk)
+        for cotangents in identity.split(CHUNK)
     ]
     return torch.cat(rows) - identity
 
 
-def by_hand(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int, chunk: int) -> Tensor:
+def by_hand(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int) -> Tensor:
     """Return the same for a layer of GPT-NeoX from one row, with the keys and values of the rows before it constant."""
     layer: Any = block
     attention, heads = layer.attention, layer.attention.config.num_attention_heads
@@ -108,4 +106,4 @@ def by_hand(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, A
         return (attention.dense(attended) + layer.mlp(layer.post_attention_layernorm(row)))[0]
 
     with torch.no_grad():  # with respect to weights
-        return torch.func.jacrev(residual, chunk_size=chunk)(X[0, token])
+        return torch.func.jacrev(residual, chunk_size=CHUNK)(X[0, token])

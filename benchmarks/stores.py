@@ -19,7 +19,7 @@ WORK = {
     "open": ("import tracker, tracker.store", "tracker.open_results(path)"),
     "resume": (
         "from tracker.store import Store; from tracker.walk.units import Units",
-        "Units(Store(path), with_rows=False).read(Store(path).steps())",
+        "Units(Store(path)).read(Store(path).steps())",
     ),
     "summary": ("import tracker, tracker.analysis.summary", "tracker.summary(path)"),
     "page": ("from tracker.report.write import write_report; import plotly.io", "write_report(path, f'{path}.html')"),

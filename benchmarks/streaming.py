@@ -1,24 +1,21 @@
 """Time and memory to measure a checkpoint larger than memory: `python -m benchmarks.streaming --shape 2.8b`.
 
-A checkpoint with random weights is written in the published dtype and in both published formats. It is measured in fresh
-processes: streamed, as by the walk, with its weights left in their files; with all weights in memory; and, beside a GPU, with
-all weights on it.
+A checkpoint with random weights is written in the published dtype. It is measured in fresh processes: streamed, as by the walk,
+with its weights left in their files; and with all weights in memory, on a GPU in that of the GPU.
 """
 
-import json
-import multiprocessing
+import copy
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-STREAMED, IN_MEMORY, ON_DEVICE = ("streamed, safetensors", "streamed, bin"), "in memory", "on the device"
+STREAMED, IN_MEMORY = "streamed", "in memory"
 INTERVAL = 0.01  # seconds between samples of the memory in use
 
 
@@ -72,18 +69,15 @@ def streaming(settings: Streaming) -> dict[str, Any]:
 
     environment = machine.environment(settings.device)
     with tempfile.TemporaryDirectory() as directory:
-        weights = _alone(write_checkpoint, settings, Path(directory))
-        on_device = [] if settings.device == "cpu" else [ON_DEVICE]
-        runs: dict[str, list[dict[str, Any]]] = {way: [] for way in (*STREAMED, IN_MEMORY, *on_device)}
+        weights = machine.alone(write_checkpoint, settings, Path(directory))
+        runs: dict[str, list[dict[str, Any]]] = {STREAMED: [], IN_MEMORY: []}
         for repeat in range(settings.repeats):
             for name, made in runs.items():
                 print(f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True)
-                place = Path(directory) / ("bin" if name.endswith("bin") else "safetensors")
-                made.append(_alone(measure, settings, place, name))
+                made.append(machine.alone(measure, settings, Path(directory), name))
     values = {name: made[0].pop("values") for name, made in runs.items()}
     reference = values[IN_MEMORY]
     return {
-        "what": "streaming",
         "settings": {k: v for k, v in asdict(settings).items() if k != "out"},
         "environment": environment,
         "weights_bytes": weights,
@@ -99,33 +93,13 @@ def streaming(settings: Streaming) -> dict[str, Any]:
     }
 
 
-def _alone(function: Any, *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(function, *arguments).result()
-
-
 def write_checkpoint(settings: Streaming, directory: Path) -> int:
-    """Write the same weights as safetensors and as three legacy shards; return their size in bytes."""
-    import torch
-
+    """Write random weights; return their size in bytes."""
     from benchmarks import shapes
 
     model: Any = shapes.model(settings.shape, settings.blocks, "cpu", vocabulary=50304, weights="float16")
-    model.save_pretrained(directory / "safetensors", max_shard_size="2GB")
-    model.config.save_pretrained(directory / "bin")
-    state = model.state_dict()
-    total, passed, index = sum(t.nbytes for t in state.values()), 0, {}
-    shards: list[dict[str, torch.Tensor]] = [{}, {}, {}]
-    for name, tensor in state.items():
-        shard = min(2, 3 * passed // total)
-        shards[shard][name] = tensor
-        index[name] = f"pytorch_model-{shard + 1:05}-of-00003.bin"
-        passed += tensor.nbytes
-    for i, shard in enumerate(shards):
-        torch.save(shard, directory / "bin" / f"pytorch_model-{i + 1:05}-of-00003.bin")
-    content = {"metadata": {"total_size": total}, "weight_map": index}
-    (directory / "bin" / "pytorch_model.bin.index.json").write_text(json.dumps(content))
-    return total
+    model.save_pretrained(directory, max_shard_size="2GB")
+    return sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
@@ -153,11 +127,8 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
     model: Any = load_model(place)
     integrity.fingerprint(model.state_dict().items())
     if way == IN_MEMORY:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-    elif way == ON_DEVICE:
-        model.to(settings.device)
-    budget = settings.memory_budget if way in STREAMED else MEMORY_BUDGET
+        model = copy.deepcopy(model).to(settings.device)
+    budget = settings.memory_budget if way == STREAMED else MEMORY_BUDGET
     dataset = tracker.measure(
         model, inputs, k=settings.k, device=settings.device, measures="coupling", memory_budget=budget
     )

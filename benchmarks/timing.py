@@ -1,9 +1,7 @@
 """Timed runs of `tracker.measure` and of the published algorithm: seconds by stage, medians, peak memory."""
 
-import multiprocessing
 import pkgutil
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from statistics import median
@@ -75,7 +73,7 @@ def published(
 
     inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(settings.device)
     position, jacobian = shapes.position(settings.shape), by_hand if hand_written else whole_sequence
-    return couplings(model, shapes.blocks(model), inputs, position, settings.k, settings.chunk, clock, jacobian)
+    return couplings(model, shapes.blocks(model), inputs, position, settings.k, clock, jacobian)
 
 
 def by_hand(model: "nn.Module", settings: "Benchmark", clock: "Clock") -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
@@ -100,14 +98,12 @@ def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def peak(run: "Run", model: "nn.Module", settings: "Benchmark") -> int:
-    """Return the peak of memory above model and libraries, in bytes.
+    """Return the peak of memory above model and libraries, in bytes; on the CPU, in a fresh process."""
+    from benchmarks import machine
 
-    On the CPU it is measured in a fresh process, whose allocator has no freed memory to reuse.
-    """
     if settings.device.startswith("cuda"):
         return _peak_above_model(run, model, settings)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_peak_in_process, run, settings).result()
+    return machine.alone(_peak_in_process, run, settings)
 
 
 def _peak_in_process(run: "Run", settings: "Benchmark") -> int:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import Shape
 from checkpoints.fetch import cached_snapshot
+from checkpoints.hub import repo_dir
 from checkpoints.load import load as load_checkpoint
 from checkpoints.load import without_progress_bars
 from tracker.common.errors import CheckpointError
@@ -84,7 +85,7 @@ def cache_dir(seed: int = 0, recipe: NanoRecipe | None = None) -> Path:
 def is_trained(seed: int = 0, recipe: NanoRecipe | None = None) -> bool:
     """Whether all checkpoints of the suite exist. A reference is written after the snapshot that it points to."""
     recipe = recipe or NanoRecipe()
-    references = _repository(cache_dir(seed, recipe)) / "refs"
+    references = repo_dir(REPO, cache_dir(seed, recipe)) / "refs"
     return all((references / f"step{step}").exists() for step in recipe.steps)
 
 
@@ -257,7 +258,7 @@ def _module(recipe: NanoRecipe, tokenizer: "PreTrainedTokenizerFast", held_out, 
 
 def _save(model, tokenizer, step: int, scores: dict[str, float], directory: Path) -> str:
     """Write a revision (the snapshot, named by a hash of its content, then the reference to it) and return the hash."""
-    repository = _repository(directory)
+    repository = repo_dir(REPO, directory)
     (repository / "refs").mkdir(parents=True, exist_ok=True)
     unfinished = repository / "snapshots" / f".step{step}.tmp"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -276,10 +277,6 @@ def _save(model, tokenizer, step: int, scores: dict[str, float], directory: Path
     reference = repository / "refs" / f"step{step}"
     write_atomic(reference, commit.encode())
     return commit
-
-
-def _repository(directory: Path) -> Path:
-    return directory / f"models--{REPO.replace('/', '--')}"
 
 
 @contextmanager

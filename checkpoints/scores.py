@@ -9,7 +9,6 @@ a table or results of lm-evaluation-harness.
 import csv
 import json
 import math
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ MEAN = "mean zero-shot accuracy"
 LONGEST = 200  # characters of a task's name
 
 Scores = dict[int, dict[str, float]]  # by step and task
+Entry = tuple[str, int, str, float]  # where it was read, step, task and value
 
 
 def load_published(suite: str) -> Scores:
@@ -62,23 +62,22 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
     files = sorted(path.rglob("*.csv")) + sorted(path.rglob("*.json")) if path.is_dir() else [path]
     scores: Scores = {}
     seen: set[str] = set()
-    where: dict[tuple[int, str], Path] = {}
+    where: dict[tuple[int, str], str] = {}
     for file in files:
         try:
-            of_file = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
+            entries = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"--scores {file} is neither a table with the columns step, task, value nor a result of "
                 f"lm-evaluation-harness ({type(error).__name__}: {error})"
             ) from error
-        for step, of_step in of_file.items():
-            for task, value in of_step.items():
-                _check_name(task)
-                first = where.setdefault((step, task), file)
-                if (kept := scores.setdefault(step, {}).setdefault(task, value)) != value:
-                    raise ValueError(
-                        f"--scores: {task} at step {step} is {kept} in {first} and {value} in {file}; keep one of them"
-                    )
+        for place, step, task, value in entries:
+            _check_name(task)
+            first = where.setdefault((step, task), place)
+            if (kept := scores.setdefault(step, {}).setdefault(task, value)) != value:
+                raise ValueError(
+                    f"--scores: {task} at step {step} is {kept} in {first} and {value} in {place}; keep one of them"
+                )
     if not scores:
         about = f"it is about {join_names(sorted(seen))}" if seen else "it contains no scores"
         raise ValueError(f"--scores {path} has no scores of {suite.name} ({suite.source}): {about}")
@@ -97,10 +96,10 @@ def _check_name(task: str) -> None:
         raise ValueError(f"the task {task!r} has a character that can't be stored; rename it")
 
 
-def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:
+def _from_csv(file: Path, suite: Suite, seen: set[str]) -> list[Entry]:
     with open(file, newline="", encoding="utf-8-sig") as handle:
         rows = list(csv.DictReader(handle))
-    scores: Scores = {}
+    entries: list[Entry] = []
     for line, row in enumerate(rows, 2):
         model = row.pop("model", None)
         seen.add(model or file.name)
@@ -108,21 +107,16 @@ def _from_csv(file: Path, suite: Suite, seen: set[str]) -> Scores:
             continue
         try:
             step = int(row.pop("step"))
-            entries = {row["task"]: row["value"]} if {"task", "value"} <= row.keys() else row
-            of_step = {task: float(value) for task, value in entries.items() if value}
-            of_step = {task: value for task, value in of_step.items() if not math.isnan(value)}
+            by_task = {row["task"]: row["value"]} if {"task", "value"} <= row.keys() else row
+            of_step = {task: float(value) for task, value in by_task.items() if value}
         except ValueError as error:
             raise ValueError(f"--scores, line {line} of {file}: {error}") from error
-        for task, value in of_step.items():
-            if scores.setdefault(step, {}).setdefault(task, value) != value:
-                raise ValueError(
-                    f"--scores, line {line} of {file}: {task} at step {step} occurs twice with different values; keep one "
-                    "setting and metric"
-                )
-    return scores
+        place = f"line {line} of {file}"
+        entries += [(place, step, task, value) for task, value in of_step.items() if not math.isnan(value)]
+    return entries
 
 
-def _from_json(file: Path, suite: Suite, seen: set[str]) -> Scores:
+def _from_json(file: Path, suite: Suite, seen: set[str]) -> list[Entry]:
     results = json.loads(file.read_text())
     arguments = results.get("config", {}).get("model_args") or {}
     if isinstance(arguments, str):
@@ -132,10 +126,10 @@ def _from_json(file: Path, suite: Suite, seen: set[str]) -> Scores:
     seen.add(f"{model} at {revision}")
     steps = [c.step for c in suite.checkpoints if (c.source, c.revision or "main") == (model, revision)]
     if not steps:
-        return {}
+        return []
     parts = {task for group in results.get("group_subtasks", {}).values() for task in group}
     of_step = {task: _metric(values) for task, values in results["results"].items() if task not in parts}
-    return {steps[0]: {task: value for task, value in of_step.items() if value is not None}}
+    return [(str(file), steps[0], task, value) for task, value in of_step.items() if value is not None]
 
 
 def _metric(values: dict[str, Any]) -> float | None:
@@ -145,7 +139,7 @@ def _metric(values: dict[str, Any]) -> float | None:
         for name, value in values.items()
         if isinstance(value, int | float) and "stderr" not in name and "," in name and math.isfinite(value)
     }
-    accuracies = [value for name, value in numbers.items() if re.match(r"acc,", name)]
+    accuracies = [value for name, value in numbers.items() if name.startswith("acc,")]
     return next(iter([*accuracies, *numbers.values()]), None)
 
 

@@ -57,13 +57,13 @@ def compared(directory) -> dict:
 def test_ours_and_the_published_algorithm_agree(compared):
     single = rounding(torch.float32)
     of_couplings = of_vectors(torch.float32, compared["width"], compared["certificate"]["smallest_gap"])
-    for errors in (compared["errors"], compared["by_hand"]["errors"]):
-        assert errors["singular_value"] < single
+    for name in ("published", "by_hand"):
+        errors = compared[name]["errors"]
+        assert max(errors["jacobian"], errors["singular_value"]) < single
         assert max(errors[name] for name in MISCOUPLINGS if name in errors) < of_couplings
         assert {"miscoupling", "offdiag_normalized"} <= set(errors)
-    assert compared["errors"]["jacobian"] < single
     assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
-    assert compared["by_hand"]["ratio"] > 0
+    assert compared["by_hand"]["ratio"]["whole"] == compared["by_hand"]["seconds"] / compared["ours"]["seconds"]
 
 
 def test_the_result_records_settings_and_environment(compared):
@@ -77,20 +77,21 @@ def test_the_result_records_settings_and_environment(compared):
     assert list(compared["ours"]["stages"]) == ["forward", "jacobian", "checks", "svd", "pairs"]
     for algorithm in (compared["ours"], compared["published"]):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
-    assert set(compared["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
-    assert compared["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
+    assert set(compared["published"]["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
+    assert compared["published"]["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
     printed = coupling.table(compared)
-    assert "jacobian" in printed and "of GEMM rate" in printed and "ours - published" in printed
+    assert "jacobian" in printed and "of GEMM rate" in printed and "the published algorithm takes" in printed
 
 
 @pytest.mark.slow
 def test_images_agree_and_cost_is_per_image(directory):
     result = run(directory, "--shape", "deit-ti", "--blocks", "1", "--prompts", "2")
     assert (result["width"], result["blocks"], result["tokens"]) == (192, 1, 65)
-    assert result["errors"]["jacobian"] < rounding(torch.float32)
+    assert result["published"]["errors"]["jacobian"] < rounding(torch.float32)
     assert result["ours"]["products_saved"] == pytest.approx(1 / 3)
     assert result["ours"]["seconds_per_prompt"] == result["ours"]["seconds"] / 2
-    assert result["ratio"]["whole"] == result["published"]["seconds"] / result["ours"]["seconds_per_prompt"]
+    published, per_prompt = result["published"], result["ours"]["seconds_per_prompt"]
+    assert published["ratio"]["whole"] == published["seconds"] / per_prompt
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatc
 
 def test_without_the_baseline(directory):
     result = run(directory, "--published", "false")
-    assert "published" not in result and "ratio" not in result and "errors" not in result
+    assert not {"published", "by_hand"} & result.keys()
     assert "published" in coupling.table(result)  # the column, empty
 
 
@@ -148,7 +149,7 @@ def test_memory_is_measured_in_fresh_processes(directory):
     ours, published = (result[algorithm]["peak_bytes"] for algorithm in ("ours", "published"))
     assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
     assert ours > 512 * 512 * 4  # one Jacobian
-    assert result["ratio"]["memory"] == published / ours
+    assert f"{published / ours:.1f}" in coupling.table(result).partition("peak, MB")[2].splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -171,20 +172,18 @@ def test_an_unknown_shape_lists_the_shapes(capsys):
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
 
 
-def test_the_streamed_checkpoint_has_the_published_dtype_in_both_formats(tmp_path):
+def test_the_streamed_checkpoint_has_the_published_dtype(tmp_path):
     size = streaming.write_checkpoint(streaming.Streaming("14m", blocks=1), tmp_path)
     assert size == 2 * replace(pythia_shapes()["14m"], layers=1, vocabulary=50304).parameters
-    shards = [torch.load(file) for file in (tmp_path / "bin").glob("*.bin")]
-    shards.append(load_file(tmp_path / "safetensors" / "model.safetensors"))
-    assert {tensor.dtype for shard in shards for tensor in shard.values()} == {torch.float16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float16}
 
 
 @pytest.mark.slow
-def test_streaming_agrees_in_both_formats_and_reports_memory(tmp_path, capsys):
+def test_streaming_agrees_and_reports_memory(tmp_path, capsys):
     file = tmp_path / "streaming.json"
     assert streaming.main(["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]) == 0
     ways = json.loads(file.read_text())["ways"]
-    assert list(ways) == ["streamed, safetensors", "streamed, bin", "in memory"]
+    assert list(ways) == ["streamed", "in memory"]
     assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
     assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
     assert "anonymous, GB" in capsys.readouterr().out
@@ -195,11 +194,11 @@ def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(p
     settings = streaming.Streaming(
         "31m", blocks=2, prompts=1, tokens=4, memory_budget=1 << 22, device=str(pretend.device)
     )
-    weights = streaming._alone(streaming.write_checkpoint, settings, tmp_path)
+    weights = machine.alone(streaming.write_checkpoint, settings, tmp_path)
     found = {}
-    for way in (streaming.STREAMED[0], streaming.ON_DEVICE):
+    for way in (streaming.STREAMED, streaming.IN_MEMORY):
         pretend.reset_peak()
-        found[way] = streaming.measure(settings, tmp_path / "safetensors", way)
+        found[way] = streaming.measure(settings, tmp_path, way)
     streamed, on_device = found.values()
     assert 0 < streamed["device_bytes"] < on_device["device_bytes"] and on_device["device_bytes"] > weights
     np.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
@@ -230,10 +229,14 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
     out = tmp_path / "new" / "callback.json"
     assert callback.main([*small, "--repeats", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
-    # Of the pair that warms up and the timed one: the start of each run, the measurement, the end of each timed run.
-    assert waits == ["cpu"] * (2 * (2 + 1) + 2)
-    (seconds,) = result["seconds_of_a_stretch"]["with"]
+    # Of the run that warms up and the timed one: the start, the measurement, the end of the timed run.
+    assert waits == ["cpu"] * (2 * (1 + 1) + 1)
+    (seconds,) = result["seconds_of_a_stretch"]
     assert 0 < result["seconds_of_a_measurement"] < seconds and 0 < result["share"] < 1
+    # Runs of 1,000 steps would be 250 times as long, apart from the measurement.
+    rest = 250 * (seconds - result["seconds_of_a_measurement"])
+    share = result["seconds_of_a_measurement"] / (result["seconds_of_a_measurement"] + rest)
+    assert result["share_every_1000_steps"] == pytest.approx(share)
     assert "one measurement" in capsys.readouterr().out
     assert callback.main(["--device", "cuda:99"]) == 2
     assert "--device cuda:99 can't be used" in capsys.readouterr().err

@@ -86,20 +86,18 @@ def run(walk: Walk) -> int:
                 held.callback(plan.output.held.release, remove=True)
             if walk.dry_run:
                 return _dry_run(walk, plan)
-            units = Units(plan.output.store, with_rows=bool(openers))
+            units = Units(plan.output.store)
             damaged = units.read(units.store.steps())
         except INPUT_ERRORS as error:
             raise UsageError(str(error)) from error
         for step in damaged:
-            print(f"note: {_what_follows_damage(plan, step)}", file=sys.stderr)
+            file = units.store.file(step)
+            print(
+                f"note: {file} is damaged and left out; a walk that selects step {step} measures it again, and moves the file to "
+                f"{file.parents[1] / 'damaged'}",
+                file=sys.stderr,
+            )
         return _walk(walk, plan, units, openers, logged)
-
-
-def _what_follows_damage(plan: WalkPlan, step: int) -> str:
-    file = plan.output.store.file(step)
-    if step in (checkpoint.step for checkpoint in plan.selection.checkpoints):
-        return f"{file} is damaged: step {step} is measured again, and the file moves to {file.parents[1] / 'damaged'}"
-    return f"{file} is damaged and left out; a walk that selects step {step} measures it again"
 
 
 def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
@@ -129,7 +127,7 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
             with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
                 for step in list(units.known):
                     _rescore(plan.output, units, step)
-                    log(units.row(step))
+                    log(units.known[step].row)
                 _measure_missing(plan, missing, units, skipped, shown, log, interrupts, walk.debug)
             print_notes(units.known)
             no_page = _write_page(units)  # before the loggers finish: a server may keep them waiting
@@ -194,7 +192,7 @@ def _measure_missing(
     units: "Units",
     skipped: "Skipped",
     shown: WalkProgress,
-    log: "Callable[[Row | None], None]",
+    log: "Callable[[Row], None]",
     interrupts: Sequence[int],
     debug: bool,
 ) -> None:
@@ -206,7 +204,7 @@ def _measure_missing(
         units.read([step])
         if step not in units.known:  # its file is damaged
             return False
-        log(units.row(step))
+        log(units.known[step].row)
         shown.advance(f"step {step}: measured by another walk")
         return True
 
@@ -237,13 +235,11 @@ def _measure_missing(
                 # The weights of a revision that failed leave too little for the next.
                 release_memory(plan.measurement.device)
                 continue
-            units.add(checkpoint.step, prepared)
-            if checkpoint is missing[0]:
-                shown.notify(f"weights are kept {prepared.weights_kept}; memory budget {prepared.memory_budget}")
-            result = headline(prepared.row)
+            units.add(checkpoint.step, *prepared)
             del prepared  # frees memory before the next is measured
-            log(units.row(checkpoint.step))
-            shown.advance(f"step {checkpoint.step}: {result}  ({time.perf_counter() - started:.1f} s)")
+            known = units.known[checkpoint.step]
+            log(known.row)
+            shown.advance(f"step {checkpoint.step}: {headline(known.row)}  ({time.perf_counter() - started:.1f} s)")
 
 
 def _write_page(units: "Units") -> list[str]:
@@ -285,11 +281,12 @@ def _rescore(output: Output, units: "Units", step: int) -> None:
     from tracker.walk.units import with_scores
 
     scored, known = output.scores.get(step, {}), units.known[step]
-    if known.revision.startswith(UNTRAINED) or scored.items() <= known.scores.items():
+    named = {f"score/{task}": value for task, value in scored.items()}
+    if known.revision.startswith(UNTRAINED) or named.items() <= known.row.scalars.items():
         return
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     try:
-        units.add(step, units.prepare(with_scores(output.store.read(step), scored)))
+        units.add(step, *units.prepare(with_scores(output.store.read(step), scored)))
     finally:
         claim.release(remove=True)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import xarray as xr
 
 TEMPLATE = Path(__file__).parent / "page.html"
+SHOWN = {"token": str, "measure": str, "k": int, "pairs": str}  # of the mis-coupling in the figures
 SHOWN_DECAY = 0.04  # of the paper's Fig. 6b
 POINTS = (
     "Each panel is a stochastic depth rate, each large point a setting (the mean over its seeds), each small point a cell; "
@@ -41,11 +42,10 @@ CAPTIONS = {
 }
 
 
-def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any], out: Path, name: str) -> Path:
+def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
     """Write grid.nc, cells.csv, tests.csv, reliability.csv, correlations.csv, the figures and report.html.
 
     Args:
-        table: the rows of `vit.statistics.correlations`.
         at: the token, measure, k and pairs that the figures show.
 
     Returns:
@@ -57,9 +57,10 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     from vit import figures
     from vit.answers import answers, exploratory, reliable_measures, with_intervals
     from vit.results import GRID_FILE, write_grid
-    from vit.statistics import cell_table, named_tests, reliabilities
+    from vit.statistics import cell_table, correlations, named_tests, reliabilities
 
     cells, tests, reliable = cell_table(grid), named_tests(grid), reliabilities(grid)
+    table = correlations(grid)
     decays = sorted(set(grid["weight_decay"].values))
     nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
     drawings = {
@@ -91,10 +92,10 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
     )
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         colours=css_variables("light"),
-        title=html.escape(f"Coupling and accuracy: {name}"),
+        title=html.escape(f"Coupling and accuracy: {grid.attrs['data']}"),
         grid=html.escape(_grid(grid, at)),
         answers=_items(answers(tests)),
-        tests=answered.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.2g}"),
+        tests=_table(answered, 2),
         outcomes=pictures["accuracy"] + pictures["loss"],
         rates=pictures["fig6b"] + (pictures["fig10"] if len(decays) > 1 else ""),
         training=pictures["training"],
@@ -102,8 +103,8 @@ def write_analysis(grid: "xr.Dataset", table: "pd.DataFrame", at: dict[str, Any]
         reliability=pictures.get("reliability", ""),
         exploratory=html.escape(exploratory(table)),
         which=pictures["which"],
-        correlations=fits.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.3g}"),
-        cells=cells[columns].to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.4g}"),
+        correlations=_table(fits, 3),
+        cells=_table(cells.filter(columns), 4),
         unfinished=_items(grid.attrs["unfinished"] or ["none"]),
     )
     write_atomic(out / "report.html", page.encode())
@@ -125,6 +126,10 @@ def _grid(grid: "xr.Dataset", at: dict[str, Any]) -> str:
 
 def _items(lines: Sequence[str]) -> str:
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
+
+def _table(table: "pd.DataFrame", digits: int) -> str:
+    return table.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.{digits}g}")
 
 
 def _figure(key: str, picture: bytes) -> str:
@@ -152,32 +157,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="directory for tables, figures and page; default: analysis, in the first directory"
     )
-    parser.add_argument("--measure", type=str, default="offdiag_normalized", help="mis-coupling shown in figures")
-    parser.add_argument("--k", type=int, help="number of singular vectors K; default: the smallest measured")
-    parser.add_argument(
-        "--pairs",
-        type=str,
-        default="mean_offdiag",
-        help="layer pairs: mean (all, as in the paper), mean_offdiag or mean_adjacent",
-    )
-    parser.add_argument("--token", type=str, help="position: 'class token' or 'last patch'; default: the last patch")
+    for name, kind in SHOWN.items():
+        parser.add_argument(f"--{name}", type=kind, help="shown in figures; default: that of the primary test")
     parsed = parser.parse_args(arguments)
     from tracker.common.errors import UsageError
     from vit.results import read_grid
-    from vit.statistics import correlations, primary
+    from vit.statistics import primary
 
     first = parsed.grid[0]
     grid = read_grid(*parsed.grid)
-    options = {"token": parsed.token, "measure": parsed.measure, "k": parsed.k, "pairs": parsed.pairs}
-    at = primary(grid) | {name: value for name, value in options.items() if value is not None}
+    at = primary(grid) | {name: parsed[name] for name in SHOWN if parsed[name] is not None}
     for name, value in at.items():
         if value not in grid[name].values:
             raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")
     out = parsed.out or (first.parent if first.is_file() else first) / "analysis"
-    place = first.resolve()
-    if place.is_file():
-        place = place.parent
-    print(write_analysis(grid, correlations(grid), at, out, (place.parent if place.name == "analysis" else place).name))
+    print(write_analysis(grid, at, out))
     return OK
 
 

@@ -15,11 +15,10 @@ from matplotlib.figure import Figure
 
 from tracker.figures.drawing import BLUE, FEWEST_POINTS, GREY, ORANGE, PAIR_WORDS, SERIES, shades, training_axis
 from tracker.figures.model_comparisons import correlation_heatmap
-from vit.answers import interval
+from vit.answers import LABELS, interval
 from vit.statistics import RELIABILITY, RELIABLE, final_coupling, fit_settings, setting_labels, setting_means
 
 WIDTH, HEIGHT = 4.4, 2.1  # inches, of a figure and of a row of panels
-OUTCOMES = {"accuracy": "test accuracy", "loss": "test loss"}
 
 
 def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str) -> Figure:
@@ -32,16 +31,18 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
     rates = sorted(set(grid["drop_path"].values))
     figure, axes = _panels(len(rates))
     decays = sorted(set(grid["weight_decay"].values))
+    ticks = np.linspace(0, 1, len(decays))
+    colours = dict(zip(decays, ticks, strict=True))
     for panel, rate in zip(axes, rates, strict=True):
         cells = grid.isel(cell=np.flatnonzero(grid["drop_path"] == rate))
         x, y = -cells["miscoupling"].isel(step=-1).sel(at).values, cells[outcome].values
         if outcome == "accuracy":
             error = np.sqrt(y * (1 - y) / grid.attrs["images"])
             panel.errorbar(x, y, error, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
-        colour = [decays.index(decay) / max(len(decays) - 1, 1) for decay in cells["weight_decay"].values]
+        colour = [colours[decay] for decay in cells["weight_decay"].values]
         panel.scatter(x, y, c=colour, cmap="viridis", vmin=0, vmax=1, s=10, alpha=0.35, lw=0)
         means = setting_means(cells, np.stack([x, y], 1))
-        of_setting = [decays.index(decay) / max(len(decays) - 1, 1) for decay in setting_labels(cells, "weight_decay")]
+        of_setting = [colours[decay] for decay in setting_labels(cells, "weight_decay")]
         panel.scatter(*means.T, c=of_setting, cmap="viridis", vmin=0, vmax=1, s=24, zorder=3)
         fit = fit_settings(cells, x, y, "drop_path")
         title = f"depth rate {rate:g}"
@@ -60,8 +61,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
             title += f"\nreliability: coupling {of_coupling}, {outcome} {of_outcome}"
         figure.suptitle(title, fontsize=8)
     figure.supxlabel(coupling_label(at), fontsize=8)
-    figure.supylabel(OUTCOMES[outcome], fontsize=8)
-    ticks = np.linspace(0, 1, len(decays))
+    figure.supylabel(LABELS[outcome], fontsize=8)
     bar = figure.colorbar(
         ScalarMappable(cmap="viridis"), ax=list(axes), ticks=ticks, location="bottom", aspect=40, pad=0.02
     )
@@ -138,7 +138,7 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     rows = table.to_dict("records")
     outcomes = [row for row in rows if row["variable"] != "coupling"]
     couplings = [row for row in rows if row["variable"] == "coupling" and row["k"] == k]
-    labels = [OUTCOMES[row["variable"]] for row in outcomes]
+    labels = [LABELS[row["variable"]] for row in outcomes]
     labels += dict.fromkeys(f"{row['measure']}, {PAIR_WORDS[row['pairs']]}" for row in couplings)
     figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(labels)), layout="constrained")
     axes = figure.subplots()

@@ -105,13 +105,13 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
             if missing:
                 from vit.training import try_cell
 
-                print(costs(missing, try_cell(missing[0], data), len(data.train), grid.jobs))
+                print(costs(missing, try_cell(missing[0], data), len(data.train)))
             return OK
         for cell in missing:
             with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
                 (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
         print(f"{counts}; results in {out}", flush=True)
-        with shown(recipes, missing):
+        with shown(missing):
             for cell, error in failures:
                 record_failure(cell, error)
     bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]

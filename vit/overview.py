@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from statistics import mean
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -20,22 +19,19 @@ if TYPE_CHECKING:
 SECONDS = 2.0  # between two looks at the cells
 
 
-def costs(missing: Sequence[Recipe], trial: "Trial", images: int, jobs: int | None) -> str:
+def costs(missing: Sequence[Recipe], trial: "Trial", images: int) -> str:
     """Return what training the missing cells would take, in lines.
 
     Args:
         trial: of one of these cells.
         images: number of training images.
-        jobs: number of cells that are trained at the same time; None if only Ray knows.
     """
-    together = min(jobs or 1, len(missing))
     seconds = sum(trial.seconds(cell, images) for cell in missing)
     kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
     lines = [
         ("time", f"about {duration(seconds)} in all, one cell at a time, without tests and checkpoints"),
-        ("memory", f"about {size(trial.memory)} per cell, {size(trial.memory * together)} at once"),
+        ("memory", f"about {size(trial.memory)} per cell"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
-        ("timed", f"a few steps and a measurement of {missing[0].cell}"),
     ]
     return "\n".join(entry(*line) for line in lines)
 
@@ -51,39 +47,18 @@ def state_of(recipe: Recipe) -> str:
     return f"{finished}/{recipe.epochs}" if finished else "not started"
 
 
-def table(recipes: Sequence[Recipe]) -> str:
-    """Return the grid in lines: the test accuracy (a mean over seeds) of finished cells, the state of the others."""
-    rates, decays = (sorted({getattr(r, name) for r in recipes}) for name in ("drop_path", "weight_decay"))
-    rows = [["", *(f"{rate:g}" for rate in rates)]]
-    for decay in decays:
-        cells = ([r for r in recipes if (r.weight_decay, r.drop_path) == (decay, rate)] for rate in rates)
-        rows.append([f"{decay:g}", *map(_cell_text, cells)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)) for row in rows]
-    title = "test accuracy, or finished epochs; rows: weight decay, columns: stochastic depth"
-    return "\n".join([title, *lines])
-
-
-def _cell_text(seeds: Sequence[Recipe]) -> str:
-    states = [state_of(recipe).partition(":")[0] for recipe in seeds]
-    try:
-        return f"{mean(map(float, states)):.4f}"
-    except ValueError:  # some seed has not finished
-        return " ".join("·" if state == "not started" else state for state in states)
-
-
 @contextmanager
-def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe]) -> Iterator[None]:
-    """Show the cells while they train: a line per finished cell; on a terminal a bar over all epochs, and the grid at the end.
+def shown(missing: Sequence[Recipe]) -> Iterator[None]:
+    """Show the cells while they train: a line per finished cell, and on a terminal a bar over all epochs.
 
     The time left is that of an epoch since the start, of however many cells at a time, times the epochs left.
     """
     pending = [*missing]
-    out, interactive = sys.stdout, sys.stdout.isatty()  # a training in this process redirects standard output
+    out = sys.stdout  # a training in this process redirects standard output
     started, before = time.perf_counter(), sum(finished_epochs(cell.directory) for cell in missing)
     form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {remaining} left"
     epochs = sum(cell.epochs for cell in missing)
-    bar = tqdm(desc="training", total=epochs, initial=before, file=out, disable=not interactive, bar_format=form)
+    bar = tqdm(desc="training", total=epochs, initial=before, file=out, disable=not out.isatty(), bar_format=form)
 
     def write(line: str) -> None:
         tqdm.write(line, file=out)
@@ -122,5 +97,3 @@ def shown(recipes: Sequence[Recipe], missing: Sequence[Recipe]) -> Iterator[None
         watcher.join()
         report()
         bar.close()
-        if interactive:
-            write(table(recipes))

@@ -70,7 +70,7 @@ def _read_file(file: Path) -> xr.Dataset:
 
 def _read_directory(directory: Path) -> xr.Dataset:
     """Read the finished cells of a directory; without any, return a Dataset without variables."""
-    unfinished, recipes, images = [], {}, 0
+    unfinished, first, images = [], None, 0
     finished: dict[str, xr.Dataset] = {}
     for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
         result = read(cell, "result")
@@ -83,9 +83,8 @@ def _read_directory(directory: Path) -> xr.Dataset:
             continue
         recipe, images = result["recipe"], result["images"]["test"]
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
-        for name, other in list(recipes.items())[:1]:
-            _require_same(recipe, other, directory / cell.name, directory / name)
-        recipes[cell.name] = recipe
+        first = first or (cell, recipe)
+        _require_same(recipe, first[1], cell, first[0])
         store = Store(cell / "coupling")
         points = read_miscouplings(store.path)
         tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]  # what the measurement chose
@@ -102,9 +101,9 @@ def _read_directory(directory: Path) -> xr.Dataset:
         if lacking := steps - {*points["step"].values.tolist()}:
             unfinished.append(f"{name}: not measured at {', '.join(f'step {step}' for step in sorted(lacking))}")
             del finished[name]
-    if not finished:
+    if not finished or first is None:
         return xr.Dataset(attrs={"unfinished": unfinished})
-    recipe = next(iter(recipes.values()))
+    _, recipe = first
     grid = xr.concat(list(finished.values()), "cell", coords="all", join="exact")
     # In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
     return grid.drop_sel(pairs="mean").assign_attrs(

@@ -151,13 +151,10 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
     for outcome in ("accuracy", "loss"):
         for name, chosen in parts.items():
             cells = grid.isel(cell=chosen)
-            values = np.column_stack([coupling[chosen], cells[outcome].values])
-            *columns, y = setting_means(cells, values).T
-            *reliable, reliable_y = reliability(cells, values, "drop_path").to_dict("records")
-            groups = setting_labels(cells, "drop_path")
-            for label, x, reliable_x in zip(labels, columns, reliable, strict=True):
-                fit = linear_fit(x, y, groups) | _beside(reliable_x, reliable_y)
-                rows.append({"outcome": outcome, "drop_path": name, **label, **fit})
+            fits = _fits(cells, coupling[chosen], cells[outcome].values, "drop_path")
+            rows += [
+                {"outcome": outcome, "drop_path": name, **label, **fit} for label, fit in zip(labels, fits, strict=True)
+            ]
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"].to_numpy()))
 
@@ -172,10 +169,17 @@ def fit_settings(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) ->
     if not defined.any():
         unknown = dict.fromkeys(RELIABILITY, float("nan"))
         return linear_fit(np.empty(0), np.empty(0)) | _beside(unknown, unknown)
-    grid, values = grid.isel(cell=defined), np.stack([x, y], 1)[defined]
-    means = setting_means(grid, values)
-    of_x, of_y = reliability(grid, values, within).to_dict("records")
-    return linear_fit(means[:, 0], means[:, 1], setting_labels(grid, within)) | _beside(of_x, of_y)
+    (fit,) = _fits(grid.isel(cell=defined), x[defined, None], y[defined], within)
+    return fit
+
+
+def _fits(grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str) -> list[dict[str, float]]:
+    """Fit y on each column, (cells, columns), as `fit_settings` does."""
+    values = np.column_stack([columns, y])
+    *means, mean_y = setting_means(grid, values).T
+    *reliable, reliable_y = reliability(grid, values, within).to_dict("records")
+    groups = setting_labels(grid, within)
+    return [linear_fit(x, mean_y, groups) | _beside(of_x, reliable_y) for x, of_x in zip(means, reliable, strict=True)]
 
 
 def _beside(of_x: dict, of_y: dict) -> dict[str, float]:
@@ -273,13 +277,13 @@ def _settings(grid: xr.Dataset) -> np.ndarray:
 
 def cell_table(grid: xr.Dataset) -> pd.DataFrame:
     """Return a row per cell: its settings, accuracy, losses, coupling at equal loss, and every mis-coupling at the end."""
-    last = grid["miscoupling"].isel(step=-1).stack(definition=("token", "measure", "k", "pairs"))
+    labels, coupling = _final_couplings(grid)
     settings = ["weight_decay", "drop_path", "seed"]
     table = pd.DataFrame({name: grid[name].values for name in (*settings, "accuracy", "loss")})
     table["training_loss"] = grid["training_loss"].isel(step=-1).values
     for token in grid["token"].values:
         at = primary(grid) | {"token": token}
         table[f"coupling at equal training loss/{token}"] = coupling_at_equal_loss(grid, at)
-    for i, (token, measure, k, pairs) in enumerate(last["definition"].values):
-        table[f"{token}/{measure}/k{k}/{pairs}"] = last.isel(definition=i).values
+    for label, values in zip(labels, coupling.T, strict=True):
+        table["{token}/{measure}/k{k}/{pairs}".format(**label)] = -values
     return table.sort_values(settings, ignore_index=True)

@@ -254,8 +254,8 @@ def test_reliable_measures_are_listed():
 
 @pytest.mark.slow
 def test_analysis_writes_tables_figures_and_page(tmp_path):
-    grid = synthetic_grid()
-    page = write_analysis(grid, correlations(grid), AT, tmp_path / "out", "a <grid>").read_text()
+    grid = synthetic_grid().assign_attrs(data="folder:<images>")
+    page = write_analysis(grid, AT, tmp_path / "out").read_text()
     with open(tmp_path / "out" / "cells.csv") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 64
@@ -265,7 +265,13 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
     assert len(list((tmp_path / "out").glob("*.png"))) == 6 == page.count("data:image/png")
-    for text in ("a &lt;grid&gt;", "64 vision transformers", "&lt;diverged&gt;", "1,080 fits", "<h2>Does accuracy"):
+    for text in (
+        "<h1>Coupling and accuracy: folder:&lt;images&gt;</h1>",
+        "64 vision transformers",
+        "&lt;diverged&gt;",
+        "1,080 fits",
+        "<h2>Does accuracy",
+    ):
         assert text in page
     assert "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)" in page
     assert "Reliability is unknown, because no setting has several seeds." in page
@@ -276,7 +282,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
 @pytest.mark.slow
 def test_page_of_several_seeds_shows_reliabilities(tmp_path):
     grid = noisy_seeds("miscoupling", 0.01)
-    page = write_analysis(grid, correlations(grid), AT, tmp_path, "seeds").read_text()
+    page = write_analysis(grid, AT, tmp_path).read_text()
     assert page.count("data:image/png") == 7 and (tmp_path / "reliability.png").exists()
     written = pd.read_csv(tmp_path / "reliability.csv")
     np.testing.assert_allclose(written["reliability"], reliabilities(grid)["reliability"])
@@ -286,7 +292,7 @@ def test_page_of_several_seeds_shows_reliabilities(tmp_path):
 @pytest.mark.slow
 def test_grid_of_one_cell_is_analysed(tmp_path):
     grid = synthetic_grid().isel(cell=[3])
-    page = write_analysis(grid, correlations(grid), AT, tmp_path, "one").read_text()
+    page = write_analysis(grid, AT, tmp_path).read_text()
     assert "Too few settings to answer." in page and "1 vision transformer on" in page
 
 

@@ -30,7 +30,7 @@ def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker
     encoding = tokenizer(5 * ["import os"], return_tensors="pt")
     torch.save(encoding, file)
     said = refusal(walker, capsys, file)
-    assert "a transformers.tokenization_utils_base.BatchEncoding, and pickles of other objects than tensors" in said
+    assert "it holds other objects than tensors, whose pickles can run code" in said
     assert SAVE in said and "torch.save(dict(encoding), FILE)" in said
     torch.save(dict(encoding), file)
     assert pythia.main(walker.arguments("--inputs", str(file), "--steps", "8")) == 0

@@ -112,13 +112,11 @@ def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
     size = large_unit(1).nbytes
     monkeypatch.setattr(results, "AT_ONCE", size)
     store = stored(tmp_path, {step: large_unit(step) for step in range(6)})
-    few, many = (Units(store, with_rows=True) for _ in range(2))
+    few, many = (Units(store) for _ in range(2))
     few.read([0, 1])
     grown = peak(many.read, list(range(6))) - peak(few.read, [0, 1])
     assert grown < size / 2, grown / size
-    rows = [many.row(step) for step in range(6)]
-    assert [row and row.step for row in rows] == list(range(6)) and many.row(0) is None
-    assert list(many.known) == list(range(6))
+    assert [known.row.step for known in many.known.values()] == list(many.known) == list(range(6))
     pages = [peak(read_reduced, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))]
     assert pages[0] - pages[1] < size / 2, (pages[0] - pages[1]) / size
 
@@ -154,19 +152,19 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
     """The page, whose units are reduced one by one, has the numbers of the whole store."""
     store = Store(tmp_path)
     store.check_settings({})
-    measured, from_files = Units(store, True), Units(store, True)
+    measured, from_files = Units(store), Units(store)
     for step in (1, 2, 3):
         torch.manual_seed(step)
         made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
         made = made.assign_coords(step=step, revision=f"step{step}", prompt_source=("prompt", ["web", "a book"]))
-        measured.add(step, measured.prepare(made))
+        measured.add(step, *measured.prepare(made))
     from_files.read([1, 2, 3])
     assert measured.known == from_files.known
     for step in (1, 2, 3):
-        rows = [of.row(step) for of in (measured, from_files)]
-        assert rows[0] and rows[1] and rows[0].scalars == pytest.approx(rows[1].scalars, rel=1e-14, nan_ok=True)
+        rows = [of.known[step].row for of in (measured, from_files)]
+        assert rows[0].scalars == pytest.approx(rows[1].scalars, rel=1e-14, nan_ok=True)
         assert rows[0].headline == rows[1].headline and rows[0].checkpoint == rows[1].checkpoint
-        xr.testing.assert_allclose(*(row.matrices.reset_coords(drop=True) for row in rows if row), rtol=1e-14)
+        xr.testing.assert_allclose(*(row.matrices.reset_coords(drop=True) for row in rows), rtol=1e-14)
     whole = reduced(tracker.open_results(tmp_path))
     read = read_reduced(tmp_path)
     assert contents(read) == contents(whole) and provenance(read, store) == provenance(whole, store)
@@ -183,21 +181,21 @@ def test_row_has_the_values_of_the_whole_unit():
 
 
 def remeasure(ready, path: Path, done) -> None:
-    measured = Units(Store(path), with_rows=False)
+    measured = Units(Store(path))
     ready.wait()
     for step in measured.store.steps():
         measured.read([step])
         if step not in measured.known and (claim := measured.store.claim(step)):
             measured.read([step])  # another walk may have measured it before the claim
             if step not in measured.known:
-                measured.add(step, measured.prepare(small_unit(step)))
+                measured.add(step, *measured.prepare(small_unit(step)))
                 done.put(step)
             claim.release(remove=True)
 
 
 def add_scores(ready, path: Path, task: str) -> None:
     store = Store(path)
-    measured = Units(store, with_rows=False)
+    measured = Units(store)
     measured.read(store.steps())
     ready.wait()
     for step in store.steps():

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -306,27 +305,14 @@ def test_a_directory_in_place_of_the_page_is_no_full_disk(walker, capsys):
     page.mkdir(parents=True)
     assert pythia.main(walker.arguments("--steps", "8")) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        line.startswith(f"error: can't write to {page} (Is a directory)") and "move away what is in its place" in line
-    )
-    assert Store(page.parent).steps() == [8] and "disk space" not in line
+    assert line.startswith(f"error: can't write to {page} (Is a directory)") and "remove the cause" in line
+    assert Store(page.parent).steps() == [8]
 
 
-@pytest.mark.parametrize(
-    "number, remedy",
-    [
-        (errno.ENOSPC, "free disk space or give another --out"),
-        (errno.EACCES, "give an --out that you may write to"),
-        (errno.ENOTDIR, "move away what is in its place, or give another --out"),
-        (errno.EIO, "give another --out"),
-    ],
-)
-def test_the_advice_is_that_of_the_error(number, remedy):
-    error = OSError(number, os.strerror(number), "a.tmp", None, "a")
-    assert unwritable(error, Path("out")) == (
-        f"can't write to a ({os.strerror(number)}); finished revisions are kept: {remedy}, and run the same "
-        "command again"
-    )
+def test_what_can_not_be_written_is_named():
+    error = OSError(errno.ENOSPC, "No space left on device", "a.tmp", None, "a")
+    assert unwritable(error, Path("out")).startswith("can't write to a (No space left on device); finished revisions")
+    assert unwritable(OSError("broken"), Path("out")).startswith("can't write to out (broken); finished revisions")
 
 
 USAGE = {

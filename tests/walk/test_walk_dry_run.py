@@ -70,13 +70,13 @@ def served_pythia(served, suite):  # noqa: F811
     return served
 
 
-FACTS = ("to measure", "download", "disk", "blocks", "K", "method", "final norm")
+FACTS = ("to measure", "download", "disk", "blocks", "K", "method")
 
 
 def test_without_a_connection_pythia_is_as_large_as_with_one(walker, served_pythia, capsys, monkeypatch):
     arguments = walker.arguments("--steps", "128,256", "--memory_budget", "1GB", model="14m")
     online = dry_run(capsys, *arguments)
-    assert online["sizes"] == "as listed, for 2 checkpoints" and online["model"].startswith("from the checkpoint's")
+    assert online["sizes"] == "2 checkpoints as listed" and online["model"].startswith("from the checkpoint's")
     assert online["download"].startswith("107 MB; 0 MB")
     assert not [path for path in served_pythia.requested("resolve") if path.endswith(".bin")]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -87,7 +87,9 @@ def test_without_a_connection_pythia_is_as_large_as_with_one(walker, served_pyth
     assert (
         offline["memory"].partition("beside")[2] == online["memory"].partition("beside")[2]
     )  # the rest is of the tokens
-    assert offline["sizes"].startswith("computed, not listed, for 2 checkpoints: 14,067,712 parameters in float16")
+    assert offline["sizes"].startswith(
+        "2 checkpoints computed from the shape that ships in checkpoints/data/pythia.toml"
+    )
     assert "a token for every 4 bytes" in offline["model"] and "checkpoints/data/pythia.toml" in offline["model"]
     assert "per checkpoint" in offline["in all"] and "estimated" in offline["in all"]
 
@@ -99,7 +101,7 @@ def test_what_the_cache_holds_is_not_computed(walker, served_pythia, capsys, mon
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     found = dry_run(capsys, *walker.arguments("--steps", "128,512", model="14m"))
     assert found["download"].startswith("53.3 MB; 53.3 MB are in the cache")
-    assert found["sizes"].startswith("as listed, for 1 checkpoint; computed, not listed, for 1 checkpoint")
+    assert found["sizes"].startswith("1 checkpoint as listed; 1 checkpoint computed from the shape")
     assert found["model"].startswith("from the checkpoint's configuration")
 
 

@@ -1,10 +1,10 @@
 """The expected cost of a measurement, as a dry run returns it: the plan times the seconds of one timed block.
 
     seconds = recorded calls * one call, with what is read off its states
-        + L * (rows / R * seconds of a block at R rows, a second time + what the first time took in addition)
+        + L * rows / R * seconds of a block at R rows
 
-What a block takes in addition, the first time, are checks of its derivative. The estimate leaves out what does not grow with the
-model (imports, the assembly of the Dataset), and measures that no block has by itself (`NOT_TIMED`).
+The estimate leaves out what does not grow with the model (imports, the assembly of the Dataset), and measures that no block has
+by itself (`NOT_TIMED`). It counts the checks of a block's derivative, which are made once, with every R rows.
 """
 
 import time
@@ -26,11 +26,10 @@ from tracker.jacobians.slicing import Rows
 from tracker.linalg.costs import krylov_is_cheaper
 from tracker.linalg.krylov import basis_fits
 from tracker.measures.calls import jacobians_of, record_call
-from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import measure_blocks, pairs
 from tracker.measures.layers import check_kept, kept_bytes, layers_of
 from tracker.measures.plan import Plan, make_plan, measured_calls
-from tracker.measures.settings import CHOICE_NAMES, Settings
+from tracker.measures.settings import Settings
 from tracker.model.inputs import Batch
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica
@@ -47,18 +46,15 @@ class Cost:
         tokens: length of the shortest and of the longest that the model runs on.
         weights_bytes: bytes of the model's weights.
         memory_budget: the limit on `peak_bytes` that was asked for.
-        not_counted: measures that were not asked for, each of which costs more.
         refused: why the measurement would stop with an error; "" if nothing was found that stops it.
         rows: number of tokens whose Jacobians are measured, over all samples.
-        final_norm: the convention, "include" or "exclude", and the norm's module.
         k: the numbers of singular vectors.
         width: the width d of the hidden state.
         method: how singular vectors are found.
         seconds: of the measurement without the measures `not_timed`.
         not_timed: measures that were asked for and that `seconds` leaves out.
-        timed: what was timed, in words.
         peak_bytes: bytes beside the weights at the peak.
-        warnings: what is beyond the budget.
+        warning: what is beyond the budget, or "".
 
     What comes after `refused` is empty where the measurement would stop at its first forward call.
     """
@@ -68,37 +64,30 @@ class Cost:
     tokens: tuple[int, int]
     weights_bytes: int
     memory_budget: int
-    not_counted: tuple[str, ...]
     refused: str = ""
     rows: int = 0
-    final_norm: tuple[str, str] = ("", "")
     k: tuple[int, ...] = ()
     width: int = 0
     method: str = ""
     seconds: float = 0.0
     not_timed: tuple[str, ...] = ()
-    timed: str = ""
     peak_bytes: int = 0
-    warnings: tuple[str, ...] = ()
+    warning: str = ""
 
     def __str__(self) -> str:
         shortest, longest = self.tokens
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
-        convention, norm = self.final_norm
         without = f", without {join_names(self.not_timed)}" if self.not_timed else ""
         memory = f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); "
         lines = [
             ("refused", self.refused),
             ("blocks", self.blocks),
             ("inputs", f"{self.samples} of {length}; Jacobians at {counted(self.rows, 'token')} in all"),
-            ("final norm", f"{convention}{f' ({norm})' if norm else ''}"),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
             ("time", "" if self.refused else f"about {duration(self.seconds)}{without}"),
-            ("timed", self.timed),
             ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
-            *(("warning", warning) for warning in self.warnings),
-            ("not counted", f"{', '.join(self.not_counted)} (not asked for by measures)" if self.not_counted else ""),
+            ("warning", self.warning),
         ]
         return "\n".join(["dry run: nothing was measured", *(entry(label, text) for label, text in lines if text)])
 
@@ -138,7 +127,7 @@ def estimate(replica: Replica, calls: Sequence[Batch], settings: Settings, depth
             seconds *= depth / len(recording.calls)
             recording = _deepened(recording, depth)
         total = len(rows) * (sum(sizes) / _size(batch) if settings.tokens == "all" else samples / len(batch.labels))
-        case = _Case(jacobians, recording, rows, measured[0], settings, make_plan(settings, recording), round(total))
+        case = _Case(jacobians, recording, rows, settings, make_plan(settings, recording), round(total))
         of_plan = _of_plan(case, len(calls))
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
@@ -152,7 +141,6 @@ def estimate(replica: Replica, calls: Sequence[Batch], settings: Settings, depth
         tokens=(min(lengths), max(lengths)),
         weights_bytes=bytes_of(replica.model, settings.torch_dtype)[0],
         memory_budget=settings.memory_budget,
-        not_counted=tuple(measure for measure in CHOICE_NAMES if not settings.includes(measure)),
         refused=refused,
         **of_plan,
     )
@@ -165,7 +153,6 @@ class _Case:
     jacobians: Jacobians
     recording: Recording  # with the model's number of blocks
     rows: Rows
-    sample: Sample
     settings: Settings
     plan: Plan
     total: int  # rows of all samples
@@ -175,35 +162,25 @@ class _Case:
         """The number of rows that are measured together."""
         return min(self.plan.rows, max(1, self.total))
 
-    @property
-    def timed(self) -> int:
-        """The number of rows of the timed block."""
-        return min(self.together, ROWS)
-
 
 def _of_plan(case: _Case, calls: int) -> dict[str, Any]:
     """Return what the plan says of a measurement before a block is timed, as fields of `Cost`."""
     settings, plan, replica = case.settings, case.plan, case.jacobians.replica
-    timed = "one forward pass"
-    if settings.forms_jacobians:
-        timed += f", and {_from_the_middle(case.recording)[0].name} at {counted(case.timed, 'token')}"
-    warnings, one = (), plan.bytes_of_jacobian
+    warning, one = "", plan.bytes_of_jacobian
     if settings.forms_jacobians and one > settings.memory_budget // 2:
-        warnings = (
+        warning = (
             f"one Jacobian takes {size(one)}, more than half of the memory budget, which is what Jacobians may take: "
-            "the budget is exceeded; raise it",
+            "the budget is exceeded; raise it"
         )
     return {
         "rows": case.total,
-        "final_norm": (case.sample.attributes["final_norm"], case.sample.attributes["final_norm_module"]),
         "k": plan.ks,
         "width": plan.d,
         "method": _method(case),
-        "timed": f"{timed}, on {replica.device} in {str(replica.dtype).removeprefix('torch.')}",
         "peak_bytes": _peak(case, calls)
         + converted_block(replica.model, replica.description, settings.torch_dtype)
         + kept_bytes(settings, case.recording, case.total),
-        "warnings": warnings,
+        "warning": warning,
     }
 
 
@@ -213,8 +190,9 @@ def _seconds_of_blocks(case: _Case) -> float:
     On a CPU, small Jacobians are decomposed one on each core, so a brief block is timed again among as many.
     """
     jacobians, plan = case.jacobians, case.plan
-    rows = case.rows.subset(slice(0, case.timed))
-    repeats = max(1, case.timed // len(rows))
+    timed = min(case.together, ROWS)
+    rows = case.rows.subset(slice(0, timed))
+    repeats = max(1, timed // len(rows))
     choices = [choice for choice in plan.measures if choice not in NOT_TIMED]
     halves = HalfJacobians(jacobians)
 
@@ -226,14 +204,13 @@ def _seconds_of_blocks(case: _Case) -> float:
 
     first, *others = _from_the_middle(case.recording)
     calls = [first]
-    once = _timed(lambda: measure(calls))[0]
-    if once < BRIEF:
+    seconds = _timed(lambda: measure(calls))[0]
+    if seconds < BRIEF:
         on_cores = plan.kept == "device" and jacobians.replica.device.type == "cpu"
         calls = others[: torch.get_num_threads() if on_cores else 1] or calls
-        once = _timed(lambda: measure(calls))[0]
+        seconds = _timed(lambda: measure(calls))[0]
     groups = case.total / (repeats * len(rows))
-    every = _timed(lambda: measure(calls))[0] if groups > 1 else once
-    return plan.of_row * (max(0.0, once - every) + groups * every) / len(calls)
+    return plan.of_row * groups * seconds / len(calls)
 
 
 def _method(case: _Case) -> str:

@@ -2,7 +2,6 @@
 end, repeated weights and other token ids.
 """
 
-import errno
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from checkpoints.disk import missing_files
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
-from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, UsageError
+from tracker.common.errors import CheckpointError, UsageError
 from tracker.common.text import counted, describe_repeat, find_repeats, size
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 INTERVAL = 30.0  # seconds between lines about a download, where there is no terminal
 CONNECT = "run the same command again with a connection to the hub, or set HF_HUB_CACHE to a cache that holds them"
-IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
 
 
 def reason(error: Exception, debug: bool) -> str:
@@ -39,17 +37,9 @@ def reason(error: Exception, debug: bool) -> str:
 def unwritable(error: OSError, store: Path) -> str:
     """Return why results can't be written to a store, and what to do."""
     place = error.filename2 or error.filename or store  # of a renaming the new name
-    if error.errno in NO_SPACE:
-        remedy = "free disk space or give another --out"
-    elif error.errno in NOT_ALLOWED:
-        remedy = "give an --out that you may write to"
-    elif error.errno in IN_THE_WAY:
-        remedy = "move away what is in its place, or give another --out"
-    else:
-        remedy = "give another --out"
     return (
-        f"can't write to {place} ({error.strerror or error}); finished revisions are kept: {remedy}, and run the same command "
-        "again"
+        f"can't write to {place} ({error.strerror or error}); finished revisions are kept: remove the cause or give another "
+        "--out, and run the same command again"
     )
 
 
@@ -148,16 +138,13 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
         print(f"note: {notice}", flush=True)
     if selection.offline:
         print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
-    for action, suspect in (
-        ("left out", selection.excluded),
-        ("measured, and marked as suspect", selection.suspect),
-    ):
-        if suspect:
-            print(f"{len(suspect)} of the selected revisions are suspect; they are {action}:")
-            for step, reason in suspect.items():
-                print(f"  step {step:>7}  {reason}", flush=True)
-    if selection.excluded:
-        print("--allow_suspect measures them too", flush=True)
+    if selection.suspect:
+        measured = {checkpoint.step for checkpoint in selection.checkpoints}
+        allowed = selection.suspect.keys() <= measured
+        action = "measured, and marked as suspect" if allowed else "left out; --allow_suspect measures them too"
+        print(f"{len(selection.suspect)} of the selected revisions are suspect; they are {action}:")
+        for step, reason in selection.suspect.items():
+            print(f"  step {step:>7}  {reason}", flush=True)
 
 
 def print_notes(known: "Mapping[int, Known]") -> None:

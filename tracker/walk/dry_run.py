@@ -6,9 +6,9 @@ its size and configuration are those of the shape that ships with `checkpoints`,
 """
 
 import copy
-import os
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +31,12 @@ from tracker.measures.estimate import Cost
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
 from tracker.walk.display import reason
-from tracker.walk.plan import SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
+from tracker.walk.plan import SelectedCheckpoints, WalkPlan, placement
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
 BYTES_PER_TOKEN = 4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
 SHIPPED = "checkpoints/data/pythia.toml"
+NOT_LISTED = "not listed, and not counted"
 
 
 def describe(
@@ -75,9 +76,6 @@ def describe(
             f"about {duration(cost.seconds)} per checkpoint, {duration(cost.seconds * len(missing))} in all, without download, "
             "loading and hashing; estimated, as is the memory below, from one timed block",
         )
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if cost.peak_bytes > machine:
-        yield entry("warning", f"a measurement takes more memory than this machine has ({size(machine)})")
     yield from str(cost).splitlines()[1:]
 
 
@@ -86,12 +84,15 @@ def _download_lines(
 ) -> list[tuple[str, str]]:
     """Describe the downloads; files that revisions share count once."""
     shape = selection.suite.shape
+    computed = "" if shape is None else f"computed from the shape that ships in {SHIPPED}, without tokenizers"
     lacking: dict[Any, int] = {}  # bytes
     present: dict[Any, int] = {}
-    largest = shipped = unknown = 0  # bytes of a revision; numbers of checkpoints without a listing
+    largest = 0  # bytes of a revision
+    sources: Counter[str] = Counter()  # numbers of checkpoints
     for checkpoint in missing:
         listing = selection.listings.get(checkpoint.revision or "")
         if listing is not None and listing.weights:
+            sources["as listed"] += 1
             directory = snapshot_dir(checkpoint.source, listing.commit, selection.suite.cache_dir)
             to_fetch = missing_files(directory, listing)
             for file in listing.needed:
@@ -99,28 +100,19 @@ def _download_lines(
                 (lacking if file in to_fetch else present)[key] = file.size
             largest = max(largest, listing.bytes)
         elif shape is not None:  # without a connection, what the cache has of it is listed
-            shipped += 1
+            sources[computed] += 1
             largest = max(largest, shape.file_bytes)
             lacking[checkpoint] = shape.file_bytes
         else:
-            unknown += 1
-    if unknown == len(missing):
+            sources[NOT_LISTED] += 1
+    if sources[NOT_LISTED] == len(missing):
         return [("download", "not known: neither the hub nor the cache lists the files")]
     download = sum(size for key, size in lacking.items() if key not in present)
-    listed = len(missing) - shipped - unknown
-    sources = [f"as listed, for {counted(listed, 'checkpoint')}"] if listed else []
-    if shipped and shape:
-        sources.append(
-            f"computed, not listed, for {counted(shipped, 'checkpoint')}: {shape.parameters:,} parameters in float16 and "
-            f"causal masks, of the shape that ships in {SHIPPED}; without tokenizers"
-        )
-    if unknown:
-        sources.append(f"without {counted(unknown, 'checkpoint')} not listed")
     kept = download if disk_budget is None else min(download, disk_budget)
     limit = "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
     lines = [
         ("download", f"{size(download)}; {size(sum(present.values()))} are in the cache already"),
-        ("sizes", "; ".join(sources)),
+        ("sizes", "; ".join(f"{counted(count, 'checkpoint')} {source}" for source, count in sources.items() if count)),
         ("disk", f"at most {size(kept)} of downloads ({limit}); {size(largest)} per checkpoint"),
     ]
     if disk_budget is not None and largest > disk_budget:
@@ -142,9 +134,8 @@ def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
     """Return the cost of measuring one checkpoint."""
     measurement, small, whole = plan.measurement, timed.small, timed.whole
     device, settings, blocks = measurement.device, measurement.settings, find_blocks(whole)
-    weights = weights_memory(whole, blocks, settings.torch_dtype)
-    budget = measurement.memory_budget or default_budget(device, weights)
-    if stays_on_device(device, weights, budget):
+    budget, resident = placement(measurement, weights_memory(whole, blocks, settings.torch_dtype))
+    if resident:
         small.to(device)
     calls = batches(small, measurement.inputs, timed.tokenizer, measurement.max_tokens)
     settings = replace(settings, memory_budget=budget)

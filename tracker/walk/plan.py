@@ -3,7 +3,6 @@
 `stays_on_device` and `default_budget` say where a model's weights stay while it is measured, and the memory budget by default.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,6 +54,12 @@ def stays_on_device(device: "torch.device", weights: int, budget: int) -> bool:
     return weights + budget <= free
 
 
+def placement(measurement: "Measurement", weights: int) -> tuple[int, bool]:
+    """Return the memory budget of a measurement, and whether all weights, of so many bytes, are to stay on its device."""
+    budget = measurement.memory_budget or default_budget(measurement.device, weights)
+    return budget, stays_on_device(measurement.device, weights, budget)
+
+
 def _free_and_total(device: "torch.device") -> tuple[int, int] | None:
     """Return the free and the total bytes of a device, if it reports them; memory that PyTorch holds unused is free."""
     import torch
@@ -74,8 +79,7 @@ class SelectedCheckpoints:
 
     suite: Suite
     checkpoints: tuple[Checkpoint, ...]
-    excluded: dict[int, str]  # steps left out as suspect, and why
-    suspect: dict[int, str]  # steps measured though suspect, and why
+    suspect: dict[int, str]  # suspect steps, and why; left out if not `checkpoints` has them
     listings: dict[str, hub.Listing]  # by revision
     offline: str  # why the hub is not used, or ""
     unlisted: dict[str, str]  # why the hub gives no listing of revisions
@@ -177,8 +181,7 @@ def _measurement(walk: Walk) -> Measurement:
 def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> SelectedCheckpoints:
     chosen = suite.select(None if walk.steps is None else str(walk.steps), joined)
     examined = integrity.examine(suite, chosen, notify)
-    excluded = {} if walk.allow_suspect else examined.suspect
-    kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in excluded)
+    kept = tuple(checkpoint for checkpoint in chosen if walk.allow_suspect or checkpoint.step not in examined.suspect)
     if walk.untrained is not None:
         if not 0 <= walk.untrained < 2**63:
             raise ValueError(f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1")
@@ -188,8 +191,7 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
             )
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
-    suspect = examined.suspect if walk.allow_suspect else {}
-    return SelectedCheckpoints(suite, kept, excluded, suspect, examined.listings, examined.offline, examined.unlisted)
+    return SelectedCheckpoints(suite, kept, examined.suspect, examined.listings, examined.offline, examined.unlisted)
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
@@ -247,11 +249,9 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        name = re.search(r"GLOBAL (\S+)", str(error))
-        content = f"a {name[1]}, and pickles of other objects than tensors can run code" if name else "no tensors"
         raise ValueError(
-            f"--inputs {walk.inputs} is not read: it holds {content}; {form}. Of what a tokenizer returns: "
-            "torch.save(dict(encoding), FILE)"
+            f"--inputs {walk.inputs} is not read: it holds other objects than tensors, whose pickles can run code; {form}. Of "
+            "what a tokenizer returns: torch.save(dict(encoding), FILE)"
         ) from error
     except Exception as error:  # torch raises errors of many types for a damaged file
         raise ValueError(f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}") from error

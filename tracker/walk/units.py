@@ -1,12 +1,12 @@
 """The units of a walk: one measured checkpoint each, labelled with its provenance, in the store that the walk adds to.
 
-`measure_checkpoint` makes a unit. `Units` keeps what the walk must know of each unit, and the rows that its loggers receive.
+`measure_checkpoint` makes a unit. `Units` keeps what the walk must know of each unit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
 from tracker.netcdf import DamagedFile, file_content
 from tracker.store import Store, likeness, require_one_curve
-from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget, stays_on_device
+from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, placement
 
 if TYPE_CHECKING:
     import torch
@@ -114,9 +114,7 @@ def _measure(
 
     device = measurement.device
     blocks = find_blocks(model)
-    weights = weights_memory(model, blocks, settings.torch_dtype)
-    budget = measurement.memory_budget or default_budget(device, weights)
-    resident = stays_on_device(device, weights, budget)
+    budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
         if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
             model.to(device)
@@ -161,7 +159,7 @@ class Known:
         likeness: what all units of the store share.
         revision, files_sha256, fingerprint: of the weights.
         token_ids_sha256: of the prompts.
-        scores: by task.
+        row: what loggers receive of it, its scores among them.
     """
 
     likeness: dict[str, set[str]]
@@ -169,32 +167,15 @@ class Known:
     files_sha256: str
     fingerprint: str
     token_ids_sha256: str
-    scores: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Serialized:
-    """A measured unit that is ready to be written, and what the walk prints of it."""
-
-    content: memoryview
-    known: Known
-    row: Row
-    weights_kept: str
-    memory_budget: str
+    row: Row = field(compare=False)
 
 
 class Units:
-    """The units of a store. The units themselves are on the disk, their rows in memory until they are taken.
+    """The units of a store. The units themselves are on the disk."""
 
-    Args:
-        store: the store.
-        with_rows: make the rows of units that were read.
-    """
-
-    def __init__(self, store: Store, with_rows: bool):
-        self.store, self.with_rows = store, with_rows
+    def __init__(self, store: Store):
+        self.store = store
         self.known: dict[int, Known] = {}  # by step
-        self._rows: dict[int, Row] = {}
 
     def read(self, steps: list[int]) -> list[int]:
         """Read units; return the steps whose files are damaged.
@@ -205,19 +186,17 @@ class Units:
         """
         left_out: dict[int, OSError | ValueError] = {}
         for curve in self.store.curves(steps, left_out.__setitem__):
-            for row in Row.from_curve(curve) if self.with_rows else ():
-                self._rows[row.step] = row
-            for i, step in enumerate(curve["step"].values.tolist()):
-                self.known[step] = _known(curve, i)
+            for i, row in enumerate(Row.from_curve(curve)):
+                self.known[row.step] = _known(curve, row, i)
         return [step for step, error in left_out.items() if isinstance(error, DamagedFile)]
 
-    def prepare(self, unit: xr.Dataset) -> Serialized:
-        """Reduce a measured unit, and make the content of its file.
+    def prepare(self, unit: xr.Dataset) -> tuple[memoryview, Known]:
+        """Return the content of a measured unit's file, and what the walk must know of it.
 
         Raises:
             CheckpointError: if it makes no curve with the units of the store.
         """
-        known = _known(unit)
+        known = _known(unit, Row.from_unit(unit))
         for step, other in self.known.items():
             try:
                 require_one_curve([other.likeness, known.likeness], self.store.path)
@@ -227,32 +206,25 @@ class Units:
                     "that is of another model, or measure it into another --out"
                 ) from error
             break  # all others are alike
-        kept, budget = (str(unit.attrs.get(name, "")) for name in ("weights_kept", "memory_budget"))
-        return Serialized(file_content(unlabelled(unit)), known, Row.from_unit(unit), kept, budget)
+        return file_content(unlabelled(unit)), known
 
-    def add(self, step: int, prepared: Serialized) -> None:
-        """Write a unit whose step is claimed."""
-        self.store.write_content(step, prepared.content)
-        self.known[step], self._rows[step] = prepared.known, prepared.row
+    def add(self, step: int, content: memoryview, known: Known) -> None:
+        """Write a prepared unit whose step is claimed."""
+        self.store.write_content(step, content)
+        self.known[step] = known
 
     def changed(self, selection: SelectedCheckpoints) -> list[int]:
         """Return the steps whose weights differ from those that the units were measured from."""
         measured = {c: self.known[c.step].files_sha256 for c in selection.checkpoints if c.step in self.known}
         return [c.step for c, digest in measured.items() if digest and selection.digest(c) not in ("", digest)]
 
-    def row(self, step: int) -> Row | None:
-        """Take the row that loggers receive of a unit; None if it was taken before, or was not made."""
-        return self._rows.pop(step, None)
 
-
-def _known(ds: xr.Dataset, i: int = 0) -> Known:
-    """Return what is known of a unit, or of the i-th of a curve."""
+def _known(ds: xr.Dataset, row: Row, i: int = 0) -> Known:
+    """Return what is known of a unit with this row, or of the i-th of a curve."""
 
     def of(name: str) -> str:
         values = ds.coords[name].values if name in ds.coords else np.asarray(ds.attrs.get(name, ""))
         return str(values if values.ndim == 0 else values[i])
 
-    scores = ds["score"].isel(step=i) if "step" in ds.dims and "score" in ds else ds.get("score")
-    by_task = {} if scores is None else dict(zip(scores["task"].values.tolist(), scores.values.tolist(), strict=True))
     named = {name: of(name) for name in ("revision", "files_sha256", "fingerprint", "token_ids_sha256")}
-    return Known(likeness(ds), scores={task: x for task, x in by_task.items() if x == x}, **named)
+    return Known(likeness(ds), row=row, **named)
