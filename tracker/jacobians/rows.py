@@ -61,7 +61,6 @@ class CheckCache:
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
         self._results: dict[Any, Any] = {}  # of checks that are made once: by check, way of calling it and `check_key`
-        self._independent: set[Any] = set()
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -92,14 +91,13 @@ class CheckCache:
             UsageError: if the block mixes them.
         """
         layer, _, *arguments = check_key(call)  # independent of the dtype
-        if len(call.x) == 1 or (layer, *arguments) in self._independent:
+        if len(call.x) == 1:
             return
-        if mixing := find_mixing(call, rows):
+        if mixing := self._once(("mixing", layer, *arguments), lambda: find_mixing(call, rows)):
             raise UsageError(
                 f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
                 "else is in the batch; give the samples one at a time"
             )
-        self._independent.add((layer, *arguments))
 
 
 @dataclass(frozen=True)
