@@ -198,10 +198,10 @@ def measure_blocks(
     layers: Sequence[Layer],
     blocks: Sequence[Sequence[CallRows]],
     choices: Sequence[str],
-    head: LastStates | None = None,
-    memory: int = 1 << 30,
-    halves: HalfJacobians | None = None,
-    K: int = 1,
+    head: LastStates | None,
+    memory: int,
+    halves: HalfJacobians | None,
+    K: int,
 ) -> dict[str, Tensor]:
     """Return the measures that some choices of `measures=` ask for, over (row, layer, ...).
 
