@@ -44,35 +44,25 @@ from tracker.provenance import describe, digest, has_float64, usable_device
 ATTEMPTS = 3  # with the whole memory budget, half of it and a quarter
 
 
+class Given(Options, total=False):
+    """The keywords of `measure`, for static type checkers."""
+
+    tokenizer: Callable[..., Mapping[str, Tensor]] | None
+    device: torch.device | str | None
+    blocks: Named | Blocks | None
+    max_tokens: int | None
+    progress: bool | None
+    keep: str | Sequence[str]
+
+
 @overload
 def measure(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    tokenizer: Callable[..., Mapping[str, Tensor]] | None = None,
-    device: torch.device | str | None = None,
-    blocks: Named | Blocks | None = None,
-    max_tokens: int | None = None,
-    progress: bool | None = None,
-    keep: str | Sequence[str] = (),
-    dry_run: Literal[False] = False,
-    **options: Unpack[Options],
+    model: nn.Module, inputs: Any, *, dry_run: Literal[False] = False, **options: Unpack[Given]
 ) -> xr.Dataset: ...
 
 
 @overload
-def measure(
-    model: nn.Module,
-    inputs: Any,
-    *,
-    tokenizer: Callable[..., Mapping[str, Tensor]] | None = None,
-    device: torch.device | str | None = None,
-    blocks: Named | Blocks | None = None,
-    max_tokens: int | None = None,
-    keep: str | Sequence[str] = (),
-    dry_run: Literal[True],
-    **options: Unpack[Options],
-) -> Cost: ...
+def measure(model: nn.Module, inputs: Any, *, dry_run: Literal[True], **options: Unpack[Given]) -> Cost: ...
 
 
 @accepts_options
@@ -263,16 +253,12 @@ def to_dataset(
         "precision": settings.precision,
         "derivative": settings.derivative,
         "inputs_sha256": digest(inputs),
-        **_of_ids(samples),
-        "seconds": time.perf_counter() - started,
     }
+    # Of one prompt, tokenizers make different ids.
+    if ids := [torch.from_numpy(sample.ids) for sample in samples if sample.ids is not None]:
+        dataset.attrs["token_ids_sha256"] = digest(ids)
+    dataset.attrs["seconds"] = time.perf_counter() - started
     return labelled(dataset)
-
-
-def _of_ids(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return a hash of the token ids that the model received, if it received ids: of one prompt, tokenizers make others."""
-    ids = [torch.from_numpy(sample.ids) for sample in samples if sample.ids is not None]
-    return {"token_ids_sha256": digest(ids)} if ids else {}
 
 
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:

@@ -80,13 +80,18 @@ PLANTED = [(name, planted) for name in ("llama, grouped keys", "gpt_neox", "opt"
 def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
     model, inputs = with_sink(name, length=length)
     if planted == "rotary":
-        slice_argument = tracker.jacobians.restriction.slice_argument
+        cut_windows = tracker.jacobians.restriction.cut_windows
 
-        def shifted(argument, value, call, rows):
+        def shifted(call, rows, width):
             moved = tracker.jacobians.rows.Rows(rows.sample, (rows.token + 1) % call.x.shape[1])
-            return slice_argument(argument, value, call, moved if argument == "position_embeddings" else rows)
+            alone, at = cut_windows(call, rows, width)
+            arguments = alone.arguments.arguments
+            arguments["position_embeddings"] = cut_windows(call, moved, width)[0].arguments.arguments[
+                "position_embeddings"
+            ]
+            return alone, at
 
-        monkeypatch.setattr(tracker.jacobians.restriction, "slice_argument", shifted)
+        monkeypatch.setattr(tracker.jacobians.restriction, "cut_windows", shifted)
     else:
         paths = {path: detached(honest, planted) for path, honest in tracker.jacobians.rows.PATHS.items()}
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)

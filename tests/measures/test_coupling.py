@@ -18,7 +18,7 @@ def coupling_matrices(J, U, V):
 
 def measured(J, K):
     triplets = top_singular_triplets(J, K)
-    return miscouplings(coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1])
+    return miscouplings(coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1], triplets.S)
 
 
 def rotation(seed: int, d: int):

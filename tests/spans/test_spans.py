@@ -492,7 +492,7 @@ def test_values_that_are_not_finite_are_said_at_their_boundary():
     model = loop()
     with torch.no_grad():
         model.layers[1][1][-1].bias[0] = torch.inf
-    with pytest.raises(FloatingPointError, match="input of layers.2.0 has values that are not finite"):
+    with pytest.raises(FloatingPointError, match="input of layers.2.0 gives values that are not finite"):
         tracker.measure(model, ids(), blocks=STARTS, k=4)
 
 

@@ -27,8 +27,10 @@ from tracker.jacobians.rows import Jacobians
 from tracker.linalg.precision import tolerance
 from tracker.spans.calls import SpanCall
 
-ATTENTION = ("attn", "attention", "self_attn", "self_attention", "attention_layer")
-MLP = ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "moe")
+NAMES = {  # of the modules
+    "attention": ("attn", "attention", "self_attn", "self_attention", "attention_layer"),
+    "mlp": ("mlp", "ffn", "ff", "feed_forward", "feedforward", "block_sparse_moe", "moe"),
+}
 
 Matrices = Float[Tensor, "R d d"]
 
@@ -41,7 +43,7 @@ class HalfJacobians:
         # is not that of its values; the identities below compare it with the block's.
         self._of = {
             name: Jacobians(jacobians.replica, jacobians.precision, jacobians.memory, derivative="autograd")
-            for name in ("attention", "mlp")
+            for name in NAMES
         }
         self.missing = jacobians.without_halves
 
@@ -50,11 +52,12 @@ class HalfJacobians:
         call = selections[0][0]
         if isinstance(call, SpanCall):
             return self._none(call.layer, "it is no module")
-        children = {"attention": _child(call.block, ATTENTION), "mlp": _child(call.block, MLP)}
-        if absent := [name for name, child in children.items() if child is None]:
-            names = {"attention": ATTENTION, "mlp": MLP}
-            return self._none(call.layer, f"no module of it is named {' or '.join(names[absent[0]])}")
-        held = {"attention": children["mlp"], "mlp": children["attention"]}
+        held: dict[str, nn.Module] = {}
+        for half, other in (("mlp", "attention"), ("attention", "mlp")):
+            child = next((child for name, child in call.block.named_children() if name in NAMES[other]), None)
+            if child is None:
+                return self._none(call.layer, f"no module of it is named {' or '.join(NAMES[other])}")
+            held[half] = child
         parts = {}
         for name, jacobians in self._of.items():
             try:
@@ -72,14 +75,9 @@ class HalfJacobians:
         self.missing[layer] = reason
 
 
-def _child(block: nn.Module, names: Sequence[str]) -> nn.Module | None:
-    return next((child for name, child in block.named_children() if name in names), None)
-
-
 @contextmanager
-def _detached(module: nn.Module | None) -> Iterator[None]:
+def _detached(module: nn.Module) -> Iterator[None]:
     """Detach a module's output."""
-    assert module is not None
 
     def detach(value: Any) -> Any:
         if isinstance(value, Tensor):

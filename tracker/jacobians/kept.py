@@ -45,13 +45,15 @@ class JacobianFile:
         with space_for(J.nbytes):
             self._file.write(_bytes(J.cpu().contiguous()))
             self._file.flush()
-        return partial(self._read, start, J.shape, J.dtype, J.device)
+        shape, dtype, device = J.shape, J.dtype, J.device
 
-    def _read(self, start: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        J = torch.empty(shape, dtype=dtype)
-        self._file.seek(start)
-        self._file.readinto(_bytes(J))
-        return J.to(device)
+        def read() -> Tensor:
+            again = torch.empty(shape, dtype=dtype)
+            self._file.seek(start)
+            self._file.readinto(_bytes(again))
+            return again.to(device)
+
+        return read
 
 
 def _bytes(J: Tensor) -> memoryview:

@@ -61,7 +61,6 @@ class CheckCache:
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
         self._results: dict[Any, Any] = {}  # of checks that are made once: by check, way of calling it and `check_key`
-        self._independent: set[Any] = set()
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -92,14 +91,13 @@ class CheckCache:
             UsageError: if the block mixes them.
         """
         layer, _, *arguments = check_key(call)  # independent of the dtype
-        if len(call.x) == 1 or (layer, *arguments) in self._independent:
+        if len(call.x) == 1:
             return
-        if mixing := find_mixing(call, rows):
+        if mixing := self._once(("mixing", layer, *arguments), lambda: find_mixing(call, rows)):
             raise UsageError(
                 f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
                 "else is in the batch; give the samples one at a time"
             )
-        self._independent.add((layer, *arguments))
 
 
 @dataclass(frozen=True)
@@ -209,18 +207,15 @@ class Jacobians:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
-        reason, rounded = "", []  # not the error: its traceback holds the tensors of the path that failed
-        for path in PATHS:
+        reason = ""  # not the error: its traceback holds the tensors of the path that failed
+        attempts = [(path, False) for path in PATHS]
+        for path, rounded in attempts:
             try:
-                return self._by_path(path, selections)
+                return self._by_path(path, selections, rounded)
             except NotSliceable as why:
                 reason = str(why)
-                rounded += [path] if isinstance(why, RoundedInside) else []
-        for path in rounded:
-            try:
-                return self._by_path(path, selections, rounded=True)
-            except NotSliceable as why:
-                reason = str(why)
+                if isinstance(why, RoundedInside) and not rounded:
+                    attempts.append((path, True))
         raise NotSliceable(reason)
 
     def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[Float[Tensor, "R d d"], CheckResults]:
@@ -249,7 +244,7 @@ class Jacobians:
         return outcome.error
 
     def _by_path(
-        self, path: Any, selections: Sequence[CallRows], rounded: bool = False
+        self, path: Any, selections: Sequence[CallRows], rounded: bool
     ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]

@@ -261,19 +261,23 @@ def _by_eigenvectors(J: Tensor, K: int) -> Triplets:
     """Find triplets from eigenvectors of J J^T. `complete`: the residual is that of a full decomposition, and none is missing."""
     A = _squared(J)
     U, S = _top_eigenvectors(A, K)
-    following = S[..., K:]
-    U = _refined(A, U, S[..., :K])
-    V, S, P = _orthogonal_columns(J.mT @ U)
-    U = U @ P
-    JV = J @ V
-    error = relative_residual(JV, J.mT @ U, U, S, V)
+    U, S, V, JV, gap, error = _with_right_vectors(J, _refined(A, U, S[..., :K]), S)
     complete = error <= OF_FULL * TOLERANCE[J.dtype]
     if (S[..., -1] > SQUARABLE * S[..., 0]).all():
         complete &= _is_complete_by_square(A, JV, U, S, V)
     else:
         complete &= is_complete(J, U, S, V)
-    gap = _gap(torch.cat([S, following], -1), K)
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
+
+
+def _with_right_vectors(J: Tensor, U: Tensor, S: Tensor) -> tuple[Tensor, ...]:
+    """Return U, S, V, J V, gap and residual from left singular vectors U, and singular values that continue after them."""
+    K = U.shape[-1]
+    V, exact, P = _orthogonal_columns(J.mT @ U)
+    U = U @ P
+    JV = J @ V
+    gap = _gap(torch.cat([exact, S[..., K:]], -1), K)
+    return U, exact, V, JV, gap, relative_residual(JV, J.mT @ U, U, exact, V)
 
 
 def _refined(A: Tensor, U: Tensor, S: Tensor) -> Tensor:
@@ -302,14 +306,9 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
     B, d, _ = J.shape
     A, tolerance = _squared(J), TOLERANCE[J.dtype]
     U, S = block_lanczos(_products(A)[0], start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
-    following = S[..., K:]
-    V, S, P = _orthogonal_columns(J.mT @ U)
-    U = U @ P
-    JV = J @ V
-    error = relative_residual(JV, J.mT @ U, U, S, V)
+    U, S, V, JV, gap, error = _with_right_vectors(J, U, S)
     enough = (S[..., -1] > SQUARABLE * S[..., 0]) & (error <= tolerance)
     complete = enough & _is_complete_by_square(A, JV, U, torch.where(enough[..., None], S, 1), V)
-    gap = _gap(torch.cat([S, following], -1), K)
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 

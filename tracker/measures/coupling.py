@@ -168,7 +168,7 @@ def miscouplings(
     A: Float[Tensor, "*B L M K K"],
     s: Float[Tensor, "*B L K"],
     d: int,
-    s_basis: Float[Tensor, "*B M K"] | None = None,
+    s_basis: Float[Tensor, "*B M K"],
 ) -> dict[str, Float[Tensor, "*B L M"]]:
     """Return the mis-coupling of every pair of Jacobian and basis, by definition.
 
@@ -179,9 +179,8 @@ def miscouplings(
         A: coupling matrices.
         s: top K singular values of the L Jacobians.
         d: width of the model.
-        s_basis: top K singular values of the Jacobians that the M bases come from; None: `s`.
+        s_basis: top K singular values of the Jacobians that the M bases come from.
     """
-    s_basis = s if s_basis is None else s_basis
     determined = above_rounding(s_basis, d)[..., -1]
     defined = (s[..., 0] > 0)[..., None] & determined[..., None, :]
     return {

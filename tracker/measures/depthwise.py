@@ -142,22 +142,15 @@ def pairs(
 
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
     """Return the values of the first L layers and, as `_normed`, those where layer L + 1 replaces layer L."""
-    alone = {name: _without_layer(value, L) for name, value in values.items()}
-    return alone | {f"{name}{NORMED}": _without_layer(value, L - 1) for name, value in values.items()}
-
-
-def _without_layer(values: Tensor, l: int) -> Tensor:
-    """Leave layer l, from 0, out of values over (row, k, layer, layer_other)."""
-    for axis in (2, 3):
-        after = values.narrow(axis, l + 1, values.shape[axis] - l - 1)
-        values = torch.cat([values.narrow(axis, 0, l), after], axis)
-    return values
+    normed = [*range(L - 1), L]
+    alone = {name: value[:, :, :L, :L] for name, value in values.items()}
+    return alone | {f"{name}{NORMED}": value[:, :, normed][..., normed] for name, value in values.items()}
 
 
 def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L M K K"]:
     """Return A of every Jacobian in every basis."""
     columns = coupling.side_by_side(V)
-    return torch.stack([coupling.in_bases(U, layer.product(columns)) for layer in layers], 1)
+    return torch.stack([coupling.in_bases(U, layer.jacobian() @ columns) for layer in layers], 1)
 
 
 def _measures_by_k(A: Tensor, S: Tensor, S_basis: Tensor, d: int, ks: Sequence[int]) -> dict[str, Tensor]:
@@ -205,10 +198,10 @@ def measure_blocks(
     layers: Sequence[Layer],
     blocks: Sequence[Sequence[CallRows]],
     choices: Sequence[str],
-    head: LastStates | None = None,
-    memory: int = 1 << 30,
-    halves: HalfJacobians | None = None,
-    K: int = 1,
+    head: LastStates | None,
+    memory: int,
+    halves: HalfJacobians | None,
+    K: int,
 ) -> dict[str, Tensor]:
     """Return the measures that some choices of `measures=` ask for, over (row, layer, ...).
 

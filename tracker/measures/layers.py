@@ -42,10 +42,6 @@ class Layer:
     moments: Moments
     checks: Sequence[CheckResults] = ()
 
-    def product(self, V: Float[Tensor, "R d m"]) -> Float[Tensor, "R d m"]:
-        """Return J V."""
-        return self.jacobian() @ V
-
 
 def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan) -> list[Layer]:
     """Return the layers of some blocks, with their Jacobians kept where the plan says."""

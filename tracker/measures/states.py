@@ -101,11 +101,19 @@ def measure_states(
     scalars = d
     requested: list[StateMeasure] = []
     asked = [measure for measure in STATES if settings.includes(measure.option)]
-    if measures := [measure for measure in asked if measure.variant != "normed"]:
-        requested.append(lambda b, part: _trajectory(measures, recording.states(b, part, device), window))
-    normed = [measure for measure in asked if measure.variant == "normed"]
-    if normed and recording.normed_last is not None:
-        requested.append(lambda b, part: _trajectory(normed, recording.states(b, part, device, normed=True), window))
+    if asked:
+
+        def read_off(b: slice, part: slice) -> dict[str, Tensor]:
+            values = {}
+            for normed in (False, True) if recording.normed_last is not None else (False,):
+                X = recording.states(b, part, device, normed)
+                for measure in asked:
+                    if normed == (measure.variant == "normed"):
+                        assert measure.compute is not None
+                        values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
+            return values
+
+        requested.append(read_off)
     if settings.includes("pca"):
         mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
 
@@ -116,7 +124,7 @@ def measure_states(
 
         requested.append(pca)
     if settings.includes("noise"):
-        similarity = noise_similarity(replica, recording, NOISE, valid)
+        similarity = noise_similarity(replica, recording, valid)
         requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part].flatten(2)})
     with ExitStack() as weights:
         if settings.includes("entropy") and head is not None:
@@ -164,11 +172,11 @@ def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -
 
 
 def noise_similarity(
-    replica: Replica, recording: Recording, levels: Sequence[float], valid: Sequence[Sequence[int]]
+    replica: Replica, recording: Recording, valid: Sequence[Sequence[int]]
 ) -> Float[Tensor, "levels depth B n"]:
     """Return cos(x^l, x~^l), where x~^l is the state after Gaussian noise is added to the embeddings (Fig. 32).
 
-    The root mean square length of a token's noise is `levels` times the length of its embedding. All levels of a sample
+    The root mean square length of a token's noise is `NOISE` times the length of its embedding. All levels of a sample
     scale one draw, from the sample's seed. Padding gets no noise. NaN where a state is zero.
     """
     first = recording.calls[0].x.to(replica.device)
@@ -177,7 +185,7 @@ def noise_similarity(
         of_sample[list(at)] = drawn((len(at), first.shape[-1]), seed)
     (unit,) = to_device(first.device, unit.to(first.dtype))
     noise = unit * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
-    noisy = [first + level * noise for level in levels]
+    noisy = [first + level * noise for level in NOISE]
     cosines = [_cosine(noisy, first)]
     for recorded in recording.calls:
         call = recorded.to(replica.dtype, replica.device)
@@ -190,14 +198,6 @@ def noise_similarity(
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
     nonzero = torch.linalg.vector_norm(clean, dim=-1) > 0
     return torch.stack([torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
-
-
-def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str, Tensor]:
-    values = {}
-    for measure in measures:
-        assert measure.compute is not None
-        values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
-    return values
 
 
 def _evaluate(measures: Sequence[StateMeasure], samples: slice, part: slice) -> list[dict[str, np.ndarray]]:

@@ -110,12 +110,8 @@ DECLARED = _declared()
 DIMS = {measure.name: measure.dims for measure in DECLARED}
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
-Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, by name with the kind left open
-PARTS = {  # of the singular triplets, by name with the kind left open
-    "{}_singular_value": "S",
-    f"{DIAGNOSTICS}{{}}_residual": "residual",
-    f"{DIAGNOSTICS}{{}}_complete": "complete",
-}
+Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, by name without the kind
+PARTS = {"singular_value": "S", "residual": "residual", "complete": "complete"}  # of the singular triplets
 
 
 @dataclass(frozen=True)
@@ -172,19 +168,16 @@ def _couplings(
     bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
     parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
 
-    def couple(l: int, layers: Mapping[Link, Layer]) -> None:
-        for kind in KINDS:
-            if chosen := [link for link in layers if link in kinds[kind]]:
-                kind_bases = [bases[basis_layers[l]][link] for link in kinds[kind]]
-                values = pairs([layers[link] for link in chosen], plan.ks, measures, bases=kind_bases)
-                named = {f"{{}}_{name}": value for name, value in values.items()}
-                parts.setdefault((l, kind, "pairs"), []).append((chosen, named))
-
-    def certify(l: int, layers: Mapping[Link, Layer]) -> None:
-        for kind in KINDS:
-            if chosen := [link for link in layers if link in kinds[kind]]:
-                values = _of_jacobians([layers[link] for link in chosen], plan.ks)
-                parts.setdefault((l, kind, "jacobians"), []).append((chosen, values))
+    def add(what: str, l: int, layers: Mapping[Link, Layer]) -> None:
+        for kind, of_kind in kinds.items():
+            if chosen := [link for link in layers if link in of_kind]:
+                alike = [layers[link] for link in chosen]
+                if what == "jacobians":
+                    values = _of_jacobians(alike, plan.ks)
+                else:
+                    kind_bases = [bases[basis_layers[l]][link] for link in of_kind]
+                    values = pairs(alike, plan.ks, measures, bases=kind_bases)
+                parts.setdefault((l, kind, what), []).append((chosen, values))
 
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
@@ -193,16 +186,16 @@ def _couplings(
         for start in range(0, len(links), at_once):
             layers = _layers(jacobians, l, samples, links[start : start + at_once], plan)
             block_triplets |= {link: layer.triplets for link, layer in layers.items()}
-            certify(l, layers)
+            add("jacobians", l, layers)
             basis = basis_layers.get(l)
             if basis == l:
                 waiting |= layers if file is None else _in_file(layers, file)
             elif basis is not None:
-                couple(l, layers)
+                add("pairs", l, layers)
             del layers
         bases[l] = block_triplets
         if waiting:
-            couple(l, waiting)
+            add("pairs", l, waiting)
         needed = {basis_layers.get(m) for m in order[place + 1 :]}
         bases = {m: triplets for m, triplets in bases.items() if m in needed}
     return _assemble(kinds, parts, len(samples[0].recording.calls))
@@ -211,7 +204,7 @@ def _couplings(
 def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return the singular values, certificates and parts of null levels of some links' Jacobians."""
     values = {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in PARTS.items()}
-    return values | {f"{{}}_{name}": value for name, value in parts_of_null_levels(layers, ks).items()}
+    return values | parts_of_null_levels(layers, ks)
 
 
 def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:
@@ -221,12 +214,11 @@ def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:
 
 def _links_by_kind(T: int) -> dict[str, list[Link]]:
     tokens, last = range(T), T - 1
-    links = {
+    return {
         "self": [(t, t) for t in tokens],
         "fixed_input": [(0, t) for t in tokens],
         "fixed_output": [(t, last) for t in tokens],
     }
-    return {kind: links[kind] for kind in KINDS}
 
 
 def _all_links(kinds: Mapping[str, Sequence[Link]]) -> list[Link]:
@@ -303,10 +295,11 @@ def _assemble(
     for (l, kind, _), chunks in parts.items():
         order = [link for chosen, _ in chunks for link in chosen]
         index = torch.tensor([order.index(link) for link in kinds[kind]])
-        for name in chunks[0][1]:
-            axis = 1 + [dim for dim in DIMS[name.format(kind)] if dim != "layer"].index("pair_token")
-            values = torch.cat([values[name] for _, values in chunks], axis)
-            by_layer.setdefault(name.format(kind), {})[l] = values.index_select(axis, index.to(values.device))
+        for part in chunks[0][1]:
+            name = f"{DIAGNOSTICS * (part in ('residual', 'complete'))}{kind}_{part}"
+            axis = 1 + [dim for dim in DIMS[name] if dim != "layer"].index("pair_token")
+            values = torch.cat([values[part] for _, values in chunks], axis)
+            by_layer.setdefault(name, {})[l] = values.index_select(axis, index.to(values.device))
     arrays = to_arrays(
         {name: _stack_layers(values, 1 + DIMS[name].index("layer"), L) for name, values in by_layer.items()}
     )

@@ -46,15 +46,13 @@ def directions(X: States) -> Float[Tensor, "L n d"]:
     return delta / torch.where(length > 0, length, torch.nan)
 
 
-def lss(X: States) -> Float[Tensor, " n"]:
-    """Return the line-shape score of each token (eq. 15-16); NaN on a closed path (zero sum of directions)."""
-    u = directions(X)
-    return _line_shape(u.sum(0), u.shape[0])
+def lss(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
+    """Return the line-shape score of each token (eq. 15-16); NaN on a closed path (zero sum of directions).
 
-
-def lss_window(X: States, width: int) -> Float[Tensor, "L n"]:
-    """Return the LSS of the `width` states around each layer l = 1..L; NaN where the window does not fit."""
-    return _around_each_layer(directions(X), width, lambda u: _line_shape(u.sum(-1), u.shape[-1]))
+    This measure and the others with a width: without one, over all states; with one, over the `width` states around each layer,
+    NaN where that window does not fit.
+    """
+    return _over_depth(directions(X), width, _line_shape)
 
 
 def norms(X: States) -> Float[Tensor, "depth n"]:
@@ -74,25 +72,15 @@ def alpha_mean(X: States) -> Float[Tensor, " n"]:
     return alphas(X).mean(0)
 
 
-def expodistance(X: States) -> Float[Tensor, " n"]:
+def expodistance(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
     """Return the squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean is zero to rounding."""
-    return _squared_variation(alphas(X).movedim(0, -1), _alpha_rounding(X))
+    rounding = 8 * torch.finfo(X.dtype).eps  # alpha depends on two norms, each accurate to a few eps
+    return _over_depth(alphas(X), width, lambda a: _squared_variation(a, rounding))
 
 
-def expodistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
-    """Return the expodistance of the `width` states around each layer; NaN where the window does not fit."""
-    return _around_each_layer(alphas(X), width, lambda a: _squared_variation(a, _alpha_rounding(X)))
-
-
-def equidistance(X: States) -> Float[Tensor, " n"]:
-    """Return the coefficient of variation of the step length over depth (Fig. 25)."""
-    return _squared_variation(torch.linalg.vector_norm(steps(X), dim=-1).movedim(0, -1), 0.0).sqrt()
-
-
-def equidistance_window(X: States, width: int) -> Float[Tensor, "L n"]:
-    """Return the equidistance of the `width` states around each layer (Fig. 26); NaN where the window does not fit."""
-    lengths = torch.linalg.vector_norm(steps(X), dim=-1)
-    return _around_each_layer(lengths, width, lambda s: _squared_variation(s, 0.0).sqrt())
+def equidistance(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
+    """Return the coefficient of variation of the step length over depth (Fig. 25; windows: Fig. 26)."""
+    return _over_depth(norms(steps(X)), width, lambda s: _squared_variation(s, 0.0).sqrt())
 
 
 def update_ratio(X: States) -> Float[Tensor, "L n"]:
@@ -127,13 +115,9 @@ def default_width(L: int) -> int:
     return 11 if L >= 20 else max(3, widest - (widest + 1) % 2)
 
 
-def _line_shape(total: Tensor, count: int) -> Tensor:
-    length = torch.linalg.vector_norm(total, dim=-1)
-    return count / torch.where(length > 0, length, torch.nan)
-
-
-def _alpha_rounding(X: States) -> float:
-    return 8 * torch.finfo(X.dtype).eps  # alpha depends on two norms, each accurate to a few eps
+def _line_shape(u: Tensor) -> Tensor:
+    length = torch.linalg.vector_norm(u.sum(-1), dim=-1)
+    return u.shape[-1] / torch.where(length > 0, length, torch.nan)
 
 
 def _squared_variation(values: Tensor, zero: float) -> Tensor:
@@ -158,8 +142,10 @@ def update_cosine(X: States) -> Float[Tensor, "L n"]:
     return (f * x).sum(-1) / torch.where(product > 0, product, torch.nan)
 
 
-def _around_each_layer(per_step: Tensor, width: int, reduce) -> Float[Tensor, "L n"]:
-    """Reduce the width - 1 steps around each layer; `per_step` is (L, n, ...), `reduce` takes the steps last."""
+def _over_depth(per_step: Tensor, width: int | None, reduce: Callable[[Tensor], Tensor]) -> Float[Tensor, "*L n"]:
+    """Reduce all steps, or the width - 1 steps around each layer; `per_step` is (L, n, ...), `reduce` takes the steps last."""
+    if width is None:
+        return reduce(per_step.movedim(0, -1))
     L, n = per_step.shape[:2]
     half = width // 2
     out = per_step.new_full((L, n), torch.nan)
@@ -254,7 +240,7 @@ DECLARED = (
         "lss_window",
         BLOCK,
         "line-shape score in a window",
-        compute=lss_window,
+        compute=lss,
         formula="line-shape score over the states around block l",
         reference="paper, Figs 26 to 28",
         windowed=True,
@@ -265,7 +251,7 @@ DECLARED = (
         "expodistance_window",
         BLOCK,
         "expodistance in a window",
-        compute=expodistance_window,
+        compute=expodistance,
         formula="expodistance over the states around block l",
         reference="paper, Fig. 29 and 30",
         windowed=True,
@@ -277,7 +263,7 @@ DECLARED = (
         "equidistance_window",
         BLOCK,
         "variation of step lengths in a window",
-        compute=equidistance_window,
+        compute=equidistance,
         formula="equidistance over the states around block l",
         reference="paper, Fig. 26",
         windowed=True,

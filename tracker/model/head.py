@@ -245,8 +245,11 @@ class HeadHooks:
     ) -> None:
         if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
             return
-        if self._takes(is_last_state, args, keywords, output) and self._is_norm(module, args, keywords, output):
-            self._unnamed = name, module, self.replica.oriented(output)
+        if self._takes(is_last_state, args, keywords, output):
+            self._trying = True
+            if is_norm(module, args, keywords, output):
+                self._unnamed = name, module, self.replica.oriented(output)
+            self._trying = False
 
     def _leave_head(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
         if self._operations.place != "after" or len(args) + len(keywords) != 1:
@@ -265,12 +268,6 @@ class HeadHooks:
         if not isinstance(argument, Tensor) or not isinstance(output, Tensor) or argument.shape != output.shape:
             return False
         return argument.dim() == 3 and is_last_state(self.replica.oriented(argument))
-
-    def _is_norm(self, module: nn.Module, args: tuple, keywords: dict, output: Tensor) -> bool:
-        self._trying = True
-        answer = is_norm(module, args, keywords, output)
-        self._trying = False
-        return answer
 
 
 def _is_part(x: Tensor, states: Tensor) -> bool:

@@ -144,16 +144,10 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
             )
         encoded = _cut([_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)], max_tokens)
         calls = [_prompt(model, inputs[i], i, tokenizer, encoded[i]) for i in range(len(inputs))]
-    elif _is_list_of_ids(inputs):
-        raise UsageError(
-            "inputs is a list of token ids; give a tensor of shape (batch, tokens): torch.tensor([[464, 3797]])"
-        )
-    elif isinstance(inputs, np.ndarray):
-        raise UsageError("inputs is a NumPy array; give a tensor: torch.as_tensor(inputs)")
     else:
         raise UsageError(
-            f"inputs of type {type(inputs).__name__}; give a list of prompts with a tokenizer, or a tensor or mapping "
-            "that the model's forward takes"
+            f"inputs of type {type(inputs).__name__} that are no prompts; give a list of prompts with a tokenizer, or a tensor "
+            "(batch first; of token ids or an array: torch.as_tensor(inputs)) or mapping that the model's forward takes"
         )
     if not calls or not all(call.labels for call in calls):
         raise UsageError("no inputs: give at least one prompt or sample")
@@ -181,14 +175,6 @@ def _checked_max_tokens(max_tokens: Any, inputs: Any) -> int | None:
             f"inputs[:, :{max_tokens}]"
         )
     return int(max_tokens)
-
-
-def _is_list_of_ids(inputs: Any) -> bool:
-    """Whether the inputs are whole numbers in a list, or in a list of lists."""
-    if not isinstance(inputs, (list, tuple)):
-        return False
-    samples = [entry if isinstance(entry, (list, tuple)) else [entry] for entry in inputs]
-    return any(samples) and all(isinstance(one, int) for sample in samples for one in sample)
 
 
 def _encoded(prompt: str, i: int, tokenizer: Any) -> dict[str, Any]:

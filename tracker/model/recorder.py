@@ -8,6 +8,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from tracker.model.hidden_state import (
     describe_output,
     hidden_state,
     passed_on,
+    same_state,
     states_in,
 )
 from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound, Proposal
 from tracker.model.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
-from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible
+from tracker.model.replica import ModuleState, Replica, require_stateless
 
 
 def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
@@ -201,25 +203,17 @@ class _Recorder:
             raise two_streams(call.name, returned[0], y)
 
     def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
-        """Check that the block gives the same output from its attributes after the recorded call as from those before it.
-
-        Both calls are on another input than the recorded one: a cached output would agree on that.
-        """
+        """Check that the block keeps no state between calls."""
         call = call.to(self.replica.dtype, self.replica.device)  # from a file
         x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
-        after = ModuleState(call.block)
-        again = call(x)
+        observation = f"block {call.layer} ({call.name}) does not reproduce its own output"
         with self.replica.materialize(call.block):
-            before.restore()
-            expected = call(x)
-        after.restore()
-        if not torch.allclose(again, expected, rtol=0, atol=STATELESS * float(expected.abs().max()), equal_nan=True):
-            raise irreproducible(f"block {call.layer} ({call.name}) does not reproduce its own output")
+            require_stateless(call.block, before, partial(call, x), observation)
 
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the output recorded last, if there is one."""
         last = self.calls[-1].y if self.calls else None
-        return last is not None and x.shape == last.shape and torch.equal(x.to(last.dtype), last.to(x.device))
+        return last is not None and same_state(x, last)
 
     def recording(self, seed: int | None) -> Recording:
         """Check the recorded calls and return them.

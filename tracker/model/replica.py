@@ -19,6 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -77,7 +78,7 @@ def _of_huggingface(config: Any) -> None:
         config._experts_implementation = "eager"
 
 
-STATELESS = 1e-6  # relative to the largest entry: two runs of the same code may differ in rounding on some devices
+STATELESS = 1e-6  # relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
 NOT_STATE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
 
 
@@ -99,6 +100,26 @@ class ModuleState:
             for name in _attributes(part).keys() - saved.keys():
                 del part.__dict__[name]
             part.__dict__.update(_copy(saved, memo))
+
+
+def require_stateless(module: nn.Module, before: ModuleState, run: Callable[[], Tensor], observation: str) -> None:
+    """Check that a call gives the same from a module's attributes as they are now as from those before.
+
+    Args:
+        run: the call, on another state than the one that was recorded: a cached output would agree on that.
+        observation: what to say if it does not.
+
+    Raises:
+        UsageError: if it does not; also for a call that is random.
+    """
+    after = ModuleState(module)
+    again = run()
+    before.restore()
+    expected = run()
+    after.restore()
+    norms = [partial(torch.linalg.vector_norm, ord=order, dtype=torch.float64) for order in (2, torch.inf)]
+    if not all(norm(again - expected) <= STATELESS * norm(expected) for norm in norms):
+        raise irreproducible(observation)
 
 
 class WeightHolder:
@@ -341,9 +362,7 @@ class Replica:
         return self.materialize(block) if id(block) in self._writers else nullcontext()
 
     @contextmanager
-    def stream_blocks(
-        self, enter: Callable[..., None] | None = None, leave: Callable[..., Any] | None = None
-    ) -> Iterator[None]:
+    def stream_blocks(self, enter: Callable[..., None], leave: Callable[..., Any]) -> Iterator[None]:
         """Hold the weights outside the blocks throughout, and each block's weights while that block runs.
 
         Args:
@@ -359,8 +378,7 @@ class Replica:
             if any(block is other for other, _ in running):
                 running.append((block, None))
                 return
-            if enter is not None:
-                enter(block, args, kwargs)
+            enter(block, args, kwargs)
             weights = ExitStack()
             running.append((block, weights))
             weights.enter_context(self.materialize(block, written=written))
@@ -371,7 +389,7 @@ class Replica:
             changed = None
             if weights is not None:
                 self._undo_writes(block)
-                changed = leave(block, args, output) if leave is not None else None
+                changed = leave(block, args, output)
                 weights.close()
             running.pop()
             return changed

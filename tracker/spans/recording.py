@@ -6,12 +6,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary
 from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.hidden_state import check_finite, same_state
 from tracker.model.random_numbers import seed_of
 from tracker.model.recording import Recording, Spill
 from tracker.model.replica import ModuleState, Replica, irreproducible
@@ -97,11 +97,7 @@ class _Recorder:
             raise UsageError(
                 f"the forward pass reaches the {boundary} twice; name boundaries that it reaches once, in order of depth"
             )
-        if not torch.isfinite(state).all():
-            raise FloatingPointError(
-                f"the {boundary} has values that are not finite (overflow or NaN in {self.replica.dtype}); check the "
-                "weights, or measure in float64"
-            )
+        check_finite(state, f"the {boundary}")
         self.random[boundary] = self.replica.generators.states()
         self.normed[boundary] = self.norms.returned(state)
         self.states[boundary] = self.spill.keep(self.replica.oriented(state).clone())
@@ -114,7 +110,7 @@ class _Recorder:
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the state at the end of the last span."""
         last = self.states.get(self.spans[-1][1])
-        return last is not None and _equal(x, last)
+        return last is not None and same_state(x, last)
 
     def calls(self, arguments: inspect.BoundArguments) -> list[SpanCall]:
         """Return the recorded spans, in the order in which they were named.
@@ -141,7 +137,7 @@ class _Recorder:
         calls: list[SpanCall] = []
         for i, (span, name) in enumerate(zip(self.spans, self.replica.description.names, strict=True)):
             x, y = (self.states[boundary] for boundary in span)
-            if calls and not _equal(x, calls[-1].y):
+            if calls and not same_state(x, calls[-1].y):
                 raise UsageError(
                     f"the {span[0]} is not the hidden state that the previous span ends with (the {self.spans[i - 1][1]}); "
                     "name spans that each begin with the tensor that the previous one ends with"
@@ -157,7 +153,3 @@ class _Recorder:
             calls.append(SpanCall(i + 1, name, model, arguments, "", self.replica, x, span=span, seed=self.seed))
             calls[-1].y, calls[-1].ends_in_norm = y, self.normed[span[1]]
         return calls
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a, b.to(a.device))
