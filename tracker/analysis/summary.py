@@ -20,7 +20,7 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
-from tracker.analysis.curves import sources
+from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled, pairs_of_blocks
@@ -126,20 +126,30 @@ def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
 
 
 def _result(result: Result, k: int | None) -> _Result:
-    """Read of each step of a store what tells its coupling, and nothing more."""
-    if isinstance(result, xr.Dataset):
-        ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
-        return _result_of_reduced(reduced(ds), k)
-    store = Store(result)
+    """Read of each step what tells its coupling, and nothing more."""
+    return _of_dataset(result, k) if isinstance(result, xr.Dataset) else _of_store(Store(result), k)
+
+
+def _of_dataset(result: xr.Dataset, k: int | None) -> _Result:
+    ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
+    k, name = _chosen(ds, k)
+    coupling: Sequence[float] = [0.0] * ds.sizes["step"]
+    if name:
+        points = curves(ds, [name]).sel(k=k, pairs="mean_offdiag")
+        coupling = (points[f"{name}_null"] - points[name]).values.tolist()
+    steps = ds["step"].values.astype(int).tolist()
+    return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(ds.sel(step=steps)))
+
+
+def _of_store(store: Store, k: int | None) -> _Result:
     steps = require_steps(store)
     k, name = _chosen(store.read(steps[-1]), k)
     coupling: Sequence[float] = [0.0] * len(steps)
     if name:
         points = read_miscouplings(store.path, [name]).isel(measure=0).mean("token").sel(k=k, pairs="mean_offdiag")
         coupling = (points["null"] - points["miscoupling"]).values.tolist()
-    return _Result(
-        dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(store.curve(steps)), store.skipped()
-    )
+    by_step = dict(zip(steps, coupling, strict=True))
+    return _Result(by_step, k, lambda steps: reduced(store.curve(steps)), store.skipped())
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
