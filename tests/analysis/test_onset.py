@@ -141,6 +141,19 @@ def test_untrained_models_are_not_coupled_beyond_chance():
     assert largest.pop("offdiag") < 0.03 and max(largest.values()) < 0.01
 
 
+def test_two_grids_of_one_run():
+    """A tiny GPT-NeoX trained on text, offdiag_normalized at K = 10: interpolated, the onsets would be 2.5 and 0.5."""
+    steps = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 300])
+    curve = np.array([0, 0.0017, 0.0172, 0.0822, 0.1647, 0.2359, 0.2646, 0.3553, 0.3563, 0.2298, 0.1609, 0.1255])
+    prompts = curve[:, None] * np.random.default_rng(16).normal(1, 0.05, 8)
+    fine = onset(steps, prompts)
+    kept = steps % 64 == 0
+    coarse = onset(steps[kept], prompts[kept])
+    assert (fine.earlier, fine.later) == (2, 4) and (coarse.earlier, coarse.later) == (0, 64)
+    assert coarse.low <= fine.earlier and fine.later <= coarse.high
+    assert fine.words.startswith("between steps 2 and 4 ") and coarse.words.startswith("between steps 0 and 64 ")
+
+
 @given(
     gaps=st.lists(st.integers(1, 1000), min_size=3, max_size=12),
     rises=st.lists(st.floats(0, 1), min_size=13, max_size=13),
