@@ -12,6 +12,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 CHECK_SHAPES = os.environ.get("CHECK_SHAPES") == "1"
 if CHECK_SHAPES:
     import random
+    from importlib.util import find_spec
     from typing import no_type_check
 
     # beartype checks an item of a list drawn at random: from numbers of its own, so that no block seems to draw some.
@@ -19,7 +20,8 @@ if CHECK_SHAPES:
 
     from jaxtyping import install_import_hook
 
-    packages = [f"tracker.{package}" for package in ("linalg", "capture", "jacobians", "measures")]
+    packages = [f"tracker.{name}" for name in ("linalg", "model", "spans", "jacobians", "measures")]
+    assert all(map(find_spec, packages)), "a package has another name, and would not be checked"
     install_import_hook(packages, "beartype.beartype")
 
     from tracker.linalg import linear, precision
