@@ -80,18 +80,13 @@ PLANTED = [(name, planted) for name in ("llama, grouped keys", "gpt_neox", "opt"
 def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
     model, inputs = with_sink(name, length=length)
     if planted == "rotary":
-        cut_windows = tracker.jacobians.restriction.cut_windows
+        slice_argument = tracker.jacobians.restriction.slice_argument
 
-        def shifted(call, rows, width):
+        def shifted(argument, value, call, rows):
             moved = tracker.jacobians.rows.Rows(rows.sample, (rows.token + 1) % call.x.shape[1])
-            alone, at = cut_windows(call, rows, width)
-            arguments = alone.arguments.arguments
-            arguments["position_embeddings"] = cut_windows(call, moved, width)[0].arguments.arguments[
-                "position_embeddings"
-            ]
-            return alone, at
+            return slice_argument(argument, value, call, moved if argument == "position_embeddings" else rows)
 
-        monkeypatch.setattr(tracker.jacobians.restriction, "cut_windows", shifted)
+        monkeypatch.setattr(tracker.jacobians.restriction, "slice_argument", shifted)
     else:
         paths = {path: detached(honest, planted) for path, honest in tracker.jacobians.rows.PATHS.items()}
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)

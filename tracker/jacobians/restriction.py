@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
-from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, cut_windows
+from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
 from tracker.linalg.linear import FreeBuffers, FrozenLinear
 from tracker.linalg.precision import Roundings
@@ -53,10 +53,14 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> Row
     if selections[0][1].source is not None:
         return _restrict_to_sources(selections, row_attention)
     call, sizes = selections[0][0], [len(rows) for _, rows in selections]
-    divided = []
-    for one, rows in selections:
-        alone, _ = cut_windows(replace(one, attention=[]), rows, 1)
-        divided.append({name: value for name, value in alone.arguments.arguments.items() if name != one.state})
+    divided = [
+        {
+            name: slice_argument(name, v, call, rows)
+            for name, v in call.arguments.arguments.items()
+            if name != call.state
+        }
+        for call, rows in selections
+    ]
     arguments = divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
     positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])

@@ -93,6 +93,32 @@ class Rows:
             yield index, self.subset(index)
 
 
+def slice_argument(name: str, value: Any, call: BlockCall, rows: Rows) -> Any:
+    """Restrict an argument of the block to the rows.
+
+    Raises:
+        NotSliceable: for tensors in an argument whose name is not known.
+    """
+    if isinstance(value, dict):  # collected by **kwargs
+        return {key: slice_argument(str(key), entry, call, rows) for key, entry in value.items()}
+    if not contains_tensors(value):
+        return value
+    n = call.x.shape[1]
+    if name in PER_TOKEN:
+        if isinstance(value, (tuple, list)):
+            return type(value)(_per_token(name, entry, n, rows) for entry in value)
+        return _per_token(name, value, n, rows)
+    if name in MASKS and isinstance(value, Tensor) and value.shape[-1] == n:
+        # The mask that is used is the recorded attention's; this one only needs the shape for sequences of length one.
+        if value.dim() == 4:
+            return value[rows.on(value.device).sample_in(value)][..., :1, :1]
+        if value.dim() == 2 and (name.endswith("padding_mask") or value.shape[0] != n):
+            return value[rows.on(value.device).sample_in(value)][:, :1]
+        if value.dim() == 2:
+            return value[:1, :1]
+    raise _unknown(name)
+
+
 def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Concatenate one argument of several recordings, each already restricted to its rows.
 
@@ -116,11 +142,20 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
     raise NotSliceable(f"the block's argument {name!r} differs between samples")
 
 
+def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
+        return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
+    if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
+        at = rows.on(value.device)
+        return value[at.sample_in(value), at.token][:, None]
+    raise _unknown(name)
+
+
 def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
     """Cut the call into windows of at most `width` tokens that end at the rows (or begin with the sequence), one for each row.
 
-    Windows of one token are the rows alone. Keys and values stay the recorded ones. The new call has no output: it is not known,
-    as attention may look beyond the window.
+    Keys and values stay the recorded ones. The new call has no output: it is not known, as attention may look beyond the
+    window.
 
     Returns:
         The call on R windows, and the rows in them.
@@ -188,8 +223,6 @@ class _Windows:
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
             if name.endswith("padding_mask") or value.shape[0] != n:
                 return value[at.sample_in(value)[:, None], tokens]
-            if tokens.shape[1] == 1:  # the recorded attention's mask is used; this one only needs the shape
-                return value[:1, :1]
             if self.common is not None:
                 return value[self.common, self.common]
         raise _unknown(name)
