@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from checkpoints import nano, scores
+from checkpoints.hub import repo_dir
 from checkpoints.load import load_tokenizer
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
 from tests.conftest import TINY
@@ -171,10 +172,10 @@ def test_seed_determines_nano(suite, tmp_path, monkeypatch):
     again = nano.train(recipe=TINY)
     assert nano.is_trained(recipe=TINY) and not nano.is_trained(seed=1, recipe=TINY)
     for step in TINY.steps:
-        commits = [(nano._repository(path) / "refs" / f"step{step}").read_text() for path in (suite, again)]
+        commits = [(repo_dir(nano.REPO, path) / "refs" / f"step{step}").read_text() for path in (suite, again)]
         assert commits[0] == commits[1]
     other = nano.train(seed=1, recipe=TINY)
-    assert (nano._repository(other) / "refs" / "step0").read_text() != commits[0]
+    assert (repo_dir(nano.REPO, other) / "refs" / "step0").read_text() != commits[0]
 
 
 def test_nano_is_loaded_by_step(suite, monkeypatch):

@@ -409,7 +409,7 @@ def test_workers_need_ray(walker, served, monkeypatch, capsys):
 
 
 def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
-    monkeypatch.setattr(nano, "cache_dir", lambda *_: suite)
+    monkeypatch.setattr(nano, "cache_dir", lambda *_, **__: suite)
     monkeypatch.setattr(nano, "NanoRecipe", lambda: TINY)
     assert command_line.main(["list", "nano"]) == 0
     table = capsys.readouterr().out.splitlines()

@@ -142,9 +142,16 @@ def pairs(
 
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
     """Return the values of the first L layers and, as `_normed`, those where layer L + 1 replaces layer L."""
-    normed = [*range(L - 1), L]
-    alone = {name: value[:, :, :L, :L] for name, value in values.items()}
-    return alone | {f"{name}{NORMED}": value[:, :, normed][..., normed] for name, value in values.items()}
+    alone = {name: _without_layer(value, L) for name, value in values.items()}
+    return alone | {f"{name}{NORMED}": _without_layer(value, L - 1) for name, value in values.items()}
+
+
+def _without_layer(values: Tensor, l: int) -> Tensor:
+    """Leave layer l, from 0, out of values over (row, k, layer, layer_other)."""
+    for axis in (2, 3):
+        after = values.narrow(axis, l + 1, values.shape[axis] - l - 1)
+        values = torch.cat([values.narrow(axis, 0, l), after], axis)
+    return values
 
 
 def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L M K K"]:
