@@ -101,19 +101,11 @@ def measure_states(
     scalars = d
     requested: list[StateMeasure] = []
     asked = [measure for measure in STATES if settings.includes(measure.option)]
-    if asked:
-
-        def read_off(b: slice, part: slice) -> dict[str, Tensor]:
-            values = {}
-            for normed in (False, True) if recording.normed_last is not None else (False,):
-                X = recording.states(b, part, device, normed)
-                for measure in asked:
-                    if normed == (measure.variant == "normed"):
-                        assert measure.compute is not None
-                        values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
-            return values
-
-        requested.append(read_off)
+    if measures := [measure for measure in asked if measure.variant != "normed"]:
+        requested.append(lambda b, part: _trajectory(measures, recording.states(b, part, device), window))
+    normed = [measure for measure in asked if measure.variant == "normed"]
+    if normed and recording.normed_last is not None:
+        requested.append(lambda b, part: _trajectory(normed, recording.states(b, part, device, normed=True), window))
     if settings.includes("pca"):
         mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
 
@@ -169,6 +161,14 @@ def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -
     chosen = y if whole else (x[to_device(x.device, torch.tensor(at))[0]] for x, at in zip(y, valid, strict=True))
     mean, axes = zip(*map(trajectory.principal_axes, chosen), strict=True)
     return torch.stack(mean), torch.stack(axes)
+
+
+def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str, Tensor]:
+    values = {}
+    for measure in measures:
+        assert measure.compute is not None
+        values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
+    return values
 
 
 def noise_similarity(
