@@ -8,6 +8,7 @@ import pytest
 from checkpoints import __main__ as checkpoints
 from tests.conftest import ROOT
 from tracker.common.parser import Parser
+from tracker.figures.__main__ import main as figures
 from tracker.measures.settings import OPTIONS
 from tracker.walk.command import Walk, parse
 from vit.train import recipe_of
@@ -65,6 +66,11 @@ def test_a_boolean_that_is_true_by_default_is_switched_off_by_its_value():
 ERRORS = [
     (parse, ["--model", "nano", "--allow_suspect", "perhaps"], "--allow_suspect perhaps; choose from true, false"),
     (parse, ["--model", "nano", "--k", "ten"], "--k 'ten'; give whole numbers"),
+    (recipe_of, ["--train_size", "a"], "--train_size a; give a whole number\n("),
+    (recipe_of, ["--clip", "a"], "--clip a; give a number\n("),
+    (recipe_of, ["--epochs", "1.5"], "--epochs 1.5; give a whole number\n("),
+    (parse, ["--model", "nano", "--max_tokens", "a b"], "--max_tokens a b; give a whole number\n("),
+    (figures, ["1b", "DIR", "--k", "a"], "--k a; give a whole number\n("),
     (checkpoints.main, ["list"], "the following arguments are required: model"),
     (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2\n"),
     (parse, [], "the following arguments are required: --model\n"),

@@ -22,6 +22,8 @@ LOG_HELP = (
     "all, or names with commas between them, such as coupling/mean_offdiag,trajectory/*"
 )
 
+NUMBERS = {"int": "a whole number", "float": "a number"}
+
 
 class Parser(ArgumentParser):
     """A jsonargparse parser that reports an error as the commands do: `error: --k 'ten'; give whole numbers ...`.
@@ -71,6 +73,12 @@ class Parser(ArgumentParser):
             message,
         )
         message = re.sub(r"Expected a <class 'bool'>\. Got value: (\S*)", r"\1; choose from true, false", message)
+        message = re.sub(  # of a number that may be left out, after what else was tried
+            r"(?:Does not validate.*)?Expected (?:a )?<class '(int|float)'>.*(?:Got|Given) value: (.*)",
+            lambda m: f"{m[2]}; give {NUMBERS[m[1]]}",
+            message,
+            flags=re.DOTALL,
+        )
         message = re.sub(r"(arguments are required: )\w+\.", r"\1", message)
         flags = [name for name in self._option_string_actions if name.startswith("--")]
         message = re.sub(
