@@ -10,7 +10,6 @@ and units of coupling over training; and an analysis of the grid: tables, figure
 | `grid` | the command `python -m vit.grid`: all cells, one after another or on Ray |
 | `overview` | what training the cells of a grid would take; progress and time left while they train |
 | `training` | one training run with coupling measured meanwhile |
-| `bar` | the bar of one training on a terminal |
 | `cells` | the files, state and lock of a cell's directory |
 | `data` | data sets in memory and where they come from |
 | `augment`, `loaders` | batched augmentation, data loaders |

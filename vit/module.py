@@ -1,6 +1,7 @@
 """The LightningModule: loss, optimiser, schedule, accuracy, and the state that makes a resumed run exact."""
 
 import math
+import sys
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from tracker.common.text import duration
 from vit.cells import write
 from vit.loaders import derived_seed
 from vit.model import build
@@ -29,8 +31,6 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.recipe, self.steps_per_epoch, self.print_epochs = recipe, steps_per_epoch, print_epochs
         self.model = build(recipe, classes)
-        if recipe.compile:
-            self.model.compile()
         self.train_loss, self.test_loss = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
         # Validation would read every label.
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
@@ -91,11 +91,11 @@ class Classifier(lightning.LightningModule):
             if self.print_epochs:
                 left = seconds * (self.recipe.epochs - self.current_epoch - 1)
                 accuracy = f", test accuracy {row['test/accuracy']:.4f}" if tested else ""
-                print(
+                self.print(
                     f"epoch {self.current_epoch + 1}/{self.recipe.epochs}: loss {train_loss:.3f}{accuracy}  "
-                    f"({seconds:.1f} s, about {left:.0f} s left)",
-                    flush=True,
+                    f"({seconds:.1f} s, about {duration(left)} left)"
                 )
+                sys.stdout.flush()
 
     def configure_optimizers(self) -> Any:
         """Return AdamW with timm's parameter groups, and a cosine schedule with warm-up, updated every step."""

@@ -19,7 +19,7 @@ FLAGS = tuple(name for name in OPTIONS if name != "precision")
 DEFAULTS = {"tokens": (0, -1)}
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
-    "data_dir", "out", "accelerator", "devices", "compile", "threads", "keep_checkpoint", "test_every", "wandb", "project",
+    "data_dir", "out", "accelerator", "devices", "threads", "keep_checkpoint", "test_every", "wandb", "project",
     "options",
 )  # fmt: skip
 
@@ -64,7 +64,6 @@ class Recipe:
         precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
         accelerator: Lightning's accelerator.
         devices: number of devices.
-        compile: compile the model with torch.compile.
         threads: number of CPU threads; results are reproducible for the same number. Default: torch's choice.
         measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), numbers such as 100,1000, or off.
             Unless off, coupling is measured before the first step and after the last too.
@@ -107,7 +106,6 @@ class Recipe:
     precision: str | None = None
     accelerator: str = "auto"
     devices: int = 1
-    compile: bool = False
     threads: int | None = None
     measure_at: int | str = "log2"
     probe_size: int = 32

@@ -30,7 +30,6 @@ from tracker.common.files import write_atomic
 from tracker.common.text import first_line
 from tracker.loggers.wandb import finish, is_open, resolve_mode, run_settings, with_offline_fallback
 from tracker.provenance import describe, package_version
-from vit.bar import Bar
 from vit.cells import SCHEMA, check_settings, claim, finished_epochs, read, write
 from vit.data import Data, balanced, load
 from vit.loaders import TEST_BATCH, Batches
@@ -49,7 +48,7 @@ def train(recipe: Recipe, show: bool = False) -> Row:
     """Train and measure as the recipe states, resuming an interrupted run; return the content of result.json.
 
     Args:
-        show: print the epochs, or show a progress bar on a terminal.
+        show: print a line for each epoch, below which a terminal shows Lightning's progress bar.
 
     Raises:
         ValueError: if the recipe, its data or its model can't be used.
@@ -99,10 +98,9 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
     with quiet_lightning():
         lightning.seed_everything(recipe.seed, verbose=False)
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
-        terminal = show and sys.stdout.isatty()
-        module = Classifier(recipe, len(data.classes), steps_per_epoch, show and not terminal)
+        module = Classifier(recipe, len(data.classes), steps_per_epoch, show)
         has_run = is_open()  # of the caller
-        trainer = make_trainer(recipe, data, progress_bar=terminal)
+        trainer = make_trainer(recipe, data, enable_progress_bar=show and sys.stdout.isatty())
         failed = True
         checkpoint = recipe.directory / "last.ckpt"
         if (
@@ -132,7 +130,7 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
     return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
 
 
-def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **options: Any) -> lightning.Trainer:
+def make_trainer(recipe: Recipe, data: Data, **options: Any) -> lightning.Trainer:
     """Return the trainer of a recipe, which writes checkpoints and measurements into its directory.
 
     Args:
@@ -142,7 +140,6 @@ def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **op
     loss, coupling = _coupling(recipe, data)
     callbacks = [
         *([loss, coupling] if loss and coupling else []),
-        *([Bar()] if progress_bar else []),
         ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
     ]
     return lightning.Trainer(
@@ -153,13 +150,12 @@ def make_trainer(recipe: Recipe, data: Data, *, progress_bar: bool = False, **op
         logger=_wandb(recipe),
         callbacks=callbacks,
         plugins=[AtomicCheckpoints()],
-        enable_progress_bar=progress_bar,
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,  # our sampler distributes the images
         log_every_n_steps=1,
         check_val_every_n_epoch=recipe.test_every or recipe.epochs,
-        **{"max_epochs": recipe.epochs, **options},
+        **{"max_epochs": recipe.epochs, "enable_progress_bar": False, **options},
     )
 
 

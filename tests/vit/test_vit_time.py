@@ -1,6 +1,7 @@
-"""Tests of the time that trainings and grids take: what a dry run states, the bar, and what a grid shows of it."""
+"""Tests of the time that trainings and grids take: what a dry run states, and what a training and a grid show of it."""
 
 import io
+import re
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import torch
 
 from tests.vit.test_vit_grid import arguments
 from tests.vit.test_vit_train import TINY
-from vit import bar, cells, grid, overview, training
+from vit import cells, grid, overview, training
 from vit.data import load
 from vit.training import StepTimes, Trial
 
@@ -19,10 +20,10 @@ TRIAL = Trial(step=2.0, measurement=3.0, memory=0, checkpoint=0)
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of the bars and of the trial, which stands still."""
+    """The time of the bar of a grid and of the trial, which stands still."""
     clock = SimpleNamespace(now=1000.0)
-    standing = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
-    for module in (bar, overview, training):
+    standing = SimpleNamespace(perf_counter=lambda: clock.now)
+    for module in (overview, training):
         monkeypatch.setattr(module, "time", standing)
     monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
     return clock
@@ -72,37 +73,21 @@ def test_a_trial_of_slow_steps_stops_early(tmp_path, monkeypatch):
     assert stops == [3] and trial.checkpoint > 0 == trial.measurement
 
 
-def test_the_bar_shows_loss_accuracy_and_time_left(clock):
-    """Of 100 steps, of which 40 were done by an earlier process."""
-    loss = SimpleNamespace(update_count=2, mean_value=torch.tensor(6.0), weight=torch.tensor(4.0))
-    module = SimpleNamespace(train_loss=loss, history=[{"test/accuracy": 0.5}, {"train/loss": 1.0}])
-    trainer, shown = SimpleNamespace(global_step=41, estimated_stepping_batches=100), bar.Bar()
-    assert shown.get_metrics(trainer, module) == {"loss": 1.5, "accuracy": 0.5}
-    trainer.global_step, clock.now = 51, clock.now + 20
-    assert shown.get_metrics(trainer, module) == {"loss": 1.5, "accuracy": 0.5, "left": "98 s"}  # 49 steps of 2 s
-    trainer.global_step, clock.now = 52, clock.now + 0.5
-    assert shown.get_metrics(trainer, module)["left"] == "98 s"  # the loss is read once a second
-    trainer.global_step, clock.now = 61, clock.now + 39.5
-    assert shown.get_metrics(trainer, module)["left"] == "1.9 min"  # 39 steps of 3 s
-
-
-@pytest.mark.slow
-def test_lightning_asks_the_bar_after_each_step(tmp_path, monkeypatch):
-    asked, get = [], bar.Bar.get_metrics
-
-    def get_metrics(self, trainer, module):
-        asked.append((trainer.global_step, trainer.estimated_stepping_batches))
-        return get(self, trainer, module)
-
-    monkeypatch.setattr(bar.Bar, "get_metrics", get_metrics)
-    monkeypatch.setattr("sys.stdout", Terminal())
-    training.train(replace(TINY, measure_at="off", out=tmp_path), show=True)
-    assert sorted({*asked}) == [(step, 9) for step in range(1, 10)]
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output, has_bar", [(Terminal, True), (io.StringIO, False)])
+def test_each_epoch_has_a_line_and_a_terminal_has_lightning_s_bar(output, has_bar, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdout", shown := output())
+    training.train(replace(TINY, measure_at="off", out=tmp_path), show=True)
+    line = r"epoch (\d)/3: loss [\d.]+, test accuracy 0\.\d{4}  \([\d.]+ s, about ([\d.]+) s left\)"
+    lines = re.findall(line, shown.getvalue())
+    assert [number for number, _ in lines] == ["1", "2", "3"]
+    assert float(lines[-1][1]) == 0
+    assert ("Epoch " in shown.getvalue()) == has_bar
 
 
 @pytest.fixture
