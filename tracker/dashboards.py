@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tracker.common.command_line import OK, CommandFailure, reports_errors
+from tracker.common.text import capitalised
 from tracker.common.values import INTEGERS
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _headlines(k: int) -> "Section":
             continue
         panels.setdefault(metric.replace("_null", ""), (title, []))[1].append(metric.format(k=k))
     lines = [
-        _lines(title[0].upper() + title[1:] + (", with its null level" if len(metrics) > 1 else ""), metrics)
+        _lines(capitalised(title) + (", with its null level" if len(metrics) > 1 else ""), metrics)
         for title, metrics in panels.values()
     ]
     return _section(f"Headline numbers, K = {k}", lines, is_open=True)
@@ -129,7 +130,7 @@ def _over_positions(measure: "Measure") -> "LinePlot":
     from tracker.measures.registry import panel_metrics
 
     metrics = panel_metrics(measure)
-    title = measure.label[0].upper() + measure.label[1:] + ("" if measure.unit == "1" else f", {measure.unit}")
+    title = capitalised(measure.label) + ("" if measure.unit == "1" else f", {measure.unit}")
     if measure.curve == "last mean":
         return _lines(title, metrics)
     return _lines(f"{title}: median and quartiles", metrics, measure.axis == "logarithmic")
@@ -139,7 +140,7 @@ def _for_k(measure: "Measure", k: int) -> "LinePlot":
     from tracker.measures.registry import panel_metrics
 
     over = ", l ≠ l'" if measure.curve == "pairs" else ""
-    title = measure.label[0].upper() + measure.label[1:]
+    title = capitalised(measure.label)
     return _lines(f"{title}, K = {k}{over}, with its null level", panel_metrics(measure, k))
 
 

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from tracker.common.text import capitalised
 from vit.statistics import RELIABLE
 
 if TYPE_CHECKING:
@@ -33,8 +34,7 @@ def _answer(row: dict[str, Any]) -> str:
         answer = "not above the noise of seeds" if row["x"] == "drop_path" else "could not be tested"
     else:
         answer = "not significantly"
-    question = f"{row['question'][0].upper()}{row['question'][1:]}"
-    return f"{question}: {answer}, r = {interval(row, 'r')}, {p} ({corrected}, {row['token']}). {_power(row)}"
+    return f"{capitalised(row['question'])}: {answer}, r = {interval(row, 'r')}, {p} ({corrected}, {row['token']}). {_power(row)}"
 
 
 def _power(row: dict[str, Any]) -> str:

@@ -333,7 +333,7 @@ class TestNumbers:
         ds = tracker.open_results(results)
         stored = curves(ds).sel(k=4, pairs="mean_offdiag")
         name, table = downloaded(page, "coupling-figure")
-        assert name == "coupling_toy_miscoupling_K4_steps0-2000.csv"
+        assert name == "coupling_GPTNeoXForCausalLM_miscoupling_K4_steps0-2000.csv"
         assert table.columns.tolist() == "model measure k pairs step mean q25 q75 null_level".split()
         assert table.step.tolist() == [0, 1, 8, 2000]
         for column, of in {"mean": "", "q25": "_q25", "q75": "_q75", "null_level": "_null"}.items():
@@ -342,7 +342,7 @@ class TestNumbers:
         assert downloaded(page, "coupling-figure")[1].piqa.tolist() == ds.score.values[:, 0].tolist()
         at = {"k": 4, "step": 2000}
         name, table = downloaded(page, "matrix-figure")
-        assert name == "matrix_toy_miscoupling_K4_step2000.csv"
+        assert name == "matrix_GPTNeoXForCausalLM_miscoupling_K4_step2000.csv"
         mean, level = (
             values.sel(at).mean(("prompt", "token")).values
             for values in (ds.miscoupling, null_level(ds, "miscoupling"))
@@ -354,13 +354,13 @@ class TestNumbers:
         name, table = downloaded(page, "graph-figure")
         assert len(table) == L * (L - 1) / 2
         name, table = downloaded(page, "norm-figure")
-        assert name == "norm_toy_norm_step2000.csv" and table.depth.tolist() == list(range(L + 1))
+        assert name == "norm_GPTNeoXForCausalLM_norm_step2000.csv" and table.depth.tolist() == list(range(L + 1))
         quartiles = ds.norm.sel(step=2000).quantile([0.25, 0.5, 0.75], ("prompt", "position")).values
         np.testing.assert_allclose(table[["q25", "median", "q75"]].values.T, quartiles, rtol=1e-6)
         page.select_option("#kind", "fixed_output")
         page.select_option("#block", "1")
         name, table = downloaded(page, "token_matrix-figure")
-        assert name == "token_matrix_toy_fixed_output_miscoupling_K4_step2000.csv"
+        assert name == "token_matrix_GPTNeoXForCausalLM_fixed_output_miscoupling_K4_step2000.csv"
         of_pairs = ds.fixed_output_miscoupling.sel(at).sel(layer=1).mean("prompt").values
         np.testing.assert_allclose(table["mean"].values.reshape(of_pairs.shape), of_pairs, **TO_16_BITS)
         assert set(zip(table.layer, table.layer_other, strict=True)) == {(1, 2)} and 6 in table.token_other.values

@@ -12,7 +12,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import suspect
-from tracker.common.text import UNTRAINED, by_cause, describe_repeat, join_names
+from tracker.common.text import UNTRAINED, by_cause, capitalised, describe_repeat, join_names
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values
 
@@ -64,7 +64,7 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     ]
     repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
     same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
-    lines += [f"{line[0].upper()}{line[1:]}." for line in same]
+    lines += [f"{capitalised(line)}." for line in same]
     if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
         hashes = np.broadcast_to(ds["token_ids_sha256"].values, len(steps))
         lines += other_tokens(dict(zip(steps, map(str, hashes), strict=True)))

@@ -18,6 +18,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def capitalised(text: str) -> str:
+    """Return a text with its first letter as a capital, and the others as they are, which `str.capitalize` changes."""
+    return text[0].upper() + text[1:]
+
+
 def join_names(names: Iterable[int | str]) -> str:
     """Join names with commas, eliding the middle of a long list."""
     shown = [str(name) for name in names]

@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import layers_in_words
+from tracker.common.text import capitalised
 from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS, Measure
@@ -66,7 +67,7 @@ def _chart(measure: Measure, i: int) -> dict[str, Any]:
     return {
         "id": measure.name if i == 0 else f"{measure.name}_{chart}",
         "chart": chart,
-        "title": measure.label[0].upper() + measure.label[1:],
+        "title": capitalised(measure.label),
         "caption": AT_BLOCKS if chart == "blocks" else measure.text,
         "unit": "" if measure.unit == "1" else measure.unit,
         "axis": measure.axis,

@@ -76,16 +76,14 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     from tracker.analysis.doubts import describe_differences, doubts
     from tracker.report.contents import carried, contents
     from tracker.report.texts import findings, lacking, picture, precision_of_arrays, provenance, texts
-    from tracker.store import Store
+    from tracker.store import Store, short_name
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
     differences = describe_differences(summaries)
     between, reason = _across(summaries)
     data = {
-        "models": [
-            {"name": _named(name, ds) if not several else name, **models[name]} for name, ds in summaries.items()
-        ],
+        "models": [{"name": name if several else short_name(ds), **models[name]} for name, ds in summaries.items()],
         "texts": texts(),
         "differences": differences,
         "across": between,
@@ -147,11 +145,6 @@ def _css() -> str:
 def _json(value: Any) -> str:
     # After "<!--<script" in a name a browser would not see the end of the data.
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _named(directory: str, ds: "xr.Dataset") -> str:
-    """Return the name of a single store: the suite, or the model's name."""
-    return str(ds.attrs.get("suite") or ds.attrs.get("model_name") or directory)
 
 
 def _summary(ds: "xr.Dataset") -> str:
