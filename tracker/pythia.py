@@ -5,7 +5,6 @@ Exit status: 0 all measured; 1 some revision failed, or writing did (what was fi
 interrupted. No heavy module is imported before the arguments are read.
 """
 
-import os
 import signal
 import sys
 import time
@@ -16,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
+from tracker.common.command_line import FAILED, INPUT_ERRORS, OK, CommandFailure, leaving_at_once, reports_errors
 from tracker.common.errors import UsageError, require
 from tracker.common.text import UNTRAINED, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
@@ -48,19 +47,9 @@ RESUME = f"interrupted; {KEPT}"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    # SIGTERM, which a cluster sends at the end of a job's time, is handled like Ctrl-C. While libraries are imported, one
-    # of them could swallow an exception: until the walk starts, the process exits at once.
-    before = {number: signal.signal(number, _leave) for number in STOPS}
-    try:
+    # SIGTERM, which a cluster sends at the end of a job's time, is handled like Ctrl-C: until the walk starts, at once.
+    with leaving_at_once(STOPS, RESUME):
         return run(parse(arguments))
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _leave(*_: object) -> None:
-    os.write(2, f"\n{RESUME}\n".encode())
-    os._exit(INTERRUPTED)
 
 
 @reports_errors(interrupted=RESUME, usage=(UsageError,))

@@ -25,7 +25,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.common.errors import UsageError
-from tracker.common.files import Lock, differences, read_json, remove_stale_temporaries, write_atomic
+from tracker.common.files import Lock, read_json, remove_stale_temporaries, require_same_settings, write_atomic
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
@@ -73,7 +73,7 @@ ONE_DIRECTORY = (
     "give one directory. For several, {name: tracker.open_results(directory), ...} is what tracker.plot draws, and "
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
-REMEDY = "move it away, or repeat the walk, which measures its step again"
+REMEDY = "move it away, or, if a walk measured it, repeat the walk, which measures its step again"
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
@@ -113,12 +113,8 @@ class Store:
         try:
             stored = self.read_settings()
         except ValueError as error:
-            raise ValueError(f"{error}; results are never mixed: choose another --out") from error
-        if changes := differences(stored, settings):
-            raise ValueError(
-                f"{self.path} holds results measured with other settings ({changes}); results are never mixed: choose "
-                "another --out, or the settings it was written with"
-            )
+            raise ValueError(f"{error}; results are never mixed: choose another directory") from error
+        require_same_settings(self.path, stored, settings)
 
     def file(self, step: int) -> Path:
         """Return the file of a step's unit, which may not exist."""

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tracker.common.files import Lock, differences, read_json, write_atomic
+from tracker.common.files import Lock, read_json, require_same_settings, write_atomic
 from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json
@@ -72,13 +72,8 @@ def check_settings(directory: Path, recipe: Recipe) -> None:
         ValueError: if settings differ; the message names each.
     """
     stored = read(directory, "recipe")
-    if stored is None:
-        return
-    if changes := differences(stored, recipe.identity):
-        raise ValueError(
-            f"{directory} contains a run with other settings ({changes}); results are never mixed: choose another "
-            "--out, or the original settings"
-        )
+    if stored is not None:
+        require_same_settings(directory, stored, recipe.identity)
 
 
 @contextmanager

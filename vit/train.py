@@ -4,13 +4,12 @@
 like the data set applies. No heavy module is imported before the arguments are read.
 """
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tracker.common.command_line import FAILED, INPUT_ERRORS, INTERRUPTED, OK, CommandFailure, reports_errors
+from tracker.common.command_line import FAILED, INPUT_ERRORS, OK, CommandFailure, leaving_at_once, reports_errors
 from vit.cells import BusyError, is_done
 from vit.recipe import DEFAULTS, FLAGS, RECIPES, Recipe, check, from_dict, recipe_file
 
@@ -19,11 +18,8 @@ RESUME = "interrupted; the same command continues from the last finished epoch"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    handler = signal.signal(signal.SIGINT, _leave)  # a library that is being imported could swallow an exception
-    try:
+    with leaving_at_once([signal.SIGINT], RESUME):
         return run(recipe_of(arguments))
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def recipe_of(arguments: Sequence[str] | None) -> Recipe:
@@ -51,11 +47,6 @@ def parse(parser: Any, arguments: Sequence[str] | None) -> dict[str, Any]:
     if not parsed.config and parsed.data in names:
         parsed = parser.parse_args(["--config", recipe_file(parsed.data), *words])
     return parsed.as_dict()
-
-
-def _leave(*_: object) -> None:
-    os.write(2, f"\n{RESUME}\n".encode())
-    os._exit(INTERRUPTED)
 
 
 @reports_errors(interrupted=RESUME, usage=(*INPUT_ERRORS, BusyError))

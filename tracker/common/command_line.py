@@ -2,9 +2,10 @@
 
 import io
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -19,6 +20,25 @@ INPUT_ERRORS = (ValueError, OSError, CheckpointError)
 OWN = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("checkpoints", "tracker", "vit"))
 
 P = ParamSpec("P")
+
+
+@contextmanager
+def leaving_at_once(signals: Iterable[int], message: str) -> Iterator[None]:
+    """Print a message and end the process at each of these signals.
+
+    While libraries are imported, one of them could swallow an exception.
+    """
+
+    def leave(*_: object) -> None:
+        os.write(2, f"\n{message}\n".encode())
+        os._exit(INTERRUPTED)
+
+    before = {number: signal.signal(number, leave) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class CommandFailure(Exception):

@@ -146,11 +146,19 @@ def read_json(file: Path, kind: type[Content]) -> Content:
     return content
 
 
-def differences(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Describe how the settings differ from those stored in a directory; return "" if they are equal."""
+def require_same_settings(directory: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Check that a directory is continued with the settings stored in it.
+
+    Raises:
+        ValueError: if some differ; the message names each.
+    """
     settings = json.loads(json.dumps(settings))  # tuples become lists, as in the stored settings
     names = sorted(name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name))
-    return "; ".join(f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in names)
+    if changes := "; ".join(f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in names):
+        raise ValueError(
+            f"{directory} holds results of other settings ({changes}); results are never mixed: choose another directory, or "
+            "the settings it was written with"
+        )
 
 
 class Lock:
