@@ -164,7 +164,7 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
         rows = [of.known[step].row for of in (measured, from_files)]
         assert rows[0].scalars == pytest.approx(rows[1].scalars, rel=1e-14, nan_ok=True)
         assert rows[0].headline == rows[1].headline and rows[0].checkpoint == rows[1].checkpoint
-        xr.testing.assert_allclose(*(row.matrices.reset_coords(drop=True) for row in rows), rtol=1e-14)
+        xr.testing.assert_allclose(*(row.miscoupling.reset_coords(drop=True) for row in rows), rtol=1e-14)
     whole = reduced(tracker.open_results(tmp_path))
     read = read_reduced(tmp_path)
     assert contents(read) == contents(whole) and provenance(read, store) == provenance(whole, store)
@@ -174,10 +174,8 @@ def test_row_has_the_values_of_the_whole_unit():
     whole = large_unit(3).assign_coords(suspect="doubted")
     row = Row.from_unit(whole)
     assert row.scalars == scalars(whole) and row.checkpoint == {"training/suspect": 1, "training/tokens": 3000}
-    assert row.matrices.nbytes < whole.nbytes / 20
-    for name in ("miscoupling", "offdiag_normalized"):
-        expected = whole[name].mean(("prompt", "token"))
-        xr.testing.assert_equal(row.matrices[name].mean(("prompt", "token")), expected)
+    assert row.miscoupling.nbytes < whole.nbytes / 20
+    xr.testing.assert_equal(row.miscoupling, whole["miscoupling"].mean(("prompt", "token")))
 
 
 def remeasure(ready, path: Path, done) -> None:

@@ -13,12 +13,11 @@ from typing import Any, Literal, Protocol, cast, get_args
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.curves import headlines, scalars_by_step
+from tracker.analysis.curves import SAMPLES, headlines, scalars_by_step
 from tracker.common.errors import UsageError
-from tracker.measures.registry import BY_NAME, MEASURES, MISCOUPLINGS, UNDEFINED_COUNT, panel_metrics
+from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, panel_metrics
 from tracker.store import Store
 
-SAMPLES = ("prompt", "token")
 SOMETIMES = (UNDEFINED_COUNT, "score/")  # begin the names of metrics that some steps lack
 # Which metrics are logged: the headline numbers; also those that the saved workspace draws; all; or those named.
 LogChoice = Literal["headline", "workspace", "all"]
@@ -32,7 +31,7 @@ class Row:
     step: int
     scalars: Mapping[str, float]  # curve points by metric name
     checkpoint: Mapping[str, int] = field(default_factory=dict)  # whether it is suspect, tokens seen
-    matrices: xr.Dataset = field(default_factory=xr.Dataset)  # means over SAMPLES, which have size 1
+    miscoupling: xr.DataArray | None = None  # (k, layer, layer_other), the mean over prompts and tokens
     headline: tuple[str, ...] = ()  # the names of the scalars that are shown by default
 
     @classmethod
@@ -43,38 +42,32 @@ class Row:
     @classmethod
     def from_curve(cls, curve: xr.Dataset) -> "list[Row]":
         """Reduce units along `step`, each as `from_unit`, in a fraction of the time."""
-        matrices, coordinates = _matrices(curve), curve[[]].assign_coords(curve.coords)
+        coordinates = curve[[]].assign_coords(curve.coords)
+        means = curve["miscoupling"].mean(SAMPLES) if "miscoupling" in curve else None
         return [
-            cls._of_step(coordinates.isel(step=i), values, matrices.isel(step=i) if matrices else matrices)
+            cls._of_step(coordinates.isel(step=i), values, None if means is None else means.isel(step=i))
             for i, values in enumerate(scalars_by_step(curve))
         ]
 
     @classmethod
-    def _of_step(cls, unit: xr.Dataset, values: Mapping[str, float], matrices: xr.Dataset) -> "Row":
+    def _of_step(cls, unit: xr.Dataset, values: Mapping[str, float], means: xr.DataArray | None) -> "Row":
         checkpoint = {}
         if "suspect" in unit.coords:
             checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
         if "tokens_seen" in unit.coords and np.isfinite(unit["tokens_seen"]):
             checkpoint["training/tokens"] = int(unit["tokens_seen"])
         shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
-        return cls(int(unit["step"]), values, checkpoint, matrices, tuple(name for name in shown if name in values))
+        return cls(int(unit["step"]), values, checkpoint, means, tuple(name for name in shown if name in values))
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
         from tracker.figures.coupling import coupling_pictures
 
-        if "miscoupling" not in self.matrices:
+        means, measure = self.miscoupling, BY_NAME["miscoupling"]
+        if means is None:
             return {}
-        means = self.matrices["miscoupling"].mean(SAMPLES)
-        measure = BY_NAME["miscoupling"]
         nulls = {k: self.scalars[measure.point("_null", k=k, pairs="mean_offdiag")] for k in means["k"].values.tolist()}
         return {f"coupling/heatmap/k{k}": picture for k, picture in coupling_pictures(means, nulls).items()}
-
-
-def _matrices(results: xr.Dataset) -> xr.Dataset:
-    """Return the means of the mis-couplings over prompts and tokens, whose dimensions keep a size of 1."""
-    measured = [name for name in MISCOUPLINGS if name in results]
-    return results[measured].mean(SAMPLES, keep_attrs=True).expand_dims(SAMPLES) if measured else xr.Dataset()
 
 
 class Logger(Protocol):

@@ -1,4 +1,4 @@
-"""Runs in Weights & Biases: for each step the curve points, a heat map and a table of the layer pairs.
+"""Runs in Weights & Biases: for each step the curve points and a heat map of the layer pairs for each K.
 
 The metric axis is `training/step` instead of W&B's own step, so points may arrive in any order. The automatic workspace shows the
 headline numbers (`tracker.measures.registry`) and hides the others that `LoggedRun.log` chooses; `tracker.dashboards` shows
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tracker.common.files import read_json, write_atomic
-from tracker.loggers.protocol import SAMPLES, LoggedRun, Opener, Row
-from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
+from tracker.loggers.protocol import LoggedRun, Opener, Row
+from tracker.measures.registry import MEAN_OFFDIAG
 
 if TYPE_CHECKING:
     import wandb
@@ -153,20 +153,16 @@ class WandbRun:
             reinit="create_new",  # a run that this process has open, of a notebook, stays as it is
             settings=run_settings(),
         )
-        for metric in ("training/suspect", "coupling/heatmap/*", "coupling/pairs"):
+        for metric in ("training/suspect", "coupling/heatmap/*"):
             self.run.define_metric(metric, step_metric=AXIS)
         self.run.define_metric("training/tokens", hidden=True)
 
     def images(self, row: Row) -> None:
-        """Add the heat maps, with all metrics also a table of the layer pairs, to the step that `log` sends, unless it has it."""
+        """Add the heat maps to the step that `log` sends, unless it has it."""
         import wandb
 
-        if row.step in self.logged or "miscoupling" not in row.matrices:
-            return
-        pictures: dict[str, Any] = {name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
-        if self.chosen == "all":
-            pictures["coupling/pairs"] = wandb.Html(_pairs_table(row))
-        self.run.log(pictures, commit=False)
+        if row.step not in self.logged:
+            self.run.log({name: wandb.Image(picture) for name, picture in row.heatmaps().items()}, commit=False)
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
@@ -213,10 +209,3 @@ def _summary(headlines: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
         over_steps = [at[MEAN_OFFDIAG] for at in headlines.values() if math.isfinite(at[MEAN_OFFDIAG])]
         summary[MEAN_OFFDIAG] = {"min": min(over_steps, default=math.nan), "last": last[MEAN_OFFDIAG]}
     return summary
-
-
-def _pairs_table(row: Row) -> str:
-    """Return the layer pairs as HTML: a `wandb.Table` asks the server before it is logged, and waits if that is silent."""
-    measured = [name for name in MISCOUPLINGS if name in row.matrices]
-    pairs = row.matrices[measured].mean(SAMPLES).to_dataframe().reset_index()
-    return pairs[["k", "layer", "layer_other", *measured]].to_html(index=False, float_format="%.6g")

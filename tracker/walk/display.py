@@ -162,9 +162,9 @@ def headline(row: "Row") -> str:
     from tracker.measures.registry import LSS, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL
 
     parts = []
-    if MEAN_OFFDIAG in row.scalars:
+    if row.miscoupling is not None:
         value, null = row.scalars[MEAN_OFFDIAG], row.scalars[MEAN_OFFDIAG_NULL]
-        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={int(row.matrices['k'].min())})")
+        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={row.miscoupling['k'].values.min()})")
     if LSS in row.scalars:
         parts.append(f"LSS {row.scalars[LSS]:.2f}")
     return "  ".join(parts) or "measured"
