@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 TEMPLATE = Path(__file__).parent / "page.html"
 SHOWN = {"token": str, "measure": str, "k": int, "pairs": str}  # of the mis-coupling in the figures
-SHOWN_DECAY = 0.04  # of the paper's Fig. 6b
 POINTS = (
     "Each panel is a stochastic depth rate, each large point a setting (the mean over its seeds), each small point a cell; "
     "colours show the weight decay."
@@ -30,8 +29,8 @@ CAPTIONS = {
     "accuracy": f"Test accuracy against coupling (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z); below it the "
     "reliabilities of coupling and of accuracy. Grey bars are one standard error of an accuracy on so many test images.",
     "loss": f"Test loss against coupling. {POINTS}",
-    "fig6b": "Coupling against stochastic depth at one weight decay (paper, Fig. 6b). Points are seeds, the line is their mean.",
-    "fig10": "Coupling against stochastic depth for every weight decay (paper, Fig. 10).",
+    "rates": "Coupling against stochastic depth for every weight decay (paper, Figs. 6b and 10). Points are seeds, the line is "
+    "their mean.",
     "training": "Coupling over training for each stochastic depth rate, over steps and, where it was recorded, over the loss on "
     "plain training images. Lines are means over weight decays and seeds, bands their range. A dotted line is the null level, "
     "the value for unrelated blocks; grids that hold none have no line.",
@@ -52,8 +51,9 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         The path of the page.
     """
     import numpy as np
+    from matplotlib import rc_context
 
-    from tracker.figures.drawing import css_variables
+    from tracker.figures.drawing import STYLE, css_variables
     from vit import figures
     from vit.answers import answers, exploratory, reliable_measures, with_intervals
     from vit.results import GRID_FILE, write_grid
@@ -61,18 +61,16 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
 
     cells, tests, reliable = cell_table(grid), named_tests(grid), reliabilities(grid)
     table = correlations(grid)
-    decays = sorted(set(grid["weight_decay"].values))
-    nearest = min(decays, key=lambda decay: abs(decay - SHOWN_DECAY))
-    drawings = {
-        "accuracy": figures.outcome_against_coupling(grid, at, "accuracy"),
-        "loss": figures.outcome_against_coupling(grid, at, "loss"),
-        "fig6b": figures.coupling_against_rate(grid, at, [nearest]),
-        "fig10": figures.coupling_against_rate(grid, at, decays),
-        "training": figures.coupling_over_training(grid, at),
-        "which": figures.correlations_with_accuracy(table, at["token"]),
-    }
-    if np.isfinite(reliable["reliability"].to_numpy()).any():
-        drawings["reliability"] = figures.reliability_of_measures(reliable, at["k"])
+    with rc_context(STYLE):
+        drawings = {
+            "accuracy": figures.outcome_against_coupling(grid, at, "accuracy"),
+            "loss": figures.outcome_against_coupling(grid, at, "loss"),
+            "rates": figures.coupling_against_rate(grid, at),
+            "training": figures.coupling_over_training(grid, at),
+            "which": figures.correlations_with_accuracy(table, at["token"]),
+        }
+        if np.isfinite(reliable["reliability"].to_numpy()).any():
+            drawings["reliability"] = figures.reliability_of_measures(reliable, at["k"])
     out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)
     for file, content in (("cells", cells), ("tests", tests), ("reliability", reliable), ("correlations", table)):
@@ -97,7 +95,7 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         answers=_items(answers(tests)),
         tests=_table(answered, 2),
         outcomes=pictures["accuracy"] + pictures["loss"],
-        rates=pictures["fig6b"] + (pictures["fig10"] if len(decays) > 1 else ""),
+        rates=pictures["rates"],
         training=pictures["training"],
         reliable=_items(reliable_measures(reliable)),
         reliability=pictures.get("reliability", ""),

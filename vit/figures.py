@@ -3,7 +3,6 @@
 Panels are two in a row, so that text is readable where a page is 400 pixels wide.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
-from tracker.figures.drawing import BLUE, FEWEST_POINTS, GREY, ORANGE, PAIR_WORDS, SERIES, shades, training_axis
+from tracker.figures.drawing import BLUE, FEWEST_POINTS, GREY, ORANGE, PAIR_WORDS, SERIES, panels, shades, training_axis
 from tracker.figures.model_comparisons import correlation_heatmap
 from vit.answers import LABELS, interval
 from vit.statistics import RELIABILITY, RELIABLE, final_coupling, fit_settings, setting_labels, setting_means
 
-WIDTH, HEIGHT = 4.4, 2.1  # inches, of a figure and of a row of panels
+WIDTH, HEIGHT = 4.4, 2.5  # inches, of a figure and of a row of panels
 
 
 def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str) -> Figure:
@@ -52,7 +51,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
             title += f"\nr = {interval(fit, 'r')}"
             if np.isfinite([fit["reliability_x"], fit["reliability_y"]]).all():
                 title += f"\nreliability {fit['reliability_x']:.2f}, {fit['reliability_y']:.2f}"
-        panel.set_title(title, fontsize=8)
+        panel.set_title(title)
     within = fit_settings(grid, final_coupling(grid, at), grid[outcome].values, "drop_path")
     if len(rates) > 1 and within["n"] >= FEWEST_POINTS and np.isfinite(within["r"]):
         title = f"within rates: r = {interval(within, 'r')}"
@@ -60,18 +59,19 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
         if of_coupling and of_outcome:
             title += f"\nreliability: coupling {of_coupling}, {outcome} {of_outcome}"
         figure.suptitle(title, fontsize=8)
-    figure.supxlabel(coupling_label(at), fontsize=8)
-    figure.supylabel(LABELS[outcome], fontsize=8)
+    figure.supxlabel(coupling_label(at))
+    figure.supylabel(LABELS[outcome])
     bar = figure.colorbar(
         ScalarMappable(cmap="viridis"), ax=list(axes), ticks=ticks, location="bottom", aspect=40, pad=0.02
     )
-    bar.ax.set_xticklabels([f"{decay:g}" for decay in decays], fontsize=7)
-    bar.set_label("weight decay", fontsize=8)
+    bar.ax.set_xticklabels([f"{decay:g}" for decay in decays])
+    bar.set_label("weight decay")
     return figure
 
 
-def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence[float]) -> Figure:
-    """Draw coupling against stochastic depth, a panel for each weight decay (Fig. 6b with one, Fig. 10 with all)."""
+def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
+    """Draw coupling against stochastic depth, a panel for each weight decay (Figs. 6b and 10)."""
+    decays = sorted(set(grid["weight_decay"].values))
     figure, axes = _panels(len(decays))
     for panel, decay in zip(axes, decays, strict=True):
         cells = grid.isel(cell=np.flatnonzero(grid["weight_decay"] == decay)).sortby("drop_path")
@@ -83,18 +83,17 @@ def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any], decays: Sequence
         panel.plot(rates, y_mean, color=BLUE, label="coupling")
         if np.isfinite(null_mean).any():
             panel.plot(rates, null_mean, color=GREY, ls=":", label="null level")
-        panel.set_title(f"weight decay {decay:.3g}", fontsize=8)
-    figure.supxlabel("stochastic depth rate", fontsize=8)
-    figure.supylabel(coupling_label(at), fontsize=8)
-    axes[0].legend(fontsize=7)
+        panel.set_title(f"weight decay {decay:.3g}")
+    figure.supxlabel("stochastic depth rate")
+    figure.supylabel(coupling_label(at))
+    axes[0].legend()
     return figure
 
 
 def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
     """Draw the mean and range over weight decays and seeds for each rate, over steps and, where recorded, over training loss."""
     recorded = bool(grid["training_loss"].notnull().all())
-    figure = Figure(figsize=(WIDTH, 2.9 * (1 + recorded)), layout="constrained")
-    over_steps, *over_loss = figure.subplots(1 + recorded, squeeze=False).ravel()
+    figure, (over_steps, *over_loss) = panels(1 + recorded, per_row=1, size=(WIDTH, 2.9))
     rates = sorted(set(grid["drop_path"].values))
     step = grid["step"].values
     for rate, colour in zip(rates, shades(len(rates)), strict=True):
@@ -109,15 +108,12 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
     if null.notnull().any():
         over_steps.plot(step, null, color=GREY, ls=":", label="null level")
     training_axis(over_steps, step)
-    over_steps.set_xlabel("training step", fontsize=8)
-    over_steps.legend(fontsize=7)
+    over_steps.legend()
     for axes in over_loss:
         axes.invert_xaxis()
-        axes.set_xlabel("training loss (plain images), falling to the right", fontsize=8)
-        axes.grid(alpha=0.3)
+        axes.set_xlabel("training loss (plain images), falling to the right")
     for axes in (over_steps, *over_loss):
-        axes.tick_params(labelsize=7)
-        axes.set_ylabel(coupling_label(at), fontsize=8)
+        axes.set_ylabel(coupling_label(at))
     return figure
 
 
@@ -140,8 +136,7 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     couplings = [row for row in rows if row["variable"] == "coupling" and row["k"] == k]
     labels = [LABELS[row["variable"]] for row in outcomes]
     labels += dict.fromkeys(f"{row['measure']}, {PAIR_WORDS[row['pairs']]}" for row in couplings)
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(labels)), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = panels(1, size=(WIDTH, 0.9 + 0.24 * len(labels)))
     tokens = list(dict.fromkeys(row["token"] for row in couplings))
     series: list[tuple[str | None, list[dict], str, float]] = [(None, outcomes, "black", 0)]
     for i, token in enumerate(tokens):
@@ -152,13 +147,11 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
         place = first + np.arange(len(records))
         axes.errorbar(value, place, xerr=[value - low, high - value], fmt="o", ms=3, lw=1, color=colour, label=label)
     axes.axvline(RELIABLE, color=GREY, ls=":", lw=1)
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(-0.03, 1.03)
-    axes.tick_params(axis="x", labelsize=7)
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel(f"reliability within rates (coupling: K = {k})", fontsize=8)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=len(tokens), fontsize=7)
+    axes.set_xlabel(f"reliability within rates (coupling: K = {k})")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=len(tokens))
     return figure
 
 
@@ -169,13 +162,5 @@ def coupling_label(at: dict[str, Any]) -> str:
 
 def _panels(count: int) -> tuple[Figure, list[Axes]]:
     """Return a figure of panels that share the y axis, two in a row."""
-    rows = -(-count // 2)
-    figure = Figure(figsize=(WIDTH, 0.9 + HEIGHT * rows), layout="constrained")
-    axes = list(figure.subplots(rows, min(count, 2), squeeze=False, sharey=True).ravel())
-    for unused in axes[count:]:
-        unused.remove()
-    for panel in axes[:count]:
-        panel.grid(alpha=0.3)
-        panel.locator_params(axis="x", nbins=4)
-        panel.tick_params(labelsize=7)
-    return figure, axes[:count]
+    columns = min(count, 2)
+    return panels(count, per_row=columns, size=(WIDTH / columns, HEIGHT), sharey=True)

@@ -264,7 +264,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     assert float(rows[0]["last patch/offdiag_normalized/k10/mean_offdiag"]) == float(first.miscoupling.sel(AT))
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
-    assert len(list((tmp_path / "out").glob("*.png"))) == 6 == page.count("data:image/png")
+    assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png")
     for text in (
         "<h1>Coupling and accuracy: folder:&lt;images&gt;</h1>",
         "64 vision transformers",
@@ -283,7 +283,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
 def test_page_of_several_seeds_shows_reliabilities(tmp_path):
     grid = noisy_seeds("miscoupling", 0.01)
     page = write_analysis(grid, AT, tmp_path).read_text()
-    assert page.count("data:image/png") == 7 and (tmp_path / "reliability.png").exists()
+    assert page.count("data:image/png") == 6 and (tmp_path / "reliability.png").exists()
     written = pd.read_csv(tmp_path / "reliability.csv")
     np.testing.assert_allclose(written["reliability"], reliabilities(grid)["reliability"])
     assert "<h2>Which measures are reliable?" in page and "<th>reliability_x</th>" in page

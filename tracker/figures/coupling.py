@@ -349,7 +349,7 @@ def by_prompt(results: Results, k: int, target: "Axes | None" = None) -> "Plotte
         panel.set(title=f"{name}\n{text}", xlabel=AGAINST[against])
     label_y(axes, _label(k))
     if target is None and not any(x == "difficulty" for _, x in shown):
-        figure.suptitle("Coupling of each prompt against its length", fontsize=10)
+        figure.suptitle("Coupling of each prompt against its length")
     return figure, pd.concat(tables.values(), ignore_index=True)
 
 

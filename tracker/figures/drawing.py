@@ -16,6 +16,7 @@ import xarray as xr
 from tracker.analysis.curves import quartiles
 from tracker.analysis.regression import mean_interval
 from tracker.common.errors import UsageError
+from tracker.common.text import capitalised
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import BY_NAME
 
@@ -53,6 +54,8 @@ SURFACE: Mapping[Theme, Mapping[str, str]] = {
     },
 }
 STYLE: dict[Any, Any] = {  # of the texts of figures, as matplotlib's settings
+    "figure.titlesize": 10,
+    "figure.labelsize": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
@@ -184,7 +187,7 @@ def equation(measure: str) -> str:
 def axis_label(variable: str) -> str:
     """Return the label of a measured variable, with its unit unless it is a pure number."""
     measure = BY_NAME[variable]
-    label = measure.label[0].upper() + measure.label[1:]
+    label = capitalised(measure.label)
     return fill(label + ("" if measure.unit == "1" else f" [{measure.unit}]"), LETTERS_OF_LABEL)
 
 

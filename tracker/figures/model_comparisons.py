@@ -1,7 +1,7 @@
 """Figures that compare results, one point per result: one property against another, subsets, definitions of coupling.
 
 Values are those after the last step. Intervals of R^2 treat results as independent (Fisher's z); intervals of a coupling are over
-its prompts. Where results are not independent (`analysis.clusters`), a second fit has one point per cluster.
+its prompts. Where results are not independent (`across_models.cluster_labels`), a second fit has one point per cluster.
 
 The table of models (Table 1). Scores and training tokens are those after the last step.
 """
@@ -172,7 +172,7 @@ def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = Non
     labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
     bar = figure.colorbar(image, ax=axes)
-    bar.set_label(f"Correlation r of coupling and {y}\n(*: p < 0.05, corrected)", fontsize=8)
+    bar.set_label(f"Correlation r of coupling and {y}\n(*: p < 0.05, corrected)")
     return figure
 
 
@@ -212,8 +212,13 @@ def _scatter(
 
 def _annotate(figure: "Figure", compared: Results, text: str = "", target: "Axes | None" = None) -> None:
     """Write a text below a figure or the given axes, and a note on the independence of the results compared."""
+    _note(figure, [text, independence_note(compared)], target)
+
+
+def _note(figure: "Figure", lines: Sequence[str], target: "Axes | None") -> None:
+    """Write lines below a figure or the given axes."""
     letters = int(LETTERS_PER_INCH * figure.get_figwidth())
-    note = "\n".join(fill(line, letters) for line in (text, independence_note(compared)) if line)
+    note = "\n".join(fill(line, letters) for line in lines if line)
     if target is None:
         figure.supxlabel(note, fontsize=7)
     else:
@@ -269,9 +274,6 @@ def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Proper
     }
 
 
-TABLE_LETTERS_PER_INCH = 16  # of a note
-
-
 def table_of_models(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
     """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
@@ -311,8 +313,7 @@ def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None
     )
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
         notes.append("training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md")
-    if target is None:
-        figure.supxlabel("\n".join(fill(note, int(TABLE_LETTERS_PER_INCH * width)) for note in notes), fontsize=7)
+    _note(figure, notes, target)
     return figure
 
 

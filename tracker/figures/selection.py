@@ -92,7 +92,7 @@ def draw(
         figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
     if target is None and not figure.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
-        figure.suptitle(title, fontsize=10)
+        figure.suptitle(title)
     return figure, table
 
 
