@@ -120,9 +120,9 @@ def time_run(run: Run) -> dict:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.common.parser import Parser
+    from tracker.common.parser import Parser, summary
 
-    parser = Parser(prog="python -m benchmarks.callback", description=Run.__doc__ and Run.__doc__.split("Args:")[0])
+    parser = Parser(prog="python -m benchmarks.callback", description=summary(Run))
     parser.add_class_arguments(Run, as_group=False)
     run = Run(**parser.parse_args(arguments).as_dict())
     from tracker.provenance import usable_device

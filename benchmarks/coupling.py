@@ -63,10 +63,9 @@ class Benchmark:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.common.parser import Parser
+    from tracker.common.parser import Parser, summary
 
-    description = (Benchmark.__doc__ or "").split("Args:")[0]
-    parser = Parser(prog="python -m benchmarks.coupling", description=description)
+    parser = Parser(prog="python -m benchmarks.coupling", description=summary(Benchmark))
     parser.add_class_arguments(Benchmark, as_group=False)
     settings = Benchmark(**parser.parse_args(arguments).as_dict())
     for name in ("tokens", "k", "blocks", "prompts", "repeats", "memory_budget"):

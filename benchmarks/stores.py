@@ -49,9 +49,9 @@ class Stores:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.common.parser import Parser
+    from tracker.common.parser import Parser, summary
 
-    parser = Parser(prog="python -m benchmarks.stores", description=(Stores.__doc__ or "").split("Args:")[0])
+    parser = Parser(prog="python -m benchmarks.stores", description=summary(Stores))
     parser.add_class_arguments(Stores, as_group=False)
     settings = Stores(**parser.parse_args(arguments).as_dict())
 

@@ -48,10 +48,9 @@ class Streaming:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.common.parser import Parser
+    from tracker.common.parser import Parser, summary
 
-    description = (Streaming.__doc__ or "").partition("\n")[0]
-    parser = Parser(prog="python -m benchmarks.streaming", description=description)
+    parser = Parser(prog="python -m benchmarks.streaming", description=summary(Streaming))
     parser.add_class_arguments(Streaming, as_group=False)
     settings = Streaming(**parser.parse_args(arguments).as_dict())
     from benchmarks.machine import keep

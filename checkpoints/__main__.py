@@ -16,7 +16,7 @@ from checkpoints.integrity import Examination, examine
 from checkpoints.suites import Checkpoint, Suite, find_suite
 from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.files import hash_file
-from tracker.common.text import describe_repeat, find_repeats
+from tracker.common.text import describe_repeat, find_repeats, size
 
 
 @reports_errors()
@@ -128,8 +128,8 @@ def _directory(suite: Suite, checkpoint: Checkpoint, listing: Listing | None) ->
 
 def _size(suite: Suite, listing: Listing | None) -> str:
     if suite.shape and not (listing and listing.weights):
-        return f"about {suite.shape.file_bytes / 1e9:.3g} GB"
-    return f"{listing.bytes / 1e9:.3g} GB" if listing else "?"
+        return f"about {size(suite.shape.file_bytes)}"
+    return size(listing.bytes) if listing else "?"
 
 
 def _tokens(count: int | None) -> str:

@@ -253,13 +253,13 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     fits = correlations(couplings, table["score"].to_numpy())
     by_measure: dict[str, Any] = {}
     for fit in fits.to_dict("records"):
-        measure, k, pairs = (fit.pop(name) for name in ("measure", "k", "pairs"))
+        measure, k, pairs = (fit[name] for name in ("measure", "k", "pairs"))
         rows = table.assign(coupling=couplings.sel(measure=measure, k=k, pairs=pairs).values)
         interval = _intervals(compared, measure, k) if pairs == "mean_offdiag" else None
         by_measure.setdefault(measure, {}).setdefault(int(k), {})[pairs] = {
             **_coupling_fits(rows, sizes),
             "interval": jsonable(interval),
-            "fit": _line_json(rows, "coupling", "score", fit),
+            "fit": _line_json(rows, "coupling", "score") | {"p_holm": jsonable(fit["p_holm"])},
         }
     return {
         "models": list(compared),
@@ -294,10 +294,10 @@ def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     return [np.array(end) for end in zip(*ends, strict=True)]
 
 
-def _line_json(table: pd.DataFrame, x: str, y: str, known: Mapping[Any, Any] | None = None) -> dict[str, Any]:
-    """Return `fit_line` with its intercept; entries of `known` replace those of the fit."""
+def _line_json(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:
+    """Return `fit_line` with its intercept."""
     fit = fit_line(table, x, y)
-    return jsonable({**fit, **(known or {}), "intercept": table[y].mean() - fit["slope"] * table[x].mean()})
+    return jsonable({**fit, "intercept": table[y].mean() - fit["slope"] * table[x].mean()})
 
 
 def jsonable(value: Any) -> Any:
