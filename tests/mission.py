@@ -56,6 +56,7 @@ def measure_and_read(directory: Path) -> None:
     ds = tracker.measure(model, ids, k=[2, 4], measures="all,tokenwise", pair_tokens=3)
     print(tracker.summary(ds), tracker.find_blocks(model), tracker.measure(model, ids, dry_run=True))
     tracker.to_frame(ds), tracker.curves(ds), tracker.scalars(ds)
+    tracker.measure(model, ids, k=4, tokens=[0, -1], keep="jacobian")
     tracker.null_level(ds, "miscoupling"), tracker.null_spread(ds)
     tracker.plot(ds).savefig(directory / "one.png")
     for name in ("vit", "timm vit"):
@@ -129,9 +130,12 @@ def walk_published_checkpoints(directory: Path) -> None:
         run(*walk, "--steps", "0,1,2,4")
         run(*walk)
         run("checkpoints.__main__", "verify", "block-coupling/nano")
+    run("tracker.figures", "list", "out")
     run("tracker.figures", "all", "out", "--out", "figures")
+    run("tracker.figures", "heatmap", "out", "--measure", "offdiag_normalized", "--step", "4", "--out", "figures")
     run("tracker.report", "out")
-    run("tracker.replay", "out", "--wandb", "offline")
+    run("tracker.report", "out", str(directory.parent / "train_with_transformers" / "store"), "--out", "both.html")
+    run("tracker.commands", "replay", "out", "--wandb", "offline", "--log", "all")
     run("tracker.dashboards", "--entity", "someone", "--dry_run")
     run("tracker.pythia", "--model", "70m", "--dry_run")
     run("checkpoints.__main__", "list", "2.8b", "--steps", "paper", expected=1)  # the hub is not asked
