@@ -18,6 +18,7 @@ FinalNorm = Literal["auto", "include", "exclude"]
 Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
 Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
 Dtype = Literal["float32", "float64"]
+Witness = Literal["model", "off"]  # whether the caller's model itself is asked about its blocks
 Derivative = Literal["checked", "autograd"]  # whether reverse mode is compared with other derivatives
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TOKEN_CHOICES = ("last", "cls", "all")

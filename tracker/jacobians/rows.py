@@ -44,6 +44,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
+from tracker.jacobians.witness import Witness
 from tracker.linalg.jacobian import dense_jacobian
 from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
@@ -150,6 +151,7 @@ class Jacobians:
         # Layer -> the check, where forward mode and differences were not both used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
+        self.witness: Witness | None = None  # the caller's model, asked about one recorded call
         self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
@@ -183,7 +185,16 @@ class Jacobians:
                 results[i] = J.to(dtype), checks
                 finite = bool(is_finite(results[i][0]))
             require_finite(finite, selections[i][0])
+            if self.witness is not None:
+                self.witness.judge(
+                    *selections[i], results[i][0], self.precision == "float32", self._of_values(selections[i][0])
+                )
         return results
+
+    def _of_values(self, call: BlockCall) -> bool:
+        """Whether the Jacobian of a block is meant to be the derivative of its values."""
+        outcome = self.independent.get(call.layer)
+        return self.derivative == "checked" and (outcome is None or outcome.method != "differences, detached")
 
     def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]

@@ -19,6 +19,7 @@ from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
+from tracker.jacobians.witness import Witness
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
@@ -221,6 +222,8 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
+            if settings.witness == "model":
+                jacobians.witness = Witness(replica, batch, recording, rows)
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
@@ -239,6 +242,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
         notes["without_halves"] = jacobians.without_halves
     for sample in samples:
         sample.notes = notes
+        sample.attributes["witness"] = str(jacobians.witness or "not asked")
         sample.decode = None  # samples are sent between processes
     return samples
 

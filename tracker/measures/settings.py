@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict
 
 from tracker.common import values
 from tracker.common.errors import UsageError
-from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision
+from tracker.common.values import Derivative, Dtype, FinalNorm, Method, Precision, Witness
 
 if TYPE_CHECKING:
     import torch
@@ -155,6 +155,12 @@ class Options(TypedDict, total=False):
         "checked compares the derivative that autograd computes with forward mode and with differences of values, and refuses a "
         "block where they disagree; autograd measures what autograd computes, right or not.",
     ]
+    witness: Annotated[
+        Witness,
+        "model",
+        "model runs the caller's model itself on one sample, three times and with its hooks, and compares the Jacobian of each "
+        "block with what it computes there; a training and a walk do so at their first measurement. off leaves this out.",
+    ]
     memory_budget: Annotated[
         int | str,
         MEMORY_BUDGET,
@@ -214,6 +220,7 @@ class Settings:
     dtype: Dtype
     precision: Precision
     derivative: Derivative
+    witness: Witness
     memory_budget: int
     measures: tuple[str, ...]
     window: int | None
@@ -254,7 +261,7 @@ class Settings:
     def identity(self, always: Sequence[str]) -> dict[str, Any]:
         """Return, as JSON values, the options that identify a store: those in `always`, and those not at their default.
 
-        The memory budget is never part of it; `pair_layers` is, with tokenwise alone.
+        The memory budget and the witness are never part of it; `pair_layers` is, with tokenwise alone.
         """
         identity = {}
         for name, option in OPTIONS.items():
@@ -262,7 +269,7 @@ class Settings:
             part = name in always or value != option.default
             if name == "pair_layers":
                 part = self.includes("tokenwise")
-            if part and name != "memory_budget":
+            if part and name not in ("memory_budget", "witness"):
                 identity[name] = list(value) if isinstance(value, tuple) else value
         return identity
 

@@ -147,6 +147,10 @@ class SharedTensors:
         if not shared:
             return
         self._copied += shared
+        if not any(
+            written is alias for alias, _ in shared
+        ):  # a view, or the caller's tensor itself, in a closure of its code
+            self._copied.append((written, written.data))
         copy = written.untyped_storage().clone()
         with torch.no_grad():
             for tensor in (*(alias for alias, _ in shared), written):

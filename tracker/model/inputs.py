@@ -62,14 +62,19 @@ class Batch:
             for b, (arguments, keywords) in enumerate(parts)
         ]
 
-    def of_first_sample(self) -> "Batch":
-        """Return the forward call of the first sample alone; the whole call if some argument may not divide into samples."""
+    @property
+    def divides(self) -> bool:
+        """Whether every argument divides into samples, or is a number or text."""
 
         def divides(value: Any) -> bool:
             is_flag = value is None or isinstance(value, (bool, int, float, str))
             return is_flag or (isinstance(value, Tensor) and value.shape[:1] == (len(self.labels),))
 
-        return self.by_sample()[0] if all(map(divides, (*self.arguments, *self.keywords.values()))) else self
+        return all(map(divides, (*self.arguments, *self.keywords.values())))
+
+    def of_first_sample(self) -> "Batch":
+        """Return the forward call of the first sample alone; the whole call if some argument may not divide into samples."""
+        return self.by_sample()[0] if self.divides else self
 
     def sample_seeds(self, valid: Sequence[Sequence[int]], n: int) -> list[int]:
         """Return a seed for each sample, from its ids or its first tensor, without padding.

@@ -12,8 +12,8 @@ the model are loaded at once.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from inspect import BoundArguments
@@ -79,17 +79,29 @@ def run(replica: Replica, arguments: BoundArguments, seed: int, hooks: Mapping[B
     """
     copies = copy_nested(dict(arguments.arguments), clone_if_tensor, {})
     bound = BoundArguments(arguments.signature, OrderedDict(copies))
+    with replica.fresh_weights(replica.module), at_boundaries(replica.module.get_submodule, hooks):
+        return replica.run(bound.args, bound.kwargs, seed)
+
+
+@contextmanager
+def at_boundaries(module: Callable[[str], nn.Module], hooks: Mapping[Boundary, BoundaryHook]) -> Iterator[None]:
+    """Call hooks at boundaries of a forward pass in this context, and use what they return in the place of what was there.
+
+    Args:
+        module: returns the module of a name.
+        hooks: of each boundary.
+    """
     replacement = _TensorReplacement()
-    with replica.fresh_weights(replica.module), ExitStack() as stack:
+    with ExitStack() as stack:
         for boundary, hook in hooks.items():
-            module = replica.module.get_submodule(boundary.module)
+            at = module(boundary.module)
             if boundary.side == "input":
                 enter = partial(replacement.enter, boundary, hook)
-                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(at.register_forward_pre_hook(enter, with_kwargs=True).remove)
             else:
-                stack.callback(module.register_forward_hook(partial(replacement.leave, boundary, hook)).remove)
+                stack.callback(at.register_forward_hook(partial(replacement.leave, boundary, hook)).remove)
         stack.enter_context(replacement)
-        return replica.run(bound.args, bound.kwargs, seed)
+        yield
 
 
 class _TensorReplacement(TorchFunctionMode):

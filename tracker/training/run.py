@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -24,6 +25,7 @@ from torch import nn
 from tracker.analysis.summary import summary
 from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
+from tracker.jacobians.witness import form_of
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
 from tracker.measurement import to_dataset
 from tracker.measures.options import settings_from
@@ -93,6 +95,7 @@ class TrainingRun:
         self.held_probe: Any = None  # the `contents` of a checkpoint's probe, until it is settled
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
+        self.asked: Any = None  # the form of the model that was asked about its blocks
         self.target: Target | None = None
         # Of the present training:
         self.overhead = Overhead(self.max_overhead)
@@ -339,8 +342,11 @@ class TrainingRun:
         started = time.perf_counter()
         model, blocks = self.target.model(module), self.target.blocks
         device = together(_measuring_device, device)
-        probe, settings = self.probe, self.measured
+        probe, settings, form = self.probe, self.measured, form_of(model)
+        if form == self.asked:
+            settings = replace(settings, witness="off")
         samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
+        self.asked = form
         unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {

@@ -35,6 +35,7 @@ GROUPS = {
         "dtype",
         "precision",
         "derivative",
+        "witness",
         "window",
         "pair_tokens",
         "pair_layers",

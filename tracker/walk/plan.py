@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
 from reprlib import repr as shortened
@@ -112,6 +112,9 @@ class Measurement:
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
     max_tokens: int | None
     device: "torch.device"
+    asked: set[Any] = field(
+        default_factory=set
+    )  # forms of models (`witness.form_of`) that were asked about their blocks
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,14 @@ def _measure(
     """
     from tracker.blocks.find import find_blocks
     from tracker.devices import is_allocation_failure
+    from tracker.jacobians.witness import form_of
     from tracker.measurement import measure
     from tracker.model.weights import weights_memory
 
     device = measurement.device
     blocks = find_blocks(model)
+    if (form := form_of(model)) in measurement.asked:
+        settings = replace(settings, witness="off")
     budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
         if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
@@ -135,6 +138,7 @@ def _measure(
             f"memory runs out with a budget of {budget / 1e9:.3g} GB beside the weights ({first_line(error)}); give a "
             "smaller --memory_budget"
         ) from error
+    measurement.asked.add(form)
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
 
 

@@ -1,0 +1,380 @@
+"""The caller's own model is asked about its blocks: what reaches a block by another way is found, sound models agree, and the
+model stays as it was.
+"""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import tracker
+from tests.models import FAMILIES, build
+from tests.plain import CausalAttention
+from tracker.common.errors import UsageError
+from tracker.jacobians.witness import form_of
+
+D = 16
+IDS = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn, self.mlp = nn.LayerNorm(D), CausalAttention(D), nn.Linear(D, D)
+
+    def f(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm(x))
+        return self.mlp(self.norm(x)).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x)
+
+
+class Model(nn.Module):
+    """Blocks of one class; `step` says what one does to the state, in the model's forward."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 3):
+        super().__init__()
+        self.embedding = nn.Embedding(30, D)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.outside = nn.ModuleList(nn.Linear(D, 1) for _ in range(depth))
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        return self.blocks[l](x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for l in range(len(self.blocks)):
+            x = self.step(l, x)
+        return x
+
+
+# Models whose blocks' calls are not the whole of what they do to the state. All have plain blocks if nothing is done about it.
+
+
+class Thrice(Block):
+    def forward(self, value: Tensor, key: Tensor, query: Tensor) -> Tensor:
+        return query + self.f(query) + 0.3 * value.tanh() - 0.2 * key
+
+
+class GivenThrice(Model):
+    def __init__(self):
+        super().__init__(Thrice)
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        return self.blocks[l](x, x, x)
+
+
+class Memory(Block):
+    """As nn.TransformerDecoderLayer: cross attention to a memory, which is the state here."""
+
+    def __init__(self):
+        super().__init__()
+        self.cross = nn.MultiheadAttention(D, 2, batch_first=True)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return x + self.f(x) + self.cross(x, memory, memory, need_weights=False)[0]
+
+
+class OwnMemory(Model):
+    def __init__(self):
+        super().__init__(Memory)
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        return self.blocks[l](x, torch.cat([torch.ones_like(x[:, :1]), x], 1))
+
+
+class Gated(Block):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return x + gate * self.f(x)
+
+
+class GateOutside(Model):
+    def __init__(self):
+        super().__init__(Gated)
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        return self.blocks[l](x, (4 * self.outside[l](x)).sigmoid())
+
+
+class Reading(Block):
+    shift: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x) + self.shift
+
+
+class Attribute(Model):
+    """The model sets an attribute of the block to something that it computes from the state."""
+
+    def __init__(self):
+        super().__init__(Reading)
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        self.blocks[l].shift = self.outside[l](x)
+        return self.blocks[l](x)
+
+
+class Scaled(Block):
+    """Code for one sample, with a number that autograd does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x) * x[0, -1].norm().item() * 0.3
+
+
+class Replaced(Block):
+    """Its function is replaced after the copy of the model was made (`Model.late`)."""
+
+    late = staticmethod(torch.tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x) + type(self).late(x)
+
+
+OTHER_WAY = "is not the derivative of what the model computes there"
+FAULTS = {
+    "given three times": (GivenThrice, OTHER_WAY),
+    "a memory": (OwnMemory, OTHER_WAY),
+    "a gate": (GateOutside, OTHER_WAY),
+    "an attribute": (Attribute, OTHER_WAY),
+    "a number": (lambda: Model(Scaled), OTHER_WAY),
+}
+
+
+def true_jacobian(model: Model, l: int, x: Tensor, at: tuple[int, int]) -> Tensor:
+    """Return J - I of a step of the model at one row, by central differences of the whole step."""
+    J = torch.zeros(D, D, dtype=torch.float64)
+    for i in range(D):
+        ahead, behind = x.clone(), x.clone()
+        ahead[*at, i] += 1e-5
+        behind[*at, i] -= 1e-5
+        J[:, i] = (model.step(l, ahead) - model.step(l, behind))[at] / 2e-5
+    return J - torch.eye(D)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_what_reaches_a_block_by_another_way_is_refused_or_measured_right(fault, dtype):
+    make, why = FAULTS[fault]
+    if fault == "a number" and dtype == torch.bfloat16:
+        pytest.skip("numbers of two bytes are too coarse for differences, which alone show it")
+    torch.manual_seed(0)
+    model = make().eval().to(dtype)
+    with pytest.raises(UsageError, match=why):
+        tracker.measure(model, IDS[:1], k=4, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+
+
+@pytest.mark.parametrize("fault", ["given three times", "a memory", "a gate", "an attribute"])
+def test_proposed_spans_give_the_true_jacobian(fault):
+    torch.manual_seed(0)
+    model = FAULTS[fault][0]().eval().double()
+    with pytest.raises(UsageError, match="each line was tried on these inputs") as caught:
+        tracker.measure(model, IDS, k=4, dtype="float64")
+    line = str(caught.value).partition("blocks=")[2].partition("  #")[0]
+    blocks = eval(line, {"model": model, "find_blocks": tracker.find_blocks})
+    ds = tracker.measure(model, IDS, k=4, dtype="float64", blocks=blocks, keep="jacobian")
+    assert ds.attrs["witness"].startswith("agrees")
+    with torch.no_grad():
+        x = model.embedding(IDS)
+        for l in range(3):
+            J = torch.from_numpy(ds.jacobian.values[1, 0, l])
+            if l:  # what the first block is given beside the first state may be held (`fixed`)
+                assert torch.allclose(J, true_jacobian(model, l, x, (1, -1)), atol=1e-7)
+            x = model.step(l, x)
+
+
+def test_a_function_that_differs_in_the_copy_is_refused(monkeypatch):
+    """A hook of the caller's that changes what a block returns is no part of the copy."""
+    torch.manual_seed(0)
+    model = Model().eval()
+    with torch.no_grad():
+        factor = torch.full((D,), 1.5)
+    model.blocks[1].mlp.register_forward_hook(lambda module, args, y: factor * y)
+    try:
+        ds = tracker.measure(model, IDS, k=4)
+    except UsageError as error:
+        assert "block 2 (blocks.1): from the same state, the model computes another output" in str(error)
+    else:  # the copy runs it too
+        assert ds.attrs["witness"].startswith("agrees")
+
+
+def errors_of(ds):
+    return {
+        name: float(size) for name, size in (part.split() for part in ds.attrs["witness"].split(": ")[1].split(", "))
+    }
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sound_models_agree(name):
+    model, inputs = build(name)
+    ds = tracker.measure(model, inputs, k=4)
+    assert ds.attrs["witness"].startswith("agrees at one row of each block; errors: "), ds.attrs["witness"]
+    errors = errors_of(ds)
+    assert errors["values"] < 1e-5 and errors["derivative"] < 1e-3 and 0 < errors["differences"] < 2e-2, errors
+
+
+def llama(**options) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=30, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, **options
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+class Checkpointed(Model):
+    def step(self, l: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[l], x, use_reentrant=True)
+
+
+class Mixing(Model):
+    """The first state is mixed in by each block, as a constant."""
+
+    def __init__(self):
+        super().__init__(Gated)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = first = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, first)
+        return x
+
+
+class Looped(Model):
+    def __init__(self):
+        super().__init__(depth=1)
+        self.blocks = nn.ModuleList([self.blocks[0]] * 3)
+        self.outside = self.outside[:1]
+
+
+SOUND = {
+    "float16": lambda: llama().half(),
+    "bfloat16": lambda: llama().bfloat16(),
+    "eager attention": lambda: llama(attn_implementation="eager"),
+    "compiled": lambda: torch.compile(Model()),
+    "compiled blocks": lambda: (model := Model(), [block.compile() for block in model.blocks])[0],
+    "reentrant checkpoints": Checkpointed,
+    "a first state mixed in": Mixing,
+    "one module three times": Looped,
+    "data parallel": lambda: nn.DataParallel(Model()),
+    "weights that need no gradient": lambda: Model().requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_models_in_many_forms_agree(name):
+    torch.manual_seed(0)
+    ds = tracker.measure(SOUND[name]().eval(), IDS, k=4)
+    assert ds.attrs["witness"].startswith("agrees at one row of each block"), ds.attrs["witness"]
+
+
+class Busy(Model):
+    """Its forward writes to weights, buffers, attributes and lists, and draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.losses, self.count, self.generator = [], 0, torch.Generator().manual_seed(3)
+        self.last: Tensor | None = None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        self.count += 1
+        with torch.no_grad():
+            self.scale.mul_(0.5)
+        self.losses.append(torch.rand((), generator=self.generator))
+        self.last = super().forward(ids)
+        return self.last
+
+
+class Merging(Model):
+    """As loralib: `eval()` merges an update into the weights, `train()` takes it out again."""
+
+    merged = False
+
+    def train(self, mode: bool = True):
+        if mode == self.merged:
+            with torch.no_grad():
+                self.blocks[0].mlp.weight.add_(1.0 if self.merged else -1.0)
+            self.merged = not mode
+        return super().train(mode)
+
+
+def contents(model: nn.Module) -> dict:
+    """Return the objects that the modules hold, by identity, and the values of tensors and generators."""
+    held = {}
+    for name, part in model.named_modules():
+        for key, value in vars(part).items():
+            held[name, key] = id(value)
+            for inner, entry in value.items() if isinstance(value, dict) else ():
+                held[name, key, inner] = id(entry)
+                if isinstance(entry, Tensor):
+                    held[name, key, inner, "values"] = entry.tolist(), entry._version, entry.grad, entry.data_ptr()
+            if isinstance(value, torch.Generator):
+                held[name, key, "state"] = value.get_state().tolist()
+            if isinstance(value, (list, int)):
+                held[name, key, "contents"] = copy.copy(value)
+    return held
+
+
+@pytest.mark.parametrize("make", [Busy, Merging, GateOutside])
+def test_the_model_stays_as_it_was(make):
+    torch.manual_seed(0)
+    model = make().train()
+    seen = []
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    before = contents(model)
+    random = torch.get_rng_state()
+    try:
+        attribute = tracker.measure(model, IDS, k=4).attrs["witness"]
+        assert attribute.startswith("agrees"), attribute
+    except UsageError:
+        assert make is GateOutside
+    assert contents(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    # Its hooks run in the passes of the model itself: one with gradients, one for each end of a difference.
+    assert seen[:3] == [True, False, False]
+
+
+def test_nothing_is_asked_where_the_caller_says_so():
+    torch.manual_seed(0)
+    model = Model()
+    model.register_forward_hook(pytest.fail)
+    assert tracker.measure(model, IDS, k=4, witness="off").attrs["witness"] == "not asked"
+
+
+def test_the_copy_answers_for_a_model_that_cannot_run():
+    """Float64 weights, which transformers' grouped experts refuse."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=30,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=64,
+    )
+    model = transformers.MixtralForCausalLM(config).eval().double()
+    attribute = tracker.measure(model, IDS, k=4, dtype="float64").attrs["witness"]
+    assert (
+        attribute.startswith("not asked: RuntimeError: ") and "; its copy agrees at one row of each block" in attribute
+    )
+
+
+def test_a_form_changes_with_modules_and_hooks():
+    torch.manual_seed(0)
+    model = Model()
+    first = form_of(model)
+    with torch.no_grad():
+        model.embedding.weight.add_(1)
+    assert form_of(model) == first
+    handle = model.blocks[1].register_forward_hook(print)
+    assert form_of(model) != first
+    handle.remove()
+    assert form_of(model) == first
+    model.blocks[1].mlp = nn.Sequential(nn.Linear(D, D))
+    assert form_of(model) != first

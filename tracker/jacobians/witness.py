@@ -1,0 +1,432 @@
+"""Ask the caller's own model whether the Jacobians that were formed are those of its blocks.
+
+All other checks replay recorded calls of blocks in the replica, with their other arguments held. They can't see what the replica
+does not run as the model does, nor that a block's state reaches it by another way than its first argument. So the model itself
+is run, on one sample, and asked about each block at one row:
+
+    values        from the recorded state, the block gives the recorded output
+    derivative    J^T u, from one backward pass from the block's output to its state, along every path
+    differences   J v, from two passes with the states moved by +- h v
+
+States are set where blocks end: the output of block l is replaced by the recorded state, so that an error is that of one block.
+In the derivative pass that state is a new leaf of the graph. What the model computes from it outside the block and gives to the
+block, such as a gate or a second argument, hangs on the leaf; earlier states do not. In the passes for differences the states of
+all blocks are moved at once. If a block disagrees there, it is asked again with its state alone moved, which leaves what earlier
+blocks give to it (keys, the first state) as it was, and with smaller steps: differences convict only if two steps agree.
+
+J^T u and J v are compared with products of the Jacobian that was formed, at a row that is measured (`Witness.judge`).
+
+A model whose weights are sharded, offloaded or quantized, or that is on another device than that of the measurement, is not asked
+(`Witness.unasked`), but its replica, which shows what reaches a block's output, and not whether the replica is the model. Cost: one pass of one sample with gradients and two without. Memory: the graph of one block.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tracker.common.errors import UsageError
+from tracker.devices import is_allocation_failure, raise_device_errors
+from tracker.jacobians.restriction import FAILURES
+from tracker.jacobians.slicing import Rows
+from tracker.linalg.jacobian import GradientsStayOn
+from tracker.linalg.precision import Roundings
+from tracker.linalg.transfer import SEED
+from tracker.model.boundaries import as_python, chain
+from tracker.model.hidden_state import bind_arguments, hidden_state, with_hidden_state
+from tracker.model.inputs import Batch
+from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.recording import BlockCall, Recording
+from tracker.model.replica import Replica, StopForward
+from tracker.model.undisturbed import undisturbed
+from tracker.model.weights import is_plain
+from tracker.model.wrappers import innermost, module_named
+from tracker.spans.calls import at_boundaries
+
+# By bytes of the numbers that the model computes with: the allowed errors, relative to the residual function, to J^T u and to
+# J v; and the steps of differences, relative to |x|. Faults begin at 0.05. Numbers of two bytes are too coarse for differences.
+VALUES = {8: 1e-5, 4: 1e-3, 2: 5e-2}
+DERIVATIVE = {8: 1e-5, 4: 5e-3, 2: 5e-2}
+DIFFERENCES = {8: 1e-3, 4: 2e-2}
+STEPS = {8: (1e-4, 1e-5, 1e-6), 4: (1e-2, 1e-3, 1e-4)}
+EPSILON = {8: torch.finfo(torch.float64).eps, 4: torch.finfo(torch.float32).eps, 2: torch.finfo(torch.bfloat16).eps}
+ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside these errors
+CONVERGED = 0.3  # two differences agree if they are nearer to each other than this part of their distance from J v
+
+State = Callable[[int, Tensor], Tensor]  # gives boundary l, where the model has this tensor, its state, as (B, n, d)
+Left = Callable[[int, Tensor], None]  # takes the output (B, n, d) of block l
+
+
+@dataclass
+class Answer:
+    """What the model says of one block at one row. Vectors are in float64 on the CPU."""
+
+    token: int
+    bytes: int  # of the numbers that the block computes with
+    value_error: float  # relative to the residual function
+    u: Float[Tensor, " d"]
+    gradient: Float[Tensor, " d"]  # u^T d(block) / dx along every path
+    v: Float[Tensor, " d"]
+    size: float  # |x|
+    growth: float  # |output| / |x|
+    differences: list[Float[Tensor, " d"]]  # d(block) / dx v, with the steps so far; empty for numbers of two bytes
+
+    def step(self, i: int) -> float:
+        """Return the multiple of v that is as long as the i-th step, h |x|."""
+        return STEPS[self.bytes][i] * (self.size or 1) / float(self.v.norm())
+
+
+class Witness:
+    """The caller's model, asked about the blocks of one recorded call; its replica where that can't be (`unasked`).
+
+    Args:
+        replica: the replica that was recorded.
+        batch: the forward call.
+        recording: of this call.
+        rows: its rows that are measured.
+
+    Raises:
+        UsageError: if a block of the model gives another output than the recorded one, at every row that is measured.
+    """
+
+    def __init__(self, replica: Replica, batch: Batch, recording: Recording, rows: Rows) -> None:
+        self.answers: dict[int, Answer] = {}  # by layer
+        self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
+        self.undecided: list[int] = []  # layers whose differences do not converge
+        self.description = replica.description
+        self.calls = {id(call): call for call in recording.calls}
+        self.seed = SEED + recording.sample_seeds[0]
+        self.rows = rows
+        self.failed = ""  # why not even the replica was asked
+        self.unasked = _why_not(replica)
+        if not self.unasked:
+            self.unasked = self._ask(_Passes(replica, batch, recording, replaced=False))
+        if self.unasked:
+            self.failed = self._ask(_Passes(replica, batch, recording, replaced=True))
+
+    def _ask(self, passes: "_Passes") -> str:
+        """Ask about all blocks; return why that failed, if it did."""
+        self.passes = passes
+        self.generator = torch.Generator().manual_seed(self.seed)
+        sample = int(self.rows.sample[torch.randint(len(self.rows), (), generator=self.generator)])
+        passes.choose(sample)
+        self.sample, self.tokens = sample, self.rows.token[self.rows.sample == sample]
+        try:
+            self._ask_for_derivatives()
+            self._ask_for_differences({l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0)
+        except UsageError:
+            raise
+        except (*FAILURES, MemoryError) as error:
+            if not is_allocation_failure(error):
+                raise_device_errors(error)
+            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return ""
+
+    def __str__(self) -> str:
+        if self.failed:
+            return f"not asked: {self.unasked or self.failed}"
+        errors = ", ".join(f"{name} {size:.1e}" for name, size in self.errors.items() if size or name != "differences")
+        undecided = f"; differences do not converge in {len(self.undecided)} blocks" if self.undecided else ""
+        copy = f"not asked: {self.unasked}; its copy " if self.unasked else ""
+        return f"{copy}agrees at one row of each block; errors: {errors}{undecided}"
+
+    # Asking.
+
+    def _ask_for_derivatives(self) -> None:
+        """Ask for the values and for J^T u of each block, in one pass."""
+        passes, wrong = self.passes, {}
+        leaf = torch.empty(0)
+
+        def begin(l: int, found: Tensor) -> Tensor:
+            nonlocal leaf
+            leaf, roundings.least = passes.recorded(l, found).requires_grad_(), found.itemsize
+            return leaf.clone()  # the model may work in place, which a leaf does not allow
+
+        def end(l: int, y: Tensor) -> None:
+            least = min(y.itemsize, roundings.least)
+            errors, allowed = self._value_errors(l, y.detach(), leaf.detach(), least)
+            order = torch.randperm(len(self.tokens), generator=self.generator)
+            right = order[(errors <= allowed)[order]]
+            if not len(right):
+                wrong[l] = float(errors.min())
+            at = int((right if len(right) else order)[0])
+            row = passes.at, int(self.tokens[at])
+            u, v = torch.randn(2, y.shape[-1], generator=self.generator, dtype=torch.float64).to(y.dtype)
+            (gradient,) = torch.autograd.grad(
+                (y[row] * u.to(y.device)).sum(), leaf, materialize_grads=True, allow_unused=True
+            )
+            size, grown = (float(_plain(state[row]).norm()) for state in (leaf, y))
+            u, v, gradient = map(_plain, (u, v, gradient[row]))
+            self.answers[l] = Answer(row[1], least, float(errors[at]), u, gradient, v, size, grown / (size or 1), [])
+
+        with torch.enable_grad(), GradientsStayOn(), Roundings() as roundings:
+            passes.run(begin, end, passes.L)
+        for l, error in wrong.items():
+            raise self._other_values(l, error)
+        self.errors["values"] = max(answer.value_error for answer in self.answers.values())
+
+    def _value_errors(
+        self, l: int, y: Tensor, x: Tensor, least: int
+    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+        """Return the errors of block l's residual function at the rows that are measured, and the allowed ones."""
+        y, x, expected, before = (
+            state[self.passes.at, self.tokens.to(state.device)].double().cpu()
+            for state in (y, x, self.passes.recorded(l, y), self.passes.calls[l - 1].x[self.passes.samples])
+        )
+        f = expected - before
+        size = f.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
+        rounding = ROUNDINGS * EPSILON[least] * y.norm(dim=-1) / size
+        return (y - x - f).norm(dim=-1) / size, VALUES[least] + rounding
+
+    def _ask_for_differences(self, asked: dict[int, Answer], step: int) -> None:
+        """Ask for J v of some blocks by central differences, with the states of all of them moved."""
+        passes, ends = self.passes, {}
+        for sign in (1, -1):
+
+            def begin(l: int, found: Tensor, sign: int = sign) -> Tensor:
+                x = passes.recorded(l, found)
+                if (answer := asked.get(l + 1)) is not None:
+                    x[passes.at, answer.token] += sign * answer.step(step) * answer.v.to(x)
+                return x
+
+            def end(l: int, y: Tensor, sign: int = sign) -> None:
+                if l in asked:
+                    ends[l, sign] = _plain(y[passes.at, asked[l].token])
+
+            with torch.no_grad():
+                passes.run(begin, end, max(asked, default=1))
+        for l, answer in asked.items():
+            answer.differences.append((ends[l, 1] - ends[l, -1]) / (2 * answer.step(step)))
+
+    # Judging.
+
+    def judge(
+        self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"], exact: bool, differences: bool = True
+    ) -> None:
+        """Compare the Jacobians of a call at some rows, without the identity, with what the model says.
+
+        Args:
+            exact: whether J was formed in the precision of its dtype.
+            differences: whether J is meant to be the derivative of the values.
+
+        Raises:
+            BlocksNotFound: if they differ.
+        """
+        answer = self.answers.get(call.layer)
+        if answer is None or self.failed or id(call) not in self.calls or rows.source is not None:
+            return
+        at = ((rows.sample == self.sample) & (rows.token == answer.token)).nonzero()
+        if not len(at):
+            return
+        J = J[int(at[0])]
+        least = min(answer.bytes, J.itemsize)
+        u, v = answer.u.to(J), answer.v.to(J)
+        JTu, Jv = _plain(J.mT @ u), _plain(J @ v)
+        allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
+        error = _ratio(answer.gradient - answer.u - JTu, JTu)
+        if not error <= allowed:
+            raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
+        self.errors["derivative"] = max(self.errors["derivative"], error)
+        if answer.differences and differences:
+            self._judge_differences(call, answer, Jv, least, exact)
+
+    def _judge_differences(self, call: BlockCall, answer: Answer, Jv: Tensor, least: int, exact: bool) -> None:
+        steps = STEPS[answer.bytes]
+        steps = (steps[0], *steps)  # the first again, with this block's state alone moved
+        rounding = ROUNDINGS * EPSILON[answer.bytes] * (1 + answer.growth) * _ratio(answer.v, Jv)
+        allowed = [(DIFFERENCES[least] if exact else DERIVATIVE[2]) + rounding / (2 * h) for h in steps]
+
+        def errors() -> list[float]:
+            return [_ratio(difference - answer.v - Jv, Jv) for difference in answer.differences]
+
+        if not errors()[0] <= allowed[0]:
+            for step in range(len(steps) - 1):
+                self._ask_for_differences({call.layer: answer}, step)
+        found = errors()
+        if right := [error for error, most in zip(found, allowed, strict=False) if error <= most]:
+            self.errors["differences"] = max(self.errors["differences"], right[0])
+            return
+        for step in range(1, len(steps) - 1):
+            apart = _ratio(answer.differences[step] - answer.differences[step + 1], Jv)
+            if apart <= CONVERGED * min(found[step], found[step + 1]):
+                raise self._other_derivative(call, f"J v by differences of its values differs by {found[step]:.1e}")
+        self.undecided.append(call.layer)
+
+    def _other_values(self, l: int, error: float) -> UsageError:
+        return UsageError(
+            f"block {l} ({self.passes.calls[l - 1].name}): from the same state, the model computes another output than the copy "
+            f"of it that is measured (relative error {error:.1e}). Something in it is no part of the copy: a hook that changes "
+            "values, a function or a kernel that was registered or replaced after the model was made. Make it part of the "
+            "block's forward"
+        )
+
+    def _other_derivative(self, call: BlockCall, difference: str) -> BlocksNotFound:
+        finding = (
+            f"block {call.layer} ({call.name}): the Jacobian of its call is not the derivative of what the model computes there: "
+            f"{difference} (relative). The state reaches the block's output by another way than the block's first argument, such "
+            "as another argument that is the state or is computed from it, or an attribute that the model sets; or the block's "
+            "code depends on the batch."
+        )
+        if self.description.spans:
+            return BlocksNotFound(finding)
+        spans = chain(self.description.names)
+        contents = (
+            f"{len(spans)} spans, each from where the one before ended, with all that the model computes from the state"
+        )
+        where = f"spans from the {spans[0][0]} to the {spans[-1][1]}"
+        line = Proposal(as_python(spans), self.description.between_boundaries(spans), where, contents)
+        return BlocksNotFound(finding, [line])
+
+
+def _why_not(replica: Replica) -> str:
+    """Return why the caller's model can't be asked; empty if it can."""
+    model = innermost(replica.model)
+    weights = [*model.parameters(), *model.buffers()]
+    if not all(map(is_plain, weights)):
+        return "its weights are sharded, offloaded, quantized or sparse"
+    if any(t.is_inference() for t in weights):
+        return "its weights were made in inference mode"
+    elsewhere = {t.device for t in weights} - {replica.device}
+    return f"it is on {elsewhere.pop()} and the measurement on {replica.device}" if elsewhere else ""
+
+
+class _Passes:
+    """Passes of the caller's model on one sample, with the states set where blocks begin and end.
+
+    A batch that may not divide into samples is run whole. If the model can't be asked, its replica runs.
+    """
+
+    def __init__(self, replica: Replica, batch: Batch, recording: Recording, replaced: bool) -> None:
+        self.replica = replica
+        self.model = innermost(replica.model)
+        self.replaced = replaced
+        self.calls, self.L = recording.calls, len(recording.calls)
+        self.batch, self.samples, self.at = batch, slice(None), 0
+        self.seed = recording.seed or 0
+        self.cast = False  # whether the inputs are cast to the dtype of the weights
+        self.ended = -1  # blocks that have ended in this pass; -1 before the first begins
+
+    def choose(self, sample: int) -> None:
+        """Run this sample alone, if the batch divides into samples."""
+        self.at = sample
+        if self.batch.divides:
+            self.batch, self.samples, self.at = self.batch.by_sample()[sample], slice(sample, sample + 1), 0
+
+    def recorded(self, l: int, like: Tensor) -> Float[Tensor, "B n d"]:
+        """Return a copy of the recorded state at boundary l, in the dtype and on the device of a tensor."""
+        state = self.calls[l].x if l < self.L else self.calls[-1].y
+        return state[self.samples].to(like.device, like.dtype, copy=True)
+
+    def run(self, begin: State, end: Left, last: int) -> None:
+        """Run the model up to the end of block `last`."""
+        if self.replaced:
+            self._run_replica(begin, end, last)
+            return
+        try:
+            self._run_model(begin, end, last)
+        except FAILURES as error:
+            if self.cast or isinstance(error, UsageError) or is_allocation_failure(error):
+                raise
+            # A model of bfloat16 weights may take inputs of float32 in training alone, under autocast.
+            raise_device_errors(error)
+            self.cast = True
+            self._run_model(begin, end, last)
+
+    def _run_model(self, begin: State, end: Left, last: int) -> None:
+        arguments, keywords = tree_map(self._input, (self.batch.arguments, self.batch.keywords))
+        with undisturbed(self.model, self.replica.device) as generators:
+            generators.seed(self.seed)
+            with self._hooked(partial(module_named, self.model), begin, end, last), suppress(StopForward):
+                self.model(*arguments, **keywords)
+
+    def _run_replica(self, begin: State, end: Left, last: int) -> None:
+        replica = self.replica.fresh()
+        arguments, keywords = replica.copy_inputs((self.batch.arguments, self.batch.keywords))
+        weights = (
+            replica.materialize(replica.module)
+            if replica.description.spans
+            else replica.stream_blocks(lambda *_: None, lambda *_: None)
+        )
+        with weights, self._hooked(replica.module.get_submodule, begin, end, last):
+            replica.run(arguments, keywords, self.seed)
+
+    @contextmanager
+    def _hooked(self, module: Callable[[str], nn.Module], begin: State, end: Left, last: int) -> Iterator[None]:
+        """Set states where blocks begin, and take them where blocks end, in a pass of a model whose modules have these names."""
+        self.ended = -1
+        oriented = self.replica.oriented
+
+        def leave(found: Tensor) -> Tensor:
+            self.ended += 1
+            end(self.ended, oriented(found))
+            if self.ended == last:
+                raise StopForward(None)
+            return oriented(begin(self.ended, found))
+
+        def enter(found: Tensor) -> Tensor:
+            self.ended = 0
+            return oriented(begin(0, found))
+
+        spans = self.replica.description.spans
+        hooks = {spans[0][0]: enter} | {end: leave for _, end in spans} if spans else {}
+        with at_boundaries(module, hooks) if spans else self._at_modules(module, enter, leave):
+            yield
+        if self.ended != last:
+            raise RuntimeError(f"hooks saw {max(self.ended, 0)} of its {last} blocks run")
+
+    @contextmanager
+    def _at_modules(
+        self, module: Callable[[str], nn.Module], enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], Tensor]
+    ) -> Iterator[None]:
+        blocks = [module(name) for name in dict.fromkeys(call.name for call in self.calls)]  # one may be several
+
+        def begin(block: nn.Module, args: tuple, kwargs: dict) -> Any:
+            if self.ended >= 0:
+                return None
+            bound = bind_arguments(block, args, kwargs)
+            state = next(iter(bound.arguments.values()))
+            new = enter(state)
+            # That another argument is the state as well can't be told from a constant in one block; others show it.
+            alike = state if self.L == 1 else None
+            for i, (name, value) in enumerate(bound.arguments.items()):
+                bound.arguments[name] = new if i == 0 or (value is alike and value is not None) else value
+            return bound.args, bound.kwargs
+
+        def end(block: nn.Module, args: tuple, output: Any) -> Any:
+            return with_hidden_state(output, leave(hidden_state(output)))
+
+        with ExitStack() as stack:
+            stack.callback(blocks[0].register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
+            for block in blocks:
+                stack.callback(block.register_forward_hook(end).remove)
+            yield
+
+    def _input(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
+        dtype = next(weights, value.dtype) if self.cast and value.is_floating_point() else value.dtype
+        return value.to(self.replica.device, dtype, copy=True)
+
+
+def _plain(t: Tensor) -> Tensor:
+    return t.detach().double().cpu()
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny))
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def form_of(model: nn.Module) -> Any:
+    """Return what the model is made of, but for its weights: the classes and the hooks of its modules, by name."""
+    parts = ((name, type(part), *(vars(part)[kind] for kind in HOOKS)) for name, part in model.named_modules())
+    return tuple((name, cls, *(tuple(map(id, hooks.values())) for hooks in both)) for name, cls, *both in parts)

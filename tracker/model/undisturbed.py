@@ -1,0 +1,69 @@
+"""Run the caller's own model, not its replica, and leave it as it was.
+
+A forward pass may write to weights and buffers, replace attributes, append to lists and draw from generators that its modules
+hold. In the context of `undisturbed` it does so to copies: the modules hold their weights and buffers as tensors over the same
+memory, which operations leave as it is (`guard`), and copies of their containers, data objects, tensors and generators. On exit
+each module has the attributes that it had, the same objects. Training flags are set on the modules, because `eval()` may do more
+(LoRA merges weights in it). Weights need no gradient inside. Hooks that are registered inside end with the context.
+
+The process's own state is that of `preserve_global_state`, in which this is used.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tracker.model.guard import SharedTensors, WriteGuard, copy_nested
+from tracker.model.random_numbers import Generator, Generators, copy_generator
+
+
+@contextmanager
+def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
+    """Let a model run in eval mode without a lasting effect on it. Call inside `preserve_global_state`.
+
+    Args:
+        model: whose weights are plain tensors.
+        device: where it runs.
+
+    Yields:
+        The generators that it may draw from, to be seeded before each pass.
+    """
+    generators, shared = Generators(device), SharedTensors()
+    memo: dict[int, Any] = {}
+
+    def own(value: Any) -> Any:
+        if isinstance(value, Generator):
+            generators.held.append(copy_generator(value))
+            return generators.held[-1]
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def table(entries: Any) -> Any:
+        copied = entries.copy()
+        for name, tensor in entries.items():
+            if isinstance(tensor, Tensor):
+                copied[name] = memo[id(tensor)] = memo[id(tensor)] if id(tensor) in memo else shared.share(tensor)
+        return copied
+
+    def attribute(name: str, value: Any) -> Any:
+        return table(value) if name in TABLES or name.endswith(HOOKS) else copy_nested(value, own, memo)
+
+    before = [(part, dict(part.__dict__)) for part in model.modules()]
+    shared.begin_call()
+    try:
+        for part, attributes in before:
+            copies = {name: attribute(name, value) for name, value in attributes.items()}
+            part.__dict__.update(copies, training=False)
+        with WriteGuard(shared):
+            yield generators
+    finally:
+        shared.undo_writes()
+        for part, attributes in before:
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+
+
+TABLES = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
