@@ -16,8 +16,9 @@ blocks give to it (keys, the first state) as it was, and with smaller steps: dif
 
 J^T u and J v are compared with products of the Jacobian that was formed, at a row that is measured (`Witness.judge`).
 
-A model whose weights are sharded, offloaded or quantized, or that is on another device than that of the measurement, is not asked
-(`Witness.unasked`), but its replica, which shows what reaches a block's output, and not whether the replica is the model. Cost: one pass of one sample with gradients and two without. Memory: the graph of one block.
+A model whose weights are sharded, offloaded or quantized, or that is on another device than the measurement, is not asked
+(`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the model
+does. Cost: one pass of one sample with gradients and two without. Memory: the graph of one block.
 """
 
 from collections.abc import Callable, Iterator
