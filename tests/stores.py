@@ -14,7 +14,7 @@ from tracker.store import Store
 from tracker.version import SCHEMA
 
 # Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
-VOLATILE = ("created", "seconds", "final_norm_reason")
+VOLATILE = ("created", "seconds", "final_norm_reason", "witness")
 
 
 def generated(

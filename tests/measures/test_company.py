@@ -13,7 +13,13 @@ from tracker.measures.settings import EVERYTHING
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "qrs tuv")
-OF_WHOLE = {"seconds", "created", "inputs_sha256", "token_ids_sha256"}  # attributes that are of all inputs together
+OF_WHOLE = {
+    "seconds",
+    "created",
+    "witness",
+    "inputs_sha256",
+    "token_ids_sha256",
+}  # attributes that are of all inputs together
 
 
 @cache

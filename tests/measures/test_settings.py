@@ -24,6 +24,7 @@ GIVEN = {
     "dtype": (torch.float64, "float64"),
     "precision": ("bfloat16", "bfloat16"),
     "derivative": ("autograd", "autograd"),
+    "witness": ("off", "off"),
     "memory_budget": (3_000_000, "3MB"),
     "measures": (["coupling", "tokenwise"], "tokenwise,coupling"),
     "window": (3, "3"),

@@ -18,7 +18,7 @@ def deit(blocks: int) -> torch.nn.Module:
 
 
 def costs(pretend, model: torch.nn.Module, inputs, **options) -> Counts:
-    options = {"k": 5, "measures": ("coupling", "trajectory"), "svd": "full"} | options
+    options = {"k": 5, "measures": ("coupling", "trajectory"), "svd": "full", "witness": "off"} | options
     model = model.to(pretend.device)
     with pretend.count() as counts:
         tracker.measure(model, inputs, **options)
@@ -41,6 +41,16 @@ def test_images_cost_no_launch_wait_or_copy_each(pretend):
     assert totals(few) == totals(many)
     # 150 launches and one wait of each block are its comparison with forward mode and differences.
     assert few.syncs <= 80 and few.launches <= 1950
+
+
+def test_the_witness_waits_once_for_a_block(pretend):
+    """When its answer is compared with J. The rest is read together."""
+    asked, unasked = (
+        [costs(pretend, deit(blocks), images(8), witness=witness) for blocks in (2, 3)] for witness in ("model", "off")
+    )
+    of_block = [(b.syncs - a.syncs, b.launches - a.launches) for a, b in (asked, unasked)]
+    assert of_block[0][0] - of_block[1][0] <= 6
+    assert of_block[0][1] - of_block[1][1] <= 400
 
 
 def test_a_block_waits_a_few_times(pretend):

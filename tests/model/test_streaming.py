@@ -12,7 +12,7 @@ from tracker.model.global_state import preserve_global_state
 from tracker.model.replica import Replica
 
 WIDTH, DEPTH = 64, 4
-OPTIONS = {"k": 5, "measures": "coupling", "svd": "krylov", "final_norm": "exclude"}
+OPTIONS = {"k": 5, "measures": "coupling", "svd": "krylov", "final_norm": "exclude", "witness": "off"}
 
 
 def model(dtype=torch.float16):

@@ -28,7 +28,7 @@ def assert_identical(seen, expected):
     for name, values in expected.variables.items():
         np.testing.assert_array_equal(seen[name].values, values.values, err_msg=name)
     differ = {key for key in expected.attrs if seen.attrs[key] != expected.attrs[key]}
-    assert differ <= {"seconds", "created"}
+    assert differ <= {"seconds", "created", "witness"}
 
 
 def llava():

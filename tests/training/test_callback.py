@@ -25,7 +25,7 @@ from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
-from tests.lightning_runs import Classifier, Rescaling, TwoOptimizers, fit, trainer
+from tests.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
 from tests.stores import VOLATILE
 from tests.wandb_runs import of, offline_run, records
 from tracker import measurement
@@ -81,6 +81,7 @@ RUNS = {
     "manual optimisation": {"module": TwoOptimizers},
     "averaged weights": {"others": lambda: [EMAWeightAveraging(decay=0.5)]},
     "weights written in eval mode": {"module": Rescaling, "validate": False, "limit_val_batches": 0},
+    "weights merged by eval()": {"module": Merging},
     "no sanity check": {"num_sanity_val_steps": 0},
 }
 

@@ -17,11 +17,11 @@ blocks give to it (keys, the first state) as it was, and with smaller steps: dif
 J^T u and J v are compared with products of the Jacobian that was formed, at a row that is measured (`Witness.judge`).
 
 A model whose weights are sharded, offloaded or quantized, or that is on another device than the measurement, is not asked
-(`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the model
-does. Cost: one pass of one sample with gradients and two without. Memory: the graph of one block.
+(`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the
+model does. Cost: one pass of one sample with gradients and two without. Memory: the graph of one block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, raise_device_errors
@@ -38,11 +37,13 @@ from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
 from tracker.linalg.precision import Roundings
-from tracker.linalg.transfer import SEED
+from tracker.linalg.transfer import SEED, to_device
 from tracker.model.boundaries import as_python, chain
+from tracker.model.guard import copy_nested
 from tracker.model.hidden_state import bind_arguments, hidden_state, with_hidden_state
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.random_numbers import Generator, copy_generator
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica, StopForward
 from tracker.model.undisturbed import undisturbed
@@ -58,6 +59,7 @@ DIFFERENCES = {8: 1e-3, 4: 2e-2}
 STEPS = {8: (1e-4, 1e-5, 1e-6), 4: (1e-2, 1e-3, 1e-4)}
 EPSILON = {8: torch.finfo(torch.float64).eps, 4: torch.finfo(torch.float32).eps, 2: torch.finfo(torch.bfloat16).eps}
 ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside these errors
+ROWS = 3  # that are tried where values differ
 CONVERGED = 0.3  # two differences agree if they are nearer to each other than this part of their distance from J v
 
 State = Callable[[int, Tensor], Tensor]  # gives boundary l, where the model has this tensor, its state, as (B, n, d)
@@ -70,7 +72,6 @@ class Answer:
 
     token: int
     bytes: int  # of the numbers that the block computes with
-    value_error: float  # relative to the residual function
     u: Float[Tensor, " d"]
     gradient: Float[Tensor, " d"]  # u^T d(block) / dx along every path
     v: Float[Tensor, " d"]
@@ -92,13 +93,12 @@ class Witness:
         recording: of this call.
         rows: its rows that are measured.
 
-    Raises:
-        UsageError: if a block of the model gives another output than the recorded one, at every row that is measured.
     """
 
     def __init__(self, replica: Replica, batch: Batch, recording: Recording, rows: Rows) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
+        self.wrong: dict[int, float] = {}  # layers whose values differ from the recorded ones, and by how much
         self.undecided: list[int] = []  # layers whose differences do not converge
         self.description = replica.description
         self.calls = {id(call): call for call in recording.calls}
@@ -115,11 +115,17 @@ class Witness:
         """Ask about all blocks; return why that failed, if it did."""
         self.passes = passes
         self.generator = torch.Generator().manual_seed(self.seed)
-        sample = int(self.rows.sample[torch.randint(len(self.rows), (), generator=self.generator)])
-        passes.choose(sample)
-        self.sample, self.tokens = sample, self.rows.token[self.rows.sample == sample]
+        self.sample = int(self.rows.sample[torch.randint(len(self.rows), (), generator=self.generator)])
+        tokens = self.rows.token[self.rows.sample == self.sample].tolist()
+        passes.choose(self.sample)
         try:
-            self._ask_for_derivatives()
+            self._ask_for_derivatives(tokens)
+            for _ in range(min(len(tokens), ROWS) - 1):
+                if self.wrong:  # a model in 16 bits may choose another expert than the replica, at single rows
+                    self._ask_for_derivatives(tokens)
+            if self.wrong and passes.divided:  # what the model computes may depend on the size of the batch
+                passes.choose_all(self.sample)
+                self._ask_for_derivatives(tokens)
             self._ask_for_differences({l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0)
         except UsageError:
             raise
@@ -139,51 +145,46 @@ class Witness:
 
     # Asking.
 
-    def _ask_for_derivatives(self) -> None:
-        """Ask for the values and for J^T u of each block, in one pass."""
-        passes, wrong = self.passes, {}
+    def _ask_for_derivatives(self, tokens: Sequence[int]) -> None:
+        """Ask for the values and for J^T u of each block at one of these tokens, drawn for each block, in one pass."""
+        passes, d = self.passes, self.passes.calls[0].x.shape[-1]
+        drawn = torch.randint(len(tokens), (passes.L,), generator=self.generator).tolist()
+        u, v = torch.randn(2, passes.L, d, generator=self.generator, dtype=torch.float64)
         leaf = torch.empty(0)
+        found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each block, at its row: x, output, gradient
+        least: list[int] = []  # bytes of the numbers that each block computes with
 
-        def begin(l: int, found: Tensor) -> Tensor:
+        def begin(l: int, state: Tensor) -> Tensor:
             nonlocal leaf
-            leaf, roundings.least = passes.recorded(l, found).requires_grad_(), found.itemsize
+            leaf, roundings.least = passes.recorded(l, state).requires_grad_(), state.itemsize
             return leaf.clone()  # the model may work in place, which a leaf does not allow
 
         def end(l: int, y: Tensor) -> None:
-            least = min(y.itemsize, roundings.least)
-            errors, allowed = self._value_errors(l, y.detach(), leaf.detach(), least)
-            order = torch.randperm(len(self.tokens), generator=self.generator)
-            right = order[(errors <= allowed)[order]]
-            if not len(right):
-                wrong[l] = float(errors.min())
-            at = int((right if len(right) else order)[0])
-            row = passes.at, int(self.tokens[at])
-            u, v = torch.randn(2, y.shape[-1], generator=self.generator, dtype=torch.float64).to(y.dtype)
-            (gradient,) = torch.autograd.grad(
-                (y[row] * u.to(y.device)).sum(), leaf, materialize_grads=True, allow_unused=True
-            )
-            size, grown = (float(_plain(state[row]).norm()) for state in (leaf, y))
-            u, v, gradient = map(_plain, (u, v, gradient[row]))
-            self.answers[l] = Answer(row[1], least, float(errors[at]), u, gradient, v, size, grown / (size or 1), [])
+            least.append(min(y.itemsize, roundings.least))
+            row, (cotangent,) = (passes.at, tokens[drawn[l - 1]]), to_device(y.device, u[l - 1].to(y.dtype))
+            product = (y[row] * cotangent).sum()
+            (gradient,) = torch.autograd.grad(product, leaf, materialize_grads=True, allow_unused=True)
+            found.append((leaf.detach()[row], y.detach()[row], gradient[row]))
 
         with torch.enable_grad(), GradientsStayOn(), Roundings() as roundings:
             passes.run(begin, end, passes.L)
-        for l, error in wrong.items():
-            raise self._other_values(l, error)
-        self.errors["values"] = max(answer.value_error for answer in self.answers.values())
-
-    def _value_errors(
-        self, l: int, y: Tensor, x: Tensor, least: int
-    ) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
-        """Return the errors of block l's residual function at the rows that are measured, and the allowed ones."""
-        y, x, expected, before = (
-            state[self.passes.at, self.tokens.to(state.device)].double().cpu()
-            for state in (y, x, self.passes.recorded(l, y), self.passes.calls[l - 1].x[self.passes.samples])
-        )
-        f = expected - before
-        size = f.norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
-        rounding = ROUNDINGS * EPSILON[least] * y.norm(dim=-1) / size
-        return (y - x - f).norm(dim=-1) / size, VALUES[least] + rounding
+        states, outputs, gradients = (_plain(torch.stack(rows)) for rows in zip(*found, strict=True))
+        asked, self.wrong = self.wrong or dict.fromkeys(range(1, passes.L + 1)), {}
+        for l in asked:
+            x, y, gradient = states[l - 1], outputs[l - 1], gradients[l - 1]
+            given = u[l - 1].to(found[l - 1][1].dtype).double()  # rounded as it was in the pass
+            token, size = tokens[drawn[l - 1]], float(x.norm())
+            growth = float(y.norm()) / (size or 1)
+            self.answers[l] = Answer(token, least[l - 1], given, gradient, v[l - 1], size, growth, [])
+            before, after = (
+                _plain(state[self.sample, token]) for state in (passes.calls[l - 1].x, passes.calls[l - 1].y)
+            )
+            f = after - before
+            error, rounding = _ratio(y - x - f, f), ROUNDINGS * EPSILON[least[l - 1]] * _ratio(y, f)
+            if error <= VALUES[least[l - 1]] + rounding:
+                self.errors["values"] = max(self.errors["values"], error)
+            else:
+                self.wrong[l] = error
 
     def _ask_for_differences(self, asked: dict[int, Answer], step: int) -> None:
         """Ask for J v of some blocks by central differences, with the states of all of them moved."""
@@ -198,12 +199,13 @@ class Witness:
 
             def end(l: int, y: Tensor, sign: int = sign) -> None:
                 if l in asked:
-                    ends[l, sign] = _plain(y[passes.at, asked[l].token])
+                    ends[l, sign] = y[passes.at, asked[l].token]
 
             with torch.no_grad():
                 passes.run(begin, end, max(asked, default=1))
         for l, answer in asked.items():
-            answer.differences.append((ends[l, 1] - ends[l, -1]) / (2 * answer.step(step)))
+            ahead, behind = _plain(torch.stack([ends[l, 1], ends[l, -1]]))
+            answer.differences.append((ahead - behind) / (2 * answer.step(step)))
 
     # Judging.
 
@@ -217,18 +219,19 @@ class Witness:
             differences: whether J is meant to be the derivative of the values.
 
         Raises:
-            BlocksNotFound: if they differ.
+            UsageError: if they differ, or the block of the model gives another output than the recorded one.
         """
         answer = self.answers.get(call.layer)
         if answer is None or self.failed or id(call) not in self.calls or rows.source is not None:
             return
+        self.require_values(call.layer)
         at = ((rows.sample == self.sample) & (rows.token == answer.token)).nonzero()
         if not len(at):
             return
         J = J[int(at[0])]
         least = min(answer.bytes, J.itemsize)
-        u, v = answer.u.to(J), answer.v.to(J)
-        JTu, Jv = _plain(J.mT @ u), _plain(J @ v)
+        (given,) = to_device(J.device, torch.stack([answer.u, answer.v]).to(J.dtype))
+        JTu, Jv = _plain(torch.stack([J.mT @ given[0], J @ given[1]]))
         allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
         error = _ratio(answer.gradient - answer.u - JTu, JTu)
         if not error <= allowed:
@@ -259,13 +262,21 @@ class Witness:
                 raise self._other_derivative(call, f"J v by differences of its values differs by {found[step]:.1e}")
         self.undecided.append(call.layer)
 
-    def _other_values(self, l: int, error: float) -> UsageError:
-        return UsageError(
-            f"block {l} ({self.passes.calls[l - 1].name}): from the same state, the model computes another output than the copy "
-            f"of it that is measured (relative error {error:.1e}). Something in it is no part of the copy: a hook that changes "
+    def require_values(self, l: int) -> None:
+        """Raise UsageError if block l of the model gives another output than the recorded one."""
+        if l not in self.wrong:
+            return
+        raise UsageError(
+            f"block {l} ({self.passes.calls[l - 1].name}): from the same state, the model computes another output than its copy "
+            f"that is measured (relative error {self.wrong[l]:.1e}). Something in it is no part of the copy: a hook that changes "
             "values, a function or a kernel that was registered or replaced after the model was made. Make it part of the "
             "block's forward"
         )
+
+    def require_all_values(self) -> None:
+        """Raise UsageError if a block of the model gives another output than the recorded one."""
+        for l in self.wrong:
+            self.require_values(l)
 
     def _other_derivative(self, call: BlockCall, difference: str) -> BlocksNotFound:
         finding = (
@@ -308,16 +319,26 @@ class _Passes:
         self.model = innermost(replica.model)
         self.replaced = replaced
         self.calls, self.L = recording.calls, len(recording.calls)
-        self.batch, self.samples, self.at = batch, slice(None), 0
+        self.whole = batch
+        self.choose_all(0)
         self.seed = recording.seed or 0
         self.cast = False  # whether the inputs are cast to the dtype of the weights
         self.ended = -1  # blocks that have ended in this pass; -1 before the first begins
 
+    @property
+    def divided(self) -> bool:
+        """Whether one sample runs alone."""
+        return self.samples != slice(None)
+
     def choose(self, sample: int) -> None:
         """Run this sample alone, if the batch divides into samples."""
-        self.at = sample
-        if self.batch.divides:
-            self.batch, self.samples, self.at = self.batch.by_sample()[sample], slice(sample, sample + 1), 0
+        self.choose_all(sample)
+        if self.whole.divides:
+            self.batch, self.samples, self.at = self.whole.by_sample()[sample], slice(sample, sample + 1), 0
+
+    def choose_all(self, sample: int) -> None:
+        """Run all samples, and ask about this one."""
+        self.batch, self.samples, self.at = self.whole, slice(None), sample
 
     def recorded(self, l: int, like: Tensor) -> Float[Tensor, "B n d"]:
         """Return a copy of the recorded state at boundary l, in the dtype and on the device of a tensor."""
@@ -340,7 +361,7 @@ class _Passes:
             self._run_model(begin, end, last)
 
     def _run_model(self, begin: State, end: Left, last: int) -> None:
-        arguments, keywords = tree_map(self._input, (self.batch.arguments, self.batch.keywords))
+        arguments, keywords = copy_nested((list(self.batch.arguments), self.batch.keywords), self._copied, {})
         with undisturbed(self.model, self.replica.device) as generators:
             generators.seed(self.seed)
             with self._hooked(partial(module_named, self.model), begin, end, last), suppress(StopForward):
@@ -408,7 +429,9 @@ class _Passes:
                 stack.callback(block.register_forward_hook(end).remove)
             yield
 
-    def _input(self, value: Any) -> Any:
+    def _copied(self, value: Any) -> Any:
+        if isinstance(value, Generator):
+            return copy_generator(value)
         if not isinstance(value, Tensor):
             return value
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())

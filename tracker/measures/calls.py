@@ -224,6 +224,8 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             if settings.witness == "model":
                 jacobians.witness = Witness(replica, batch, recording, rows)
+                if not settings.includes("coupling"):  # else its answers are judged when Jacobians are formed
+                    jacobians.witness.require_all_values()
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
