@@ -85,6 +85,7 @@ def is_data(value: Any, depth: int = 3) -> bool:
         or not hasattr(value, "__dict__")
         or isinstance(value, (Tensor, Enum, Random, type))
         or callable(value)
+        or hasattr(value, "__del__")  # files and connections: a copy would close what it shares
     ):
         return False
     return all(_is_data_entry(entry, depth) for entry in vars(value).values())
@@ -118,7 +119,7 @@ class SharedTensors:
     @contextmanager
     def watch(self, tensors: Collection[Tensor]) -> Iterator[None]:
         """Record whether a call writes to these tensors."""
-        storages = {_storage(tensor) for tensor in tensors} - self._watched
+        storages = {_storage(tensor) for tensor in tensors if tensor.layout == torch.strided} - self._watched
         self._watched |= storages
         try:
             yield

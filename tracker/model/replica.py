@@ -1,13 +1,17 @@
 """Copy a model for one measurement: its module tree, with the model's weights in the measuring dtype while they are needed.
 
-So bf16 and fp16 weights are measured in float32, hooks on the caller's modules never fire, and nothing has to be restored
+So bf16 and fp16 weights are measured in float32, the caller's modules never run, and nothing has to be restored
 when measuring raises. Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time. Weights
 that have the measuring dtype and device already are shared, not copied.
 
-The copy has no hooks and no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold
-are copied, and configs that forward passes need otherwise; tensors share the caller's memory until a forward pass writes to them
-(`guard`). What a library attaches to a model at its first use is copied as any other attribute, except hooks. The attribute by
-which transformers knows that it has attached them is dropped with them, so that it attaches them to the copy when it needs them.
+The copy has no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold are copied, and
+configs that forward passes need otherwise; functions are rebuilt over the copies (`functions`); tensors share the caller's memory
+until a forward pass writes to them (`guard`). What a library attaches to a model at its first use is copied as any other
+attribute, except hooks. The attribute by which transformers knows that it has attached them is dropped with them, so that it
+attaches them to the copy when it needs them.
+
+Of hooks, the copy has those that compute part of the model's function (`ModuleCopier.computes`), also rebuilt. A block's own
+hooks are part of the block: its state is what it receives before its pre-hooks and what it returns after its forward hooks.
 
 A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
 attributes besides weights and buffers (counters, cached keys, tables of sines) are saved before a call and restored before
@@ -20,7 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from types import MethodType
+from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -29,7 +34,9 @@ from torch import Tensor, nn
 from tracker.common.errors import UsageError
 from tracker.model.attention import hook_attn_method, hook_methods
 from tracker.model.description import Blocks
+from tracker.model.functions import FUNCTIONS, names_in_code, reachable, rebuild, returns_value
 from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
+from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
 from tracker.model.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
 from tracker.model.wrappers import path_inside
@@ -44,13 +51,29 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
         device: where the replica runs.
     """
     copies: dict[int, Any] = {}
+    kernel = "sdpa" if supports_sdpa(replica) else "eager"
 
-    def replace(part: nn.Module, name: str, change: Callable[[Any], None]) -> None:
-        config = part.__dict__[name]
+    def changed_copy(config: Any, change: Callable[[Any], None]) -> Any:
         if id(config) not in copies:
-            copies[id(config)] = config, copy(config)  # the original is kept alive, so that its id is not reused
-            change(copies[id(config)][1])
-        part.__dict__[name] = copies[id(config)][1]
+            new = copy(config)
+            copies[id(config)] = config, new  # the original is kept alive, so that its id is not reused
+            for name in getattr(config, "sub_configs", ()):
+                if hasattr(part_of := vars(config).get(name), "_attn_implementation"):
+                    vars(new)[name] = changed_copy(part_of, change)
+            change(new)
+        return copies[id(config)][1]
+
+    def own(config: Any, name: str) -> Any:
+        """Return what sets a name in this config alone, not in those of its parts."""
+        return {"": name} if hasattr(config, "sub_configs") else name
+
+    def of_huggingface(config: Any) -> None:
+        """Turn off the cache, where a replay would find the block's own keys, and kernels without float32 or derivatives."""
+        config.use_cache = False
+        if is_kernel(config._attn_implementation):
+            config._attn_implementation = own(config, kernel)
+        if is_experts_kernel(getattr(config, "_experts_implementation", None)):
+            config._experts_implementation = own(config, "eager")
 
     def of_transformer_lens(config: Any) -> None:
         config.dtype = dtype  # norms cast to it
@@ -60,22 +83,11 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
             config.n_devices = 1
 
     for part in replica.modules():
-        if hasattr(part.__dict__.get("config"), "_attn_implementation"):
-            replace(part, "config", _of_huggingface)
-        if isinstance(getattr(part.__dict__.get("cfg"), "dtype", None), torch.dtype):
-            replace(part, "cfg", of_transformer_lens)
-
-
-def _of_huggingface(config: Any) -> None:
-    """Turn off the cache, where a replay would find the block's own keys, and attention that lacks float32 or derivatives.
-
-    Experts are computed one by one, as the grouped kernels support neither float64 nor vmap.
-    """
-    config.use_cache = False
-    if config._attn_implementation not in (None, "eager", "sdpa"):
-        config._attn_implementation = "sdpa"
-    if getattr(config, "_experts_implementation", None) not in (None, "eager"):
-        config._experts_implementation = "eager"
+        state = part.__dict__
+        if hasattr(state.get("config"), "_attn_implementation"):
+            state["config"] = changed_copy(state["config"], of_huggingface)
+        if isinstance(getattr(state.get("cfg"), "dtype", None), torch.dtype):
+            state["cfg"] = changed_copy(state["cfg"], of_transformer_lens)
 
 
 STATELESS = 1e-6  # relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
@@ -196,9 +208,10 @@ def _equal(now: Any, saved: Any) -> bool:
 
 
 class ModuleCopier:
-    """Copy a module tree: own dictionaries and containers, shared tensors, no hooks, eval mode, no compiled wrappers."""
+    """Copy a model's modules: own dictionaries and containers, shared tensors, eval mode, no compiled wrappers, few hooks."""
 
-    def __init__(self, shared: SharedTensors, generators: Generators) -> None:
+    def __init__(self, model: nn.Module, shared: SharedTensors, generators: Generators) -> None:
+        self.model = model
         self.shared = shared
         self.generators = generators
         self.memo: dict[int, Any] = {}  # by id of the original
@@ -223,19 +236,56 @@ class ModuleCopier:
             elif name in ("_parameters", "_buffers", "_modules"):
                 state[name] = {key: None if entry is None else self.copy_leaf(entry) for key, entry in value.items()}
             else:
-                state[name] = copy_nested(value, self.copy_attribute, self.memo)
+                state[name] = self.copy_nested(value)
         state.update(training=False, _compiled_call_impl=None)
         # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
         state["_weight_hooks"] = [
             h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")
         ]
-        _rebind_methods(module, new)
+        self._copy_hooks(module, new)
+        _replace_forward(module, new)
         return new
+
+    def _copy_hooks(self, module: nn.Module, new: nn.Module) -> None:
+        """Give the copy of a module those of its forward hooks and forward pre-hooks that compute part of its function."""
+        for store in _FORWARD_HOOKS:
+            for key, hook in module.__dict__[store].items():
+                if not self.computes(module, hook):
+                    continue
+                for name, marks in module.__dict__.items():
+                    if name in _HOOKS and name.startswith(store) and key in marks:
+                        new.__dict__[name][key] = self.copy_nested(marks[key])
+
+    def computes(self, module: nn.Module, hook: Any) -> bool:
+        """Whether a module's hook may compute with weights, its own or held ones, and return what takes a value's place.
+
+        A hook that records holds a list, a logger or a file. One that returns nothing changes nothing, unless it writes in place.
+        """
+        own = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
+        is_function = isinstance(hook, (*FUNCTIONS, nn.Module))
+        with_weights = is_function and (
+            own.intersection(names_in_code(hook)) or any(map(self._has_weights, reachable(hook)))
+        )
+        return bool(with_weights) and returns_value(hook)
+
+    def _has_weights(self, value: Any) -> bool:
+        """Whether a value is a tensor, or a module of the model with weights; a trainer's hooks hold modules around the model."""
+        if not isinstance(value, nn.Module):
+            return isinstance(value, Tensor)
+        tensors = chain(value.parameters(), value.buffers())
+        return next(tensors, None) is not None and any(value is part for part in self.model.modules())
+
+    def copy_nested(self, value: Any) -> Any:
+        """Copy what a module or a function holds."""
+        return copy_nested(value, self.copy_attribute, self.memo)
 
     def copy_attribute(self, value: Any) -> Any:
         """Copy what a module holds besides weights. Inference tensors are copied; those in weights, when a pass uses them."""
         if isinstance(value, Tensor) and value.is_inference():
             return self.shared.share(value.clone())
+        value = getattr(value, "_torchdynamo_orig_callable", value) if isinstance(value, FunctionType) else value
+        if isinstance(value, FUNCTIONS) and any(map(_can_change, reachable(value))):
+            return self.memo[id(value)] if id(value) in self.memo else rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
     def copy_leaf(self, value: Any) -> Any:
@@ -254,27 +304,43 @@ class ModuleCopier:
 
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # of transformers.utils.output_capturing
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))]
+_FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
-def _rebind_methods(module: nn.Module, new: nn.Module) -> None:
-    """Bind methods stored on the instance to its copy, and drop the forwards that accelerate and `torch.compile` installed.
+def _can_change(value: Any) -> bool:
+    """Whether a function that holds this value has to hold a copy instead."""
+    return isinstance(value, (nn.Module, Tensor, dict, list, set, deque))
+
+
+def _replace_forward(module: nn.Module, new: nn.Module) -> None:
+    """Drop the forward that accelerate installed on an instance.
 
     Raises:
-        UsageError: if anything else replaced the forward on the instance.
+        UsageError: if a forward on the instance can't be rebuilt over the copies.
     """
     state = new.__dict__
-    for name, value in list(state.items()):
-        if isinstance(value, MethodType) and value.__self__ is module:
-            state[name] = MethodType(value.__func__, new)
     if "_original_forward" in state:  # what accelerate wrapped in autocast
         state["forward"] = state.pop("_original_forward")
-    if "_hf_hook" in state or hasattr(state.get("forward"), "_torchdynamo_orig_callable"):
-        state.pop("forward", None)
-    if "forward" in state and not isinstance(state["forward"], MethodType):
+    if "_hf_hook" in state:
+        state["forward"] = state["_old_forward"]
+    if "forward" in state and not isinstance(state["forward"], FUNCTIONS):
         raise UsageError(
             f"the forward of {type(module).__name__} was replaced on the instance by {state['forward']!r}, and what that "
             "computes is not known: measure the model without it, or make it a method or a subclass"
         )
+
+
+def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules outside a block that its functions, hooks and containers hold; of a model around it, no other blocks."""
+    inside = dict.fromkeys(block.modules())  # in this order on all ranks, which gather weights together
+    attributes = [{name: v for name, v in vars(part).items() if name not in NOT_STATE} for part in inside]
+    outside: dict[nn.Module, None] = {}
+    for held in reachable(attributes):
+        if isinstance(held, nn.Module) and held not in inside:
+            parts = list(held.modules())
+            left_out = {part for other in blocks for part in other.modules()} if block in parts else inside
+            outside.update((part, None) for part in parts if part not in left_out)
+    return [part for part in outside if part not in inside]
 
 
 class StopForward(BaseException):
@@ -300,7 +366,7 @@ class Replica:
         self.model = model
         self._shared = SharedTensors()
         self.generators = Generators(device)
-        self.module = ModuleCopier(self._shared, self.generators).copy(model)
+        self.module = ModuleCopier(model, self._shared, self.generators).copy(model)
         for part in self.module.modules():
             hook_attn_method(part)
             hook_methods(part)
@@ -308,6 +374,7 @@ class Replica:
                 part.__dict__.update(_dtype=dtype, _device=device)
         adjust_configs(self.module, dtype, device)
         self.blocks = [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
+        self.held_outside = {id(block): modules_outside(block, self.blocks) for block in self.blocks}
         self.description = blocks
         self.dtype = dtype
         self.device = device
@@ -399,7 +466,8 @@ class Replica:
             stack.callback(lambda: [part.restore() for part in reversed(written)])
             stack.callback(lambda: [weights.close() for _, weights in reversed(running) if weights is not None])
             for block in self.blocks:
-                stack.callback(block.register_forward_pre_hook(load, with_kwargs=True).remove)
+                # First, as the block's own pre-hooks are part of the block.
+                stack.callback(block.register_forward_pre_hook(load, prepend=True, with_kwargs=True).remove)
                 stack.callback(block.register_forward_hook(release).remove)
             yield
 
@@ -413,6 +481,8 @@ class Replica:
     ) -> Iterator[None]:
         """Give `module`, except the parts in `exclude`, its weights on the device, in the measuring dtype or in `dtype`.
 
+        A block's functions may run modules outside it: those have theirs, too.
+
         Args:
             written: collects the parts that wrote to their buffers, instead of restoring them on exit.
         """
@@ -422,7 +492,7 @@ class Replica:
         converted: dict[int, Tensor] = {}  # by id of the module's own tensor: tied weights stay tied
         held: list[WeightHolder] = []
         try:
-            for part in module.modules() if module is not None else ():
+            for part in [*module.modules(), *self.held_outside.get(id(module), ())] if module is not None else ():
                 if id(part) in skipped:
                     continue
                 held.append(WeightHolder(part))

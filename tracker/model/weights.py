@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
 
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, is_device_error
@@ -184,10 +185,10 @@ def plain_tensor(module: nn.Module, name: str, tensor: Tensor, gather: Gather = 
 
 
 def check_whole(module: nn.Module) -> None:
-    """Check that the weights of a module can be read one by one.
+    """Check that the weights of a module can be read one by one, and that its code can run with others.
 
     Raises:
-        UsageError: for weights in flattened pieces (FSDP 1, DeepSpeed ZeRO 3).
+        UsageError: for weights in flattened pieces (FSDP 1, DeepSpeed ZeRO 3), weights that have no values yet, and TorchScript.
     """
     flattened = any("_fsdp_wrapped_module" in part._modules for part in module.modules())
     if flattened or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
@@ -195,6 +196,15 @@ def check_whole(module: nn.Module) -> None:
             f"{'FSDP 1' if flattened else 'DeepSpeed ZeRO 3'} keeps weights in flattened pieces that can't be read one by one; "
             "shard with FSDP2 (in Lightning, ModelParallelStrategy), or train with DDP"
         )
+    for name, part in module.named_modules():
+        named = f"{name or 'the model'} ({type(part).__name__})"
+        if isinstance(part, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{named} is TorchScript, whose code can't run with copies of its weights: measure the model with the Python "
+                "module from which it was scripted or traced"
+            )
+        if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
+            raise UsageError(f"the weights of {named} have no values yet: run the model on one batch, then measure")
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -238,5 +248,10 @@ def _converted_blocks(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> S
 def bytes_of(module: nn.Module, dtype: torch.dtype) -> tuple[int, int]:
     """Return the bytes of a module's weights as stored, and of copies of those in another dtype in `dtype`."""
     tensors = [*module.parameters(), *module.buffers()]
-    other = sum(t.numel() for t in tensors if t.is_floating_point() and t.dtype != dtype)
-    return sum(t.nbytes for t in tensors), other * dtype.itemsize
+    other = sum(_stored(t) for t in tensors if t.is_floating_point() and t.dtype != dtype)
+    return sum(_stored(t) * t.itemsize for t in tensors), other * dtype.itemsize
+
+
+def _stored(tensor: Tensor) -> int:
+    """Return how many entries a tensor stores: of a sparse one, its values without their indices."""
+    return tensor._values().numel() if tensor.layout == torch.sparse_coo else tensor.numel()

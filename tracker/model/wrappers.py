@@ -106,5 +106,5 @@ def _held(module: nn.Module) -> tuple[str, nn.Module] | None:
     if "original_model" in vars(module) and "TransformerBridge" in {c.__name__ for c in type(module).__mro__}:
         return "original_model", vars(module)["original_model"]
     attribute = "module" if isinstance(module, _HOLDERS) else next((key for key in _HELD if key in module._modules), "")
-    held = module._modules.get(attribute)
+    held = module._modules[attribute] if attribute in module._modules else None  # TorchScript's table has no `get`
     return None if held is None else (attribute, held)

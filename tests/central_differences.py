@@ -1,0 +1,77 @@
+"""The states of a model's blocks and their Jacobians, by central differences in complete passes of the model itself."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor, nn
+
+import tracker
+
+SAMPLE, TOKEN = 0, 2
+
+
+def _first(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple) else output
+
+
+def differences(model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], h: float) -> tuple[Tensor, Tensor]:
+    """Return the states (L + 1, d) of one token, and J - I (L, d, d) of each block there.
+
+    A block's state is what it is given, before its own pre-hooks, and what it returns, after its own forward hooks.
+    """
+    moved: dict[nn.Module, Tensor] = {}
+    given: list[Tensor] = []
+    returned: list[Tensor] = []
+
+    def enter(block: nn.Module, arguments: tuple) -> tuple:
+        x = arguments[0].clone()
+        if block in moved:
+            x[SAMPLE, TOKEN] += moved[block]
+        given.append(x[SAMPLE, TOKEN].clone())
+        return x, *arguments[1:]
+
+    def leave(block: nn.Module, arguments: tuple, output: Any) -> None:
+        returned.append(_first(output)[SAMPLE, TOKEN].clone())
+
+    def run() -> Tensor:
+        given.clear(), returned.clear()
+        model(inputs)
+        return torch.stack([given[0], *returned])
+
+    handles = [block.register_forward_pre_hook(enter, prepend=True) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    with torch.no_grad():
+        states = run()
+        jacobians = []
+        for layer, block in enumerate(blocks):
+            columns = []
+            for step in h * torch.eye(states.shape[1], dtype=states.dtype):
+                moved[block] = step
+                ahead = run()[layer + 1]
+                moved[block] = -step
+                columns.append((ahead - run()[layer + 1]) / (2 * h))
+            moved.clear()
+            jacobians.append(torch.stack(columns, 1) - torch.eye(states.shape[1]))
+    for handle in handles:
+        handle.remove()
+    return states, torch.stack(jacobians)
+
+
+def assert_measured_as_it_runs(
+    model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], step: float = 1e-5, tolerance: float = 1e-7
+) -> xr.Dataset:
+    """Check a measurement in float64 against differences; return it.
+
+    Args:
+        step: of the differences.
+        tolerance: of the largest entry of the Jacobians.
+    """
+    options: Any = dict(k=2, keep="jacobian", final_norm="exclude", dtype=torch.float64, tokens=[TOKEN])
+    ds = tracker.measure(model, inputs, **options)
+    states, jacobians = differences(model, inputs, blocks, step)
+    np.testing.assert_allclose(ds.norm[SAMPLE, :, TOKEN], states.norm(dim=1), rtol=1e-6)
+    np.testing.assert_allclose(ds.jacobian[SAMPLE, 0], jacobians, rtol=0, atol=tolerance * float(jacobians.abs().max()))
+    return ds

@@ -1,0 +1,251 @@
+"""Functions that modules keep run the copies' modules in a replica: no module of the caller's model runs."""
+
+import functools
+from types import FunctionType, MethodType
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tracker
+from tests.central_differences import assert_measured_as_it_runs
+from tracker.blocks.find import find_blocks
+from tracker.common.errors import UsageError
+from tracker.model.replica import Replica
+
+D, HEADS = 8, 2
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A block that reaches its MLP through a function that it keeps."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(D), Attention()
+        self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Dropout(0.5))
+        self.kept = keep(self)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm(x))
+        kept = self.kept
+        kept = kept["f"] if isinstance(kept, dict) else kept[0] if isinstance(kept, list) else kept
+        return x + kept(x)
+
+    def through_mlp(self, x, sign=1.0):
+        return sign * self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def recursive(block):
+    def apply(x, times=2):
+        return x if times == 0 else block.mlp(apply(x, times - 1))
+
+    return apply
+
+
+def decorated(block):
+    @functools.wraps(block.mlp.forward)
+    def apply(x):
+        return block.mlp(x)
+
+    apply.mlp = block.mlp
+    return lambda x: apply(x) + apply.mlp(x)
+
+
+def of_globals(block):
+    """As in a notebook, where modules are global."""
+    return FunctionType((lambda x: (lambda: mlp(x))()).__code__, {"mlp": block.mlp})  # type: ignore[name-defined]
+
+
+def shared_variable(block):
+    mlp = None
+
+    def apply(x):
+        return mlp(x)
+
+    def give():
+        nonlocal mlp
+        mlp = block.mlp
+
+    give()
+    return {"f": apply, "give": give}
+
+
+KEPT = {
+    "lambda over a module": lambda block: (lambda mlp: lambda x: mlp(x))(block.mlp),
+    "lambda over self": lambda block: lambda x: block.mlp(x),
+    "default value": lambda block: lambda x, mlp=block.mlp: mlp(x),
+    "keyword default": lambda block: lambda x, *, mlp=block.mlp: mlp(x),
+    "closure over a list": lambda block: (lambda steps: lambda x: steps[0](steps[1](x)))([block.mlp, block.norm]),
+    "partial": lambda block: functools.partial(block.mlp),
+    "partial with keywords": lambda block: functools.partial(block.through_mlp, sign=-1.0),
+    "method of self": lambda block: block.through_mlp,
+    "method of another module": lambda block: block.mlp.forward,
+    "method of no class": lambda block: MethodType(lambda mlp, x: 2 * mlp(x), block.mlp),
+    "list of lambdas": lambda block: [lambda x: block.mlp(x)],
+    "dictionary of partials": lambda block: {"f": functools.partial(lambda mlp, x: mlp(x), block.mlp)},
+    "recursive": recursive,
+    "decorated": decorated,
+    "globals": of_globals,
+    "shared variable": shared_variable,
+    "compiled": lambda block: torch.compile(lambda x: block.mlp(x), backend="eager"),
+}
+
+
+def model_of(keep, seed=0):
+    torch.manual_seed(seed)
+    return Model([Block(keep) for _ in range(2)])
+
+
+INPUTS = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def refuse_to_run(model):
+    """Let every module of the model fail when it runs."""
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: pytest.fail("a module of the caller's model ran"))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_functions_run_the_copies(name):
+    model = model_of(KEPT[name])
+    expected = assert_measured_as_it_runs(model.double().eval(), INPUTS, model.blocks)
+    refuse_to_run(model)
+    # In the measuring dtype and without dropout, as only the copies' weights are.
+    options = dict(k=2, keep="jacobian", final_norm="exclude", dtype=torch.float64, tokens=[2])
+    seen = tracker.measure(model.float().train(), INPUTS, **options)
+    np.testing.assert_allclose(seen.jacobian, expected.jacobian, atol=1e-12)
+
+
+class Net(Model):
+    """A model that reaches its blocks through what it keeps."""
+
+    def __init__(self, keep):
+        super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
+        self.steps = keep(self)
+
+    def forward(self, x):
+        for step in self.steps:
+            x = step(x)
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self, as_forward):
+        super().__init__()
+        self.net = model_of(KEPT["lambda over self"])
+        if as_forward:
+            self.forward = self.net.forward
+        else:
+            self.run = self.net.forward
+
+    def forward(self, x):
+        return self.run(x)
+
+
+MODELS = {
+    "partials": lambda: Net(lambda net: [functools.partial(block) for block in net.blocks]),
+    "methods": lambda: Net(lambda net: [block.forward for block in net.blocks]),
+    "calls": lambda: Net(lambda net: [block.__call__ for block in net.blocks]),
+    "modules": lambda: Net(lambda net: list(net.blocks)),
+    "method": lambda: Outer(as_forward=False),
+    "forward": lambda: Outer(as_forward=True),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "methods"])
+def test_blocks_are_reached_through_functions(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    blocks = [model.get_submodule(block) for block in find_blocks(model).names]
+    assert len(blocks) == 2
+    assert_measured_as_it_runs(model, INPUTS, blocks)
+
+
+def test_blocks_whose_forward_alone_is_called_are_not_reached():
+    with pytest.raises(UsageError, match="never reached 2 of the blocks"):
+        tracker.measure(MODELS["methods"]().eval(), INPUTS.float(), k=2)
+
+
+def test_functions_without_modules_stay_the_same_objects():
+    scale = 2.0
+    plain = [F.gelu, lambda x: scale * x, functools.partial(F.gelu, approximate="tanh"), str.upper, "text".upper]
+    model = model_of(KEPT["lambda over self"])
+    model.plain = plain
+    replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
+    assert all(new is old for new, old in zip(replica.module.plain, plain, strict=True))
+    kept = replica.module.blocks[0].kept
+    assert kept is not model.blocks[0].kept and kept.__name__ == "<lambda>"
+    assert kept.__closure__[0].cell_contents is replica.module.blocks[0]
+
+
+def test_what_a_function_writes_does_not_reach_the_caller():
+    calls, total = [], torch.zeros(D)
+
+    def keep(block):
+        def apply(x):
+            calls.append(len(x))
+            total.add_(1)
+            return block.mlp(x)
+
+        return apply
+
+    tracker.measure(model_of(keep).eval(), INPUTS.float(), k=2)
+    assert calls == [] and not total.any()
+
+
+def test_a_forward_replaced_by_a_function_is_measured():
+    def patch(linear):
+        original = linear.forward
+        linear.forward = lambda x: 2 * original(x)
+
+    model = model_of(KEPT["lambda over self"]).double().eval()
+    patch(model.blocks[0].attention.qkv)
+    assert_measured_as_it_runs(model, INPUTS, model.blocks)
+
+
+def test_a_forward_replaced_by_an_object_is_refused():
+    class Twice:
+        def __init__(self, linear):
+            self.linear = linear
+
+        def __call__(self, x):
+            return 2 * x
+
+    model = model_of(KEPT["lambda over self"])
+    model.blocks[0].attention.qkv.forward = Twice(model.blocks[0].attention.qkv)
+    with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
+        tracker.measure(model, INPUTS.float(), k=2)
+
+
+def test_a_replaced_forward_that_accelerate_wraps_is_measured():
+    from accelerate import cpu_offload
+
+    model = model_of(KEPT["lambda over self"]).eval()
+    qkv = model.blocks[0].attention.qkv
+    qkv.forward = MethodType(lambda self, x: 2 * F.linear(x, self.weight, self.bias), qkv)
+    expected = tracker.measure(model, INPUTS.float(), k=2)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    np.testing.assert_array_equal(tracker.measure(model, INPUTS.float(), k=2).miscoupling, expected.miscoupling)

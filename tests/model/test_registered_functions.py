@@ -1,0 +1,138 @@
+"""Attention and experts registered with transformers run in a replica; transformers' kernels give way to the family's own."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import sdpa_mask
+
+import tracker
+from tests.blocks.test_blocks import FOUND
+from tests.central_differences import assert_measured_as_it_runs
+
+IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(1))
+SIZE = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+GROUPED = dict(num_key_value_heads=1, head_dim=8)
+
+
+def sigmoid(module, query, key, value, mask, scaling=None, **more):
+    weights = (query @ key.transpose(-1, -2) * scaling).sigmoid().tril(key.shape[-2] - query.shape[-2])
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def off_by_one(module, query, key, value, mask, scaling=None, **more):
+    m, n = query.shape[-2], key.shape[-2]
+    allowed = torch.ones(m, n, dtype=torch.bool).tril(n - m)
+    weights = (query @ key.transpose(-1, -2) * scaling).masked_fill(~allowed, -torch.inf).exp()
+    return (weights / (1 + weights.sum(-1, keepdim=True)) @ value).transpose(1, 2).contiguous(), None
+
+
+def bidirectional(module, query, key, value, mask, scaling=None, **more):
+    """Without a registered mask it is given none."""
+    assert mask is None
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def masked_sigmoid(module, query, key, value, mask, scaling=None, **more):
+    weights = (query @ key.transpose(-1, -2) * scaling).sigmoid() * mask
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def always_masked(*arguments, **options):
+    """As sdpa, which does without a mask where all is causal."""
+    return sdpa_mask(*arguments, **options | {"allow_is_causal_skip": False})
+
+
+@pytest.fixture
+def registries():
+    """Restore transformers' registries."""
+    kept = [(registry, dict(registry._global_mapping)) for registry in REGISTRIES]
+    yield
+    for registry, mapping in kept:
+        registry._global_mapping.clear()
+        registry._global_mapping.update(mapping)
+
+
+REGISTRIES = (AttentionInterface, AttentionMaskInterface, ExpertsInterface)
+
+
+def neox(attention):
+    """A model whose norms compute in float64."""
+    torch.manual_seed(0)
+    model = transformers.GPTNeoXModel._from_config(transformers.GPTNeoXConfig(**SIZE), attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3 if parameter.dim() > 1 else 1)
+    return model.double().eval()
+
+
+@pytest.mark.parametrize("function", [sigmoid, off_by_one, bidirectional])
+@pytest.mark.parametrize("name", ["mine", "flash_attention_2", "sdpa"])
+def test_a_registered_attention_is_measured(registries, function, name):
+    """Also under the name of a kernel, which then has a mask."""
+    AttentionInterface.register(name, function)
+    if name != "mine":
+        del AttentionMaskInterface._global_mapping[name]
+    model = neox("eager")
+    model.config._attn_implementation = name
+    assert_measured_as_it_runs(model, IDS, model.layers)
+    assert model.config._attn_implementation == name
+
+
+def test_a_registered_attention_with_a_registered_mask(registries):
+    AttentionInterface.register("mine", masked_sigmoid)
+    AttentionMaskInterface.register("mine", always_masked)
+    model = neox("mine")
+    assert_measured_as_it_runs(model, IDS, model.layers)
+
+
+def test_registered_experts_are_measured(registries):
+    def halved(self, hidden, index, weights):
+        output = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            gate, up = (hidden @ self.gate_up_proj[expert].T).chunk(2, -1)
+            taken = (weights * (index == expert)).sum(-1, keepdim=True)
+            output = output + 0.5 * taken * ((self.act_fn(gate) * up) @ self.down_proj[expert].T)
+        return output
+
+    ExpertsInterface.register("halved", halved)
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZE, **GROUPED, num_local_experts=3, num_experts_per_tok=2)
+    model = transformers.MixtralModel._from_config(config, attn_implementation="eager").double().eval()
+    model.config._experts_implementation = "halved"
+    # Its norms and its router compute in float32.
+    assert_measured_as_it_runs(model, IDS, model.layers, step=1e-3, tolerance=1e-3)
+    assert model.config._experts_implementation == "halved"
+
+
+@pytest.mark.parametrize("name", ["flex_attention", "flash_attention_2", "paged|flash_attention_2"])
+@pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
+def test_kernels_give_way_to_attention_with_soft_caps_and_sinks(family, name):
+    """sdpa has neither."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZE, **GROUPED, **MORE[family])
+    model = getattr(transformers, f"{family}Model")._from_config(config, attn_implementation="eager").eval()
+    expected = tracker.measure(model, IDS, k=2)
+    model.config._attn_implementation = name
+    seen = tracker.measure(model, IDS, k=2)
+    np.testing.assert_array_equal(seen.miscoupling, expected.miscoupling)
+    assert model.config._attn_implementation == name
+
+
+MORE = {
+    "Gemma2": dict(attn_logit_softcapping=0.01, query_pre_attn_scalar=8),
+    "GptOss": dict(num_local_experts=2, num_experts_per_tok=1),
+}
+
+
+def test_names_in_the_configs_of_parts_are_the_callers():
+    model = FOUND["llava"].make().eval()
+    configs = [model.config, model.config.text_config, model.config.vision_config]
+    expected = tracker.measure(model, FOUND["llava"].inputs, k=2)
+    model.config._attn_implementation = "flex_attention"
+    seen = tracker.measure(model, FOUND["llava"].inputs, k=2)
+    assert [config._attn_implementation for config in configs] == ["flex_attention"] * 3
+    np.testing.assert_allclose(seen.miscoupling, expected.miscoupling, atol=1e-5)

@@ -1,0 +1,126 @@
+"""Rebuild the functions that modules keep, so that they run copies of the modules they hold.
+
+A lambda or nested function holds modules in its closure, its default values or its globals, `functools.partial` in its arguments,
+a bound method in what it is bound to. Rebuilt, it has the same code and holds the copies. A function that holds another one, or
+itself, is followed. What can't be rebuilt stays the same object: C functions, and objects with a `__call__` of their own.
+"""
+
+import dis
+import functools
+import inspect
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import pairwise
+from types import CellType, CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+FUNCTIONS = (FunctionType, MethodType, partial)
+CONTAINERS = (dict, list, tuple, set, deque)
+
+
+def reachable(value: Any) -> Iterator[Any]:
+    """Yield a value and all that it holds as a container or a function, each once."""
+    waiting, seen = [value], set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            waiting.extend(_held(value))
+
+
+def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    """Return a function of the same code over copies of what it holds.
+
+    Args:
+        function: of one of `FUNCTIONS`.
+        copy: of any value that it holds.
+        memo: the copies made so far, by id of the original: a function may hold itself, and two may share a variable.
+    """
+    if isinstance(function, MethodType):
+        return _bind(function, copy)
+    if isinstance(function, partial):
+        return type(function)(copy(function.func), *copy(function.args), **copy(function.keywords))
+    cells = function.__closure__ or ()
+    new_cells = tuple(memo.setdefault(id(cell), CellType()) for cell in cells)
+    names = _globals(function)
+    scope = dict(function.__globals__) if names else function.__globals__
+    new = memo[id(function)] = FunctionType(function.__code__, scope, function.__name__, None, new_cells)
+    functools.update_wrapper(new, function, updated=())
+    new.__dict__ = copy(vars(function))
+    new.__defaults__, new.__kwdefaults__ = copy(function.__defaults__), copy(function.__kwdefaults__)
+    scope.update((name, copy(value)) for name, value in names.items())
+    for cell, new_cell in zip(cells, new_cells, strict=True):
+        if _is_empty(new_cell) and not _is_empty(cell):
+            new_cell.cell_contents = copy(cell.cell_contents)
+    return new
+
+
+def returns_value(function: Any) -> bool:
+    """Whether a function may return anything but None; its code is read, it is not run."""
+    if isinstance(function, partial):
+        return returns_value(function.func)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is None or any(
+        (now.opname == "RETURN_VALUE" and not (before.opname == "LOAD_CONST" and before.argval is None))
+        or (now.opname == "RETURN_CONST" and now.argval is not None)  # of Python 3.12 and 3.13
+        for before, now in pairwise(dis.get_instructions(code))
+    )
+
+
+def names_in_code(function: Any) -> tuple[str, ...]:
+    """Return the names of globals and attributes that the code of a plain function uses; none for other values."""
+    if isinstance(function, partial):
+        return names_in_code(function.func)
+    return inspect.unwrap(function).__code__.co_names if isinstance(function, FunctionType) else ()
+
+
+def _held(value: Any) -> Iterable[Any]:
+    """Return what a container or a function holds."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, CONTAINERS):
+        return value
+    if isinstance(value, MethodType):
+        return value.__func__, value.__self__
+    if isinstance(value, partial):
+        return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return *cells, *defaults, *_globals(value).values(), *vars(value).values()
+    return ()
+
+
+def _globals(function: FunctionType) -> dict[str, Any]:
+    """Return the modules and tensors that a function's code finds as globals: those of a script or a notebook."""
+    scope = function.__globals__
+    names = _global_names(function.__code__)
+    return {name: scope[name] for name in names if isinstance(scope.get(name), (nn.Module, Tensor))}
+
+
+@functools.cache
+def _global_names(code: CodeType) -> list[str]:
+    """Return the names of the globals that code loads, with those of the functions that it defines."""
+    own = [now.argval for now in dis.get_instructions(code) if now.opname == "LOAD_GLOBAL"]
+    return own + [name for inner in code.co_consts if isinstance(inner, CodeType) for name in _global_names(inner)]
+
+
+def _is_empty(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return True
+    return False
+
+
+def _bind(method: MethodType, copy: Callable[[Any], Any]) -> Any:
+    """Bind a method to the copy of its object, whose class may be another: that of the module inside a wrapper, for example."""
+    owner, function = method.__self__, method.__func__
+    new, name = copy(owner), getattr(function, "__name__", "")
+    if getattr(type(owner), name, None) is function:
+        return MethodType(getattr(type(new), name, function), new)
+    return MethodType(copy(function), new)
