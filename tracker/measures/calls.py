@@ -23,6 +23,7 @@ from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
 from tracker.measures.directions import in_words
+from tracker.measures.equal_blocks import ATTRIBUTE, NONE, equal_blocks
 from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
@@ -204,6 +205,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     plan, steps = None, 0  # steps of the progress, for the calls recorded so far
+    equal = NONE
     calls, i = list(calls), 0
     while i < len(calls):
         batch = calls[i]
@@ -215,6 +217,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             continue
         if plan is None:
             plan = make_plan(settings, recording)
+            equal = equal_blocks(recording)
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
             warn_of_missing_unembedding(recording, settings)
@@ -238,6 +241,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
     if settings.includes("halves"):
         notes["without_halves"] = jacobians.without_halves
     for sample in samples:
+        sample.attributes[ATTRIBUTE] = equal
         sample.notes = notes
         sample.decode = None  # samples are sent between processes
     return samples
