@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.find import describe
-from tracker.blocks.lists import candidate_runs, nothing_found
+from tracker.blocks.lists import candidate_runs, classes_of, nothing_found
 from tracker.blocks.towers import ModuleRun, find_runs, proposals
 from tracker.model.description import Blocks
 from tracker.model.hidden_state import bind_arguments, check_finite, hidden_state
@@ -91,6 +91,7 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
     observed = _observe(new_replica(Blocks((), "")), runs, batch) if runs else []
     findings = [seen.finding() for seen in observed]
     chains = [seen for seen in observed if not seen.finding()]
+    chains = [seen for seen in chains if not any(set(seen.mixed) < set(other.mixed) for other in chains)]
     if not chains:
         raise nothing_found(model, runs, findings, [proposal for seen in observed for proposal in seen.pairs()])
     if len(chains) > 1:
@@ -100,7 +101,7 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
             proposals(model, [seen.run for seen in chains]),
         )
     (seen,) = chains
-    how = f"the only list of modules of one class that move information between tokens in a forward pass, {seen.run}"
+    how = f"the only list of modules of {classes_of(seen.run)} that move information between tokens in a forward pass, {seen.run}"
     blocks = describe(model, find_runs(model), list(seen.mixed), how, ("blocks",))
     # Batch first, if information moves along the second axis of the states, rather than along the first.
     return replace(blocks, batch_first=all(TOKENS in axes for axes in seen.mixed.values()))
@@ -121,6 +122,21 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
             [Proposal(repr(names), names, where, seen.found_by)],
         )
     return replace(assumed, batch_first=seen.batch_first)
+
+
+def confirm_list(
+    assumed: Blocks, new_replica: Callable[[Blocks], Replica], batch: Batch
+) -> tuple[Blocks | None, str]:
+    """Return the modules of one list, of several classes, if a forward pass shows a chain of blocks; else None and why.
+
+    Arguments as in `confirm_blocks`.
+    """
+    run = ModuleRun("", assumed.names, "", False, len(assumed.names))
+    (seen,) = _observe(new_replica(Blocks((), "")), [run], batch)
+    if finding := seen.finding():
+        return None, finding
+    batch_first = all(TOKENS in axes for axes in seen.mixed.values())
+    return replace(assumed, names=tuple(seen.mixed), batch_first=batch_first, assumed=("blocks",)), ""
 
 
 def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[Observed]:

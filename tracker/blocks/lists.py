@@ -2,18 +2,22 @@
 
 A candidate is a run of consecutive modules of one class, each with at least two matrices outside convolutions and recurrent
 layers: the entries of a ModuleList, Sequential or ModuleDict, or the numbered attributes of a module (block0, block1, ...).
-Stacks of MLPs are candidates too: `behaviour` tells blocks from them in a forward pass.
+Stacks of MLPs are candidates too: `behaviour` tells blocks from them in a forward pass. So are the entries of a list that are of
+several classes (attention and convolution, say), from the first whose class is there more than once to the last.
 
 Lists of lists have no forward pass that would make each entry a block: their blocks are proposed by boundaries.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from torch import nn
 
-from tracker.blocks.towers import ModuleRun, has_matrices, named_attention, nested, proposals
+from tracker.blocks.towers import ModuleRun, named_attention, nested, proposals
 from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.state_maps import has_matrices
 
 RECOGNISED = (
     "A block is recognised by an attention module in it: a class whose name contains 'attention' or 'attn', or an attribute "
@@ -26,12 +30,62 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 def candidate_runs(model: nn.Module) -> list[ModuleRun]:
     """Return all candidates, those inside other candidates included, in the order in which the model registers them."""
-    return [run for name, module in model.named_modules() for run in _runs_of(name, module)]
+    return [
+        run
+        for name, module in model.named_modules()
+        for run in (*_mixed_runs(name, module), *_runs_of(name, module))
+        if "/" not in run.block_class or any(has_matrices(model.get_submodule(entry)) for entry in run.names)
+    ]
+
+
+def classes_of(run: ModuleRun) -> str:
+    """Return "one class" or "several classes"."""
+    return "several classes" if "/" in run.block_class else "one class"
+
+
+def mixed_run(model: nn.Module, runs: Sequence[ModuleRun]) -> ModuleRun | None:
+    """Return the entries of a list, of several classes, that all of these runs are a part of; None if there is no such list."""
+    if len({run.container for run in runs}) != 1:
+        return None
+    container, attending = runs[0].container, [name for run in runs for name in run.names]
+    mixed = _mixed_runs(container, model.get_submodule(container), attending)
+    return next((run for run in mixed if set(attending) <= set(run.names)), None)
+
+
+def _mixed_runs(container: str, module: nn.Module, attending: Sequence[str] = ()) -> Iterator[ModuleRun]:
+    """Yield runs of several classes, each from the first to the last entry that attends, or whose class is repeated."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    if not isinstance(module, _LISTS):
+        return
+    prefix = f"{container}." if container else ""
+    for may_be, group in groupby(children, lambda entry: _may_be_block(entry[1])):
+        stretch = list(group)
+        counts = Counter(type(child) for _, child in stretch)
+        certain = [i for i, (name, child) in enumerate(stretch) if counts[type(child)] > 1 or prefix + name in attending]
+        if may_be and certain and len(counts) > 1:
+            chosen = stretch[certain[0] : certain[-1] + 1]
+            classes = dict.fromkeys(type(child).__name__ for _, child in chosen)
+            names = {id(child): f"{prefix}{name}" for name, child in reversed(chosen)}  # one may be there several times
+            if len(classes) > 1:
+                ordered = tuple(dict.fromkeys(names[id(child)] for _, child in chosen))
+                yield ModuleRun(container, ordered, "/".join(classes), len(chosen) == len(children), len(chosen))
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a module is no list and has parts with a matrix or a convolution, or two matrices; norms and projections have none."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    has_parts = bool(module._modules) and any(parameter.dim() > 1 for parameter in module.parameters())
+    return has_parts or has_matrices(module)
 
 
 def outermost(runs: Sequence[ModuleRun]) -> list[ModuleRun]:
-    """Return the runs that are not inside a module of another run."""
-    return [run for run in runs if not any(nested(run, other.names) for other in runs)]
+    """Return the runs that are not inside a module of another run, and no part of another one."""
+    return [
+        run
+        for run in runs
+        if not any(nested(run, other.names) or set(run.names) < set(other.names) for other in runs)
+    ]
 
 
 def nothing_found(
@@ -48,7 +102,7 @@ def nothing_found(
     seen = [] if runs else [f"The model has no list of such modules; its parts are {top_level(model)}."]
     if runs and findings is not None:
         lines = "".join(f"\n  {run.where} ({run}): {finding}" for run, finding in zip(runs, findings, strict=True))
-        seen.append(f"Its lists of modules of one class are no blocks:{lines}")
+        seen.append(f"Its lists of modules are no blocks:{lines}")
     boundaries = propose_boundaries(model)
     if boundaries:
         seen.append("It calls attention and MLP separately, so that no module is a block.")

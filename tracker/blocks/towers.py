@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tracker.model.proposals import Proposal
+from tracker.model.state_maps import has_matrices
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,6 @@ class ModuleRun:
         """The `blocks=` argument that selects this run."""
         blocks = self.container if self.fills_container and self.container else list(self.names)
         return Proposal(repr(blocks), blocks, self.where, str(self))
-
-
-_OTHER_LAYERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
-
-
-def has_matrices(module: nn.Module) -> bool:
-    """Whether a module has two matrices outside convolutions, recurrent layers and embeddings, as attention has."""
-    parts = (part for part in module.modules() if not isinstance(part, _OTHER_LAYERS))
-    return sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
 
 
 def find_runs(model: nn.Module) -> list[ModuleRun]:

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from tracker.blocks.chain import check_chain
 from tracker.blocks.reachability import check_reachability
 from tracker.blocks.tokens import chosen_positions
 from tracker.common.errors import UsageError, warn_caller
@@ -224,6 +225,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
+            check_chain(replica, recording, batch)
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
