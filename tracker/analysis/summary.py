@@ -351,7 +351,9 @@ def _of_coupling(
         blocks = f"Blocks {pair[0]} and {pair[1]}"
         yield f"{blocks} have the largest coupling by {name}{where}. They were chosen for their value, so they have no interval."
     tested = {label: unit for label, unit in units.items() if not is_one_module(unit)}
-    above = {label: bool(coupled(independent_pairs(_departure(unit, k), unit)[None])[0]) for label, unit in tested.items()}
+    above = {
+        label: bool(coupled(independent_pairs(_departure(unit, k), unit)[None])[0]) for label, unit in tested.items()
+    }
     yes, no = ([label for label in tested if above[label] is outcome] for outcome in (True, False))
     beginning = f"A t test over the pairs of blocks ({name}) finds the coupling "
     end = ". One in 40 untrained models passes it by chance."

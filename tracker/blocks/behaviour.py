@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import describe
+from tracker.blocks.find import CHECKED, describe
 from tracker.blocks.lists import candidate_runs, classes_of, nothing_found
 from tracker.blocks.towers import ModuleRun, find_runs, proposals
 from tracker.model.description import Blocks
@@ -124,9 +124,7 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
     return replace(assumed, batch_first=seen.batch_first)
 
 
-def confirm_list(
-    assumed: Blocks, new_replica: Callable[[Blocks], Replica], batch: Batch
-) -> tuple[Blocks | None, str]:
+def confirm_list(assumed: Blocks, new_replica: Callable[[Blocks], Replica], batch: Batch) -> tuple[Blocks | None, str]:
     """Return the modules of one list, of several classes, if a forward pass shows a chain of blocks; else None and why.
 
     Arguments as in `confirm_blocks`.
@@ -135,8 +133,9 @@ def confirm_list(
     (seen,) = _observe(new_replica(Blocks((), "")), [run], batch)
     if finding := seen.finding():
         return None, finding
+    how = f"{assumed.found_by.removesuffix(CHECKED)}, which a forward pass shows to be a chain of blocks"
     batch_first = all(TOKENS in axes for axes in seen.mixed.values())
-    return replace(assumed, names=tuple(seen.mixed), batch_first=batch_first, assumed=("blocks",)), ""
+    return replace(assumed, names=tuple(seen.mixed), found_by=how, batch_first=batch_first, assumed=("blocks",)), ""
 
 
 def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[Observed]:

@@ -1,8 +1,8 @@
 """Check that the blocks that were found are the whole chain.
 
-What gives the first block its input, and what takes the last one's output, was noted in the recorded pass (`StateMap`). If it is of
-the class of a block, or adds to the state (`adds`), the blocks are a part of the chain: the error proposes all of it. The same holds
-for what comes before or after that. Blocks that the caller names may be a part.
+What gives the first block its input, and what takes the last one's output, was noted in the recorded pass (`StateMap`). If it
+is of the class of a block, or adds to the state (`adds`), the blocks are a part of the chain: the error proposes all of it. The
+same holds for what comes before or after that. Blocks that the caller names may be a part.
 
 Cost: none if no such module is there, as in most models; else one forward pass of a sample, in which each is called nine times.
 """
@@ -82,7 +82,9 @@ def _path(steps: Sequence[Step], state: Tensor, order: Sequence[str]) -> list[st
     """Return the modules that lead on from a state, the nearest first; of several that begin at one, the first in `order`."""
     names: list[str] = []
     while True:
-        following = [step for step in steps if step.name in order and step.name not in names and _equal(step.start, state)]
+        following = [
+            step for step in steps if step.name in order and step.name not in names and _equal(step.start, state)
+        ]
         if not following:
             return names
         step = min(following, key=lambda step: order.index(step.name))

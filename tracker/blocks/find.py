@@ -81,9 +81,10 @@ def find_blocks(
         found = _recognised(tree, runs) or _guessed(tree)
     names, _, assumed = found
     places = [_named_boundary(model, place) for place in read_fixed(fixed)]
-    if places and "attention" in assumed:
+    if places and ("attention" in assumed or assumed == MIXED):
+        why = "their classes differ" if assumed == MIXED else "no attention is recognised in them"
         raise UsageError(
-            f"the blocks {names[0]} to {names[-1]} are a guess, as no attention is recognised in them; name the blocks, too: "
+            f"the blocks {names[0]} to {names[-1]} are a guess, as {why}; name the blocks, too: "
             "blocks=find_blocks(model, BLOCKS, fixed=...)"
         )
     result = describe(tree, runs, *found)
@@ -204,6 +205,7 @@ def _name(model: nn.Module, path: str) -> str:
 
 
 Found = tuple[Sequence[str], str, tuple[str, ...]]  # the blocks' names, how they were found, and what was assumed
+CHECKED = "; assumed, and checked when measuring"
 MIXED = ("blocks", "list")  # what is assumed of the modules of a list that are of several classes
 
 
@@ -235,7 +237,7 @@ def _recognised(model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool =
     trunks = [run for run in runs if not is_class_attention(run)]
     mixed = mixed_run(model, trunks) if mixed_lists else None
     if mixed is not None:
-        return mixed.names, f"a list of modules of several classes, {mixed}; assumed, and checked when measuring", MIXED
+        return mixed.names, f"a list of modules of several classes, {mixed}{CHECKED}", MIXED
     if not any(run.depth > 1 for run in runs):
         return None if declared is None else _guessed(model)
     if len(trunks) == 1 and trunks[0].depth > 1 and "/" not in trunks[0].block_class:
@@ -259,5 +261,5 @@ def _guessed(model: nn.Module) -> Found:
     (run, *others) = outermost(candidates) or (None,)
     if run is None or others:
         raise nothing_found(model, candidates)
-    how = f"the only list of modules of {classes_of(run)}, {run}; assumed, and checked when measuring"
+    how = f"the only list of modules of {classes_of(run)}, {run}{CHECKED}"
     return run.names, how, ("blocks", "attention")

@@ -3,7 +3,7 @@
 A candidate is a run of consecutive modules of one class, each with at least two matrices outside convolutions and recurrent
 layers: the entries of a ModuleList, Sequential or ModuleDict, or the numbered attributes of a module (block0, block1, ...).
 Stacks of MLPs are candidates too: `behaviour` tells blocks from them in a forward pass. So are the entries of a list that are of
-several classes (attention and convolution, say), from the first whose class is there more than once to the last.
+several classes (attention and convolution, say), from the first that has attention or whose class is repeated to the last.
 
 Lists of lists have no forward pass that would make each entry a block: their blocks are proposed by boundaries.
 """
@@ -15,7 +15,7 @@ from itertools import groupby
 
 from torch import nn
 
-from tracker.blocks.towers import ModuleRun, named_attention, nested, proposals
+from tracker.blocks.towers import ModuleRun, holds_attention, named_attention, nested, proposals
 from tracker.model.proposals import BlocksNotFound, Proposal
 from tracker.model.state_maps import has_matrices
 
@@ -47,13 +47,13 @@ def mixed_run(model: nn.Module, runs: Sequence[ModuleRun]) -> ModuleRun | None:
     """Return the entries of a list, of several classes, that all of these runs are a part of; None if there is no such list."""
     if len({run.container for run in runs}) != 1:
         return None
-    container, attending = runs[0].container, [name for run in runs for name in run.names]
-    mixed = _mixed_runs(container, model.get_submodule(container), attending)
-    return next((run for run in mixed if set(attending) <= set(run.names)), None)
+    container, names = runs[0].container, {name for run in runs for name in run.names}
+    mixed = _mixed_runs(container, model.get_submodule(container))
+    return next((run for run in mixed if names <= set(run.names)), None)
 
 
-def _mixed_runs(container: str, module: nn.Module, attending: Sequence[str] = ()) -> Iterator[ModuleRun]:
-    """Yield runs of several classes, each from the first to the last entry that attends, or whose class is repeated."""
+def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
+    """Yield runs of several classes, each from the first to the last entry with attention, or whose class is repeated."""
     children = [(name, child) for name, child in module._modules.items() if child is not None]
     if not isinstance(module, _LISTS):
         return
@@ -61,7 +61,7 @@ def _mixed_runs(container: str, module: nn.Module, attending: Sequence[str] = ()
     for may_be, group in groupby(children, lambda entry: _may_be_block(entry[1])):
         stretch = list(group)
         counts = Counter(type(child) for _, child in stretch)
-        certain = [i for i, (name, child) in enumerate(stretch) if counts[type(child)] > 1 or prefix + name in attending]
+        certain = [i for i, (_, child) in enumerate(stretch) if counts[type(child)] > 1 or holds_attention(child)]
         if may_be and certain and len(counts) > 1:
             chosen = stretch[certain[0] : certain[-1] + 1]
             classes = dict.fromkeys(type(child).__name__ for _, child in chosen)
@@ -72,7 +72,7 @@ def _mixed_runs(container: str, module: nn.Module, attending: Sequence[str] = ()
 
 
 def _may_be_block(module: nn.Module) -> bool:
-    """Whether a module is no list and has parts with a matrix or a convolution, or two matrices; norms and projections have none."""
+    """Whether a module is no list, and has two matrices, or parts with a matrix or convolution. Norms and projections do not."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
     has_parts = bool(module._modules) and any(parameter.dim() > 1 for parameter in module.parameters())
@@ -82,9 +82,7 @@ def _may_be_block(module: nn.Module) -> bool:
 def outermost(runs: Sequence[ModuleRun]) -> list[ModuleRun]:
     """Return the runs that are not inside a module of another run, and no part of another one."""
     return [
-        run
-        for run in runs
-        if not any(nested(run, other.names) or set(run.names) < set(other.names) for other in runs)
+        run for run in runs if not any(nested(run, other.names) or set(run.names) < set(other.names) for other in runs)
     ]
 
 

@@ -73,7 +73,9 @@ def _find(
         if whole is not None:
             return whole
         if blocks is not None:
-            raise BlocksNotFound(f"{found.names[0]} to {found.names[-1]} ({found.found_by}) are no chain of blocks: {finding}.")
+            raise BlocksNotFound(
+                f"{found.names[0]} to {found.names[-1]} ({found.found_by}) are no chain of blocks: {finding}."
+            )
         found = recognised_blocks(tree, mixed_lists=False)
     if found is None:
         return choose_blocks(tree, new_replica, batch)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from tracker.model.proposals import Proposal
-from tracker.model.state_maps import has_matrices
 
 
 @dataclass(frozen=True)
@@ -199,6 +198,11 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     return named_attention(type(module).__name__) or (
         called and any(isinstance(m, nn.Linear) for m in module.modules())
     )
+
+
+def holds_attention(module: nn.Module) -> bool:
+    """Whether a module is attention, or contains it, by class names and attribute names."""
+    return any(_is_attention(name, part) for name, part in module.named_modules())
 
 
 def named_attention(class_name: str) -> bool:

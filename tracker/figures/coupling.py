@@ -298,7 +298,11 @@ def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plot
         at = ds.isel(step=i).sel(k=k)
         gain = (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other")
         first, second = np.triu_indices(len(gain), 1)
-        edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": pairs_of_blocks(where_counted(gain, ds).values)}
+        edges = {
+            "layer": first + 1,
+            "layer_other": second + 1,
+            "coupling_above_null": pairs_of_blocks(where_counted(gain, ds).values),
+        }
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
     top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)

@@ -6,15 +6,14 @@ Jacobian over all tokens,
 
     tr J / (B n d) > 1/2,   and J is not the identity
 
-A residual block has J = I + J_f, and the trace of J_f, divided by the number of entries, is small: a sum over random weights. Of a
-projection or a head J has no such diagonal; of dropout and position embeddings J = I. A norm has one, and no matrices.
+A residual block has J = I + J_f, and the trace of J_f, divided by the number of entries, is small: a sum over random weights.
+Of a projection or a head J has no such diagonal; of dropout and position embeddings J = I. A norm has one, and no matrices.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tracker.linalg.transfer import standard_normal
