@@ -17,6 +17,7 @@ from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled
 from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
+from tracker.common.errors import UsageError
 from tracker.figures.coupling import by_layer, coupling_of_prompts, heatmaps, layer_graph, over_training
 from tracker.measures.equal_blocks import read_equal_blocks
 from tracker.report.contents import contents
@@ -114,7 +115,12 @@ def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
         vocab_size=VOCABULARY, embedding_size=16, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
         intermediate_size=2 * WIDTH,
     )  # fmt: skip
-    ds = tracker.measure(transformers.AlbertModel(config).eval(), tokens(), k=K)
+    network, layers = transformers.AlbertModel(config).eval(), "encoder.albert_layer_groups"
+    with pytest.raises(
+        UsageError, match=f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'"
+    ):
+        tracker.measure(network, tokens(), k=K)
+    ds = tracker.measure(network, tokens(), k=K, blocks=layers)
     assert ds.attrs["equal_blocks"] == "one module: 1 2 3 4"
     assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == list(itertools.permutations(range(4), 2))
     table = tracker.summary(ds)
@@ -194,7 +200,8 @@ def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
     inputs = tokens() if inside else torch.randn(3, 6, WIDTH)
     ds = tracker.measure(network, inputs, k=K, measures="all", blocks=None if inside else ["0"])
     assert ds.sizes["layer"] == 1 and float(ds.lss.median()) == pytest.approx(1)
-    said = repr(tracker.summary(ds))
-    assert "lss" in said
+    table = tracker.summary(ds)
+    assert set(table.index.get_level_values("measure")) == {"lss", "expodistance", "alpha_mean"}
+    assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
     tracker.summary(stored(tmp_path / "store", {0: ds, 10: ds}))
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

@@ -214,7 +214,8 @@ def _row(value: float, null_level: float, error: np.ndarray, df: np.ndarray) -> 
 def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cells:
     """Return the values of a unit."""
     clusters, cells = sources(unit), {}
-    for name in (name for name in SHOWN if f"{name}_matrix" in unit):
+    with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
+    for name in with_pairs:
         at = unit.sel(k=k)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
@@ -227,7 +228,8 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cel
             )
     for name in (name for name in OF_PATHS if f"{name}_by_prompt" in unit):
         by_prompt = unit[f"{name}_by_prompt"].values
-        cells[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
+        value, _, _ = clustered_mean(by_prompt)
+        cells[name, "median of tokens"] = _Cell(float(value), np.nan, by_prompt, clusters)
     return cells
 
 
@@ -350,6 +352,9 @@ def _of_coupling(
     if pair is not None:
         blocks = f"Blocks {pair[0]} and {pair[1]}"
         yield f"{blocks} have the largest coupling by {name}{where}. They were chosen for their value, so they have no interval."
+    if all(unit.sizes["layer"] == 1 for unit in units.values()):
+        yield "One block makes no pairs, so there is no coupling of blocks."
+        return
     tested = {label: unit for label, unit in units.items() if not is_one_module(unit)}
     above = {
         label: bool(coupled(independent_pairs(_departure(unit, k), unit)[None])[0]) for label, unit in tested.items()

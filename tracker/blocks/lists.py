@@ -15,7 +15,7 @@ from itertools import groupby
 
 from torch import nn
 
-from tracker.blocks.towers import ModuleRun, holds_attention, named_attention, nested, proposals
+from tracker.blocks.towers import ModuleRun, find_runs, holds_attention, named_attention, nested, proposals
 from tracker.model.proposals import BlocksNotFound, Proposal
 from tracker.model.state_maps import has_matrices
 
@@ -109,8 +109,12 @@ def nothing_found(
             "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
             "returns, which has a name only inside another module: measure a model that contains this one."
         )
+    single = [run for run in find_runs(model) if run.depth == 1]
+    if single:
+        seen.append("A list of one block with attention is measured if it is named.")
     message = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
-    return BlocksNotFound(message, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
+    listed = proposals(model, runs) if findings is None else pairs
+    return BlocksNotFound(message, [*listed, *proposals(model, single), *boundaries])
 
 
 def _runs_of(container: str, module: nn.Module) -> Iterator[ModuleRun]:
