@@ -126,7 +126,7 @@ def test_a_list_of_several_classes_is_measured_whole(kinds, container):
         ("AA", "A", "", ["first0", "layers.0", "layers.1"]),
         ("AA", "CA", "AC", ["first0", "first1", "layers.0", "layers.1", "last0", "last1"]),
         ("FF", "F", "C", ["first0", "layers.0", "layers.1", "last0"]),
-        ("AA", "D", "", ["first0", "layers.0", "layers.1"]),
+        ("AA", "DA", "", ["first0", "first1", "layers.0", "layers.1"]),
         ("AACC", "", "A", ["layers.0", "layers.1", "layers.2", "layers.3", "last0"]),
     ],
 )
@@ -144,6 +144,19 @@ def test_the_norm_inside_the_next_block_is_no_final_norm():
     network = model("AACC")
     part = tracker.measure(network, tokens(), k=K, blocks=["layers.0", "layers.1"])
     assert part.attrs["final_norm"] == "exclude" and part.attrs["final_norm_module"] == ""
+
+
+def test_a_warning_names_what_adds_and_moves_nothing_between_tokens():
+    network = model("AA", before="D", after="DD")
+    with pytest.warns(
+        UserWarning, match="first0 gives the first one its input and last0 takes the last one's"
+    ) as warned:
+        ds = measured_as_by_brute_force(network, tokens(), ["layers.0", "layers.1"])
+    assert ds.attrs["blocks"] == "layers.0, layers.1"
+    (text,) = [str(w.message) for w in warned if "first0 gives" in str(w.message)]
+    (names,) = lines(text)
+    measured_as_by_brute_force(network, tokens(), names, blocks=names)
+    assert names == ["first0", "layers.0", "layers.1", "last0", "last1"]
 
 
 class Positions(nn.Module):

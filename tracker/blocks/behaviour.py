@@ -191,12 +191,12 @@ class _Observer:
         if name not in seen.mixed:
             self.repeating = True
             try:
-                seen.mixed[name] = _mixed_axes(partial(_call, module, args, kwargs), x)
+                seen.mixed[name] = mixed_axes(partial(call_on, module, args, kwargs), x)
             finally:
                 self.repeating = False
 
 
-def _mixed_axes(block: Callable[[Tensor], Tensor], x: Tensor) -> set[int]:
+def mixed_axes(block: Callable[[Tensor], Tensor], x: Tensor) -> set[int]:
     """Return the axes along which another value at the first or the last index changes the output at other indices."""
     plain = block(x)
     mixed = set()
@@ -214,7 +214,8 @@ def _mixed_axes(block: Callable[[Tensor], Tensor], x: Tensor) -> set[int]:
     return mixed
 
 
-def _call(module: nn.Module, args: tuple, kwargs: dict, x: Tensor) -> Tensor:
+def call_on(module: nn.Module, args: tuple, kwargs: dict, x: Tensor) -> Tensor:
+    """Call a module with another hidden state."""
     bound = bind_arguments(module, args, kwargs)
     bound.arguments[next(iter(bound.arguments))] = x.clone()
     return hidden_state(module(*bound.args, **bound.kwargs))

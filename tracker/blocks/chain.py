@@ -2,9 +2,11 @@
 
 What gives the first block its input, and what takes the last one's output, was noted in the recorded pass (`StateMap`). If it
 is of the class of a block, or adds to the state (`adds`), the blocks are a part of the chain: the error proposes all of it. The
-same holds for what comes before or after that. Blocks that the caller names may be a part.
+same holds for what comes before or after that. A warning is enough if none of them is of the class of a block, is in the list of
+the blocks or moves information between tokens: they are no transformer blocks. Blocks that the caller names may be a part.
 
-Cost: none if no such module is there, as in most models; else one forward pass of a sample, in which each is called nine times.
+Cost: none if no such module is there, as in most models; else one forward pass of a sample, in which each is called 9 to 14
+times.
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tracker.blocks.behaviour import TOKENS, call_on, mixed_axes
+from tracker.blocks.lists import LISTS
+from tracker.common.errors import warn_caller
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound, Proposal
 from tracker.model.recording import Recording
@@ -43,19 +48,26 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
         return
     modules = {name: replica.module.get_submodule(name) for name in reached}
     alike = {name for name, module in modules.items() if is_alike(module, replica.blocks)}
-    adding = alike | _adding(replica, batch, reached - alike)
+    tried = _tried(replica, batch, reached - alike)
+    adding = alike.union(tried)
     # The blocks' own class first, then what holds others rather than what is held, but for Sequentials.
     order = sorted(adding, key=lambda name: (name not in alike, type(modules[name]) is nn.Sequential, name.count(".")))
     before, after = _path(backward, first, order), _path(forward, last, order)
     if not before and not after:
         return
+    holders = {name.rpartition(".")[0] for name in blocks.names}
+    lists = {name for name in holders if isinstance(replica.module.get_submodule(name), LISTS)}
     found = [f"{before[0]} gives the first one its input"] if before else []
     found += [f"{after[0]} takes the last one's output"] if after else []
     names = [*reversed(before), *blocks.names, *after]
+    whole = _proposal(replica.module, names)
+    adds_to_it = f"{' and '.join(found)}, and adds to the state as a block does"
+    if not any(name in alike or tried[name] or name.rpartition(".")[0] in lists for name in (*before, *after)):
+        warn_caller(f"{adds_to_it}. It moves no information between tokens and is not measured; to include it:{whole}")
+        return
     raise BlocksNotFound(
-        f"{blocks.names[0]} to {blocks.names[-1]} ({blocks.found_by}) are not the whole chain of blocks: {' and '.join(found)}, "
-        "and adds to the state as a block does.",
-        [_proposal(replica.module, names), _proposal(replica.module, blocks.names)],
+        f"{blocks.names[0]} to {blocks.names[-1]} ({blocks.found_by}) are not the whole chain of blocks: {adds_to_it}.",
+        [whole, _proposal(replica.module, blocks.names)],
     )
 
 
@@ -96,19 +108,23 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.to(b), b)
 
 
-def _adding(replica: Replica, batch: Batch, names: set[str]) -> set[str]:
-    """Return which of the named modules add to the state, in a pass of the first sample."""
+def _tried(replica: Replica, batch: Batch, names: set[str]) -> dict[str, bool]:
+    """Return which of the named modules add to the state, in a pass of the first sample, and whether they move information
+    between tokens.
+    """
     if not names:
-        return set()
+        return {}
     first, replica = batch.of_first_sample(), replica.fresh()
-    adding: set[str] = set()
+    tokens = TOKENS if replica.description.batch_first else 0
+    adding: dict[str, bool] = {}
     tried: set[str] = set()
 
     def leave(name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
-        if name not in tried and state_given(module, args, keywords, output) is not None:
+        x = None if name in tried else state_given(module, args, keywords, output)
+        if x is not None:
             tried.add(name)
             if adds(module, args, keywords):
-                adding.add(name)
+                adding[name] = tokens in mixed_axes(partial(call_on, module, args, keywords), x)
 
     def ignore(*_: Any) -> None:
         return None

@@ -25,7 +25,7 @@ RECOGNISED = (
     "is recognised in the forward pass of a measurement: each module takes and returns (batch, tokens, width), takes the "
     "output of the one before it, and its output at one token depends on other tokens."
 )
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def candidate_runs(model: nn.Module) -> list[ModuleRun]:
@@ -55,7 +55,7 @@ def mixed_run(model: nn.Module, runs: Sequence[ModuleRun]) -> ModuleRun | None:
 def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
     """Yield runs of several classes, each from the first to the last entry with attention, or whose class is repeated."""
     children = [(name, child) for name, child in module._modules.items() if child is not None]
-    if not isinstance(module, _LISTS):
+    if not isinstance(module, LISTS):
         return
     prefix = f"{container}." if container else ""
     for may_be, group in groupby(children, lambda entry: _may_be_block(entry[1])):
@@ -132,7 +132,7 @@ def _follows(holder: nn.Module, before: str, first: nn.Module, name: str, second
     """Whether two children that were registered one after the other are of one class and in one list."""
     if type(first) is not type(second):
         return False
-    if isinstance(holder, _LISTS):
+    if isinstance(holder, LISTS):
         return True
     a, b = (re.fullmatch(r"(.*?)(\d+)", entry) for entry in (before, name))
     return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])
