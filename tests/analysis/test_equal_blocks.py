@@ -47,12 +47,23 @@ COUNTED = [(l, m) for l, m in itertools.permutations(range(6), 2) if (l - m) % 3
 
 def test_pairs_of_one_module_are_left_out_of_means(looped):
     assert looped.attrs["equal_blocks"] == "one module: 1 4, 2 5, 3 6"
-    assert sorted(zip(*np.nonzero(counted_pairs(looped).values), strict=True)) == COUNTED
-    values, levels = (of.sel(k=K).values.astype(float) for of in (looped.offdiag, null_level(looped, "offdiag")))
-    pairs = {"mean_offdiag": COUNTED, "mean_adjacent": [(l, m) for l, m in COUNTED if abs(l - m) == 1]}
-    pairs["mean"] = list(itertools.product(range(6), range(6)))
-    points = curves(looped, ["offdiag"]).sel(k=K)
-    at = reduced(looped).sel(k=K)
+    assert_means(looped, COUNTED)
+    torch.manual_seed(1)
+    a, b = layer(), layer()
+    neighbours = measured([a, a, b, a])
+    assert neighbours.attrs["equal_blocks"] == "one module: 1 2 4"
+    assert_means(neighbours, [(0, 2), (1, 2), (2, 0), (2, 1), (2, 3), (3, 2)])
+
+
+def assert_means(ds, counted):
+    """Compare all means over pairs with plain loops, where these pairs with l != l' count."""
+    L = ds.sizes["layer"]
+    assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == counted
+    values, levels = (of.sel(k=K).values.astype(float) for of in (ds.offdiag, null_level(ds, "offdiag")))
+    pairs = {"mean_offdiag": counted, "mean_adjacent": [(l, m) for l, m in counted if abs(l - m) == 1]}
+    pairs["mean"] = list(itertools.product(range(L), range(L)))
+    points = curves(ds, ["offdiag"]).sel(k=K)
+    at = reduced(ds).sel(k=K)
     for name, chosen in pairs.items():
         by_prompt = np.mean([values[..., l, m] for l, m in chosen], 0)
         level = np.mean([levels[..., l, m] for l, m in chosen], 0)
