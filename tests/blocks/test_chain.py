@@ -188,13 +188,14 @@ def test_what_is_no_block_next_to_the_blocks_is_no_reason_to_refuse():
     assert tracker.measure(in_list, torch.randn(2, 6, WIDTH), k=K).attrs["blocks"] == "1, 2, 3"
 
 
-def test_a_declared_list_is_followed_too():
+@pytest.mark.parametrize("kind", [Attending, Convolving])
+def test_a_declared_list_is_followed_too(kind):
     class Longer(type(neox())):
         """A Hugging Face model with one more layer after those that its config declares."""
 
         def __init__(self, config):
             super().__init__(config)
-            self.gpt_neox.final_layer_norm = nn.Sequential(Attending(), self.gpt_neox.final_layer_norm)
+            self.gpt_neox.final_layer_norm = nn.Sequential(kind(), self.gpt_neox.final_layer_norm)
 
     network = Longer(neox().config)
     message = refusal(network)

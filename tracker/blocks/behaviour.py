@@ -159,7 +159,8 @@ class _Observer:
 
     def __init__(self) -> None:
         self.repeating = False  # whether a module is being called again
-        self.given: dict[str, Tensor] = {}  # by name: a copy of the state, as a module may work on it in place
+        # By the run and name of a module, which may be in several: a copy of the state, as a module may work on it in place.
+        self.given: dict[tuple[int, str], Tensor] = {}
 
     def enter(self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record the state that a module takes, and whether the module before it returned that."""
@@ -175,13 +176,14 @@ class _Observer:
         if seen.last is not None and not (x.shape == seen.last.shape and torch.equal(x, seen.last)):
             seen.fault = "the model changes the state between them"
         else:
-            self.given[name] = x.clone()
+            self.given[id(seen), name] = x.clone()
 
     def leave(self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Record what a module returns, and along which axes it moves information."""
-        if self.repeating or name not in self.given:
+        x = None if self.repeating else self.given.pop((id(seen), name), None)
+        if x is None:
             return
-        x, y = self.given.pop(name), hidden_state(output)
+        y = hidden_state(output)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             seen.fault = f"they map {tuple(x.shape)} to {shape}"
