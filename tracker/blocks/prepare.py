@@ -7,8 +7,8 @@
     replica: the copy of the model that runs
 
 Everything else sees the replica alone, whose description states the blocks. That blocks and class token reach the output, where
-either is an assumption, is checked after the first call is recorded (`reachability`): where blocks can't be recorded, that says
-better what is wrong.
+either is an assumption, is checked after the first call is recorded (`reachability`), and so is that they are the whole chain
+(`chain`): where blocks can't be recorded, that says better what is wrong.
 """
 
 from collections.abc import Callable, Iterator, Sequence
