@@ -6,6 +6,7 @@ over layer pairs of one choice
     mean            all pairs, the trivial diagonal included (the paper's)
     mean_offdiag    l != l'  (the headline)
     mean_adjacent   |l - l'| = 1
+    (the last two without pairs of layers that are one module, `pairs`)
 
 and over prompts and tokens their mean and quartiles. Its null level is averaged over the same pairs, with 0 on the
 diagonal. Trajectory measures: median and quartiles over prompts and positions.
@@ -22,6 +23,7 @@ import xarray as xr
 
 from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
+from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.regression import cluster_means, holm, linear_fit
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
 from tracker.measures import trajectory
@@ -69,8 +71,9 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
 
 
 def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
+    counted = counted_pairs(results)
     values, null = in_float64(results, measure.name), levels(results, measure.name)
-    return points_of_layer_pairs(variables.over_pairs(values), variables.over_pairs(null))
+    return points_of_layer_pairs(variables.over_pairs(values, counted), variables.over_pairs(null, counted))
 
 
 def points_of_layer_pairs(by_prompt: xr.Variable, null: xr.Variable) -> dict[str, xr.Variable]:
@@ -142,9 +145,9 @@ def quartiles(values: xr.DataArray, over: Sequence[str]) -> xr.DataArray:
     return labelled(variables.quartiles(values.variable, over), values)
 
 
-def labelled_over_pairs(matrices: xr.DataArray) -> xr.DataArray:
-    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
-    return labelled(variables.over_pairs(matrices.variable), matrices)
+def labelled_over_pairs(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataArray:
+    """Average values of results over layer pairs: dimensions (layer, layer_other) become `pairs`."""
+    return labelled(variables.over_pairs(matrices.variable, counted_pairs(results)), matrices)
 
 
 def sources(results: xr.Dataset) -> np.ndarray | None:

@@ -12,6 +12,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import suspect
+from tracker.analysis.pairs import describe_equal_blocks
 from tracker.common.text import UNTRAINED, by_cause, capitalised, describe_repeat, join_names
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values
@@ -46,8 +47,8 @@ def describe_differences(results: Mapping[str, xr.Dataset], may_differ: Sequence
 
 
 def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
-    """List the warnings about one store: skipped steps, suspect and repeated weights, other token ids, fallbacks, missing
-    certificates, undefined values.
+    """List the warnings about one store: skipped steps, suspect and repeated weights, other token ids, equal blocks, fallbacks,
+    missing certificates, undefined values.
 
     Args:
         ds: its units, `reduction.reduced`, along `step`.
@@ -68,6 +69,8 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
         hashes = np.broadcast_to(ds["token_ids_sha256"].values, len(steps))
         lines += other_tokens(dict(zip(steps, map(str, hashes), strict=True)))
+    if "layer_other" in ds.dims:
+        lines += describe_equal_blocks(ds)
     if "jacobians_count" in ds:
         lines += _certificates(ds)
     undefined = ds[UNDEFINED].sum("step")

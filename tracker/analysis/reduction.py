@@ -14,6 +14,7 @@ import xarray as xr
 
 from tracker.analysis.curves import CURVES, SAMPLES, curves, labelled_over_pairs, middle_layers, points_of_layer_pairs
 from tracker.analysis.null_levels import READ, levels, levels_of_several
+from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.variables import (
     PAIRS,
     coordinates,
@@ -46,10 +47,13 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
-    for name in (name for name in VARIANTS if name in results):
+    measured = [name for name in VARIANTS if name in results]
+    counted = counted_pairs(results) if measured else None
+    for name in measured:
+        assert counted is not None
         matrices, null = in_float64(results, name), levels(results, name)
         summary[f"{name}_matrix"], summary[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
-        by_prompt, null = over_pairs(matrices), over_pairs(null)
+        by_prompt, null = over_pairs(matrices, counted), over_pairs(null, counted)
         summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
         summary[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
     for name in (name for name in OF_PATHS if name in results):
@@ -186,8 +190,8 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
         raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
     levels = levels_of_several(read, names)
     parts = {
-        "miscoupling": [labelled_over_pairs(read[name].astype(np.float64)) for name in names],
-        "null": [labelled_over_pairs(xr.DataArray(levels[name], read[name].coords)) for name in names],
+        "miscoupling": [labelled_over_pairs(read[name].astype(np.float64), read) for name in names],
+        "null": [labelled_over_pairs(xr.DataArray(levels[name], read[name].coords), read) for name in names],
     }
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     dims = ("step", "token", "measure", "k", "pairs")

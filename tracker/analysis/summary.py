@@ -24,6 +24,14 @@ from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled, pairs_of_blocks
+from tracker.analysis.pairs import (
+    describe_equal_blocks,
+    has_equal_weights,
+    has_one_module,
+    independent_pairs,
+    is_one_module,
+    where_counted,
+)
 from tracker.analysis.reduction import OF_PATHS, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.common.errors import UsageError
@@ -206,7 +214,8 @@ def _row(value: float, null_level: float, error: np.ndarray, df: np.ndarray) -> 
 def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cells:
     """Return the values of a unit."""
     clusters, cells = sources(unit), {}
-    for name in (name for name in SHOWN if f"{name}_matrix" in unit):
+    with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
+    for name in with_pairs:
         at = unit.sel(k=k)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
@@ -219,14 +228,15 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cel
             )
     for name in (name for name in OF_PATHS if f"{name}_by_prompt" in unit):
         by_prompt = unit[f"{name}_by_prompt"].values
-        cells[name, "median of tokens"] = _Cell(float(np.nanmean(by_prompt)), np.nan, by_prompt, clusters)
+        value, _, _ = clustered_mean(by_prompt)
+        cells[name, "median of tokens"] = _Cell(float(value), np.nan, by_prompt, clusters)
     return cells
 
 
 def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
-    """Return null level minus mis-coupling of the first measure shown, (layer, layer_other)."""
+    """Return null level minus mis-coupling of the first measure shown, (layer, layer_other); NaN for pairs that do not count."""
     _, name = _chosen(unit, k)
-    return (unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k)
+    return where_counted((unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k), unit)
 
 
 def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
@@ -293,6 +303,8 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
         }
     title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
     notes = [_of_intervals(units[first]), *_of_coupling(units, k, pair, f" in {strongest}")]
+    equal = {name: describe_equal_blocks(unit) for name, unit in units.items() if k is not None}
+    notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
     notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
     return _table(rows, "result", title, notes)
 
@@ -340,13 +352,23 @@ def _of_coupling(
     if pair is not None:
         blocks = f"Blocks {pair[0]} and {pair[1]}"
         yield f"{blocks} have the largest coupling by {name}{where}. They were chosen for their value, so they have no interval."
+    if all(unit.sizes["layer"] == 1 for unit in units.values()):
+        yield "One block makes no pairs, so there is no coupling of blocks."
+        return
+    tested = {label: unit for label, unit in units.items() if not is_one_module(unit)}
     above = {
-        label: bool(coupled(pairs_of_blocks(_departure(unit, k).values[None]))[0]) for label, unit in units.items()
+        label: bool(coupled(independent_pairs(_departure(unit, k), unit)[None])[0]) for label, unit in tested.items()
     }
-    yes, no = ([label for label in units if above[label] is outcome] for outcome in (True, False))
+    yes, no = ([label for label in tested if above[label] is outcome] for outcome in (True, False))
     beginning = f"A t test over the pairs of blocks ({name}) finds the coupling "
     end = ". One in 40 untrained models passes it by chance."
-    if "" in units:
+    if any(map(has_equal_weights, units.values())):
+        end = ". Blocks that begin with equal weights pass it untrained."
+    elif any(map(has_one_module, units.values())):
+        end = ". All pairs of the same two modules are one pair of it."
+    if not tested:
+        yield f"No test over the pairs of blocks ({name}) says whether they are coupled beyond chance: they are one module."
+    elif "" in units:
         yield beginning + ("above 0" if yes else "not above 0 beyond chance") + end
     else:
         rest = f", and not for {', '.join(no)}" if yes and no else ""

@@ -55,10 +55,14 @@ def quartiles(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
     return xr.Variable(("statistic", *rest), np.moveaxis(spread, -1, 0), values.attrs)
 
 
-def over_pairs(matrices: xr.Variable) -> xr.Variable:
-    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`."""
-    matrices = matrices.transpose(..., "layer", "layer_other")
-    means = depth_means(torch.from_numpy(matrices.values))
+def over_pairs(matrices: xr.Variable, counted: xr.Variable) -> xr.Variable:
+    """Average over layer pairs: dimensions (layer, layer_other) become `pairs`.
+
+    Args:
+        counted: which pairs count where l = l' does not (`tracker.analysis.pairs`).
+    """
+    matrices, counted = (values.transpose(..., "layer", "layer_other") for values in (matrices, counted))
+    means = depth_means(torch.from_numpy(matrices.values), torch.from_numpy(counted.values))
     values = np.stack([means[pairs].numpy() for pairs in PAIRS], -1)
     return xr.Variable((*matrices.dims[:-2], "pairs"), values, matrices.attrs)
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.find import describe
-from tracker.blocks.lists import candidate_runs, nothing_found
+from tracker.blocks.find import CHECKED, describe
+from tracker.blocks.lists import candidate_runs, classes_of, nothing_found
 from tracker.blocks.towers import ModuleRun, find_runs, proposals
 from tracker.model.description import Blocks
 from tracker.model.hidden_state import bind_arguments, check_finite, hidden_state
@@ -91,6 +91,7 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
     observed = _observe(new_replica(Blocks((), "")), runs, batch) if runs else []
     findings = [seen.finding() for seen in observed]
     chains = [seen for seen in observed if not seen.finding()]
+    chains = [seen for seen in chains if not any(set(seen.mixed) < set(other.mixed) for other in chains)]
     if not chains:
         raise nothing_found(model, runs, findings, [proposal for seen in observed for proposal in seen.pairs()])
     if len(chains) > 1:
@@ -100,7 +101,7 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
             proposals(model, [seen.run for seen in chains]),
         )
     (seen,) = chains
-    how = f"the only list of modules of one class that move information between tokens in a forward pass, {seen.run}"
+    how = f"the only list of modules of {classes_of(seen.run)} that move information between tokens in a forward pass, {seen.run}"
     blocks = describe(model, find_runs(model), list(seen.mixed), how, ("blocks",))
     # Batch first, if information moves along the second axis of the states, rather than along the first.
     return replace(blocks, batch_first=all(TOKENS in axes for axes in seen.mixed.values()))
@@ -121,6 +122,20 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
             [Proposal(repr(names), names, where, seen.found_by)],
         )
     return replace(assumed, batch_first=seen.batch_first)
+
+
+def confirm_list(assumed: Blocks, new_replica: Callable[[Blocks], Replica], batch: Batch) -> tuple[Blocks | None, str]:
+    """Return the modules of one list, of several classes, if a forward pass shows a chain of blocks; else None and why.
+
+    Arguments as in `confirm_blocks`.
+    """
+    run = ModuleRun("", assumed.names, "", False, len(assumed.names))
+    (seen,) = _observe(new_replica(Blocks((), "")), [run], batch)
+    if finding := seen.finding():
+        return None, finding
+    how = f"{assumed.found_by.removesuffix(CHECKED)}, which a forward pass shows to be a chain of blocks"
+    batch_first = all(TOKENS in axes for axes in seen.mixed.values())
+    return replace(assumed, names=tuple(seen.mixed), found_by=how, batch_first=batch_first, assumed=("blocks",)), ""
 
 
 def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[Observed]:
@@ -144,7 +159,8 @@ class _Observer:
 
     def __init__(self) -> None:
         self.repeating = False  # whether a module is being called again
-        self.given: dict[str, Tensor] = {}  # by name: a copy of the state, as a module may work on it in place
+        # By the run and name of a module, which may be in several: a copy of the state, as a module may work on it in place.
+        self.given: dict[tuple[int, str], Tensor] = {}
 
     def enter(self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record the state that a module takes, and whether the module before it returned that."""
@@ -160,13 +176,14 @@ class _Observer:
         if seen.last is not None and not (x.shape == seen.last.shape and torch.equal(x, seen.last)):
             seen.fault = "the model changes the state between them"
         else:
-            self.given[name] = x.clone()
+            self.given[id(seen), name] = x.clone()
 
     def leave(self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Record what a module returns, and along which axes it moves information."""
-        if self.repeating or name not in self.given:
+        x = None if self.repeating else self.given.pop((id(seen), name), None)
+        if x is None:
             return
-        x, y = self.given.pop(name), hidden_state(output)
+        y = hidden_state(output)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             shape = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             seen.fault = f"they map {tuple(x.shape)} to {shape}"
@@ -176,12 +193,12 @@ class _Observer:
         if name not in seen.mixed:
             self.repeating = True
             try:
-                seen.mixed[name] = _mixed_axes(partial(_call, module, args, kwargs), x)
+                seen.mixed[name] = mixed_axes(partial(call_on, module, args, kwargs), x)
             finally:
                 self.repeating = False
 
 
-def _mixed_axes(block: Callable[[Tensor], Tensor], x: Tensor) -> set[int]:
+def mixed_axes(block: Callable[[Tensor], Tensor], x: Tensor) -> set[int]:
     """Return the axes along which another value at the first or the last index changes the output at other indices."""
     plain = block(x)
     mixed = set()
@@ -199,7 +216,8 @@ def _mixed_axes(block: Callable[[Tensor], Tensor], x: Tensor) -> set[int]:
     return mixed
 
 
-def _call(module: nn.Module, args: tuple, kwargs: dict, x: Tensor) -> Tensor:
+def call_on(module: nn.Module, args: tuple, kwargs: dict, x: Tensor) -> Tensor:
+    """Call a module with another hidden state."""
     bound = bind_arguments(module, args, kwargs)
     bound.arguments[next(iter(bound.arguments))] = x.clone()
     return hidden_state(module(*bound.args, **bound.kwargs))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from tracker.blocks.lists import candidate_runs, nothing_found, outermost, top_level
+from tracker.blocks.lists import candidate_runs, classes_of, mixed_run, nothing_found, outermost, top_level
 from tracker.blocks.towers import (
     ModuleRun,
     class_token_parameter,
@@ -81,9 +81,10 @@ def find_blocks(
         found = _recognised(tree, runs) or _guessed(tree)
     names, _, assumed = found
     places = [_named_boundary(model, place) for place in read_fixed(fixed)]
-    if places and "attention" in assumed:
+    if places and ("attention" in assumed or assumed == MIXED):
+        why = "their classes differ" if assumed == MIXED else "no attention is recognised in them"
         raise UsageError(
-            f"the blocks {names[0]} to {names[-1]} are a guess, as no attention is recognised in them; name the blocks, too: "
+            f"the blocks {names[0]} to {names[-1]} are a guess, as {why}; name the blocks, too: "
             "blocks=find_blocks(model, BLOCKS, fixed=...)"
         )
     result = describe(tree, runs, *found)
@@ -133,15 +134,18 @@ def describe(
     )
 
 
-def recognised_blocks(tree: nn.Module) -> Blocks | None:
+def recognised_blocks(tree: nn.Module, mixed_lists: bool = True) -> Blocks | None:
     """Return the blocks of a model without wrappers that its config declares, or in which modules are recognised as attention by
     their names; None if there are none.
+
+    Args:
+        mixed_lists: whether a list of several classes may be assumed to be all blocks, `MIXED`.
 
     Raises:
         BlocksNotFound: if there are several lists of them.
     """
     runs = find_runs(tree)
-    found = _recognised(tree, runs)
+    found = _recognised(tree, runs, mixed_lists)
     return None if found is None else describe(tree, runs, *found)
 
 
@@ -201,16 +205,22 @@ def _name(model: nn.Module, path: str) -> str:
 
 
 Found = tuple[Sequence[str], str, tuple[str, ...]]  # the blocks' names, how they were found, and what was assumed
+CHECKED = "; assumed, and checked when measuring"
+MIXED = ("blocks", "list")  # what is assumed of the modules of a list that are of several classes
 
 
-def _recognised(model: nn.Module, runs: Sequence[ModuleRun]) -> Found | None:
-    """Return the declared blocks, or the list of blocks with attention; None if no config and no name of a module shows them."""
+def _recognised(model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool = True) -> Found | None:
+    """Return the declared blocks, or the list of blocks with attention; None if no config and no name of a module shows them.
+
+    Args:
+        mixed_lists: whether a list of several classes may be assumed to be all blocks.
+    """
     declared = declared_blocks(model)
     if declared is not None:
         others = [run for run in runs if not related(run, declared.names)]
         stages = [run for run in runs if nested(run, declared.names)]
         if not others and not stages:
-            return declared.names, str(declared), ()
+            return declared.names, str(declared), ("chain",)
         prefix = next(f"{name}." for name, module in model.named_modules() if module is declared.owner).lstrip(".")
         within = all(run.container.startswith(prefix) for run in others)
         if within and declared.tower:
@@ -224,9 +234,12 @@ def _recognised(model: nn.Module, runs: Sequence[ModuleRun]) -> Found | None:
         text = in_text_tower(model, declared.names[0]) or find_unembedding(model, declared.names[0]) is not None
         if within and text and not is_encoder_decoder(declared.owner):
             return declared.names, str(declared), ("blocks",)
+    trunks = [run for run in runs if not is_class_attention(run)]
+    mixed = mixed_run(model, trunks) if mixed_lists else None
+    if mixed is not None:
+        return mixed.names, f"a list of modules of several classes, {mixed}{CHECKED}", MIXED
     if not any(run.depth > 1 for run in runs):
         return None if declared is None else _guessed(model)
-    trunks = [run for run in runs if not is_class_attention(run)]
     if len(trunks) == 1 and trunks[0].depth > 1 and "/" not in trunks[0].block_class:
         (run,), after = trunks, [run for run in runs if is_class_attention(run)]
         how = f"the only list of blocks with attention, {run}"
@@ -243,10 +256,10 @@ def _recognised(model: nn.Module, runs: Sequence[ModuleRun]) -> Found | None:
 
 
 def _guessed(model: nn.Module) -> Found:
-    """Return the only list of modules of one class."""
+    """Return the only list of modules that may be blocks."""
     candidates = candidate_runs(model)
     (run, *others) = outermost(candidates) or (None,)
     if run is None or others:
         raise nothing_found(model, candidates)
-    how = f"the only list of modules of one class, {run}; assumed, and checked when measuring"
+    how = f"the only list of modules of {classes_of(run)}, {run}{CHECKED}"
     return run.names, how, ("blocks", "attention")

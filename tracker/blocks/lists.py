@@ -2,18 +2,22 @@
 
 A candidate is a run of consecutive modules of one class, each with at least two matrices outside convolutions and recurrent
 layers: the entries of a ModuleList, Sequential or ModuleDict, or the numbered attributes of a module (block0, block1, ...).
-Stacks of MLPs are candidates too: `behaviour` tells blocks from them in a forward pass.
+Stacks of MLPs are candidates too: `behaviour` tells blocks from them in a forward pass. So are the entries of a list that are of
+several classes (attention and convolution, say), from the first that has attention or whose class is repeated to the last.
 
 Lists of lists have no forward pass that would make each entry a block: their blocks are proposed by boundaries.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 from torch import nn
 
-from tracker.blocks.towers import ModuleRun, has_matrices, named_attention, nested, proposals
+from tracker.blocks.towers import ModuleRun, find_runs, holds_attention, named_attention, nested, proposals
 from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.state_maps import has_matrices
 
 RECOGNISED = (
     "A block is recognised by an attention module in it: a class whose name contains 'attention' or 'attn', or an attribute "
@@ -21,17 +25,65 @@ RECOGNISED = (
     "is recognised in the forward pass of a measurement: each module takes and returns (batch, tokens, width), takes the "
     "output of the one before it, and its output at one token depends on other tokens."
 )
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def candidate_runs(model: nn.Module) -> list[ModuleRun]:
     """Return all candidates, those inside other candidates included, in the order in which the model registers them."""
-    return [run for name, module in model.named_modules() for run in _runs_of(name, module)]
+    return [
+        run
+        for name, module in model.named_modules()
+        for run in (*_mixed_runs(name, module), *_runs_of(name, module))
+        if "/" not in run.block_class or any(has_matrices(model.get_submodule(entry)) for entry in run.names)
+    ]
+
+
+def classes_of(run: ModuleRun) -> str:
+    """Return "one class" or "several classes"."""
+    return "several classes" if "/" in run.block_class else "one class"
+
+
+def mixed_run(model: nn.Module, runs: Sequence[ModuleRun]) -> ModuleRun | None:
+    """Return the entries of a list, of several classes, that all of these runs are a part of; None if there is no such list."""
+    if len({run.container for run in runs}) != 1:
+        return None
+    container, names = runs[0].container, {name for run in runs for name in run.names}
+    mixed = _mixed_runs(container, model.get_submodule(container))
+    return next((run for run in mixed if names <= set(run.names)), None)
+
+
+def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
+    """Yield runs of several classes, each from the first to the last entry with attention, or whose class is repeated."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    if not isinstance(module, LISTS):
+        return
+    prefix = f"{container}." if container else ""
+    for may_be, group in groupby(children, lambda entry: _may_be_block(entry[1])):
+        stretch = list(group)
+        counts = Counter(type(child) for _, child in stretch)
+        certain = [i for i, (_, child) in enumerate(stretch) if counts[type(child)] > 1 or holds_attention(child)]
+        if may_be and certain and len(counts) > 1:
+            chosen = stretch[certain[0] : certain[-1] + 1]
+            classes = dict.fromkeys(type(child).__name__ for _, child in chosen)
+            names = {id(child): f"{prefix}{name}" for name, child in reversed(chosen)}  # one may be there several times
+            if len(classes) > 1:
+                ordered = tuple(dict.fromkeys(names[id(child)] for _, child in chosen))
+                yield ModuleRun(container, ordered, "/".join(classes), len(chosen) == len(children), len(chosen))
+
+
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a module is no list, and has two matrices, or parts with a matrix or convolution. Norms and projections do not."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    has_parts = bool(module._modules) and any(parameter.dim() > 1 for parameter in module.parameters())
+    return has_parts or has_matrices(module)
 
 
 def outermost(runs: Sequence[ModuleRun]) -> list[ModuleRun]:
-    """Return the runs that are not inside a module of another run."""
-    return [run for run in runs if not any(nested(run, other.names) for other in runs)]
+    """Return the runs that are not inside a module of another run, and no part of another one."""
+    return [
+        run for run in runs if not any(nested(run, other.names) or set(run.names) < set(other.names) for other in runs)
+    ]
 
 
 def nothing_found(
@@ -48,7 +100,7 @@ def nothing_found(
     seen = [] if runs else [f"The model has no list of such modules; its parts are {top_level(model)}."]
     if runs and findings is not None:
         lines = "".join(f"\n  {run.where} ({run}): {finding}" for run, finding in zip(runs, findings, strict=True))
-        seen.append(f"Its lists of modules of one class are no blocks:{lines}")
+        seen.append(f"Its lists of modules are no blocks:{lines}")
     boundaries = propose_boundaries(model)
     if boundaries:
         seen.append("It calls attention and MLP separately, so that no module is a block.")
@@ -57,8 +109,12 @@ def nothing_found(
             "It calls attention and MLP separately, so that no module is a block, and the last block may end where the model "
             "returns, which has a name only inside another module: measure a model that contains this one."
         )
+    single = [run for run in find_runs(model) if run.depth == 1]
+    if single:
+        seen.append("A list of one block with attention is measured if it is named.")
     message = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
-    return BlocksNotFound(message, [*(proposals(model, runs) if findings is None else pairs), *boundaries])
+    listed = proposals(model, runs) if findings is None else pairs
+    return BlocksNotFound(message, [*listed, *proposals(model, single), *boundaries])
 
 
 def _runs_of(container: str, module: nn.Module) -> Iterator[ModuleRun]:
@@ -76,7 +132,7 @@ def _follows(holder: nn.Module, before: str, first: nn.Module, name: str, second
     """Whether two children that were registered one after the other are of one class and in one list."""
     if type(first) is not type(second):
         return False
-    if isinstance(holder, _LISTS):
+    if isinstance(holder, LISTS):
         return True
     a, b = (re.fullmatch(r"(.*?)(\d+)", entry) for entry in (before, name))
     return a is not None and b is not None and a[1] == b[1] and int(a[2]) + 1 == int(b[2])

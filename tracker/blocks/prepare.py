@@ -7,8 +7,8 @@
     replica: the copy of the model that runs
 
 Everything else sees the replica alone, whose description states the blocks. That blocks and class token reach the output, where
-either is an assumption, is checked after the first call is recorded (`reachability`): where blocks can't be recorded, that says
-better what is wrong.
+either is an assumption, is checked after the first call is recorded (`reachability`), and so is that they are the whole chain
+(`chain`): where blocks can't be recorded, that says better what is wrong.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,13 @@ from functools import partial
 import torch
 from torch import nn
 
-from tracker.blocks.behaviour import choose_blocks, confirm_blocks
+from tracker.blocks.behaviour import choose_blocks, confirm_blocks, confirm_list
 from tracker.blocks.class_token import require_class_token
-from tracker.blocks.find import find_blocks, recognised_blocks
+from tracker.blocks.find import MIXED, find_blocks, recognised_blocks
 from tracker.model.description import Blocks, Named
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import Batch
+from tracker.model.proposals import BlocksNotFound
 from tracker.model.replica import Replica
 from tracker.model.weights import gathering_together
 from tracker.model.wrappers import unwrap
@@ -67,6 +68,15 @@ def _find(
 ) -> Blocks:
     tree = unwrap(model)
     found = recognised_blocks(tree) if blocks is None else find_blocks(model, blocks)
+    if found is not None and found.assumed == MIXED:
+        whole, finding = confirm_list(found, new_replica, batch)
+        if whole is not None:
+            return whole
+        if blocks is not None:
+            raise BlocksNotFound(
+                f"{found.names[0]} to {found.names[-1]} ({found.found_by}) are no chain of blocks: {finding}."
+            )
+        found = recognised_blocks(tree, mixed_lists=False)
     if found is None:
         return choose_blocks(tree, new_replica, batch)
     return confirm_blocks(found, tree, new_replica, batch) if "attention" in found.assumed else found

@@ -43,15 +43,6 @@ class ModuleRun:
         return Proposal(repr(blocks), blocks, self.where, str(self))
 
 
-_OTHER_LAYERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding, nn.EmbeddingBag)
-
-
-def has_matrices(module: nn.Module) -> bool:
-    """Whether a module has two matrices outside convolutions, recurrent layers and embeddings, as attention has."""
-    parts = (part for part in module.modules() if not isinstance(part, _OTHER_LAYERS))
-    return sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
-
-
 def find_runs(model: nn.Module) -> list[ModuleRun]:
     """Return all runs of blocks, lists of a single block included, in the order in which the model registers them."""
     modules = dict(model.named_modules())
@@ -207,6 +198,11 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     return named_attention(type(module).__name__) or (
         called and any(isinstance(m, nn.Linear) for m in module.modules())
     )
+
+
+def holds_attention(module: nn.Module) -> bool:
+    """Whether a module is attention, or contains it, by class names and attribute names."""
+    return any(_is_attention(name, part) for name, part in module.named_modules())
 
 
 def named_attention(class_name: str) -> bool:

@@ -17,6 +17,7 @@ from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, curves, labelled_over_pairs, sources, suspect
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
+from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.variables import evenly_spaced
 from tracker.figures.drawing import (
@@ -73,7 +74,7 @@ def heatmaps(
         i = -1 if step is None else list(ds["step"].values).index(step)
         at = ds.isel(step=i).sel(k=k)
         matrix, level = (values.mean(SAMPLES) for values in (at[measure], null_level(at, measure)))
-        null = float(level.where(level["layer"] != level["layer_other"]).mean())
+        null = float(where_counted(level, ds).mean())
         shown[f"{at_step(name, ds, i)}\n{_title(matrix, k)}"] = matrix, null
         tables.append(matrix.to_dataframe().assign(result=name))
     return _heatmaps(shown, target), pd.concat(tables)
@@ -257,10 +258,10 @@ def over_training(
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds.sel(k=k)
         levels, steps, source = null_level(at, measure), ds["step"].values, sources(ds)
-        coupling, null = (_by_prompt(values) for values in (at[measure], levels))
+        coupling, null = (_by_prompt(values, ds) for values in (at[measure], levels))
         matrices = (levels - at[measure]).mean(("prompt", "token")).transpose("step", "layer", "layer_other")
         departure = (coupling - null).transpose("step", "prompt")
-        began = onset(steps, departure.values, pairs_of_blocks(matrices.values), source)
+        began = onset(steps, departure.values, independent_pairs(matrices, ds), source)
         null = null.mean("prompt").values
         mean = mean_line(panel, coupling, source, BLUE)
         panel.plot(steps, null, color=GREY, ls=":", label="null level")
@@ -297,7 +298,11 @@ def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plot
         at = ds.isel(step=i).sel(k=k)
         gain = (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other")
         first, second = np.triu_indices(len(gain), 1)
-        edges = {"layer": first + 1, "layer_other": second + 1, "coupling_above_null": pairs_of_blocks(gain.values)}
+        edges = {
+            "layer": first + 1,
+            "layer_other": second + 1,
+            "coupling_above_null": pairs_of_blocks(where_counted(gain, ds).values),
+        }
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
     top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)
@@ -323,7 +328,7 @@ def by_layer(results: Results, k: int, target: "Axes | None" = None) -> "Plotted
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         matrices = -ds[MEASURE].isel(step=-1).sel(k=k).mean("token")
-        others = matrices.where(matrices["layer"] != matrices["layer_other"]).mean("layer_other")
+        others = where_counted(matrices, ds).mean("layer_other")
         columns = mean_line(axes, others, sources(ds), colour, name)
         columns = {"layer": columns["layer"], "coupling": columns.pop("mean"), **columns}
         rows.append(pd.DataFrame({"result": name, **columns}))
@@ -367,11 +372,11 @@ def _prompt_columns(ds: xr.Dataset, k: int) -> dict[str, np.ndarray]:
 
 def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.DataArray:
     """Return the coupling of each prompt, the mean over l != l' and tokens."""
-    return _by_prompt(ds[MEASURE].sel(k=k))
+    return _by_prompt(ds[MEASURE].sel(k=k), ds)
 
 
-def _by_prompt(matrices: xr.DataArray) -> xr.DataArray:
-    return -labelled_over_pairs(matrices.astype(float)).sel(pairs=PAIRS).mean("token")
+def _by_prompt(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataArray:
+    return -labelled_over_pairs(matrices.astype(float), results).sel(pairs=PAIRS).mean("token")
 
 
 def _label(k: int, measure: str = MEASURE) -> str:

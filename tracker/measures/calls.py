@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from tracker.blocks.chain import check_chain
 from tracker.blocks.reachability import check_reachability
 from tracker.blocks.tokens import chosen_positions
 from tracker.common.errors import UsageError, warn_caller
@@ -24,6 +25,7 @@ from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
 from tracker.measures.directions import in_words
+from tracker.measures.equal_blocks import ATTRIBUTE, NONE, equal_blocks
 from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
@@ -205,6 +207,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     plan, steps = None, 0  # steps of the progress, for the calls recorded so far
+    equal = NONE
     calls, i = list(calls), 0
     while i < len(calls):
         batch = calls[i]
@@ -216,12 +219,14 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             continue
         if plan is None:
             plan = make_plan(settings, recording)
+            equal = equal_blocks(recording)
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
+            check_chain(replica, recording, batch)
             if settings.witness == "model":
                 jacobians.witness = Witness(replica, batch, recording, rows)
                 if not settings.includes("coupling"):  # else its answers are judged when Jacobians are formed
@@ -243,6 +248,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
     if settings.includes("halves"):
         notes["without_halves"] = jacobians.without_halves
     for sample in samples:
+        sample.attributes[ATTRIBUTE] = equal
         sample.notes = notes
         sample.attributes["witness"] = str(jacobians.witness or "not asked")
         sample.decode = None  # samples are sent between processes

@@ -6,6 +6,8 @@ one when its input is scaled. Logits over a vocabulary are known by what the pas
 every token's state (or the last token's normed state) with a matrix of as many columns as a table has rows that was looked up
 before the first block. So tied weights, heads in plain functions and unusual names are recognised as well.
 
+No final norm is a norm inside a module that takes the last block's output and adds to it: that module is a block, too.
+
 The unembedding is the outermost module that maps the normed states themselves (the last block's output, if no norm takes it) to
 these logits. A head in a plain function has none.
 """
@@ -23,9 +25,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tracker.model.hidden_state import check_finite
+from tracker.model.hidden_state import check_finite, hidden_state
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica
+from tracker.model.state_maps import StateMap, adds, ends, has_matrices, is_alike, state_given
 
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
 SAME = 1e-2  # of the largest entry
@@ -151,6 +154,7 @@ class HeadHooks:
         self._heads: list[tuple[str, int, Tensor]] = []  # after the last block: name, width of the output, and input
         self._trying = False
         self._operations = _Operations()
+        self._state_maps: list[StateMap] = []
 
     @contextmanager
     def watch(self, is_last_state: IsLastState) -> Iterator[None]:
@@ -171,6 +175,9 @@ class HeadHooks:
                     if any(parameter.dim() == 2 for parameter in module.parameters()):
                         self._hook(stack, name, self._leave_head)
                 stack.enter_context(self._operations)
+            for name, module in () if description.spans else _outside_blocks(self.replica):
+                if is_alike(module, self.replica.blocks) or has_matrices(module):
+                    self._hook(stack, name, partial(self._leave_state_map, is_last_state))
             yield
         self.norm = self.norm or self._unnamed
 
@@ -196,11 +203,12 @@ class HeadHooks:
         logits = self.logits(*last.shape[:2])
         unembedding = self.unembedding(last, logits)
         if self.norm is None:
-            return Recording(list(calls), None, None, logits, unembedding, seed=seed)
+            return Recording(list(calls), None, None, logits, unembedding, seed=seed, state_maps=self._state_maps)
         name, module, normed = self.norm
         normed = normed.to(self.replica.dtype)
         check_finite(normed, f"the final norm ({name}), after block {len(calls)} ({calls[-1].name}),")
-        return Recording(list(calls), (name, module), normed, logits, unembedding, seed=seed)
+        norm = name, module
+        return Recording(list(calls), norm, normed, logits, unembedding, seed=seed, state_maps=self._state_maps)
 
     def logits(self, B: int, n: int) -> int | None:
         """Return the number of logits if the state of each of B x n tokens was mapped to logits over a vocabulary."""
@@ -262,6 +270,22 @@ class HeadHooks:
             and x.shape[:-1] == output.shape[:-1]
         ):
             self._heads.append((name, output.shape[-1], self.replica.oriented(x) if x.dim() == 3 else x))
+
+    def _leave_state_map(
+        self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+    ) -> None:
+        x = None if self._trying else state_given(module, args, keywords, output)
+        if x is None:
+            return
+        x, y = self.replica.oriented(x), self.replica.oriented(hidden_state(output))
+        self._state_maps.append(StateMap(name, ends(x), ends(y)))
+        found = (self.norm, self._unnamed)
+        outside = [None if norm is None or norm[0].startswith(f"{name}.") else norm for norm in found]
+        if any(norm is not kept for norm, kept in zip(found, outside, strict=True)) and is_last_state(x):
+            self._trying = True
+            if is_alike(module, self.replica.blocks) or adds(module, args, keywords):
+                self.norm, self._unnamed = outside
+            self._trying = False
 
     def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
         argument = next(iter((*args, *keywords.values())), None)

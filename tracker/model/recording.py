@@ -27,6 +27,7 @@ from tracker.linalg.transfer import copies_beside_work
 from tracker.model.guard import clone_if_tensor, copy_nested
 from tracker.model.hidden_state import hidden_state
 from tracker.model.replica import Replica
+from tracker.model.state_maps import StateMap
 
 
 class Spill:
@@ -171,6 +172,7 @@ class Recording:
     logits: int | None = None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
     unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
     normed_last: BlockCall | None = None  # the last block with the final norm, if the measures include it
+    state_maps: Sequence[StateMap] = ()  # calls of modules outside the blocks that take and return a state
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
     sample_seeds: Sequence[int] = ()  # of what measures draw for each sample
 

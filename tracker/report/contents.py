@@ -16,7 +16,8 @@ import xarray as xr
 
 from tracker.analysis.across_models import jsonable
 from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
-from tracker.analysis.onset import onset, pairs_of_blocks
+from tracker.analysis.onset import onset
+from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.variables import PAIRS, evenly_spaced
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
@@ -176,14 +177,14 @@ def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
 def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
-    matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR).values
-    return jsonable(asdict(onset(at["step"].values, departure, pairs_of_blocks(matrices), sources(at))))
+    matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR)
+    return jsonable(asdict(onset(at["step"].values, departure, independent_pairs(matrices, at), sources(at))))
 
 
 def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
     """Return the pair of different blocks (l, l') furthest below its null level at the last step; (1, 2) if none is defined."""
-    coupling = (at[f"{name}_level"] - at[f"{name}_matrix"]).isel(step=-1).transpose(*_PAIR).values
-    coupling[np.eye(len(coupling), dtype=bool) | ~np.isfinite(coupling)] = -np.inf
+    coupling = where_counted(at[f"{name}_level"] - at[f"{name}_matrix"], at).isel(step=-1).transpose(*_PAIR).values
+    coupling[~np.isfinite(coupling)] = -np.inf
     l, other = np.unravel_index(coupling.argmax(), coupling.shape)
     return [int(l) + 1, int(other) + 1] if np.isfinite(coupling.max()) else [1, 2]
 

@@ -1,0 +1,218 @@
+"""Equal blocks: found, left out of means and tests where they are one module, and named, against plain loops over pairs."""
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tracker
+from tests.models import HEADS, VOCABULARY, WIDTH, neox, tokens
+from tests.stores import stored
+from tracker.analysis.curves import curves
+from tracker.analysis.null_levels import null_level
+from tracker.analysis.onset import coupled
+from tracker.analysis.pairs import counted_pairs, independent_pairs
+from tracker.analysis.reduction import read_miscouplings, reduced
+from tracker.common.errors import UsageError
+from tracker.figures.coupling import by_layer, coupling_of_prompts, heatmaps, layer_graph, over_training
+from tracker.measures.equal_blocks import read_equal_blocks
+from tracker.report.contents import contents
+from tracker.store import open_results
+
+K = 4
+ONE_IN_40 = "One in 40"
+
+
+def layer(**options) -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=True, **options)
+
+
+def measured(blocks, **options):
+    return tracker.measure(nn.Sequential(*blocks).eval(), torch.randn(3, 6, WIDTH), k=K, **options)
+
+
+@pytest.fixture(scope="module")
+def looped():
+    """Three modules that are called twice each, at two tokens of three samples."""
+    torch.manual_seed(0)
+    return measured([layer() for _ in range(3)] * 2, tokens=[0, -1])
+
+
+COUNTED = [(l, m) for l, m in itertools.permutations(range(6), 2) if (l - m) % 3]
+
+
+def test_pairs_of_one_module_are_left_out_of_means(looped):
+    assert looped.attrs["equal_blocks"] == "one module: 1 4, 2 5, 3 6"
+    assert_means(looped, COUNTED)
+    torch.manual_seed(1)
+    a, b = layer(), layer()
+    neighbours = measured([a, a, b, a])
+    assert neighbours.attrs["equal_blocks"] == "one module: 1 2 4"
+    assert_means(neighbours, [(0, 2), (1, 2), (2, 0), (2, 1), (2, 3), (3, 2)])
+
+
+def assert_means(ds, counted):
+    """Compare all means over pairs with plain loops, where these pairs with l != l' count."""
+    L = ds.sizes["layer"]
+    assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == counted
+    values, levels = (of.sel(k=K).values.astype(float) for of in (ds.offdiag, null_level(ds, "offdiag")))
+    pairs = {"mean_offdiag": counted, "mean_adjacent": [(l, m) for l, m in counted if abs(l - m) == 1]}
+    pairs["mean"] = list(itertools.product(range(L), range(L)))
+    points = curves(ds, ["offdiag"]).sel(k=K)
+    at = reduced(ds).sel(k=K)
+    for name, chosen in pairs.items():
+        by_prompt = np.mean([values[..., l, m] for l, m in chosen], 0)
+        level = np.mean([levels[..., l, m] for l, m in chosen], 0)
+        for found in (points, at):
+            assert float(found.offdiag.sel(pairs=name)) == pytest.approx(by_prompt.mean(), rel=1e-6)
+            assert float(found.offdiag_null.sel(pairs=name)) == pytest.approx(level.mean(), rel=1e-6)
+        coupling = at.offdiag_coupling.sel(pairs=name)
+        np.testing.assert_allclose(coupling, (level - by_prompt).mean(1), rtol=1e-5)
+
+
+def test_pairs_of_the_same_two_modules_are_one_pair_of_a_test(looped):
+    departure = (null_level(looped, "miscoupling") - looped.miscoupling).mean(("prompt", "token")).sel(k=K)
+    values = departure.values
+    expected = []
+    for a, b in itertools.combinations(range(3), 2):
+        directions = [(l, m) for l, m in COUNTED if {l % 3, m % 3} == {a, b}]
+        expected.append(np.mean([values[l, m] for l, m in directions]))
+    found = independent_pairs(departure, looped)
+    np.testing.assert_allclose(sorted(found[np.isfinite(found)]), sorted(expected), rtol=1e-5)
+    own = measured([layer() for _ in range(3)])
+    plain = (null_level(own, "miscoupling") - own.miscoupling).mean(("prompt", "token")).sel(k=K)
+    both = [(plain.values[l, m] + plain.values[m, l]) / 2 for l, m in ((0, 1), (0, 2), (1, 2))]
+    np.testing.assert_array_equal(independent_pairs(plain, own), both)
+
+
+def test_an_untrained_looped_model_is_not_called_coupled():
+    above = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        ds = measured([layer() for _ in range(4)] * 3)
+        departure = (null_level(ds, "miscoupling") - ds.miscoupling).mean(("prompt", "token")).sel(k=K)
+        above.append(bool(coupled(independent_pairs(departure, ds)[None])[0]))
+        table = tracker.summary(ds)
+        first, second = map(int, next(of for _, of in table.index if of.startswith("blocks")).split()[1::2])
+        assert (first - second) % 4, "the most coupled pair is of two modules"
+        assert abs(table.loc["miscoupling", "all pairs"].coupling) < 0.02
+    assert sum(above) <= 1
+
+
+def test_the_summary_names_equal_blocks(looped):
+    said = repr(tracker.summary(looped))
+    assert "Some blocks are one module (1, 4; 2, 5; 3, 6)" in said and ONE_IN_40 not in said
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(layer(), 4, enable_nested_tensor=False).eval()
+    ds = tracker.measure(encoder, torch.randn(3, 6, WIDTH), k=K)
+    assert ds.attrs["equal_blocks"] == "equal weights: 1 2 3 4"
+    said = repr(tracker.summary(ds))
+    assert "equal weights (1, 2, 3, 4): they are coupled by construction" in said and ONE_IN_40 not in said
+    assert counted_pairs(ds).values.sum() == 12
+    both = repr(tracker.summary({"looped": looped, "copies": ds}))
+    assert "looped: Some blocks are one module" in both and "copies: Some blocks have equal weights" in both
+    assert ONE_IN_40 not in both
+    own = measured([layer() for _ in range(3)])
+    assert own.attrs["equal_blocks"] == "none" and ONE_IN_40 in repr(tracker.summary(own))
+
+
+def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(
+        vocab_size=VOCABULARY, embedding_size=16, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
+        intermediate_size=2 * WIDTH,
+    )  # fmt: skip
+    network, layers = transformers.AlbertModel(config).eval(), "encoder.albert_layer_groups"
+    with pytest.raises(
+        UsageError, match=f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'"
+    ):
+        tracker.measure(network, tokens(), k=K)
+    ds = tracker.measure(network, tokens(), k=K, blocks=layers)
+    assert ds.attrs["equal_blocks"] == "one module: 1 2 3 4"
+    assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == list(itertools.permutations(range(4), 2))
+    table = tracker.summary(ds)
+    expected = ds.miscoupling.sel(k=K).where(ds.layer != ds.layer_other).mean()
+    assert table.loc["miscoupling", "all pairs"].value == pytest.approx(float(expected), rel=1e-6)
+    assert "All blocks are one module" in repr(table) and "A t test" not in repr(table)
+
+
+def test_which_blocks_are_equal():
+    a, b, c = (layer() for _ in range(3))
+    again, other = copy.deepcopy(a), copy.deepcopy(a)
+    assert measured([a, b, again, b]).attrs["equal_blocks"] == "one module: 2 4; equal weights: 1 3"
+    assert measured([a, b, again, a]).attrs["equal_blocks"] == "one module: 1 4; equal weights: 1 3 4"
+    with torch.no_grad():
+        other.linear2.bias[-1] += 1e-3  # the last of its numbers
+    assert measured([a, b, other]).attrs["equal_blocks"] == "none"
+    tied = layer()
+    for part, shared in zip(tied.modules(), c.modules(), strict=True):
+        part._parameters = shared._parameters
+    assert measured([c, a, tied]).attrs["equal_blocks"] == "one module: 1 3"
+    ones = [layer() for _ in range(2)]  # equal in their first matrix, and in no other
+    ones[1].self_attn.in_proj_weight.data.copy_(ones[0].self_attn.in_proj_weight)
+    assert measured(ones).attrs["equal_blocks"] == "none"
+
+
+def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
+    x = torch.randn(3, 6, WIDTH)
+    units = {}
+    for step in (0, 10):
+        units[step] = tracker.measure(encoder, x, k=K)
+        with torch.no_grad():
+            for parameter in encoder.parameters():
+                parameter += 0.02 * torch.randn_like(parameter)
+    store = stored(tmp_path / "store", units)
+    results = open_results(store)
+    assert results["equal_blocks"].values.tolist() == ["equal weights: 1 2 3", "none"]
+    said = repr(tracker.summary(store))
+    assert "At step 0: Some blocks have equal weights (1, 2, 3)" in said and ONE_IN_40 not in said
+    read = read_miscouplings(store)
+    assert read.miscoupling.sel(step=10, pairs="mean_offdiag").notnull().all()
+
+
+def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path):
+    store = stored(tmp_path / "store", dict.fromkeys((0, 10, 20), looped))
+    results = {"looped": open_results(store)}
+    expected = np.mean([looped.offdiag_normalized.sel(k=K).values[..., l, m] for l, m in COUNTED], 0)
+    read = read_miscouplings(store).sel(measure="offdiag_normalized", k=K, pairs="mean_offdiag", step=10)
+    np.testing.assert_allclose(read.miscoupling, expected.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(coupling_of_prompts(results["looped"].isel(step=-1), K), -expected.mean(1), rtol=1e-6)
+    _, table = over_training(results, K)
+    np.testing.assert_allclose(table["coupling"], -expected.mean(), rtol=1e-6)
+    _, edges = layer_graph(results, K)
+    shown = edges.dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
+    assert shown == [[l + 1, m + 1] for l, m in COUNTED if l < m]
+    _, table = by_layer(results, K)
+    values = looped.offdiag_normalized.sel(k=K).mean(("prompt", "token")).values
+    means = [-np.mean([values[l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
+    np.testing.assert_allclose(table["coupling"], means, rtol=1e-5)
+    heatmaps(results, K)
+    page = contents(reduced(results["looped"]))
+    l, m = page["most_coupled"]["offdiag_normalized"][K]
+    assert (l - m) % 3
+    curve = page["curves"]["offdiag_normalized"][K]["mean_offdiag"]
+    np.testing.assert_allclose(curve["value"], expected.mean(), rtol=1e-6)
+
+
+def test_the_attribute_is_read_as_it_is_written():
+    assert read_equal_blocks("")["one module"] == []
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
+    """All that needs no pairs, without an error or a warning of numpy's."""
+    network = neox(num_hidden_layers=1) if inside else nn.Sequential(layer()).eval()
+    inputs = tokens() if inside else torch.randn(3, 6, WIDTH)
+    ds = tracker.measure(network, inputs, k=K, measures="all", blocks=None if inside else ["0"])
+    assert ds.sizes["layer"] == 1 and float(ds.lss.median()) == pytest.approx(1)
+    table = tracker.summary(ds)
+    assert set(table.index.get_level_values("measure")) == {"lss", "expodistance", "alpha_mean"}
+    assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
+    tracker.summary(stored(tmp_path / "store", {0: ds, 10: ds}))
+    assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

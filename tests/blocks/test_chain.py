@@ -1,0 +1,230 @@
+"""The whole chain of blocks, or a reason: lists of several classes, and blocks outside their list."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import tracker
+from tests.blocks.test_home_made import measured_as_by_brute_force
+from tests.home_made import MLP, SA, Flat, PreNorm
+from tests.models import VOCABULARY, WIDTH, images, neox, tokens
+from tracker.common.errors import UsageError
+
+K = 4
+
+
+class Attending(nn.Module):
+    """Its attention has a name."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.mlp = PreNorm(MLP())
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.mlp(x + self.attn(y, y, y, need_weights=False)[0])
+
+
+class Convolving(nn.Module):
+    """Without attention; as in Jamba, Griffin or xLSTM, in one list with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        self.mlp = PreNorm(MLP())
+
+    def forward(self, x):
+        return self.mlp(x + self.conv(self.norm(x).transpose(1, 2)).transpose(1, 2))
+
+
+class OnlyConvolving(nn.Module):
+    """A block without a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Dense(PreNorm):
+    """A first layer that moves no information between tokens."""
+
+    def __init__(self):
+        super().__init__(MLP())
+
+
+class LM(nn.Module):
+    """Blocks in a list, and modules before and after it."""
+
+    def __init__(self, blocks, before=(), after=()):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        for name, module in before:
+            self.add_module(name, module)
+        self.layers = blocks
+        for name, module in after:
+            self.add_module(name, module)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.order = [name for name, _ in before], [name for name, _ in after]
+
+    def forward(self, ids):
+        before, after = self.order
+        x = self.embed(ids)
+        for name in before:
+            x = self.get_submodule(name)(x)
+        for block in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+            x = block(x)
+        for name in after:
+            x = self.get_submodule(name)(x)
+        return self.head(self.norm(x))
+
+
+KINDS = {"A": Attending, "C": Convolving, "O": OnlyConvolving, "F": Flat, "D": Dense}
+LISTS = {"ModuleList": nn.ModuleList, "Sequential": lambda blocks: nn.Sequential(*blocks)}
+LISTS["ModuleDict"] = lambda blocks: nn.ModuleDict({f"block_{i}": block for i, block in enumerate(blocks)})
+
+
+def model(kinds: str, container: str = "ModuleList", before: str = "", after: str = "") -> LM:
+    """Return a model with a block of each kind in its list, and before and after it."""
+    torch.manual_seed(0)
+    outside = [[(f"{part}{i}", KINDS[kind]()) for i, kind in enumerate(named)] for part, named in
+               (("first", before), ("last", after))]  # fmt: skip
+    return LM(LISTS[container]([KINDS[kind]() for kind in kinds]), *outside).double().eval()
+
+
+def refusal(network, inputs=None, **keywords) -> str:
+    with pytest.raises(UsageError) as error:
+        tracker.measure(network, tokens() if inputs is None else inputs, k=K, **keywords)
+    return str(error.value)
+
+
+def lines(message: str):
+    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("kinds", ["AACC", "ACCA", "CCCA", "ACAC", "CAAA", "AOOA", "FCFC", "FFCF"])
+@pytest.mark.parametrize("container", LISTS)
+def test_a_list_of_several_classes_is_measured_whole(kinds, container):
+    network = model(kinds, container)
+    names = [f"layers.{name}" for name, _ in network.layers.named_children()]
+    if kinds == "CAAA":  # the class of its first block is there once
+        assert lines(refusal(network))[0] == "layers"
+        return
+    ds = measured_as_by_brute_force(network, tokens(), names)
+    assert ds.attrs["final_norm_module"] == "norm"
+
+
+@pytest.mark.parametrize(
+    "kinds, before, after, names",
+    [
+        ("AA", "", "A", ["layers.0", "layers.1", "last0"]),
+        ("AA", "A", "", ["first0", "layers.0", "layers.1"]),
+        ("AA", "CA", "AC", ["first0", "first1", "layers.0", "layers.1", "last0", "last1"]),
+        ("FF", "F", "C", ["first0", "layers.0", "layers.1", "last0"]),
+        ("AA", "DA", "", ["first0", "first1", "layers.0", "layers.1"]),
+        ("AACC", "", "A", ["layers.0", "layers.1", "layers.2", "layers.3", "last0"]),
+    ],
+)
+def test_blocks_outside_the_list_are_proposed_with_it(kinds, before, after, names):
+    network = model(kinds, before=before, after=after)
+    message = refusal(network)
+    assert "are not the whole chain of blocks" in message
+    assert lines(message) == [names, "layers"]
+    measured_as_by_brute_force(network, tokens(), names, blocks=names)
+    part = tracker.measure(network, tokens(), k=K, blocks="layers")  # the caller may mean a part
+    assert part.attrs["final_norm_module"] == ("" if after else "norm")
+
+
+def test_the_norm_inside_the_next_block_is_no_final_norm():
+    network = model("AACC")
+    part = tracker.measure(network, tokens(), k=K, blocks=["layers.0", "layers.1"])
+    assert part.attrs["final_norm"] == "exclude" and part.attrs["final_norm_module"] == ""
+
+
+def test_a_warning_names_what_adds_and_moves_nothing_between_tokens():
+    network = model("AA", before="D", after="DD")
+    with pytest.warns(
+        UserWarning, match="first0 gives the first one its input and last0 takes the last one's"
+    ) as warned:
+        ds = measured_as_by_brute_force(network, tokens(), ["layers.0", "layers.1"])
+    assert ds.attrs["blocks"] == "layers.0, layers.1"
+    (text,) = [str(w.message) for w in warned if "first0 gives" in str(w.message)]
+    (names,) = lines(text)
+    measured_as_by_brute_force(network, tokens(), names, blocks=names)
+    assert names == ["first0", "layers.0", "layers.1", "last0", "last1"]
+
+
+class Positions(nn.Module):
+    """Learned positions and dropout: x + p."""
+
+    def __init__(self):
+        super().__init__()
+        self.p, self.dropout = nn.Parameter(torch.randn(1, 32, WIDTH)), nn.Dropout(0.1)
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.dropout(x + self.p[:, : x.shape[1]])
+
+
+def projection():
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+
+
+def test_what_is_no_block_next_to_the_blocks_is_no_reason_to_refuse():
+    torch.manual_seed(0)
+    norms = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
+    before = [("positions", Positions()), ("norms", norms), ("project", projection())]
+    after = [("transform", nn.Sequential(nn.LayerNorm(WIDTH), projection()))]
+    network = LM(nn.ModuleList(Attending() for _ in range(3)), before, after)
+    ds = tracker.measure(network, tokens(), k=K)
+    assert ds.attrs["blocks"] == "layers.0, layers.1, layers.2"
+    assert ds.attrs["final_norm_module"] == "transform.0"
+    in_list = nn.Sequential(Positions(), *(Attending() for _ in range(3)), nn.LayerNorm(WIDTH), projection())
+    assert tracker.measure(in_list, torch.randn(2, 6, WIDTH), k=K).attrs["blocks"] == "1, 2, 3"
+
+
+@pytest.mark.parametrize("kind", [Attending, Convolving])
+def test_a_declared_list_is_followed_too(kind):
+    class Longer(type(neox())):
+        """A Hugging Face model with one more layer after those that its config declares."""
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.gpt_neox.final_layer_norm = nn.Sequential(kind(), self.gpt_neox.final_layer_norm)
+
+    network = Longer(neox().config)
+    message = refusal(network)
+    assert "gpt_neox.final_layer_norm.0 takes the last one's output" in message
+    assert lines(message)[0][-1] == "gpt_neox.final_layer_norm.0" and lines(message)[1] == "gpt_neox.layers"
+
+
+def test_layers_that_move_nothing_between_tokens_in_a_list_of_several_classes():
+    message = refusal(model("AADD"))
+    assert lines(message)[0] == "layers"
+    assert "layers.2 takes the last one's output" in message
+
+
+def test_before_measuring_a_list_of_several_classes_is_said_to_be_assumed():
+    found = tracker.find_blocks(model("AACC"))
+    assert len(found.names) == 4 and "assumed, and checked when measuring" in str(found)
+    assert tracker.measure(model("AACC"), tokens(), k=K, blocks=found).sizes["layer"] == 4
+    unchained = model("AADD")
+    assert "no chain of blocks: 2 of them move no information" in refusal(
+        unchained, blocks=tracker.find_blocks(unchained)
+    )
+
+
+def test_stages_of_several_classes_on_images_stay_refused():
+    stem = nn.Sequential(nn.Conv2d(3, WIDTH, 8, 8), nn.Flatten(2), Rows())
+    network = nn.Sequential(stem, *(PreNorm(SA()) for _ in range(3)))
+    assert tracker.measure(network, images(), k=K).attrs["blocks"] == "1, 2, 3"
+
+
+class Rows(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)

@@ -1,0 +1,106 @@
+"""Which pairs of blocks count in means and tests.
+
+    l = l'               in the paper's mean over all pairs alone: a Jacobian in its own basis has a mis-coupling of 0
+    one module           where l = l' does: layers that call one module again are coupled by construction, however it is trained
+    equal weights        everywhere, and the pairs are named: weights that begin as copies may become different
+
+Where no other pair exists, as in ALBERT, the pairs of one module count, and are named.
+"""
+
+import numpy as np
+import xarray as xr
+from jaxtyping import Float
+from numpy import ndarray
+
+from tracker.analysis.onset import pairs_of_blocks
+from tracker.analysis.regression import clustered_mean
+from tracker.common.text import join_names
+from tracker.measures.dataset import compared_layers
+from tracker.measures.equal_blocks import ATTRIBUTE, EQUAL_WEIGHTS, NONE, ONE_MODULE, Groups, read_equal_blocks
+from tracker.store import attribute_values
+
+
+def counted_pairs(results: xr.Dataset) -> xr.Variable:
+    """Return which pairs (layer, layer_other) count where l = l' does not."""
+    layer, other = (_modules(results, dim) for dim in ("layer", "layer_other"))
+    of_two_modules = layer != other
+    return of_two_modules if of_two_modules.any() else compared_layers(results)
+
+
+def where_counted(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataArray:
+    """Return values over (layer, layer_other), NaN for pairs that do not count."""
+    return matrices.where(xr.DataArray(counted_pairs(results)))
+
+
+def independent_pairs(matrices: xr.DataArray, results: xr.Dataset) -> Float[ndarray, "*S pairs"]:
+    """Return the mean of both directions of each pair of blocks, for tests over pairs.
+
+    Layers that are one module have their directions in common: all pairs of the same two modules are one pair.
+    """
+    values = pairs_of_blocks(where_counted(matrices, results).transpose(..., "layer", "layer_other").values)
+    if not has_one_module(results):
+        return values
+    of_layer = _modules(results, "layer").values
+    both = np.sort(of_layer[np.stack(np.triu_indices(len(of_layer), 1))], 0)
+    of_modules = [values[..., (both == pair[:, None]).all(0)] for pair in np.unique(both, axis=1).T]
+    return np.stack([clustered_mean(alike)[0] for alike in of_modules], -1)
+
+
+def has_one_module(results: xr.Dataset) -> bool:
+    """Whether layers are one module, at some step."""
+    return bool(_groups(results, ONE_MODULE))
+
+
+def is_one_module(results: xr.Dataset) -> bool:
+    """Whether all blocks, of which there are several, are one module."""
+    return results.sizes["layer"] > 1 and len(set(_modules(results, "layer").values)) == 1
+
+
+def has_equal_weights(results: xr.Dataset) -> bool:
+    """Whether different modules have equal weights, at some step."""
+    return bool(_groups(results, EQUAL_WEIGHTS))
+
+
+def describe_equal_blocks(results: xr.Dataset) -> list[str]:
+    """Say in sentences which blocks are one module, and which have equal weights, and at which steps if not at all."""
+    texts = results.coords[ATTRIBUTE].values if ATTRIBUTE in results.coords else results.attrs.get(ATTRIBUTE, NONE)
+    steps = np.atleast_1d(results["step"].values) if "step" in results.coords else np.zeros(1)
+    steps_of: dict[str, list[str]] = {}
+    for step, text in zip(steps, np.broadcast_to(np.asarray(texts, dtype=object), steps.shape), strict=True):
+        for sentence in _sentences(str(text), results.sizes["layer"]):
+            steps_of.setdefault(sentence, []).append(f"{step:,.0f}")
+    return [
+        sentence if len(at) == len(steps) else f"At step{'s' * (len(at) > 1)} {join_names(at)}: {sentence}"
+        for sentence, at in steps_of.items()
+    ]
+
+
+def _sentences(text: str, L: int) -> list[str]:
+    found = read_equal_blocks(text)
+    one, equal = found[ONE_MODULE], found[EQUAL_WEIGHTS]
+    sentences = []
+    if one == [list(range(1, L + 1))]:
+        sentences.append("All blocks are one module: they are coupled by construction, trained or not.")
+    elif one:
+        sentences.append(
+            f"Some blocks are one module ({_listed(one)}): they are coupled by construction, trained or not, and their pairs "
+            "are left out of means and tests."
+        )
+    if equal:
+        sentences.append(f"Some blocks have equal weights ({_listed(equal)}): they are coupled by construction.")
+    return sentences
+
+
+def _listed(groups: Groups) -> str:
+    return "; ".join(join_names(group) for group in groups)
+
+
+def _groups(results: xr.Dataset, kind: str) -> Groups:
+    return [group for text in attribute_values(results, ATTRIBUTE) for group in read_equal_blocks(text)[kind]]
+
+
+def _modules(results: xr.Dataset, dim: str) -> xr.Variable:
+    """Return the first layer of each layer's module, along `dim`."""
+    first = {layer: group[0] for group in _groups(results, ONE_MODULE) for layer in group}
+    layers = results.variables[dim].values.astype(int).tolist()
+    return xr.Variable(dim, np.array([first.get(layer, layer) for layer in layers]))

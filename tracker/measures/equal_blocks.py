@@ -1,0 +1,110 @@
+"""Layers with equal blocks, which are coupled by construction: one module that is called again, or modules with equal weights.
+
+The attribute `equal_blocks` names their layers, each group with spaces between:
+
+    one module: 1 3, 2 4; equal weights: 1 2 3 4            "none" if all blocks differ
+
+*One module* is also said of modules of one class that share all their weights (tied): they stay equal however long they are
+trained. Modules with *equal weights* may become different: `nn.TransformerEncoder` makes its layers as copies of one.
+Weights are compared where a model holds them whole: those that are sharded over ranks, offloaded or quantized are not, and
+neither are blocks between boundaries.
+
+Cost: eight numbers of every block, and all weights of the blocks that agree in those.
+"""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tracker.model.recording import Recording
+from tracker.model.weights import is_plain
+from tracker.model.wrappers import unwrap
+
+ATTRIBUTE, NONE = "equal_blocks", "none"
+ONE_MODULE, EQUAL_WEIGHTS = "one module", "equal weights"
+Groups = list[list[int]]  # of layers, from 1
+
+FEW = 8  # numbers of a block that are compared first
+
+
+def equal_blocks(recording: Recording) -> str:
+    """Return the attribute `equal_blocks` of a recorded pass."""
+    replica = recording.calls[0].replica
+    if replica.description.spans:
+        return NONE
+    tree = unwrap(replica.model)
+    modules = [tree.get_submodule(call.name) for call in recording.calls]
+    one_module = _groups([_identity(module) for module in modules])
+    first = {_identity(module): module for module in reversed(modules)}
+    same = dict(zip(first, _labels_of_weights(list(first.values())), strict=True))
+    weights = _groups([same[_identity(module)] for module in modules])
+    found = {ONE_MODULE: one_module, EQUAL_WEIGHTS: [group for group in weights if group not in one_module]}
+    return "; ".join(f"{kind}: {_written(groups)}" for kind, groups in found.items() if groups) or NONE
+
+
+def read_equal_blocks(text: str) -> Mapping[str, Groups]:
+    """Return the groups of layers of each kind that the attribute names.
+
+    >>> read_equal_blocks("one module: 1 3, 2 4; equal weights: 1 2 3 4")
+    {'one module': [[1, 3], [2, 4]], 'equal weights': [[1, 2, 3, 4]]}
+    >>> read_equal_blocks("none")
+    {'one module': [], 'equal weights': []}
+    """
+    found: dict[str, Groups] = {ONE_MODULE: [], EQUAL_WEIGHTS: []}
+    for part in text.split("; "):
+        kind, _, groups = part.partition(": ")
+        if groups:
+            found[kind] = [[int(layer) for layer in group.split()] for group in groups.split(", ")]
+    return found
+
+
+def _written(groups: Groups) -> str:
+    return ", ".join(" ".join(map(str, group)) for group in groups)
+
+
+def _groups(labels: Sequence[Hashable]) -> Groups:
+    """Return the layers, from 1, of each label that several layers have."""
+    layers: dict[Hashable, list[int]] = {}
+    for layer, label in enumerate(labels, 1):
+        layers.setdefault(label, []).append(layer)
+    return [group for group in layers.values() if len(group) > 1]
+
+
+def _identity(module: nn.Module) -> Hashable:
+    """Return what modules that are one have in common: their class and weights, or the module itself without weights."""
+    weights = tuple(map(id, module.parameters()))
+    return (type(module), weights) if weights else id(module)
+
+
+def _labels_of_weights(modules: Sequence[nn.Module]) -> list[int]:
+    """Return a number for each module, the same for those whose weights are equal."""
+    alike: dict[Hashable, list[int]] = {}  # modules with the same first numbers, of which no two have equal weights
+    labels = []
+    for i, module in enumerate(modules):
+        beginning = _first_numbers(module)
+        others = [] if beginning is None else alike.setdefault((type(module), beginning), [])
+        equal = next((j for j in others if _have_equal_weights(module, modules[j])), i)
+        if equal == i:
+            others.append(i)
+        labels.append(equal)
+    return labels
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _first_numbers(module: nn.Module) -> tuple[float, ...] | None:
+    """Return the first numbers of a module's first matrix, as norms begin as ones; None if its weights are not compared."""
+    if not all(is_plain(tensor) for tensor in _tensors(module).values()):
+        return None
+    matrix = next((p for p in module.parameters() if p.dim() > 1 and p.numel()), None)
+    return None if matrix is None else tuple(matrix.detach()[(0,) * (matrix.dim() - 1)][:FEW].tolist())
+
+
+def _have_equal_weights(module: nn.Module, other: nn.Module) -> bool:
+    first, second = _tensors(module), _tensors(other)
+    return first.keys() == second.keys() and all(
+        a.shape == second[name].shape and torch.equal(a, second[name].to(a)) for name, a in first.items()
+    )
