@@ -18,7 +18,9 @@ FinalNorm = Literal["auto", "include", "exclude"]
 Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
 Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
 Dtype = Literal["float32", "float64"]
-Derivative = Literal["checked", "autograd"]  # whether reverse mode is compared with other derivatives
+Derivative = Literal[
+    "checked", "autograd", "values"
+]  # whether J is compared with differences; of values: `detach` ignored
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TOKEN_CHOICES = ("last", "cls", "all")
 

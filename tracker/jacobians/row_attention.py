@@ -55,7 +55,8 @@ def by_formula(
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
-    at_q, at_k, at_v = query.detach(), key.detach(), value.detach()  # the point of expansion is a constant
+    with torch._C.DisableTorchFunction():  # the point of expansion is a constant, also where `detach` is the identity
+        at_q, at_k, at_v = query.detach(), key.detach(), value.detach()
     with torch.autocast(query.device.type, enabled=False):
         start = 0
         for past, rows in frozen:
