@@ -25,7 +25,7 @@ from tracker.common.errors import UsageError
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative
-from tracker.jacobians.independent import settle
+from tracker.jacobians.independent import settle_full_sequence
 from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
@@ -227,7 +227,7 @@ def _why_not_measurable(
                     require_derivative(call, rows, replica.dtype)
                     if settings.derivative != "autograd":
                         _, group = next(rows.disjoint_groups())
-                        settle(call, group, attached=settings.derivative == "values")
+                        settle_full_sequence(call, group, settings.derivative == "values")
     except FAILURES as error:  # of the model's code, too
         raise_device_errors(error)
         return error

@@ -168,7 +168,8 @@ def require_reproduction(
     if not relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32]:
         raise UsageError(
             f"block {call.layer} ({call.name}) gives another output with gradients than without (relative error "
-            f"{error:.1e}): its code depends on whether gradients are enabled, or rounds to less than float32; remove that"
+            f"{error:.1e}): its code depends on whether gradients are enabled, or rounds to less than float32; remove that, or "
+            "give dtype='float64', which autocast does not round"
         )
     return error
 

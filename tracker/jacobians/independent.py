@@ -7,12 +7,12 @@ or values that the code takes out of autograd's sight. For a random v in each ro
 
 whose error is of order h^2 + rounding / h. Separate calls: code that reads another row's values, or that is written for one
 sample, would see the same values at both ends if they were rows of one batch. Cost: two forward passes of the rows, where J takes
-d cotangents. Rows that do not agree with one step are tried with another: units of a ReLU change their sign within a large
-step, and a small one divides rounding by h.
+d cotangents.
 
-Rows that agree with neither are settled by a linearization of their own in float64 (where the block's code runs in it), where
-differences are nearly exact: for random u_1, ..., u_m, the root mean square of u_i . (D v) - (J^T u_i) . v has the size of the
-error of D v, and is divided by the size of (J - 1) v.
+Units of a ReLU change their sign within a large step, and a small one divides rounding by h. So rows that do not agree are
+compared again in float64 (where the block's code runs in it) with a small step. What does not agree then is settled by a
+linearization of its own, with several steps: for random u_1, ..., u_m, the root mean square of u_i . (D v) - (J^T u_i) . v has
+the size of the error of D v, and is divided by the size of (J - 1) v.
 
 - A block is refused only if differences converge: those of two steps are ten times closer to each other than to J, and further
   from J than rounding explains. At single rows that is not enough: the full sequence must say the same.
@@ -57,8 +57,8 @@ PROBES = 4  # cotangents
 # Numbers of two bytes are too coarse for differences.
 STEPS = {8: (1e-4, 1e-6, 1e-8), 4: (1e-2, 1e-3, 1e-4)}
 ALLOWED = {8: 1e-5, 4: FAST}
-# The same for a formed J, whose rows are settled if they do not agree. In float32 rounding leaves errors of some 1e-3.
-STEPS_OF_ROWS = {8: (1e-4, 1e-6), 4: (1e-3, 1e-4)}
+# The same for a formed J, whose rows are settled if they do not agree. In float32 rounding leaves errors of up to 1e-3.
+STEP_IN_ROWS = {8: 1e-4, 4: 1e-3}
 ALLOWED_IN_ROWS = {8: 1e-5, 4: 3e-3}
 CLOSER = 10  # times that differences which converge are closer to each other than to J
 
@@ -80,38 +80,40 @@ class Disagreement(UsageError):
 
 
 def differ_from_values(
-    f: RowFunction, x: Float[Tensor, "R d"], J: Float[Tensor, "R d d"], residual: bool, allowed: float, bytes: int
+    f: RowFunction, x: Float[Tensor, "R d"], J: Float[Tensor, "R d d"], residual: bool, step: float
 ) -> Float[Tensor, " R"]:
-    """Return the error of J v at each row against differences of f, the smaller one of two steps.
+    """Return the error of J v at each row against differences of f.
 
     Args:
         f: the block at these rows, which do not depend on each other.
         x: their input, or that of their sources.
         J: their Jacobians.
         residual: whether J is that of f less the identity.
-        allowed: the error from which a row takes the second step.
-        bytes: of the numbers that f computes with.
+        step: h, relative to the root mean square of x.
     """
     v = standard_normal(x.shape, x, seed=1)
     Jv = (J @ v[..., None]).squeeze(-1)
-    smallest = torch.full(x.shape[:1], torch.inf, dtype=torch.float64)
-    for step in STEPS_OF_ROWS[bytes]:
-        difference = _differences(f, x, v, _step(x, step)) - residual * v
-        smallest = smallest.fmin(_distance(difference, Jv, v).cpu())  # NaN is no difference
-        if bool((smallest <= allowed).all()):
-            break
-    return smallest
+    difference = _differences(f, x, v, _step(x, step)) - residual * v
+    size = torch.maximum(_norm(Jv), _norm(difference))
+    return _norm(difference - Jv) / torch.maximum(size, FLOOR[v.dtype] * _norm(v))
 
 
 def settle(
-    call: BlockCall, rows: Rows, row_attention: RowAttention | None = None, attached: bool = False
+    call: BlockCall,
+    rows: Rows,
+    J: Float[Tensor, "R d d"],
+    allowed: float,
+    row_attention: RowAttention | None,
+    attached: bool = False,
 ) -> Independent:
-    """Return what agrees with J at rows, by a linearization of its own.
+    """Return what agrees with J at rows that differ from their values by more than is allowed.
 
     Args:
         call: the recorded call.
         rows: its rows; in the full sequence no two of one sample.
-        row_attention: the attention of single rows; None: they are linearized within the full sequence.
+        J: their Jacobians.
+        allowed: the error.
+        row_attention: that of single rows; None: they are in the full sequence.
         attached: whether `detach` is the identity.
 
     Raises:
@@ -119,37 +121,71 @@ def settle(
         NotSliceable: if that is so at single rows alone.
     """
     if row_attention is None:
-        whole = lambda call: (full_sequence(call, rows, attached), partial(running_full_sequence, call))  # noqa: E731
-        return _settle(call, rows, whole)
-    single = lambda call: (restrict([(call, rows)], row_attention, attached), partial(running_rows, None))  # noqa: E731
+        return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached), (J, allowed))
+    at_rows = lambda call: Function(restrict([(call, rows)], row_attention, attached), running_rows)  # noqa: E731
     try:
-        return _settle(call, rows, single)
+        return _settle(call, rows, at_rows, (J, allowed))
     except UsageError:
         pass
     for _, group in rows.disjoint_groups():
-        settle(call, group, None, attached)
+        settle_full_sequence(call, group, attached)
     raise NotSliceable("the derivative at single rows is not that of their values")
 
 
-Function = tuple[RowFunction, Callable[[], AbstractContextManager[Roundings]]]  # and the context in which it runs
+def settle_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> Independent:
+    """Return what agrees with reverse mode at rows of the full sequence, no two of one sample.
+
+    Raises:
+        UsageError: if reverse mode does not give the derivative of the block's values.
+    """
+    return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached))
 
 
-def _settle(call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function]) -> Independent:
-    """Linearize in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
+@dataclass(frozen=True)
+class Function:
+    """A block at some rows, and the context in which it runs."""
+
+    f: RowFunction
+    running: Callable[[], AbstractContextManager[Roundings]]
+
+
+def _in_full_sequence(call: BlockCall, rows: Rows, attached: bool) -> Function:
+    return Function(full_sequence(call, rows, attached), partial(running_full_sequence, call))
+
+
+Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
+
+
+def _settle(
+    call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function], formed: Formed | None = None
+) -> Independent:
+    """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
+    residual = rows.source is None
     for dtype in dict.fromkeys((torch.float64, call.x.dtype)):
         with _in(dtype, call) as converted:
-            f, running = function_of(converted)
+            function = function_of(converted)
             x = rows.select_sources(converted.x)
             try:
-                with running() as roundings:
-                    block = linearize(f, x, standard_normal(x.shape, x, seed=1))
+                if formed is not None and (known := _agrees_with(function, x, residual, *formed)):
+                    return known
+                with function.running() as roundings:
+                    block = linearize(function.f, x, standard_normal(x.shape, x, seed=1))
             except (UsageError, NotSliceable):
                 if dtype == call.x.dtype:
                     raise
                 continue
-            with running():
-                return _judge(call, f, x, block, rows.source is None, roundings)
+            with function.running():
+                return _judge(call, function.f, x, block, residual, roundings, formed and formed[0])
     raise AssertionError("the call's own dtype is the last")
+
+
+def _agrees_with(
+    function: Function, x: Tensor, residual: bool, J: Float[Tensor, "R d d"], allowed: float
+) -> Independent | None:
+    """Return that formed Jacobians agree with differences of a small step, in which units rarely change their sign."""
+    with function.running():
+        error = float(differ_from_values(function.f, x, J.to(x.dtype), residual, STEPS[x.itemsize][1]).max())
+    return Independent("differences", error) if error <= allowed else None
 
 
 @contextmanager
@@ -163,10 +199,23 @@ def _in(dtype: torch.dtype, call: BlockCall) -> Iterator[BlockCall]:
 
 
 def _judge(
-    call: BlockCall, f: RowFunction, x: Tensor, block: Linearization, residual: bool, roundings: Roundings
+    call: BlockCall,
+    f: RowFunction,
+    x: Tensor,
+    block: Linearization,
+    residual: bool,
+    roundings: Roundings,
+    J: Float[Tensor, "R d d"] | None,
 ) -> Independent:
+    """Compare reverse mode with differences of several steps and with forward mode, and J, if it is given, with reverse mode."""
     u, v = standard_normal((PROBES, *x.shape), x), standard_normal(x.shape, x, seed=1)
-    error = partial(_error, u=u, v=v, g=block.pullback(u), residual=residual)
+    g = block.pullback(u)
+    error = partial(_error, u=u, v=v, g=g, residual=residual)
+    if J is not None and not (off := _error_of_formed(J, u, g, residual)) <= FAST:
+        raise Disagreement(
+            f"block {call.layer} ({call.name}): its Jacobian in {call.x.dtype} differs from that in {x.dtype} by {off:.1e}: "
+            "its rounding is amplified; give dtype='float64'"
+        )
     precision = min(x.itemsize, roundings.least)
     steps = [_step(x, step) for step in STEPS.get(precision, ())]
     differences = [_differences(f, x, v, h) for h in steps]
@@ -191,6 +240,14 @@ def _judge(
     if not bool((forward <= allowed)[~right].all()):
         raise _refusal(call, forward[~right], torch.full((1,), nan), sorted(_custom_functions(f, x)))
     return Independent("forward mode", float(forward[~right].max()), reason)
+
+
+def _error_of_formed(J: Tensor, u: Tensor, g: Tensor, residual: bool) -> float:
+    """Return the largest error of J^T u over the rows, relative to reverse mode less the identity."""
+    expected = g - residual * u
+    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype))
+    sizes = torch.maximum(_norm(expected), FLOOR[J.dtype] * _norm(u)).square().sum(0).sqrt()
+    return float((_norm(found - expected).square().sum(0).sqrt() / sizes).max())
 
 
 def _converge(
@@ -239,11 +296,6 @@ def _error(derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool) 
     size = torch.maximum(size, FLOOR[v.dtype] * _norm(v))
     difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(-1, dtype=torch.float64)
     return (difference.square().mean(0).sqrt() / size).cpu()
-
-
-def _distance(value: Tensor, expected: Tensor, v: Tensor) -> Float[Tensor, " R"]:
-    size = torch.maximum(_norm(value), _norm(expected))
-    return _norm(value - expected) / torch.maximum(size, FLOOR[v.dtype] * _norm(v))
 
 
 _norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)

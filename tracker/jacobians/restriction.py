@@ -168,14 +168,25 @@ def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None
 
 
 @contextmanager
-def running_rows(buffers: FreeBuffers | None) -> Iterator[Roundings]:
-    """Run a restricted block, its linear layers through `FrozenLinear`, and observe where it rounds.
+def evaluating_rows(buffers: FreeBuffers | None = None) -> Iterator[None]:
+    """Run a restricted block, its linear layers through `FrozenLinear`.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
     # Attention as plain products: the fused kernels have no vmap rule.
-    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
+    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers):
+        yield
+
+
+@contextmanager
+def running_rows(buffers: FreeBuffers | None = None) -> Iterator[Roundings]:
+    """Do the same, and observe where the block rounds.
+
+    Raises:
+        NotSliceable: if the block's code raises on sequences of length one.
+    """
+    with evaluating_rows(buffers), Roundings() as roundings:
         yield roundings
 
 
@@ -191,13 +202,24 @@ def linearize_full_sequence(call: BlockCall, rows: Rows, attached: bool = False)
 
 
 @contextmanager
-def running_full_sequence(call: BlockCall) -> Iterator[Roundings]:
-    """Run a block in its full sequences, and observe where it rounds.
+def evaluating_full_sequence(call: BlockCall) -> Iterator[None]:
+    """Run a block in its full sequences.
 
     Raises:
         UsageError: if the block's code raises when it runs again.
     """
-    with replay_errors(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
+    with replay_errors(call), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def running_full_sequence(call: BlockCall) -> Iterator[Roundings]:
+    """Do the same, and observe where the block rounds.
+
+    Raises:
+        UsageError: if the block's code raises when it runs again.
+    """
+    with evaluating_full_sequence(call), Roundings() as roundings:
         yield roundings
 
 

@@ -35,17 +35,24 @@ from tracker.jacobians.checks import (
     require_reproduction,
 )
 from tracker.jacobians.elimination import Elimination, Heads
-from tracker.jacobians.independent import ALLOWED_IN_ROWS, DETACHED, Independent, differ_from_values, settle
+from tracker.jacobians.independent import (
+    ALLOWED_IN_ROWS,
+    DETACHED,
+    STEP_IN_ROWS,
+    Independent,
+    differ_from_values,
+    settle,
+)
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
+    evaluating_full_sequence,
+    evaluating_rows,
     full_sequence,
     linearize_full_sequence,
     linearize_rows,
     replay_errors,
     restrict,
-    running_full_sequence,
-    running_rows,
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
@@ -133,8 +140,8 @@ class Jacobians:
             "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
         memory: how many bytes the products that run at once may keep alive.
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
-        derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach` as the
-            identity.
+        derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach`
+            as the identity.
     """
 
     def __init__(
@@ -238,7 +245,7 @@ class Jacobians:
         for index, group in rows.disjoint_groups():
             f = full_sequence(call, group, self._attached)
             (at,) = to_device(J.device, index)
-            errors += self._compare([(call, group)], f, J[at], rounded, None, partial(running_full_sequence, call))
+            errors += self._compare([(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call))
         return J, CheckResults("full sequence", value_error, nan, max(errors))
 
     def _compare(
@@ -248,7 +255,7 @@ class Jacobians:
         J: Float[Tensor, "R d d"],
         rounded: bool,
         row_attention: RowAttention | None,
-        running: Callable[[], AbstractContextManager[Any]],
+        evaluating: AbstractContextManager[None],
     ) -> list[float]:
         """Return the largest error of J v against differences of values, for each selection.
 
@@ -256,7 +263,7 @@ class Jacobians:
             f: the block at the rows of all selections.
             rounded: whether the block's code rounds.
             row_attention: that of single rows; None: they are in the full sequence.
-            running: the context in which f runs.
+            evaluating: the context in which f runs.
         """
         if self.derivative == "autograd":
             return [nan] * len(selections)
@@ -266,17 +273,17 @@ class Jacobians:
         )
         bytes = 4 if rounded else x.itemsize
         allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
-        with running():
-            errors = differ_from_values(f, x, J, residual, allowed, bytes)
-        largest = []
-        for (call, rows), of_rows in zip(selections, errors.split([len(rows) for _, rows in selections]), strict=True):
-            agree = of_rows <= allowed
-            agreeing = [float(of_rows[agree].max())] if agree.any() else []
-            if not agree.all():
-                outcome = settle(call, rows.subset(~agree), row_attention, self._attached)
+        with evaluating:
+            errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes]).cpu()
+        largest, sizes = [], [len(rows) for _, rows in selections]
+        for (call, rows), of_rows, of_call in zip(selections, errors.split(sizes), J.split(sizes), strict=True):
+            differ = ~(of_rows <= allowed)  # also where an error is NaN
+            if differ.any():
+                (at,) = to_device(J.device, differ)
+                outcome = settle(call, rows.subset(differ), of_call[at], allowed, row_attention, self._attached)
                 self._note(call, outcome)
-                agreeing.append(outcome.error)
-            largest.append(max(agreeing))
+                of_rows = of_rows.masked_fill(differ, outcome.error)
+            largest.append(float(of_rows.max()))
         return largest
 
     def _note(self, call: BlockCall, outcome: Independent) -> None:
@@ -336,8 +343,7 @@ class Jacobians:
                 # A guess of the elimination was wrong.
                 block = linearize_rows(f, x, self._buffers)
                 J = dense_jacobian(block.pullback, block.y, chunk, identity)
-        running = partial(running_rows, self._buffers)
-        errors = self._compare(selections, f, J, block.rounded, PATHS[path], running)
+        errors = self._compare(selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers))
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
 
