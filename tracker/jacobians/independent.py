@@ -175,8 +175,25 @@ def _settle(
                     raise
                 continue
             with function.running():
-                return _judge(call, function.f, x, block, residual, roundings, formed and formed[0])
+                outcome = _judge(call, function.f, x, block, residual, roundings)
+                if formed is None or (off := _error_of_products(formed[0], x, block, residual)) <= FAST:
+                    return outcome
+        found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
+        if CLOSER * _amplified_rounding(call, rows, function_of) < off:
+            raise Disagreement(f"block {call.layer} ({call.name}): {found}, more than rounding explains")
+        return Independent("none", nan, f"{found}: its code amplifies rounding")
     raise AssertionError("the call's own dtype is the last")
+
+
+def _amplified_rounding(call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function]) -> float:
+    """Return how much J^T u changes, in the measuring dtype, with a state that differs by a rounding."""
+    with _in(call.x.dtype, call) as own:
+        function, x = function_of(own), rows.select_sources(own.x)
+        u = standard_normal((PROBES, *x.shape), x)
+        nearby = x * (1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2))
+        with function.running():
+            g, of_nearby = (linearize(function.f, at).pullback(u) for at in (x, nearby))
+    return _largest_error(of_nearby, g, rows.source is None, u)
 
 
 def _agrees_with(
@@ -205,30 +222,28 @@ def _judge(
     block: Linearization,
     residual: bool,
     roundings: Roundings,
-    J: Float[Tensor, "R d d"] | None,
 ) -> Independent:
-    """Compare reverse mode with differences of several steps and with forward mode, and J, if it is given, with reverse mode."""
+    """Compare reverse mode with differences of several steps and with forward mode."""
     u, v = standard_normal((PROBES, *x.shape), x), standard_normal(x.shape, x, seed=1)
     g = block.pullback(u)
     error = partial(_error, u=u, v=v, g=g, residual=residual)
-    if J is not None and not (off := _error_of_formed(J, u, g, residual)) <= FAST:
-        raise Disagreement(
-            f"block {call.layer} ({call.name}): its Jacobian in {call.x.dtype} differs from that in {x.dtype} by {off:.1e}: "
-            "its rounding is amplified; give dtype='float64'"
-        )
     precision = min(x.itemsize, roundings.least)
     steps = [_step(x, step) for step in STEPS.get(precision, ())]
     differences = [_differences(f, x, v, h) for h in steps]
     errors = [error(one) for one in differences]
-    never = torch.zeros(len(x), dtype=torch.bool)
     by_values = torch.stack(errors).nan_to_num(torch.inf).amin(0) if errors else torch.full((len(x),), torch.inf)
-    right = by_values <= ALLOWED[precision] if errors else never
+    right = by_values <= ALLOWED.get(precision, 0.0)
     wrong = ~right & _converge(differences, errors, steps, block.y, v, precision)
     forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
     if wrong.any():
         seen, explained = _explained_by_detach(f, x, u, v, residual, differences)
         if not bool((explained <= ALLOWED[precision])[wrong].all()):
             raise _refusal(call, forward[wrong], by_values[wrong], sorted({*seen, *_custom_functions(f, x)}))
+    unknown = ~right & ~wrong
+    allowed = tolerance(x.dtype, roundings.seen) if errors else FAST
+    if block.tangent is not None and not bool((forward <= allowed)[unknown].all()):
+        raise _refusal(call, forward[unknown], torch.zeros(1), sorted(_custom_functions(f, x)))
+    if wrong.any():
         size = float(by_values[wrong].max())
         return Independent(DETACHED, size, f"its code detaches tensors, which changes J v by {size:.1e}")
     if right.all():
@@ -236,18 +251,20 @@ def _judge(
     reason = "differences do not converge" if errors else "it computes in 16 bits, too coarse for differences"
     if block.tangent is None:
         return Independent("none", nan, f"{reason}, and there is no forward mode: {block.no_tangent}")
-    allowed = tolerance(x.dtype, roundings.seen) if errors else FAST
-    if not bool((forward <= allowed)[~right].all()):
-        raise _refusal(call, forward[~right], torch.full((1,), nan), sorted(_custom_functions(f, x)))
-    return Independent("forward mode", float(forward[~right].max()), reason)
+    return Independent("forward mode", float(forward[unknown].max()), reason)
 
 
-def _error_of_formed(J: Tensor, u: Tensor, g: Tensor, residual: bool) -> float:
-    """Return the largest error of J^T u over the rows, relative to reverse mode less the identity."""
-    expected = g - residual * u
-    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype))
-    sizes = torch.maximum(_norm(expected), FLOOR[J.dtype] * _norm(u)).square().sum(0).sqrt()
-    return float((_norm(found - expected).square().sum(0).sqrt() / sizes).max())
+def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: bool) -> float:
+    """Return the error of formed J^T u against reverse mode."""
+    u = standard_normal((PROBES, *x.shape), x)
+    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
+    return _largest_error(found, block.pullback(u), residual, u)
+
+
+def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
+    """Return the largest error of products J^T u over the rows, relative to those without the identity."""
+    sizes = torch.maximum(_norm(expected - residual * u), FLOOR[torch.float32] * _norm(u)).square().sum(0).sqrt()
+    return float((_norm(g - expected).square().sum(0).sqrt() / sizes).max())
 
 
 def _converge(
@@ -302,9 +319,10 @@ _norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 
 
 def _step(x: Tensor, relative: float) -> Float[Tensor, "R 1"]:
-    """Return the step of each row; one of zeros has no scale and takes that of the others."""
+    """Return the step of each row; one of zeros has no scale and takes that of the others, or 1."""
     size = x.square().mean(-1, keepdim=True).sqrt()
-    return relative * torch.where(size == 0, size.mean(), size).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
+    scale = torch.where(size.mean() == 0, 1.0, size.mean())
+    return relative * torch.where(size == 0, scale, size).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 def _differences(f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]) -> Float[Tensor, "R d"]:

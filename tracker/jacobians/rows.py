@@ -287,17 +287,18 @@ class Jacobians:
         return largest
 
     def _note(self, call: BlockCall, outcome: Independent) -> None:
-        """Keep what does not agree with differences, and warn of the first detached branch."""
+        """Keep the largest error of each layer that does not agree with differences, and warn of the first detached branch."""
         if outcome.method == "differences":
             return
-        known = {other.method for other in self.independent.values()}
-        if outcome.method == DETACHED and DETACHED not in known:
+        if outcome.method == DETACHED and DETACHED not in {known.method for known in self.independent.values()}:
             warn_caller(
                 f"block {call.layer} ({call.name}): {outcome.reason} (relative); its Jacobian is that with these tensors held "
                 "constant, derivative='values' measures that of what the block computes; the Dataset's attribute "
                 "'independent_checks' lists all such blocks"
             )
-        self.independent[call.layer] = outcome
+        known = self.independent.get(call.layer)
+        if known is None or not outcome.error <= known.error:
+            self.independent[call.layer] = outcome
 
     def _by_path(
         self, path: Any, selections: Sequence[CallRows], rounded: bool
