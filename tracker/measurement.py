@@ -25,6 +25,7 @@ from tracker.common.errors import UsageError
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative
+from tracker.jacobians.independent import settle_full_sequence
 from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
@@ -224,8 +225,9 @@ def _why_not_measurable(
                 with replica.materialize(call.block), replica.materialize(call.final_norm), limited:
                     cache.require_independent_samples(call, rows)
                     require_derivative(call, rows, replica.dtype)
-                    if settings.derivative == "checked":
-                        cache.independently(call, rows, None)
+                    if settings.derivative != "autograd":
+                        _, group = next(rows.disjoint_groups())
+                        settle_full_sequence(call, group, settings.derivative == "values")
     except FAILURES as error:  # of the model's code, too
         raise_device_errors(error)
         return error

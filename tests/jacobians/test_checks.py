@@ -9,15 +9,11 @@ from tests.jacobians.measured import CPU, recorded
 from tests.jacobians.test_rows import Inner, Stack, random
 from tests.models import FAMILIES, build
 from tracker.jacobians import checks
+from tracker.jacobians.checks import derivative_error
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import Rows, cut_windows
 from tracker.linalg.precision import TOLERANCE
 from tracker.model.global_state import preserve_global_state
-
-
-def derivative_error(call, rows, row_attention):
-    error, _ = checks.derivative_error(call, rows, row_attention)
-    return error
 
 
 @pytest.fixture
@@ -28,7 +24,7 @@ def windows(monkeypatch):
     monkeypatch.setattr(
         checks,
         "_derivative_error_at",
-        lambda call, *given: (lengths.append(call.x.shape[1]), at(call, *given))[1],
+        lambda call, rows, **given: (lengths.append(call.x.shape[1]), at(call, rows, **given))[1],
     )
     with preserve_global_state(CPU):
         yield lengths
@@ -54,7 +50,19 @@ def test_attentions_in_series_fail_it(windows):
         with replica.materialize(call.block):
             error = derivative_error(call, Rows(torch.tensor([0]), torch.tensor([5])), by_formula)
             assert (error <= 1e-9) == holds
-    assert windows == [2, 2, 6]  # what fails in a window has another chance in the whole
+    assert windows == [6, 6]  # blocks with two attentions are compared in the whole
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "timm vit"])
+def test_what_fails_in_a_window_has_another_chance_in_the_whole(name, windows, monkeypatch):
+    model, inputs = build(name)
+    replica, (calls,) = recorded(model, [inputs])
+    n = calls[0].x.shape[1]
+    monkeypatch.setattr(checks, "tolerance", lambda dtype, rounded: -1.0 if len(windows) == 1 else 1e-9)
+    rows = Rows(torch.tensor([0, 1]), torch.tensor([n - 1, n - 1]))
+    with replica.materialize(calls[0].block):
+        assert derivative_error(calls[0], rows, by_own_code) <= 1e-9
+    assert windows == [2, n]
 
 
 def test_a_window_of_a_block_is_the_block_on_those_tokens():
@@ -76,7 +84,7 @@ def test_an_undefined_error_at_either_place_is_kept(monkeypatch, undefined):
     model, inputs = build("gpt_neox")
     replica, (calls,) = recorded(model, [inputs])
     errors = iter(float("nan") if place == undefined else 0.0 for place in range(2))
-    at = lambda *given: checks._DerivativeCheck(torch.tensor(next(errors)), False, None)  # noqa: E731
+    at = lambda *given, **options: (torch.tensor(next(errors)), False)  # noqa: E731
     monkeypatch.setattr(checks, "_derivative_error_at", at)
     rows = Rows(torch.tensor([0, 0]), torch.tensor([2, 6]))
     with replica.materialize(calls[0].block):

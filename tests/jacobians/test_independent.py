@@ -1,6 +1,5 @@
-"""Reverse mode is compared with derivatives that do not come from it: planted faults are detected, right blocks pass."""
+"""Jacobians are compared with differences of values: planted faults are detected, right blocks pass."""
 
-import json
 import re
 
 import pytest
@@ -10,8 +9,7 @@ from torch import nn
 import tracker
 from tests.models import FAMILIES, build
 from tracker.common.errors import UsageError
-from tracker.jacobians.independent import compare_rows
-from tracker.jacobians.slicing import Rows
+from tracker.jacobians.independent import differ_from_values
 
 D = 16
 STATES = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1))
@@ -133,18 +131,21 @@ def rounded(f, x):
 
 FAULTS = {  # what the message has to name
     "wrong backward": (lambda f, x: Wrong.apply(f(x)), "autograd function Wrong"),
-    "wrong backward, right forward mode": (lambda f, x: WrongWithRightForwardMode.apply(f(x)), "from forward mode by"),
+    "wrong backward, right forward mode": (
+        lambda f, x: WrongWithRightForwardMode.apply(f(x)),
+        "function WrongWithRightForwardMode",
+    ),
     "wrong in both modes": (lambda f, x: WrongInBothModes.apply(f(x)), "function WrongInBothModes"),
     "straight through": (lambda f, x: StraightThrough.apply(f(x)), "function StraightThrough"),
     "data": (lambda f, x: f(x.data).tanh(), ".data"),
     "NumPy": (lambda f, x: f(torch.from_numpy(x.detach().numpy())).tanh(), "numpy"),
     "item": (lambda f, x: f(x) * x.abs().mean().item(), "item()"),
 }
-RIGHT = {  # how it is known
+RIGHT = {  # how it is known, if not by differences
     "plain": (lambda f, x: f(x).tanh(), None),
     "no gradients": (without_gradients, None),
     "inference mode": (in_inference_mode, None),
-    "right backward": (lambda f, x: Right.apply(f(x)), "differences"),
+    "right backward": (lambda f, x: Right.apply(f(x)), None),
     "detached branch": (lambda f, x: f(x.detach()).tanh(), "differences, detached"),
     "rounded, straight through by detach": (rounded, "differences, detached"),
 }
@@ -161,7 +162,7 @@ def measured(net, dtype="float64", **options):
 
 
 def assert_known(ds, how):
-    """Assert how derivatives were checked; None: all by forward mode."""
+    """Assert how derivatives were checked; None: all by differences."""
     assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
 
 
@@ -198,7 +199,8 @@ def test_what_is_no_fault_is_measured(name, dtype):
     ds = measured(model(through), dtype)
     assert ds.attrs["derivative"] == "checked"
     assert_known(ds, how)
-    assert ds.diagnostics_independent_error.max() < (1e-4 if dtype == "float32" else 1e-6)
+    if how is None:
+        assert ds.diagnostics_independent_error.max() < (3e-3 if dtype == "float32" else 1e-5)
 
 
 def single(through):
@@ -216,17 +218,17 @@ def rounding_inside(f, x):
     return 3 * f(nn.functional.layer_norm(x.float(), (D,)).to(x))
 
 
-def test_rounding_inside_is_settled_at_single_rows():
+def test_rounding_inside_is_no_disagreement():
     ds = measured(model(rounding_inside), "float64")
-    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 1e-5
+    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 3e-3
 
 
-def test_kinks_are_settled_at_single_rows():
+def test_kinks_are_no_disagreement():
     """The units of a ReLU change their sign between the points of a difference with too large a step."""
     torch.manual_seed(1)
     layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True) for _ in range(4)]
     ds = tracker.measure(nn.Sequential(*layers), torch.randn(2, 20, 64), k=4)
-    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 1e-5
+    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 3e-3
 
 
 SMALL = {
@@ -271,19 +273,19 @@ def test_autograd_is_measured_on_request(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_agrees_with_forward_mode_and_differences(name):
+def test_every_family_agrees_with_differences(name):
     net, inputs = build(name)
     ds = tracker.measure(net, inputs, k=2, tokens=[1, -1])
-    others = set(json.loads(ds.attrs["independent_checks"]).values())
-    # Bloom's GELU is a custom function without forward mode; routers and kinks within a step of float32 are settled in float64.
-    assert all(other.startswith("differences:") for other in others), others
-    assert any("no forward mode" in other for other in others) == (name == "bloom")
-    assert ds.diagnostics_independent_error.max() < 1e-4
+    assert ds.attrs["independent_checks"] == "{}"
+    assert ds.diagnostics_independent_error.max() < 3e-3
 
 
-@pytest.mark.parametrize("source, error", [(None, 1e-6), ([0], 1e-2)])
-def test_errors_are_relative_to_the_jacobian_without_an_identity_that_another_token_does_not_have(source, error):
-    rows = Rows(torch.tensor([0]), torch.tensor([3]), None if source is None else torch.tensor(source))
-    x = torch.randn(1, D, generator=torch.Generator().manual_seed(2)).double()
-    found = compare_rows(lambda some: lambda x: Wrong.apply(1e-4 * x), rows, x).differences
-    assert error / 3 < found < 3 * error  # 1 % of a Jacobian of size 1e-4, relative to itself or to the identity
+@pytest.mark.parametrize("residual", [True, False])
+def test_errors_are_relative_to_the_jacobian_without_an_identity_that_another_token_does_not_have(residual):
+    x = torch.randn(2, D, generator=torch.Generator().manual_seed(2)).double()
+    J = 1e-4 * torch.randn(2, D, D, generator=torch.Generator().manual_seed(3)).double()
+    whole = J + residual * torch.eye(D)
+    f = lambda x: (whole @ x[..., None]).squeeze(-1)  # noqa: E731
+    off = J * torch.tensor([1, 1.01])[:, None, None]
+    errors = differ_from_values(f, x, off, residual, 1e-4)
+    assert errors[0] < 1e-6 and float(errors[1]) == pytest.approx(0.01 / 1.01, rel=1e-3)

@@ -46,7 +46,7 @@ def test_value_and_jacobian(formula, G, masked):
         live = torch.zeros(R, 1, 1, n, 1, dtype=torch.bool)
         live[torch.arange(R), :, :, own] = True
         at = live[:, 0]
-        expansion = expand(formula, query, torch.where(at, key, K), torch.where(at, value, V), own, mask)
+        expansion = expand(formula, query, torch.where(at, key, K), torch.where(at, value, V), mask, own)
         torch.testing.assert_close(
             expansion(query, key, value), attention(formula, query, key, value, K, V, own, mask), atol=1e-12, rtol=0
         )

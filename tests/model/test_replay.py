@@ -58,7 +58,7 @@ class OverBatch(Block):
 
 class Tiny(Block):
     def forward(self, x):
-        return self.plain(x) + 1e-14 * x.mean(0)
+        return self.plain(x) + 1e-10 * x.mean(0)
 
 
 class BatchNorm(Block):

@@ -19,7 +19,8 @@ Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
 Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
 Dtype = Literal["float32", "float64"]
 Witness = Literal["model", "off"]  # whether the caller's model itself is asked about its blocks
-Derivative = Literal["checked", "autograd"]  # whether reverse mode is compared with other derivatives
+# Whether J is compared with differences of values; with "values", J is their derivative: `detach` has no effect.
+Derivative = Literal["checked", "autograd", "values"]
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TOKEN_CHOICES = ("last", "cls", "all")
 

@@ -6,7 +6,8 @@
   replaces it.)
   The value alone would not detect a detached key, or two attentions named as one block. If the block's arguments can be
   cut, the sequence is a window of the recorded one that ends at the row: the check compares code and weights, which are the
-  same on any sequence. Cost: 2 x WINDOW rows, where one Jacobian costs d.
+  same on any sequence. Cost: WINDOW rows for each, where one Jacobian costs d. A block with several attentions is compared in
+  the full sequence at every requested row: a path from a row to another and back is not in every window.
 - mixing: the samples of a batch do not depend on each other, or Jacobians would depend on what else is in the batch.
 
 These are comparisons on random vectors at a tolerance, not proofs. Errors are relative to the residual function
@@ -23,7 +24,8 @@ rounding, and its tolerance is `ROUNDED` too.
 
 Mixing is looked for in two ways: for sets K of samples, the outputs of K do not depend on the states of the others.
 
-- derivative: J^T u, for a random u on the samples of K, is exactly zero on the others;
+- derivative: J^T u, for a random u on the samples of K, is zero on the others. What is below `MIXES` of J^T u - u on K is
+  rounding: softmax(s - s.max()) over a batch does not depend on the maximum, and its derivative cancels to 1e-17, not to zero;
 - value: with other states for the other samples, the outputs of K are the same. This detects dependence without a derivative,
   such as experts of limited capacity, which tokens of another sample can fill.
 
@@ -32,8 +34,9 @@ samples on any sequences, so both use short windows of all samples if the block'
 log2(B) + 2 cotangents at once, and three forward passes.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import combinations, count, islice
 from math import comb
 from typing import Any
@@ -44,7 +47,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.common.errors import UsageError
-from tracker.jacobians.independent import Comparison, compare_rows
 from tracker.jacobians.restriction import (
     RowAttention,
     linearize_full_sequence,
@@ -55,7 +57,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.jacobian import Linearization, linearize
-from tracker.linalg.precision import FLOOR, TOLERANCE, Roundings, is_finite, relative_error, tolerance
+from tracker.linalg.precision import FAST, FLOOR, TOLERANCE, Roundings, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, standard_normal, to_device
 from tracker.model.recording import BlockCall, recording_kernels
 from tracker.model.replica import irreproducible
@@ -63,37 +65,29 @@ from tracker.model.replica import irreproducible
 WINDOW = 16  # tokens
 
 
-def derivative_error(
-    call: BlockCall, rows: Rows, row_attention: RowAttention, compared: bool = True
-) -> tuple[float, Comparison | None]:
-    """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d), and, if
-    `compared`, how J v at the last of these rows compares with derivatives that do not come from reverse mode.
+def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool = False) -> float:
+    """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d).
 
     It is checked at the first and the last requested row of the first and the last sample, or at the last position of the
-    sequence if only position 0 is requested.
+    sequence if only position 0 is requested; at every requested row if the block has several attentions.
+
+    Args:
+        attached: whether `detach` is the identity.
     """
-    if rows.source is not None:
-        groups = [group for _, group in rows.disjoint_groups()]
-        first = _derivative_error_at(call, groups[0], row_attention, compared=False)
-        last = _derivative_error_at(call, groups[-1], row_attention, compared)
-        return _largest(read([first.error, last.error])), last.comparison
-    places = _places(rows, call.x.shape[1])
-    # The comparison is made once, at the last place.
-    in_windows = [
-        _derivative_error_in_window(call, place, row_attention, compared and place is places[-1]) for place in places
-    ]
-    errors = iter(read([result.error for result in in_windows if result is not None]))
-    passed, failed = [], []
-    for place, result in zip(places, in_windows, strict=True):
-        if result is not None and (error := next(errors)) <= tolerance(call.x.dtype, result.rounded):
-            passed.append(error)
-        else:
-            failed.append(place)
-    # A check that fails in a window is made again in the full sequence: padding may fill the window.
-    again = [_derivative_error_at(call, place, row_attention, compared and place is places[-1]) for place in failed]
-    last = again[-1] if failed and failed[-1] is places[-1] else in_windows[-1]
-    assert last is not None
-    return _largest(passed + read([result.error for result in again])), last.comparison
+    at = partial(_derivative_error_at, row_attention=row_attention, attached=attached)
+    groups = [group for _, group in rows.disjoint_groups()]
+    if len(call.attention) > 1:  # one may read what another wrote anywhere in the sequence
+        places = groups
+    elif rows.source is not None:
+        places = [groups[0], groups[-1]]
+    else:
+        places = _places(rows, call.x.shape[1])
+        in_windows = _derivative_error_in_windows(call, places, at)
+        # What fails in windows is checked again in the full sequence: padding may fill a window.
+        if in_windows is not None and in_windows[0] <= tolerance(call.x.dtype, in_windows[1]):
+            return in_windows[0]
+    errors = read([at(call, place)[0] for place in places])
+    return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN if one is, unlike Python's max
 
 
 def _places(rows: Rows, n: int) -> list[Rows]:
@@ -108,48 +102,36 @@ def _places(rows: Rows, n: int) -> list[Rows]:
     return [Rows(samples, last)] if torch.equal(first, last) else [Rows(samples, first), Rows(samples, last)]
 
 
-@dataclass(frozen=True)
-class _DerivativeCheck:
-    """The error of J^T u, whether the block's code or the recording rounds to a lower precision, and J v compared."""
-
-    error: Tensor
-    rounded: bool
-    comparison: Comparison | None
+Check = Callable[[BlockCall, Rows], tuple[Tensor, bool]]
 
 
-def _derivative_error_in_window(
-    call: BlockCall, rows: Rows, row_attention: RowAttention, compared: bool
-) -> _DerivativeCheck | None:
-    """Return the same as `_derivative_error_at` in windows; None if the call is small or can't be cut."""
+def _derivative_error_in_windows(call: BlockCall, places: Sequence[Rows], at: Check) -> tuple[float, bool] | None:
+    """Return the same as `_derivative_error_at` in a window for each row; None if the call is small or can't be cut."""
     B, n, _ = call.x.shape
     if B <= 2 and n <= 2 * WINDOW:
         return None
+    rows = Rows(torch.cat([place.sample for place in places]), torch.cat([place.token for place in places]))
     try:
-        return _derivative_error_at(*cut_windows(call, rows, WINDOW), row_attention, compared)
+        error, rounded = at(*cut_windows(call, rows, WINDOW))
     except (NotSliceable, UsageError):
         return None
+    return float(error), rounded
 
 
-def _largest(errors: Sequence[float]) -> float:
-    return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN if one is, unlike Python's max
-
-
-def _derivative_error_at(call: BlockCall, rows: Rows, row_attention: RowAttention, compared: bool) -> _DerivativeCheck:
+def _derivative_error_at(
+    call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool
+) -> tuple[Tensor, bool]:
+    """Return the error at rows of different samples, and whether the block's code or the recording rounds."""
     x = rows.select_sources(call.x)
-    restrict_to = lambda some: restrict([(call, some)], row_attention)  # noqa: E731
-    comparison = None
+    u = standard_normal(x.shape, x)
     with slicing_errors():
-        if compared:
-            comparison = compare_rows(restrict_to, rows, x)
-            (u, gradient), rounded = comparison.pulled_back, comparison.rounded
-        else:
-            block, u = linearize_rows(restrict_to(rows), x), standard_normal(x.shape, x)
-            gradient, rounded = block.pullback(u[None])[0], block.rounded
+        block = linearize_rows(restrict([(call, rows)], row_attention, attached), x)
+        gradient = block.pullback(u[None])[0]
     with replay_errors(call):
-        expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
+        expected = linearize_full_sequence(call, rows, attached).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
     error = relative_error(gradient - identity, expected - identity, u, x.dtype)
-    return _DerivativeCheck(error, rounded or call.recorded_coarser, comparison)
+    return error, block.rounded or call.recorded_coarser
 
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:
@@ -186,7 +168,8 @@ def require_reproduction(
     if not relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32]:
         raise UsageError(
             f"block {call.layer} ({call.name}) gives another output with gradients than without (relative error "
-            f"{error:.1e}): its code depends on whether gradients are enabled, or rounds to less than float32; remove that"
+            f"{error:.1e}): its code depends on whether gradients are enabled, or rounds to less than float32; remove that, or "
+            "give dtype='float64', which autocast does not round"
         )
     return error
 
@@ -233,6 +216,9 @@ def check_key(call: BlockCall) -> Any:
 
 
 NARROWEST = 2  # tokens of a window
+# Derivatives by other samples that are no rounding, relative to the residual function's own, by bytes of the numbers that the
+# block computes with.
+MIXES = {8: 1e-12, 4: 1e-5, 2: FAST}
 AT_ONCE = 4096  # rows of cotangents
 
 
@@ -267,26 +253,28 @@ def separating_sets(B: int) -> Bool[Tensor, "m B"]:
 
 def _mixing_in(call: BlockCall) -> str:
     shape = call.x.shape
-    with sdpa_kernel(SDPBackend.MATH):
+    with sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
         block = linearize(lambda x: call(x.view(shape)).flatten(0, 1), call.x.flatten(0, 1))
-    return _mixing_by_derivative(call, block) or _mixing_by_value(call, block.y.view(shape))
+    negligible = MIXES.get(min(call.x.itemsize, roundings.least), FAST)
+    return _mixing_by_derivative(call, block, negligible) or _mixing_by_value(call, block.y.view(shape))
 
 
-def _mixing_by_derivative(call: BlockCall, block: Linearization) -> str:
+def _mixing_by_derivative(call: BlockCall, block: Linearization, negligible: float) -> str:
     shape = call.x.shape
     u, sets = standard_normal(shape, call.x), separating_sets(len(call.x))
     (masks,) = to_device(u.device, sets)
-    cotangents = (u * masks[..., None, None]).flatten(1, 2).split(max(1, AT_ONCE // (shape[0] * shape[1])))
+    u_on_sets = u * masks[..., None, None]
+    cotangents = u_on_sets.flatten(1, 2).split(max(1, AT_ONCE // (shape[0] * shape[1])))
     gradients = torch.cat([block.pullback(part) for part in cotangents]).unflatten(1, shape[:2])
-    # NaN is 0 times the infinite derivative of a row that attends to nothing: no mixing.
-    maxima = gradients.nan_to_num(0, 0, 0).abs().amax((2, 3)).cpu()
+    # Without the identity, beside which a block may add little. NaN is 0 times the infinite derivative of a row that attends to
+    # nothing: no mixing.
+    maxima = (gradients - u_on_sets).nan_to_num(0, 0, 0).abs().amax((2, 3)).cpu()
     for K, largest in zip(sets, maxima, strict=True):
-        leaked = largest.masked_fill(K, 0)
-        if leaked.any():
-            size = float(leaked.max() / largest[K].max())
+        leaked = largest.masked_fill(K, 0) / largest[K].max()
+        if (leaked > negligible).any():
             return (
                 f"outputs of {_format_samples(K)} have a derivative with respect to "
-                f"{_format_samples(leaked > 0)} (relative size {size:.1e})"
+                f"{_format_samples(leaked > negligible)} (relative size {float(leaked.max()):.1e})"
             )
     return ""
 

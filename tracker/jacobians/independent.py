@@ -1,249 +1,328 @@
-"""Compare a block's Jacobian with two derivatives that do not come from reverse mode.
+"""Compare formed Jacobians with differences of the block's own values, at every requested row.
 
 The other checks compare reverse mode with itself, so they share what it gets wrong: the backward of a custom autograd function,
-or values that the code takes out of autograd's sight. For a random v, reverse mode is compared with
+or values that the code takes out of autograd's sight. For a random v in each row, J v of the formed J is compared with
 
-    forward mode    J v from a pass on dual numbers
-    differences     (f(x + h v) - f(x - h v)) / 2h, from values alone
+    differences     (f(x + h v) - f(x - h v)) / 2h, the two ends in separate calls of as many rows as J was formed of,
 
-For random u_1, ..., u_m, the root mean square of u_i . (J v) - (J^T u_i) . v has the size of the error of J v; it is divided by
-the size of (J - 1) v. Forward mode is as exact as reverse mode, but misses what both miss (`.data`, NumPy).
-Differences miss nothing; their error is of order h^2 + rounding / h.
+whose error is of order h^2 + rounding / h. Separate calls: code that reads another row's values, or that is written for one
+sample, would see the same values at both ends if they were rows of one batch. Cost: two forward passes of the rows, where J takes
+d cotangents.
 
-Both are computed in the pass of the derivative check (`checks`), which runs the rows at x, x + h v and x - h v together. If they
-do not settle it, because an operation has no forward mode or because something disagrees, they are computed again in the full
-sequence in float64, where differences are nearly exact; where the block does not run in float64, in the dtype
-measured in, where differences show errors from 5 % on. What `detach` holds constant is constant by the model's definition: a
-disagreement that goes away where `detach` is the identity is accepted, and reported. Any other disagreement is an error.
+Units of a ReLU change their sign within a large step, and a small one divides rounding by h. So rows that do not agree are
+compared again in float64 (where the block's code runs in it) with a small step. What does not agree then is settled by a
+linearization of its own, with several steps: for random u_1, ..., u_m, the root mean square of u_i . (D v) - (J^T u_i) . v has
+the size of the error of D v, and is divided by the size of (J - 1) v.
 
-Cost, once for each block and way of calling it: a pass of three rows for each row of the derivative check, a tangent, and
-`PROBES` cotangents.
+- A block is refused only if differences converge: those of two steps are ten times closer to each other than to J, and further
+  from J than rounding explains. At single rows that is not enough: the full sequence must say the same.
+- If they do not converge, as with weights so large that every step crosses a jump, forward mode must agree with reverse mode.
+- What `detach` holds constant is constant by the model's definition. A disagreement that goes away where `detach` is the
+  identity is accepted, and reported with its size; `derivative="values"` measures with `detach` as the identity.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import isnan, nan
-from typing import Any, Literal
+from itertools import pairwise
+from math import nan
+from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.restriction import (
+    DETACH,
     FAILURES,
+    RowAttention,
+    WithoutDetach,
     full_sequence,
-    linearize_full_sequence,
-    linearize_rows,
-    replay_errors,
+    restrict,
+    running_full_sequence,
+    running_rows,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.jacobian import GradientsStayOn, RowFunction, linearize
-from tracker.linalg.precision import FAST, FLOOR, tolerance
-from tracker.linalg.transfer import read, standard_normal
+from tracker.linalg.jacobian import GradientsStayOn, Linearization, RowFunction, linearize
+from tracker.linalg.precision import FAST, FLOOR, Roundings, tolerance
+from tracker.linalg.transfer import standard_normal
 from tracker.model.recording import BlockCall
 
 PROBES = 4  # cotangents
 # By bytes of the numbers that the block computes with: steps h, relative to the root mean square of x, and the allowed error.
 # Numbers of two bytes are too coarse for differences.
-STEPS = {8: (1e-4, 1e-6), 4: (1e-2, 1e-3)}
+STEPS = {8: (1e-4, 1e-6, 1e-8), 4: (1e-2, 1e-3, 1e-4)}
 ALLOWED = {8: 1e-5, 4: FAST}
-# Steps at single rows: in float32 the smaller one, as few units of a ReLU change their sign in it; in float64 the larger one, as
-# many blocks compute in float32 inside, whose rounding the smaller one would divide by 1e-6.
-AT_ROWS = {8: 1e-4, 4: 1e-3}
+# The same for a formed J, whose rows are settled if they do not agree. In float32 rounding leaves errors of up to 1e-3.
+STEP_IN_ROWS = {8: 1e-4, 4: 1e-3}
+ALLOWED_IN_ROWS = {8: 1e-5, 4: 3e-3}
+CLOSER = 10  # times that differences which converge are closer to each other than to J
 
-Method = Literal["both", "forward mode", "differences", "differences, detached", "none"]
+Method = Literal["differences", "differences, detached", "forward mode", "none"]
+DETACHED: Method = "differences, detached"
 
 
 @dataclass(frozen=True)
 class Independent:
-    """The outcome of the check: which derivatives agree with reverse mode, and the error of the more exact one."""
+    """What agrees with J, and the error of it."""
 
     method: Method
-    error: float  # NaN if neither could be used
-    reason: str = ""  # why they were not both used at single rows
+    error: float  # NaN if there is nothing to compare with
+    reason: str = ""  # why it was not differences
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Errors of J v by reverse mode against forward mode and against differences; NaN where these can't be used."""
-
-    forward: float
-    differences: float
-    allowed: tuple[float, float]
-    no_forward_mode: str  # why there is none
-    rounded: bool
-    pulled_back: tuple[Float[Tensor, "R d"], Float[Tensor, "R d"]]  # u_1 and J^T u_1
-
-    @property
-    def forward_agrees(self) -> bool:
-        """Whether forward mode agrees with reverse mode."""
-        return self.forward <= self.allowed[0]
-
-    @property
-    def differences_agree(self) -> bool:
-        """Whether differences agree with reverse mode."""
-        return self.differences <= self.allowed[1]
-
-    @property
-    def reason(self) -> str:
-        """What does not agree, or can't be used."""
-        if self.no_forward_mode:
-            return f"no forward mode: {self.no_forward_mode}"
-        if not self.forward_agrees:
-            return f"forward mode differs by {self.forward:.1e}"
-        return (
-            "differences can't be used there"
-            if isnan(self.differences)
-            else f"differences differ by {self.differences:.1e}"
-        )
+class Disagreement(UsageError):
+    """Differences converge, and not to J."""
 
 
-def compare_rows(restrict_to: Callable[[Rows], RowFunction], rows: Rows, x: Float[Tensor, "R d"]) -> Comparison:
-    """Compare at single rows, in one pass.
+def differ_from_values(
+    f: RowFunction, x: Float[Tensor, "R d"], J: Float[Tensor, "R d d"], residual: bool, step: float
+) -> Float[Tensor, " R"]:
+    """Return the error of J v at each row against differences of f.
 
     Args:
-        restrict_to: returns the block as a function of some rows, which may repeat.
-        rows: R rows.
+        f: the block at these rows, which do not depend on each other.
         x: their input, or that of their sources.
+        J: their Jacobians.
+        residual: whether J is that of f less the identity.
+        step: h, relative to the root mean square of x.
     """
-    R, v, residual = len(rows), standard_normal(x.shape, x, seed=1), rows.source is None
-    h = _step(x, AT_ROWS[x.itemsize])
-    together = torch.cat([x, x + h * v, x - h * v])
-    tangents = torch.cat([v, torch.zeros_like(x), torch.zeros_like(x)])
-    u = standard_normal((PROBES, *x.shape), x)
-    try:
-        block = linearize_rows(restrict_to(rows.subset(torch.arange(3 * R) % R)), together, v=tangents)
-    except NotSliceable:  # a block may keep memory for so many samples and no more
-        block = linearize_rows(restrict_to(rows), x, v=v)
-        return _comparison(x, u, v, block.pullback(u), block.tangent, [], block, residual)
-    _, ahead, behind = block.y.chunk(3)
-    g = block.pullback(torch.cat([u, torch.zeros_like(u), torch.zeros_like(u)], dim=1))[:, :R]
-    forward = None if block.tangent is None else block.tangent[:R]
-    return _comparison(x, u, v, g, forward, [(ahead - behind) / (2 * h)], block, residual)
+    v = standard_normal(x.shape, x, seed=1)
+    Jv = (J @ v[..., None]).squeeze(-1)
+    difference = _differences(f, x, v, _step(x, step)) - residual * v
+    size = torch.maximum(_norm(Jv), _norm(difference))
+    return _norm(difference - Jv) / torch.maximum(size, FLOOR[v.dtype] * _norm(v))
 
 
-def settle(call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:
-    """Return the outcome of the check; if the comparison at single rows does not settle it, compare in the full sequence.
+def settle(
+    call: BlockCall,
+    rows: Rows,
+    J: Float[Tensor, "R d d"],
+    allowed: float,
+    row_attention: RowAttention | None,
+    attached: bool = False,
+) -> Independent:
+    """Return what agrees with J at rows that differ from their values by more than is allowed.
 
     Args:
         call: the recorded call.
-        rows: its rows, of which the first of each sample is used.
-        at_rows: the comparison at single rows; None: they are not used.
+        rows: its rows; in the full sequence no two of one sample.
+        J: their Jacobians.
+        allowed: the error.
+        row_attention: that of single rows; None: they are in the full sequence.
+        attached: whether `detach` is the identity.
+
+    Raises:
+        UsageError: if reverse mode does not give the derivative of the block's values.
+        NotSliceable: if that is so at single rows alone.
+    """
+    if row_attention is None:
+        return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached), (J, allowed))
+    at_rows = lambda call: Function(restrict([(call, rows)], row_attention, attached), running_rows)  # noqa: E731
+    try:
+        return _settle(call, rows, at_rows, (J, allowed))
+    except UsageError:
+        pass
+    for _, group in rows.disjoint_groups():
+        settle_full_sequence(call, group, attached)
+    raise NotSliceable("the derivative at single rows is not that of their values")
+
+
+def settle_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> Independent:
+    """Return what agrees with reverse mode at rows of the full sequence, no two of one sample.
 
     Raises:
         UsageError: if reverse mode does not give the derivative of the block's values.
     """
-    if at_rows is not None and at_rows.forward_agrees and at_rows.differences_agree:
-        return Independent("both", at_rows.forward)
-    _, group = next(rows.disjoint_groups())
-    dtype = call.x.dtype
-    if dtype != torch.float64 and _runs_in(torch.float64, call, group):
-        dtype = torch.float64
-    with _full_sequence_in(dtype, call) as call:
-        return _settle_in_full_sequence(call, group, at_rows)
+    return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached))
+
+
+@dataclass(frozen=True)
+class Function:
+    """A block at some rows, and the context in which it runs."""
+
+    f: RowFunction
+    running: Callable[[], AbstractContextManager[Roundings]]
+
+
+def _in_full_sequence(call: BlockCall, rows: Rows, attached: bool) -> Function:
+    return Function(full_sequence(call, rows, attached), partial(running_full_sequence, call))
+
+
+Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
+
+
+def _settle(
+    call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function], formed: Formed | None = None
+) -> Independent:
+    """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
+    residual = rows.source is None
+    for dtype in dict.fromkeys((torch.float64, call.x.dtype)):
+        with _in(dtype, call) as converted:
+            function = function_of(converted)
+            x = rows.select_sources(converted.x)
+            try:
+                if formed is not None and (known := _agrees_with(function, x, residual, *formed)):
+                    return known
+                with function.running() as roundings:
+                    block = linearize(function.f, x, standard_normal(x.shape, x, seed=1))
+            except (UsageError, NotSliceable):
+                if dtype == call.x.dtype:
+                    raise
+                continue
+            with function.running():
+                outcome = _judge(call, function.f, x, block, residual, roundings)
+                if formed is None or (off := _error_of_products(formed[0], x, block, residual)) <= FAST:
+                    return outcome
+        found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
+        if CLOSER * _amplified_rounding(call, rows, function_of) < off:
+            raise Disagreement(f"block {call.layer} ({call.name}): {found}, more than rounding explains")
+        return Independent("none", nan, f"{found}: its code amplifies rounding")
+    raise AssertionError("the call's own dtype is the last")
+
+
+def _amplified_rounding(call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function]) -> float:
+    """Return how much J^T u changes, in the measuring dtype, with a state that differs by a rounding."""
+    with _in(call.x.dtype, call) as own:
+        function, x = function_of(own), rows.select_sources(own.x)
+        u = standard_normal((PROBES, *x.shape), x)
+        nearby = x * (1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2))
+        with function.running():
+            g, of_nearby = (linearize(function.f, at).pullback(u) for at in (x, nearby))
+    return _largest_error(of_nearby, g, rows.source is None, u)
+
+
+def _agrees_with(
+    function: Function, x: Tensor, residual: bool, J: Float[Tensor, "R d d"], allowed: float
+) -> Independent | None:
+    """Return that formed Jacobians agree with differences of a small step, in which units rarely change their sign."""
+    with function.running():
+        error = float(differ_from_values(function.f, x, J.to(x.dtype), residual, STEPS[x.itemsize][1]).max())
+    return Independent("differences", error) if error <= allowed else None
 
 
 @contextmanager
-def _full_sequence_in(dtype: torch.dtype, call: BlockCall) -> Iterator[BlockCall]:
+def _in(dtype: torch.dtype, call: BlockCall) -> Iterator[BlockCall]:
     """Hold the weights of a call in a dtype, and yield the call in it."""
-    call = call.to(dtype, call.x.device)
     with (
         call.replica.materialize(call.block, dtype=dtype),
         call.replica.materialize(call.final_norm, dtype=dtype),
-        replay_errors(call),
-        sdpa_kernel(SDPBackend.MATH),
     ):
-        yield call
+        yield call.to(dtype, call.x.device)
 
 
-def _runs_in(dtype: torch.dtype, call: BlockCall, rows: Rows) -> bool:
-    """Whether the code of a block runs in a dtype: it may require another, as nanochat does of its rotary tables."""
-    try:
-        with _full_sequence_in(dtype, call) as call, torch.no_grad():
-            full_sequence(call, rows)(rows.select_sources(call.x))
-    except UsageError:
-        return False
-    return True
-
-
-def _settle_in_full_sequence(call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:
-    x, residual = rows.select_sources(call.x), rows.source is None
-    u, v = standard_normal((PROBES, *x.shape), x), standard_normal(x.shape, x, seed=1)
-    f, block = full_sequence(call, rows), linearize_full_sequence(call, rows, v)
-    steps = STEPS.get(min(x.itemsize, block.least_bytes), ())
-    differences = [_differences(f, x, v, _step(x, step)) for step in steps]
-    exact = _comparison(x, u, v, block.pullback(u), block.tangent, differences, block, residual)
-    reason = exact.reason if at_rows is None else at_rows.reason
-    if exact.differences_agree:
-        if at_rows is None and exact.forward_agrees:
-            return Independent("both", exact.forward)
-        return Independent("differences", exact.differences, reason)
-    if isnan(exact.differences) and exact.forward_agrees:
-        return Independent("forward mode", exact.forward, reason)
-    if isnan(exact.differences) and isnan(exact.forward):
-        return Independent("none", nan, reason)
-    attached, seen = _with_detached(f, x, v)
-    if DETACH in seen.names and exact.forward_agrees and attached is not None:
-        if any(_distance(attached, difference, v) <= exact.allowed[1] for difference in differences):
-            return Independent("differences, detached", exact.forward, "its code detaches tensors")
-    raise _refusal(call, exact, sorted(seen.names | set(_custom_functions(f, x))))
-
-
-def _comparison(
+def _judge(
+    call: BlockCall,
+    f: RowFunction,
     x: Tensor,
-    u: Tensor,
-    v: Tensor,
-    g: Tensor,
-    forward: Tensor | None,
-    differences: list[Tensor],
-    block: Any,
+    block: Linearization,
     residual: bool,
-) -> Comparison:
-    """Compare g = J^T u with J v by forward mode and by differences with several steps, the best of which counts."""
-    precision = min(x.itemsize, block.least_bytes)
-    # A row of zeros has no scale from which to take a step.
-    if forward is not None:
-        differences = [torch.where(x.any(-1, keepdim=True), one, forward) for one in differences]
-    elif differences and not x.any(-1).all():
-        differences = []
-    derivatives = ([] if forward is None else [forward]) + (differences if precision in STEPS else [])
-    errors = read([_error(one, u, v, g, residual) for one in derivatives])
-    of_forward = nan if forward is None else errors.pop(0)
-    return Comparison(
-        of_forward,
-        min(errors, default=nan),
-        (tolerance(x.dtype, block.rounded) if precision in STEPS else FAST, ALLOWED.get(precision, nan)),
-        block.no_tangent or ("its result is not finite" if isnan(of_forward) else ""),
-        block.rounded,
-        (u[0], g[0]),
-    )
+    roundings: Roundings,
+) -> Independent:
+    """Compare reverse mode with differences of several steps and with forward mode."""
+    u, v = standard_normal((PROBES, *x.shape), x), standard_normal(x.shape, x, seed=1)
+    g = block.pullback(u)
+    error = partial(_error, u=u, v=v, g=g, residual=residual)
+    precision = min(x.itemsize, roundings.least)
+    steps = [_step(x, step) for step in STEPS.get(precision, ())]
+    differences = [_differences(f, x, v, h) for h in steps]
+    errors = [error(one) for one in differences]
+    by_values = torch.stack(errors).nan_to_num(torch.inf).amin(0) if errors else torch.full((len(x),), torch.inf)
+    right = by_values <= ALLOWED.get(precision, 0.0)
+    wrong = ~right & _converge(differences, errors, steps, block.y, v, precision)
+    forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
+    if wrong.any():
+        seen, explained = _explained_by_detach(f, x, u, v, residual, differences)
+        if not bool((explained <= ALLOWED[precision])[wrong].all()):
+            raise _refusal(call, forward[wrong], by_values[wrong], sorted({*seen, *_custom_functions(f, x)}))
+    unknown = ~right & ~wrong
+    allowed = tolerance(x.dtype, roundings.seen) if errors else FAST
+    if block.tangent is not None and not bool((forward <= allowed)[unknown].all()):
+        raise _refusal(call, forward[unknown], torch.zeros(1), sorted(_custom_functions(f, x)))
+    if wrong.any():
+        size = float(by_values[wrong].max())
+        return Independent(DETACHED, size, f"its code detaches tensors, which changes J v by {size:.1e}")
+    if right.all():
+        return Independent("differences", float(by_values.max()))
+    reason = "differences do not converge" if errors else "it computes in 16 bits, too coarse for differences"
+    if block.tangent is None:
+        return Independent("none", nan, f"{reason}, and there is no forward mode: {block.no_tangent}")
+    return Independent("forward mode", float(forward[unknown].max()), reason)
 
 
-def _error(derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool) -> Tensor:
-    """Return the largest error of J v over the rows, relative to J v without the identity, from products with u."""
+def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: bool) -> float:
+    """Return the error of formed J^T u against reverse mode."""
+    u = standard_normal((PROBES, *x.shape), x)
+    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
+    return _largest_error(found, block.pullback(u), residual, u)
+
+
+def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
+    """Return the largest error of products J^T u over the rows, relative to those without the identity."""
+    sizes = torch.maximum(_norm(expected - residual * u), FLOOR[torch.float32] * _norm(u)).square().sum(0).sqrt()
+    return float((_norm(g - expected).square().sum(0).sqrt() / sizes).max())
+
+
+def _converge(
+    differences: Sequence[Tensor],
+    errors: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    y: Tensor,
+    v: Tensor,
+    precision: int,
+) -> Bool[Tensor, " R"]:
+    """Whether, in each row, the differences of two steps agree with each other, and rounding does not explain it."""
+    found = torch.zeros(len(y), dtype=torch.bool)
+    epsilon = torch.finfo({8: torch.float64, 4: torch.float32}.get(precision, torch.bfloat16)).eps
+    for (larger, smaller), errors_of_both, (_, h) in zip(
+        pairwise(differences), pairwise(errors), pairwise(steps), strict=True
+    ):
+        size = torch.maximum(_norm(smaller), FLOOR[v.dtype] * _norm(v))
+        apart = torch.maximum(_norm(larger - smaller), epsilon * _norm(y) / h.squeeze(-1)) / size
+        found |= CLOSER * apart.cpu() <= torch.minimum(*errors_of_both)
+    return found
+
+
+def _explained_by_detach(
+    f: RowFunction, x: Tensor, u: Tensor, v: Tensor, residual: bool, differences: Sequence[Tensor]
+) -> tuple[set[str], Float[Tensor, " R"]]:
+    """Return what hides values from autograd, and the error of differences where `detach` is the identity."""
+    seen = WithoutDetach()
+
+    def attached(x: Tensor) -> Tensor:
+        with seen:
+            return f(x)
+
+    errors = [torch.full((len(x),), torch.inf)]
+    try:
+        g = linearize(attached, x).pullback(u)
+        errors += [_error(one, u, v, g, residual).nan_to_num(torch.inf) for one in differences if DETACH in seen.names]
+    except FAILURES as error:  # `detach().numpy()`, among others
+        raise_device_errors(error)
+    return seen.names, torch.stack(errors).amin(0)
+
+
+def _error(derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool) -> Float[Tensor, " R"]:
+    """Return the error of D v in each row, relative to D v without the identity, from products with u."""
     # |J^T u| has the size of |J|_F, as |J v| has.
     size = torch.maximum(_norm(derivative - residual * v), _norm(g - residual * u).square().mean(0).sqrt())
     size = torch.maximum(size, FLOOR[v.dtype] * _norm(v))
     difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(-1, dtype=torch.float64)
-    return (difference.square().mean(0).sqrt() / size).max()
-
-
-def _distance(value: Tensor, expected: Tensor, v: Tensor) -> float:
-    return float((_norm(value - expected) / torch.maximum(_norm(expected), FLOOR[v.dtype] * _norm(v))).max())
+    return (difference.square().mean(0).sqrt() / size).cpu()
 
 
 _norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 
 
 def _step(x: Tensor, relative: float) -> Float[Tensor, "R 1"]:
-    return relative * x.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
+    """Return the step of each row; one of zeros has no scale and takes that of the others, or 1."""
+    size = x.square().mean(-1, keepdim=True).sqrt()
+    scale = torch.where(size.mean() == 0, 1.0, size.mean())
+    return relative * torch.where(size == 0, scale, size).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 def _differences(f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]) -> Float[Tensor, "R d"]:
@@ -251,57 +330,18 @@ def _differences(f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]) 
         return (f(x + h * v) - f(x - h * v)) / (2 * h)
 
 
-def _with_detached(f: RowFunction, x: Tensor, v: Tensor) -> tuple[Tensor | None, "_WithoutDetach"]:
-    """Return J v by forward mode with `detach` as the identity, None if that fails, and what hides values from autograd."""
-    seen = _WithoutDetach()
-
-    def attached(x: Tensor) -> Tensor:
-        with seen:
-            return f(x)
-
-    try:
-        return linearize(attached, x, v).tangent, seen
-    except FAILURES as error:  # `detach().numpy()`, among others
-        raise_device_errors(error)
-    return None, seen
-
-
-def _refusal(call: BlockCall, comparison: Comparison, causes: list[str]) -> UsageError:
-    forward, by_values = comparison.forward, comparison.differences
-    errors = [f"from forward mode by {forward:.1e}"] if not comparison.forward_agrees and not isnan(forward) else []
-    errors += [] if isnan(by_values) else [f"from differences of values by {by_values:.1e}"]
+def _refusal(call: BlockCall, forward: Tensor, by_values: Tensor, causes: list[str]) -> Disagreement:
+    errors = [
+        f"from {name} by {float(error.max()):.1e}"
+        for name, error in (("forward mode", forward), ("differences of values", by_values))
+        if float(error.max()) > 1e-9
+    ]
     seen = f"Its code uses {', '.join(causes)}. " if causes else ""
-    return UsageError(
+    return Disagreement(
         f"block {call.layer} ({call.name}): autograd does not give the derivative of what the block computes; its J v differs "
         f"{' and '.join(errors)} (relative). {seen}Change the code so that autograd differentiates all of it, or measure what "
         "autograd gives: derivative='autograd'"
     )
-
-
-class _WithoutDetach(TorchFunctionMode):
-    """While active, `detach` is the identity; `names` lists what hides values from autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
-        if (name := _HIDES.get(function)) is not None:
-            self.names.add(name)
-        if function in (Tensor.detach, torch.detach):
-            return arguments[0].view_as(arguments[0])
-        return function(*arguments, **(keywords or {}))
-
-
-DETACH = "detach()"
-_HIDES = {
-    Tensor.detach: DETACH,
-    torch.detach: DETACH,
-    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
-    Tensor.numpy: "numpy()",
-    Tensor.item: "item()",
-    Tensor.tolist: "tolist()",
-}
 
 
 def _custom_functions(f: RowFunction, x: Tensor) -> Iterator[str]:

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
@@ -41,15 +42,20 @@ CallRows = tuple[BlockCall, Rows]
 RowAttention = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
-def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
+def restrict(selections: Sequence[CallRows], row_attention: RowAttention, attached: bool = False) -> RowFunction:
     """Return the block as a function of the selected rows alone, (R, d) -> (R, d), the rows of each call after one another.
 
     For rows with other sources it is a function of the sources.
+
+    Args:
+        attached: whether `detach` is the identity in the block's code.
 
     Raises:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
             the plain self-attention that was recorded.
     """
+    if attached:
+        return without_detach(restrict(selections, row_attention))
     if selections[0][1].source is not None:
         return _restrict_to_sources(selections, row_attention)
     call, sizes = selections[0][0], [len(rows) for _, rows in selections]
@@ -87,6 +93,8 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> Row
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         if next(expected, []):
             raise NotSliceable("its attention in the full sequence does not happen in a single row")
+        if y.shape != x.shape:
+            raise NotSliceable(f"it returns {tuple(y.shape)} for single rows {tuple(x.shape)}")
         return y
 
     return f
@@ -132,8 +140,10 @@ def _restrict_to_sources(selections: Sequence[CallRows], row_attention: RowAtten
     return f
 
 
-def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
+def full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> RowFunction:
     """Return the block as a function of the rows (or their sources) within full sequences; no two rows of one sample."""
+    if attached:
+        return without_detach(full_sequence(call, rows))
     at = rows.on(call.x.device)
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
@@ -143,44 +153,110 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def linearize_rows(
-    f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None, v: Tensor | None = None
-) -> Linearization:
+def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None) -> Linearization:
     """Linearize a restricted block, its linear layers through `FrozenLinear`.
 
     Args:
         buffers: memory for copies of weights.
-        v: compute J v by forward mode too.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
     with running_rows(buffers) as roundings:
-        block = linearize(f, x, v)
-    return replace(block, rounded=roundings.seen, least_bytes=roundings.least)
+        block = linearize(f, x)
+    return replace(block, rounded=roundings.seen)
 
 
 @contextmanager
-def running_rows(buffers: FreeBuffers | None) -> Iterator[Roundings]:
-    """Run a restricted block, its linear layers through `FrozenLinear`, and observe where it rounds.
+def evaluating_rows(buffers: FreeBuffers | None = None) -> Iterator[None]:
+    """Run a restricted block, its linear layers through `FrozenLinear`.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
     # Attention as plain products: the fused kernels have no vmap rule.
-    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers), Roundings() as roundings:
+    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers):
+        yield
+
+
+@contextmanager
+def running_rows(buffers: FreeBuffers | None = None) -> Iterator[Roundings]:
+    """Do the same, and observe where the block rounds.
+
+    Raises:
+        NotSliceable: if the block's code raises on sequences of length one.
+    """
+    with evaluating_rows(buffers), Roundings() as roundings:
         yield roundings
 
 
-def linearize_full_sequence(call: BlockCall, rows: Rows, v: Tensor | None = None) -> Linearization:
-    """Linearize a block at rows within their full sequences, no two of one sample; with v, compute J v by forward mode too.
+def linearize_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> Linearization:
+    """Linearize a block at rows within their full sequences, no two of one sample.
 
     Raises:
         UsageError: if the block's code raises when it runs again.
     """
-    with replay_errors(call), sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
-        block = linearize(full_sequence(call, rows), rows.select_sources(call.x), v)
-    return replace(block, rounded=roundings.seen, least_bytes=roundings.least)
+    with running_full_sequence(call) as roundings:
+        block = linearize(full_sequence(call, rows, attached), rows.select_sources(call.x))
+    return replace(block, rounded=roundings.seen)
+
+
+@contextmanager
+def evaluating_full_sequence(call: BlockCall) -> Iterator[None]:
+    """Run a block in its full sequences.
+
+    Raises:
+        UsageError: if the block's code raises when it runs again.
+    """
+    with replay_errors(call), sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+@contextmanager
+def running_full_sequence(call: BlockCall) -> Iterator[Roundings]:
+    """Do the same, and observe where the block rounds.
+
+    Raises:
+        UsageError: if the block's code raises when it runs again.
+    """
+    with evaluating_full_sequence(call), Roundings() as roundings:
+        yield roundings
+
+
+class WithoutDetach(TorchFunctionMode):
+    """While active, `detach` is the identity; `names` lists what hides values from autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if (name := _HIDES.get(function)) is not None:
+            self.names.add(name)
+        if function in (Tensor.detach, torch.detach):
+            return arguments[0].view_as(arguments[0])
+        return function(*arguments, **(keywords or {}))
+
+
+DETACH = "detach()"
+_HIDES = {
+    Tensor.detach: DETACH,
+    torch.detach: DETACH,
+    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
+    Tensor.numpy: "numpy()",
+    Tensor.item: "item()",
+    Tensor.tolist: "tolist()",
+}
+
+
+def without_detach(f: RowFunction) -> RowFunction:
+    """Return the same function with `detach` as the identity."""
+
+    def attached(x: Tensor) -> Tensor:
+        with WithoutDetach():
+            return f(x)
+
+    return attached
 
 
 @contextmanager

@@ -55,7 +55,8 @@ def by_formula(
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
-    at_q, at_k, at_v = query.detach(), key.detach(), value.detach()  # the point of expansion is a constant
+    with torch._C.DisableTorchFunction():  # the point of expansion is a constant, also where `detach` is the identity
+        at_q, at_k, at_v = query.detach(), key.detach(), value.detach()
     with torch.autocast(query.device.type, enabled=False):
         start = 0
         for past, rows in frozen:
@@ -66,8 +67,11 @@ def by_formula(
                 row, span = torch.arange(len(K), device=K.device), slice(start + first, start + first + len(K))
                 K[row, :, part.live] = at_k[span, :, 0]
                 V[row, :, part.live] = at_v[span, :, 0]
-                expanded = expand(attention.formula, at_q[span], K, V, part.live, mask_rows(past, part))
-                expansion.fill(span, expanded)
+                given = attention.formula, at_q[span], K, V, mask_rows(past, part)
+                if torch.is_grad_enabled():
+                    expansion.fill(span, expand(*given, own=part.live))
+                else:
+                    expansion.output[span] = attend(*given)[0]
             start += len(rows)
         return attention.format_output(evaluate(expansion, query, key, value))
 
@@ -128,15 +132,14 @@ class Expansion:
 Evaluate = Callable[[Expansion, Tensor, Tensor, Tensor], Tensor]
 
 
-def expand(
+def attend(
     formula: Formula,
     query: Float[Tensor, "R H 1 e"],
     K: Float[Tensor, "R G n e"],
     V: Float[Tensor, "R G n f"],
-    own: Tensor,
     mask: Tensor | None,
-) -> Expansion:
-    """Expand attention around queries whose own keys and values are at position `own` of K and V."""
+) -> tuple[Float[Tensor, "R H 1 f"], Float[Tensor, "R H 1 n"], Float[Tensor, "R H 1 n"]]:
+    """Return the attention's output, its weights, and the derivative of each score by query . key."""
     (R, H, _, e), (G, n) = query.shape, K.shape[1:3]
     scale = e**-0.5 if formula.scale is None else formula.scale
     s = (scale * query.reshape(R, G, H // G, e) @ K.mT).view(R, H, 1, n)
@@ -149,12 +152,23 @@ def expand(
     if formula.sinks is not None:
         s = torch.cat([s, formula.sinks.view(1, H, 1, 1).expand(R, -1, -1, -1)], dim=-1)
     w = s.softmax(-1)[..., :n]
-    weighted = w * slope
+    return (w.view(R, G, H // G, n) @ V).view(R, H, 1, -1), w, slope
 
-    by_key_head = (R, G, H // G, n)
-    output = (w.view(by_key_head) @ V).view(R, H, 1, -1)
+
+def expand(
+    formula: Formula,
+    query: Float[Tensor, "R H 1 e"],
+    K: Float[Tensor, "R G n e"],
+    V: Float[Tensor, "R G n f"],
+    mask: Tensor | None,
+    own: Tensor,
+) -> Expansion:
+    """Expand attention around queries whose own keys and values are at position `own` of K and V."""
+    (R, H, _, e), (G, n) = query.shape, K.shape[1:3]
+    output, w, slope = attend(formula, query, K, V, mask)
+    weighted = w * slope
     # The keys weighted for each query head, (R, G, H / G, n, e).
-    weighted_K = weighted.view(*by_key_head, 1) * K[:, :, None]
+    weighted_K = weighted.view(R, G, H // G, n, 1) * K[:, :, None]
     covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - weighted_K.sum(-2).view(R, H, e, 1) * output
     at_own = own[:, None, None, None].expand(-1, H, 1, 1)
     own_value = V[torch.arange(R, device=own.device), :, own].repeat_interleave(H // G, dim=1)[:, :, None]

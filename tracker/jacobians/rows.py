@@ -6,15 +6,17 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-The value is checked at every use, the derivative once per block and way of calling it (`checks.check_key`).
+Values and differences of them (`independent`) are compared at every requested row, the derivative in the full sequence once per
+block and way of calling it (`checks.check_key`).
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from math import nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -33,10 +35,20 @@ from tracker.jacobians.checks import (
     require_reproduction,
 )
 from tracker.jacobians.elimination import Elimination, Heads
-from tracker.jacobians.independent import Comparison, Independent, settle
+from tracker.jacobians.independent import (
+    ALLOWED_IN_ROWS,
+    DETACHED,
+    STEP_IN_ROWS,
+    Independent,
+    differ_from_values,
+    settle,
+)
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
+    evaluating_full_sequence,
+    evaluating_rows,
+    full_sequence,
     linearize_full_sequence,
     linearize_rows,
     replay_errors,
@@ -45,7 +57,7 @@ from tracker.jacobians.restriction import (
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.jacobians.witness import Witness
-from tracker.linalg.jacobian import dense_jacobian
+from tracker.linalg.jacobian import RowFunction, dense_jacobian
 from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
@@ -69,16 +81,13 @@ class CheckCache:
         return self._results[key]
 
     def derivative_error(
-        self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, compared: bool
-    ) -> tuple[float, Comparison | None]:
+        self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, attached: bool
+    ) -> float:
         """Return `checks.derivative_error` of a path."""
+        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
+            return derivative_error(call, rows, row_attention, attached)
         key = ("derivative", path, rows.source is None, *check_key(call))
-        return self._once(key, lambda: derivative_error(call, rows, row_attention, compared))
-
-    def independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None) -> Independent:
-        """Return `independent.settle`; `at_rows` is None for the full sequence."""
-        key = ("independent", at_rows is None, rows.source is None, *check_key(call))
-        return self._once(key, lambda: settle(call, rows, at_rows))
+        return self._once(key, lambda: derivative_error(call, rows, row_attention, attached))
 
     def reproduces_recorded_output(self, call: BlockCall) -> bool:
         """Return `checks.reproduces_recorded_output`."""
@@ -108,7 +117,7 @@ class CheckResults:
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
     derivative_error: float  # NaN for the full sequence, which is the reference
-    independent_error: float  # against a derivative that does not come from reverse mode; NaN if there is none
+    independent_error: float  # against differences of values, the largest of all rows; NaN if they were not used
 
     @property
     def sliced(self) -> bool:
@@ -132,7 +141,8 @@ class Jacobians:
             "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
         memory: how many bytes the products that run at once may keep alive.
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
-        derivative: "autograd" leaves out the comparison with forward mode and differences (`independent`).
+        derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach`
+            as the identity.
     """
 
     def __init__(
@@ -148,7 +158,7 @@ class Jacobians:
         self.memory = memory
         self.advance = advance
         self.derivative: Derivative = derivative
-        # Layer -> the check, where forward mode and differences were not both used.
+        # Layer -> the check, where differences do not agree or can't be used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self.witness: Witness | None = None  # the caller's model, asked about one recorded call
@@ -156,6 +166,10 @@ class Jacobians:
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
+
+    @property
+    def _attached(self) -> bool:
+        return self.derivative == "values"
 
     @contextmanager
     def with_more_memory(self, size: int) -> Iterator[None]:
@@ -230,7 +244,7 @@ class Jacobians:
         raise NotSliceable(reason)
 
     def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[Float[Tensor, "R d d"], CheckResults]:
-        J, value_error = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory)
+        J, value_error, rounded = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory, self._attached)
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
             warn_caller(
@@ -238,21 +252,64 @@ class Jacobians:
                 "the Dataset's attribute 'fallbacks' lists all such blocks"
             )
         self.fallbacks[call.layer] = reason
-        error = self._check_independently(call, rows)
-        return J, CheckResults("full sequence", value_error, float("nan"), error)
+        errors = []
+        for index, group in rows.disjoint_groups():
+            f = full_sequence(call, group, self._attached)
+            (at,) = to_device(J.device, index)
+            errors += self._compare([(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call))
+        return J, CheckResults("full sequence", value_error, nan, max(errors))
 
-    def _check_independently(self, call: BlockCall, rows: Rows, at_rows: Comparison | None = None) -> float:
-        """Return the error against a derivative that does not come from reverse mode; NaN if there is none.
+    def _compare(
+        self,
+        selections: Sequence[CallRows],
+        f: RowFunction,
+        J: Float[Tensor, "R d d"],
+        rounded: bool,
+        row_attention: RowAttention | None,
+        evaluating: AbstractContextManager[None],
+    ) -> list[float]:
+        """Return the largest error of J v against differences of values, for each selection.
 
         Args:
-            at_rows: the comparison at single rows, if a path that uses them is checked.
+            f: the block at the rows of all selections.
+            rounded: whether the block's code rounds.
+            row_attention: that of single rows; None: they are in the full sequence.
+            evaluating: the context in which f runs.
         """
         if self.derivative == "autograd":
-            return float("nan")
-        outcome = self._checks.independently(call, rows, at_rows)
-        if outcome.method != "both":
+            return [nan] * len(selections)
+        x, residual = (
+            torch.cat([rows.select_sources(call.x) for call, rows in selections]),
+            selections[0][1].source is None,
+        )
+        bytes = 4 if rounded else x.itemsize
+        allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
+        with evaluating:
+            errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes]).cpu()
+        largest, sizes = [], [len(rows) for _, rows in selections]
+        for (call, rows), of_rows, of_call in zip(selections, errors.split(sizes), J.split(sizes), strict=True):
+            differ = ~(of_rows <= allowed)  # also where an error is NaN
+            if differ.any():
+                (at,) = to_device(J.device, differ)
+                outcome = settle(call, rows.subset(differ), of_call[at], allowed, row_attention, self._attached)
+                self._note(call, outcome)
+                of_rows = of_rows.masked_fill(differ, outcome.error)
+            largest.append(float(of_rows.max()))
+        return largest
+
+    def _note(self, call: BlockCall, outcome: Independent) -> None:
+        """Keep the largest error of each layer that does not agree with differences, and warn of the first detached branch."""
+        if outcome.method == "differences":
+            return
+        if outcome.method == DETACHED and DETACHED not in {known.method for known in self.independent.values()}:
+            warn_caller(
+                f"block {call.layer} ({call.name}): {outcome.reason} (relative); its Jacobian is that with these tensors held "
+                "constant, derivative='values' measures that of what the block computes; the Dataset's attribute "
+                "'independent_checks' lists all such blocks"
+            )
+        known = self.independent.get(call.layer)
+        if known is None or not outcome.error <= known.error:
             self.independent[call.layer] = outcome
-        return outcome.error
 
     def _by_path(
         self, path: Any, selections: Sequence[CallRows], rounded: bool
@@ -260,44 +317,47 @@ class Jacobians:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         sizes = [len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
+        f = restrict(selections, PATHS[path], self._attached)
         block = None
-        if len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]:
-            run = partial(restrict, selections) if path == "formula" else lambda _: restrict(selections, PATHS[path])
+        if len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"] and not self._attached:
+            run = partial(restrict, selections) if path == "formula" else lambda _: f
             block = Elimination(run, x, self._known_heads, self.memory, self._buffers)
         # In float64, a block that rounds to float32 inside gives the digits of its own order of products alone.
         if block is None or (block.rounded and x.dtype == torch.float64):
-            block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
-        checks, keys, allowed = [], 0, selections[0][0].recorded_coarser or (block.rounded and rounded)
+            block = linearize_rows(f, x, self._buffers)
+        keys, allowed = 0, selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors = read(
             [
                 _value_error(call, rows, y, self.replica.dtype)
                 for (call, rows), y in zip(selections, block.y.split(sizes), strict=True)
             ]
         )
+        derivative_errors = []
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(self.replica.dtype, allowed):
                 raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
-            compared = self.derivative == "checked"
-            error, comparison = self._checks.derivative_error(path, PATHS[path], call, rows, compared)
+            error = self._checks.derivative_error(path, PATHS[path], call, rows, self._attached)
             if not error <= tolerance(x.dtype, allowed):
                 raise _check_failed("derivative", error, x.dtype, block.rounded)
             if rounded and not self._checks.reproduces_recorded_output(call):
                 raise NotSliceable("the block does not reproduce the recorded output when it runs again")
-            checks.append(CheckResults(path, value_error, error, self._check_independently(call, rows, comparison)))
+            derivative_errors.append(error)
             if path == "own code":
                 keys += sum(len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products
             with torch.autocast(x.device.type, torch.bfloat16):
-                block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
+                block = linearize_rows(f, x, self._buffers)
         chunk, identity = _chunk(16 * x.numel() + 2 * keys, x, self.memory), selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
         with float32_products("tf32") if self.precision == "tf32" else nullcontext():
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
             if isinstance(block, Elimination) and not float(block.error(J, identity)) <= allowed_error:
                 # A guess of the elimination was wrong.
-                block = linearize_rows(restrict(selections, PATHS[path]), x, self._buffers)
+                block = linearize_rows(f, x, self._buffers)
                 J = dense_jacobian(block.pullback, block.y, chunk, identity)
-        return J, checks
+        errors = self._compare(selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers))
+        of_selections = zip(value_errors, derivative_errors, errors, strict=True)
+        return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
 
 
 class RoundedInside(NotSliceable):
@@ -330,19 +390,20 @@ def _value_error(call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_
 
 
 def full_sequence_jacobian(
-    call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 30
-) -> tuple[Float[Tensor, "R d d"], float]:
-    """Return the block's Jacobians (identity included) by full-sequence vector-Jacobian products, and the value error.
+    call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 30, attached: bool = False
+) -> tuple[Float[Tensor, "R d d"], float, bool]:
+    """Return the block's Jacobians (identity included) by full-sequence vector-Jacobian products, the value error, and whether
+    the block's code rounds.
 
     It takes one row of every sample at a time: a block mixes tokens, not samples.
     """
     x, before, recorded = rows.select_sources(call.x), rows.select(call.x), rows.select(call.y)
     J = x.new_empty(*x.shape, x.shape[-1])
     B, n, d = call.x.shape
-    y = torch.empty_like(x)
+    y, rounded = torch.empty_like(x), False
     for index, group in rows.disjoint_groups():
-        block, (at,) = linearize_full_sequence(call, group), to_device(x.device, index)
+        block, (at,) = linearize_full_sequence(call, group, attached), to_device(x.device, index)
         with replay_errors(call):
             J[at] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
-        y[at] = block.y
-    return J, require_reproduction(call, y - before, recorded - before, recorded, recorded_dtype)
+        y[at], rounded = block.y, rounded or block.rounded
+    return J, require_reproduction(call, y - before, recorded - before, recorded, recorded_dtype), rounded

@@ -41,7 +41,6 @@ class Linearization:
     tangent: Float[Tensor, "R d"] | None = None  # J v by forward mode, if it was asked for and every operation has it
     no_tangent: str = ""  # why there is none
     rounded: bool = False  # whether f's own code rounds to a lower precision than that of x
-    least_bytes: int = 8  # of the numbers that it rounds to
 
 
 class GradientsStayOn(TorchFunctionMode):

@@ -152,8 +152,9 @@ class Options(TypedDict, total=False):
     derivative: Annotated[
         Derivative,
         "checked",
-        "checked compares the derivative that autograd computes with forward mode and with differences of values, and refuses a "
-        "block where they disagree; autograd measures what autograd computes, right or not.",
+        "checked compares the derivative that autograd computes with differences of values, and refuses a block where they "
+        "disagree, but for tensors that it detaches, which are constants; values takes these as what they are, the "
+        "derivative of what the block computes; autograd measures what autograd computes, right or not.",
     ]
     witness: Annotated[
         Witness,

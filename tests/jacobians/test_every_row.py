@@ -1,0 +1,390 @@
+"""Every requested row is compared with differences of its own values: faults of single rows are found, sound rows are measured.
+
+Jacobians are compared with central differences of the block in float64.
+"""
+
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tracker
+import tracker.jacobians.rows
+from tracker.common.errors import UsageError
+
+D = 16
+DTYPES = ["float32", "float64"]
+CLOSE = {"float32": 1e-4, "float64": 1e-7}
+
+
+class Block(nn.Module):
+    """Attention and an MLP, `added(mlp, x)`."""
+
+    def __init__(self, added=lambda mlp, x: mlp(x)):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
+        self.mlp, self.other, self.added = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, D), [added]
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + self.added[0](self.mlp, x)
+
+
+def network(*added, block=Block):
+    torch.manual_seed(0)
+    return nn.Sequential(*(block(*added) for _ in range(2))).eval()
+
+
+def states(samples=1, n=6):
+    return torch.randn(samples, n, D, generator=torch.Generator().manual_seed(1))
+
+
+def measured(net, x, dtype="float64", **options):
+    return tracker.measure(net, x, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options)
+
+
+def by_differences(block, x, sample, t, h=1e-5):
+    """Return J - 1 of a block at a token by central differences of the block on full sequences."""
+    x, J = x.double(), torch.zeros(D, D, dtype=torch.float64)
+    with torch.no_grad():
+        for i in range(D):
+            ends = [x.clone(), x.clone()]
+            for end, sign in zip(ends, (1, -1), strict=True):
+                end[sample, t, i] += sign * h
+            J[:, i] = (block(ends[0]) - block(ends[1]))[sample, t] / (2 * h)
+    return J - torch.eye(D)
+
+
+def assert_right(ds, net, x, atol, positions=(-1,), h=1e-5):
+    """Assert that all Jacobians at these positions are those by differences."""
+    net, x = net.double(), x.double()
+    positions = range(x.shape[1]) if positions == "all" else positions
+    assert ds.sizes["token"] == len(positions)
+    for l, block in enumerate(net):
+        for sample in range(len(x)):
+            for token, t in enumerate(positions):
+                found = torch.as_tensor(ds.jacobian.values[sample, token, l]).double()
+                expected = by_differences(block, x, sample, t, h)
+                torch.testing.assert_close(found, expected, atol=atol * float(expected.abs().max()), rtol=0)
+        x = block(x).detach()
+
+
+class Wrong(torch.autograd.Function):
+    """tanh with a wrong backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g
+
+
+def wrong_where_negative(mlp, x):
+    return torch.where(x[..., :1] > 0, mlp(x), Wrong.apply(mlp[0](x)))
+
+
+def with_faults_at(*rows, samples):
+    """Return states whose first coordinate is negative at some rows (sample, token) alone."""
+    x = states(samples)
+    x[..., 0] = 3
+    for sample, t in rows:
+        x[sample, t, 0] = -3
+    return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", [[-1], [0, -1], [2, -1], [0, 5, 2], "all"], ids=str)
+@pytest.mark.parametrize(("samples", "sample"), [(1, 0), (4, 2)])
+def test_a_wrong_derivative_in_one_row_is_refused(positions, samples, sample, dtype):
+    net, x = network(wrong_where_negative), with_faults_at((sample, 5), samples=samples)
+    with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .* autograd function Wrong"):
+        measured(net, x, dtype, tokens=positions)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_beside_a_wrong_one_are_right(dtype):
+    net, x = network(wrong_where_negative)[:1], with_faults_at((0, 5), samples=1)
+    net.append(Block().eval())
+    ds = measured(net, x, dtype, tokens=[0, 2])
+    assert ds.attrs["independent_checks"] == "{}"
+    assert_right(ds, net, x, CLOSE[dtype], [0, 2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_code_for_one_sample_is_refused(dtype):
+    net = network(lambda mlp, x: mlp(x) * x[0, -1].norm().item())
+    with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .*item\(\)"):
+        measured(net, states(), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_ends_of_a_difference_do_not_meet_in_a_batch(dtype):
+    net = network(lambda mlp, x: mlp(x - 0.5 * x.mean(0, keepdim=True)))
+    ds = measured(net, states(), dtype)
+    assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_sliced.all()
+    assert_right(ds, net, states(), CLOSE[dtype])
+
+
+def near_a_tie(distance):
+    """Return a router whose score, the first coordinate, is so far from a tie in a state's last row, and the state."""
+    x = states()
+    x[0, -1, 0] = distance
+    return lambda mlp, x: torch.where(x[..., :1] > 0, mlp(x), 1 - mlp(x)), x
+
+
+@pytest.mark.parametrize("distance", [1e-3, 1e-5, 1e-7, 1e-12])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_jump_beside_a_row_convicts_nothing(distance, dtype):
+    route, x = near_a_tie(distance)
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention, self.mlp = nn.Identity(), nn.Sequential(nn.Linear(D, D), nn.Tanh())
+
+        def forward(self, x):
+            return x + route(self.mlp, x)
+
+    net = network(block=Routed)
+    ds = measured(net, x, dtype)
+    if distance < 1e-9:  # every step crosses the jump
+        assert "forward mode: differences do not converge" in json.loads(ds.attrs["independent_checks"])["1"]
+        x[0, -1, 0] = 1e-3
+    else:
+        assert ds.attrs["independent_checks"] == "{}"
+    assert_right(ds, net, x, 1e-3, h=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("scale", "positions", "reason"),
+    [(1, "all", "{}"), (300, [-1], "differences do not converge"), (300, "all", "its code amplifies rounding")],
+    ids=str,
+)
+def test_weights_too_large_for_differences_are_measured(scale, positions, reason):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "proj" in name:
+                parameter.mul_(scale)
+    ids = torch.randint(3, 97, (4, 9), generator=torch.Generator().manual_seed(1))
+    ds = tracker.measure(model, ids, k=4, tokens=positions)
+    assert reason in ds.attrs["independent_checks"] and ds.diagnostics_sliced.all()
+
+
+class Softmax(nn.Module):
+    """Attention stabilized by the largest score of the batch, on which it does not depend."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.qkv, self.out = nn.Identity(), nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = q @ k.mT * D**-0.5
+        weights = (scores - scores.max()).exp()
+        return x + self.out(weights / weights.sum(-1, keepdim=True) @ v)
+
+
+@pytest.mark.filterwarnings("ignore:.*full sequence")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_derivative_that_cancels_to_rounding_is_no_mixing(dtype):
+    net, x = network(block=Softmax), states(2)
+    assert_right(measured(net, x, dtype), net, x, CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_samples_that_mix_in_a_block_that_adds_little_are_refused(dtype):
+    net = network(lambda mlp, x: 1e-7 * mlp(x - x.mean(0, keepdim=True)))
+    for block in net:
+        block.attn.out_proj.weight.data.zero_()
+    with pytest.raises(UsageError, match="mixes the samples"):
+        measured(net, states(2), dtype)
+
+
+class Twice(nn.Module):
+    """Two attentions: a token reads a global one, which has read it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.attention = nn.Linear(D, 3 * D), nn.Identity()
+
+    def attend(self, x):
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        seen = torch.eye(x.shape[1], dtype=torch.bool)
+        seen[0] = seen[:, 0] = True
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen if x.shape[1] > 1 else None)
+        return mixed.transpose(1, 2).flatten(2)
+
+    def forward(self, x):
+        x = x + self.attend(x)
+        return x + self.attend(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*full sequence")
+@pytest.mark.parametrize("n", [20, 40])
+@pytest.mark.parametrize("positions", [[-1], [3, -1]], ids=str)
+def test_two_attentions_are_right_at_any_length(n, positions):
+    net, x = network(block=Twice), states(3, n)
+    assert_right(measured(net, x, tokens=positions), net, x, 1e-7, positions)
+
+
+def detached_branch(mlp, x):
+    return mlp(x.detach()) + 0.1 * x
+
+
+def shrunk(mlp, x):
+    y = mlp(x)
+    return 0.1 * y + 0.9 * y.detach()
+
+
+def straight_through(mlp, x):
+    y = mlp(x)
+    return y + ((8 * y).round() / 8 - y).detach()
+
+
+DETACHING = [detached_branch, shrunk, straight_through]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("added", DETACHING)
+@pytest.mark.parametrize("positions", [[-1], "all"], ids=str)
+def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(added, positions, dtype):
+    net, x = network(added), states(2)
+    with pytest.warns(UserWarning, match="detaches tensors") as warned:
+        ds = measured(net, x, dtype, tokens=positions)
+    assert sum("detaches tensors" in str(one.message) for one in warned) == 1 and ds.diagnostics_sliced.all()
+    checks = json.loads(ds.attrs["independent_checks"])
+    assert set(checks) == {"1", "2"}
+    errors = ds.diagnostics_independent_error
+    for l, reported in enumerate(checks.values()):
+        size = float(reported.split("changes J v by ")[1])
+        found = float(errors.isel(layer=l).max())
+        assert size == pytest.approx(found, rel=0.1)
+        J = torch.as_tensor(ds.jacobian.values[0, -1, l]).double()
+        true = by_differences(net.double()[l], x.double() if l == 0 else net[0](x.double()).detach(), 0, -1)
+        assert size == pytest.approx(float((J - true).norm() / true.norm()), rel=1) and size > 0.1
+        net = net.float()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ds = measured(net, x, dtype, tokens=positions, derivative="values")
+    assert ds.attrs["derivative"] == "values" and ds.attrs["independent_checks"] == "{}"
+    assert_right(ds, net, x, CLOSE[dtype], positions, h=1e-6)
+
+
+class RoundedInward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return (8 * x).round() / 8
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+HIDING = {
+    ".data": lambda mlp, x: mlp(x.data),
+    "numpy()": lambda mlp, x: mlp(torch.from_numpy(x.detach().numpy())),
+    "item()": lambda mlp, x: mlp(x) * x[0, -1].norm().item(),
+    "function RoundedInward": lambda mlp, x: RoundedInward.apply(mlp(x)),
+}
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_what_autograd_can_not_be_made_to_see_is_refused_also_on_request(name):
+    with pytest.raises(UsageError, match="autograd does not give|Can't call numpy"):
+        measured(network(HIDING[name]), states(), derivative="values")
+
+
+class Shaped(nn.Module):
+    """Adds the identity over positions to the weights of attention: a single row has all of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.qk = nn.Identity(), nn.Linear(D, 2 * D)
+        self.register_buffer("diagonal", torch.eye(6))
+
+    def forward(self, x):
+        query, key = self.qk(x).unsqueeze(1).chunk(2, -1)
+        return x + self._attn(query, key, x.unsqueeze(1))[0].squeeze(1)
+
+    def _attn(self, query, key, value, attention_mask=None, head_mask=None):  # as in GPT-2
+        weights = (query @ key.mT).softmax(-1)
+        weights = weights + self.diagonal[: key.shape[-2], : key.shape[-2]]
+        return weights @ value, weights
+
+
+@pytest.mark.filterwarnings("ignore:.*full sequence")
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_attention_that_adds_a_matrix_over_positions(samples):
+    net, x = network(block=Shaped), states(samples)
+    assert_right(measured(net, x), net, x, 1e-7)
+
+
+class Autocast(Block):
+    """Computes in 16 bits inside: a part of it, or all."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.whole = whole
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.whole):
+            y = self.norm(x)
+            x = x + self.attn(y, y, y, need_weights=False)[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            return x + torch.tanh(x @ self.other.weight)
+
+
+class InFloat64(Autocast):
+    """The same without autocast."""
+
+    def forward(self, x):
+        y = self.norm(x)
+        x = x + self.attn(y, y, y, need_weights=False)[0]
+        return x + torch.tanh(x @ self.other.weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_autocast_in_a_block_is_measured_or_refused_with_a_reason(samples, whole, dtype):
+    net, x = network(whole, block=Autocast), states(samples)
+    if whole and dtype == "float32":  # its attention differs from kernel to kernel
+        with pytest.raises(UsageError, match="rounds to less than float32; remove that, or give dtype='float64'"):
+            measured(net, x, dtype)
+        return
+    ds = measured(net, x, dtype)
+    assert_right(ds, network(whole, block=InFloat64), x, 0.03 if dtype == "float32" else 1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:.*full sequence")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_jacobian_that_was_formed_wrongly_in_one_row_is_not_used(dtype, monkeypatch):
+    formed = tracker.jacobians.rows.dense_jacobian
+
+    def wrong(pullback, y, *given):
+        J = formed(pullback, y, *given)
+        if len(y) == 6:  # single rows: in the full sequence they are formed one by one
+            J[3] += 0.1 * J[3].flip(0)
+        return J
+
+    net, x = network(), states()
+    monkeypatch.setattr("tracker.jacobians.rows.dense_jacobian", wrong)
+    ds = measured(net, x, dtype, tokens="all")
+    assert not ds.diagnostics_sliced.any()
+    assert_right(ds, net, x, CLOSE[dtype], "all")
