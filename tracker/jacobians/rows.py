@@ -199,16 +199,18 @@ class Jacobians:
                 results[i] = J.to(dtype), checks
                 finite = bool(is_finite(results[i][0]))
             require_finite(finite, selections[i][0])
-            if self.witness is not None:
-                self.witness.judge(
-                    *selections[i], results[i][0], self.precision == "float32", self._of_values(selections[i][0])
-                )
+            self._ask_witness(*selections[i], results[i][0])
         return results
 
-    def _of_values(self, call: BlockCall) -> bool:
-        """Whether the Jacobian of a block is meant to be the derivative of its values."""
+    def _ask_witness(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
+        """Compare Jacobians with what the caller's model says, if it was asked about this call."""
+        if self.witness is None:
+            return
         outcome = self.independent.get(call.layer)
-        return self.derivative == "checked" and (outcome is None or outcome.method != "differences, detached")
+        of_values = self.derivative != "autograd" and (outcome is None or outcome.method != DETACHED)
+        self.witness.judge(
+            call, rows, J, exact=self.precision == "float32", gradients=not self._attached, differences=of_values
+        )
 
     def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]

@@ -210,12 +210,13 @@ class Witness:
     # Judging.
 
     def judge(
-        self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"], exact: bool, differences: bool = True
+        self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"], *, exact: bool, gradients: bool, differences: bool
     ) -> None:
         """Compare the Jacobians of a call at some rows, without the identity, with what the model says.
 
         Args:
             exact: whether J was formed in the precision of its dtype.
+            gradients: whether J is meant to be what autograd computes.
             differences: whether J is meant to be the derivative of the values.
 
         Raises:
@@ -234,9 +235,10 @@ class Witness:
         JTu, Jv = _plain(torch.stack([J.mT @ given[0], J @ given[1]]))
         allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
         error = _ratio(answer.gradient - answer.u - JTu, JTu)
-        if not error <= allowed:
+        if gradients and not error <= allowed:
             raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
-        self.errors["derivative"] = max(self.errors["derivative"], error)
+        if gradients:
+            self.errors["derivative"] = max(self.errors["derivative"], error)
         if answer.differences and differences:
             self._judge_differences(call, answer, Jv, least, exact)
 
