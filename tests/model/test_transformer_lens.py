@@ -12,6 +12,7 @@ from tests import brute_force
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
+from tracker.common.errors import UsageError
 from tracker.jacobians.rows import PATHS
 from tracker.model import attention
 from tracker.model.attention import Formula, row_positions
@@ -231,7 +232,12 @@ def test_prompts_and_hooks_of_the_caller(tmp_path):
     model.set_tokenizer(saved_tokenizer(tmp_path))
     model.blocks[1].hook_resid_pre.add_hook(lambda x, hook: fired.append(hook.name) or 2 * x)
     prompt = "the cat sat on the mat"
-    ds = tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4)
+    with pytest.raises(
+        UsageError, match="the model computes another output than its copy"
+    ):  # a hook that changes values
+        tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4)
+    fired.clear()
+    ds = tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4, witness="off")
     assert fired == []
     with torch.no_grad():
         model(model.tokenizer(prompt, return_tensors="pt")["input_ids"])

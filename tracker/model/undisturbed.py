@@ -48,7 +48,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
         return copied
 
     def attribute(name: str, value: Any) -> Any:
-        return table(value) if name in TABLES or name.endswith(HOOKS) else copy_nested(value, own, memo)
+        return table(value) if name in TABLES else copy_nested(value, own, memo)
 
     before = [(part, dict(part.__dict__)) for part in model.modules()]
     shared.begin_call()
@@ -65,5 +65,4 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
             part.__dict__.update(attributes)
 
 
-TABLES = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
+TABLES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}  # of weights, modules and hooks
