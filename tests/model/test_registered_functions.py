@@ -11,6 +11,7 @@ from transformers.masking_utils import sdpa_mask
 import tracker
 from tests.blocks.test_blocks import FOUND
 from tests.central_differences import assert_measured_as_it_runs
+from tracker.model.replica import Replica
 
 IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(1))
 SIZE = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
@@ -135,4 +136,8 @@ def test_names_in_the_configs_of_parts_are_the_callers():
     model.config._attn_implementation = "flex_attention"
     seen = tracker.measure(model, FOUND["llava"].inputs, k=2)
     assert [config._attn_implementation for config in configs] == ["flex_attention"] * 3
+    replica = Replica(model, tracker.find_blocks(model), torch.float32, torch.device("cpu")).module
+    text = replica.config.text_config
+    parts = [part for part in replica.modules() if type(getattr(part, "config", None)) is type(text)]
+    assert parts and all(part.config is text for part in parts) and text._attn_implementation == "sdpa"
     np.testing.assert_allclose(seen.miscoupling, expected.miscoupling, atol=1e-5)

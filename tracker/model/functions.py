@@ -103,6 +103,12 @@ def _globals(function: FunctionType) -> dict[str, Any]:
 
 
 @functools.cache
+def sets_variables(code: CodeType) -> bool:
+    """Whether code sets variables of the function around it (nonlocal), where other functions read them."""
+    return any(now.opname == "STORE_DEREF" and now.argval in code.co_freevars for now in dis.get_instructions(code))
+
+
+@functools.cache
 def _global_names(code: CodeType) -> list[str]:
     """Return the names of the globals that code loads, with those of the functions that it defines."""
     own = [now.argval for now in dis.get_instructions(code) if now.opname == "LOAD_GLOBAL"]

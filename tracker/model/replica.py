@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tracker.common.errors import UsageError
 from tracker.model.attention import hook_attn_method, hook_methods
 from tracker.model.description import Blocks
-from tracker.model.functions import FUNCTIONS, names_in_code, reachable, rebuild, returns_value
+from tracker.model.functions import FUNCTIONS, names_in_code, reachable, rebuild, returns_value, sets_variables
 from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
@@ -309,6 +309,8 @@ _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 def _can_change(value: Any) -> bool:
     """Whether a function that holds this value has to hold a copy instead."""
+    if isinstance(value, FunctionType):
+        return sets_variables(value.__code__)
     return isinstance(value, (nn.Module, Tensor, dict, list, set, deque))
 
 
