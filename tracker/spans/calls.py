@@ -97,7 +97,7 @@ def at_boundaries(module: Callable[[str], nn.Module], hooks: Mapping[Boundary, B
             at = module(boundary.module)
             if boundary.side == "input":
                 enter = partial(replacement.enter, boundary, hook)
-                stack.callback(at.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(at.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
             else:
                 stack.callback(at.register_forward_hook(partial(replacement.leave, boundary, hook)).remove)
         stack.enter_context(replacement)
