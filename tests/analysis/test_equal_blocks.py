@@ -21,6 +21,7 @@ from tracker.common.errors import UsageError
 from tracker.figures.coupling import by_layer, coupling_of_prompts, heatmaps, layer_graph, over_training
 from tracker.measures.equal_blocks import read_equal_blocks
 from tracker.report.contents import contents
+from tracker.report.write import write_report
 from tracker.store import open_results
 
 K = 4
@@ -214,5 +215,9 @@ def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
     table = tracker.summary(ds)
     assert set(table.index.get_level_values("measure")) == {"lss", "expodistance", "alpha_mean"}
     assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
-    tracker.summary(stored(tmp_path / "store", {0: ds, 10: ds}))
+    store = stored(tmp_path / "store", {0: ds, 10: ds})
+    tracker.summary(store)
+    for figure in ("1b", "1c", "30", "curves", "heatmap", *["26"] * inside):  # the entropy is of logits
+        tracker.plot(store, figure)
+    write_report([tmp_path / "store"], tmp_path / "page.html")
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

@@ -7,6 +7,7 @@ Missing values (NaN) are left out of every reduction.
 
 import warnings
 from collections.abc import Iterable, Mapping
+from math import prod
 
 import numpy as np
 import torch
@@ -97,5 +98,6 @@ def _ordered(values: xr.Variable, over: tuple[str, ...]) -> tuple[list[str], np.
     """Return the remaining dimensions, the values along the others in ascending order, NaN last, and the number of values."""
     rest = [str(dim) for dim in values.dims if dim not in over]
     values = values.transpose(*rest, *over)
-    flat = values.values.reshape(*values.shape[: len(rest)], -1)
+    # Not -1: a window that is defined nowhere leaves no depth.
+    flat = values.values.reshape(*values.shape[: len(rest)], prod(values.shape[len(rest) :]))
     return rest, np.sort(flat, -1), (~np.isnan(flat)).sum(-1)

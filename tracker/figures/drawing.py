@@ -14,7 +14,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.curves import quartiles
-from tracker.analysis.regression import mean_interval
+from tracker.analysis.regression import clustered_mean, mean_interval
 from tracker.common.errors import UsageError
 from tracker.common.text import capitalised
 from tracker.measures.coupling import DEFINITIONS
@@ -233,7 +233,7 @@ def mean_line(
     """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval."""
     along = next(str(dim) for dim in by_prompt.dims if dim != "prompt")
     values = by_prompt.transpose(along, "prompt").values
-    mean, (low, high) = np.nanmean(values, -1), mean_interval(values, sources)
+    (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
     banded_line(axes, by_prompt[along], mean, low, high, color, label)
     return {along: by_prompt[along].values, "mean": mean, "low": low, "high": high}
 
