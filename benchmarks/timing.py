@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("forward", "tracker.measures.calls", "record"),
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
-    ("checks", "tracker.jacobians.rows", "derivative_error"),  # called within the stage before, like the next
+    ("checks", "tracker.jacobians.rows", "derivative_error"),  # called within the stage before, like the next ones
     ("checks", "tracker.jacobians.rows", "find_mixing"),
+    ("checks", "tracker.jacobians.rows", "differ_from_values"),
+    ("checks", "tracker.jacobians.rows", "settle"),
     ("svd", "tracker.measures.layers", "triplets_of_each"),
     ("pairs", "tracker.measures.depthwise", "pairs"),
 )

@@ -209,7 +209,7 @@ def test_a_derivative_that_cancels_to_rounding_is_no_mixing(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_samples_that_mix_in_a_block_that_adds_little_are_refused(dtype):
-    net = network(lambda mlp, x: 1e-7 * mlp(x - x.mean(0, keepdim=True)))
+    net = network(lambda mlp, x: 0.1 * mlp(x) + 6e-6 * mlp(x.mean(0, keepdim=True)))
     for block in net:
         block.attn.out_proj.weight.data.zero_()
     with pytest.raises(UsageError, match="mixes the samples"):
@@ -223,23 +223,34 @@ class Twice(nn.Module):
         super().__init__()
         self.qkv, self.attention = nn.Linear(D, 3 * D), nn.Identity()
 
-    def attend(self, x):
+    def attend(self, x, mask):
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        seen = torch.eye(x.shape[1], dtype=torch.bool)
-        seen[0] = seen[:, 0] = True
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen if x.shape[1] > 1 else None)
-        return mixed.transpose(1, 2).flatten(2)
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
+    def forward(self, x, attention_mask=None):
+        attention_mask = with_a_global_token(x.shape[1]) if attention_mask is None else attention_mask
+        x = x + self.attend(x, attention_mask)
+        return x + self.attend(x, attention_mask)
+
+
+def with_a_global_token(n):
+    seen = torch.eye(n, dtype=torch.bool)
+    seen[0] = seen[:, 0] = True
+    return seen[None, None]
+
+
+class Masked(nn.Sequential):
     def forward(self, x):
-        x = x + self.attend(x)
-        return x + self.attend(x)
+        for block in self:
+            x = block(x, attention_mask=with_a_global_token(x.shape[1]))
+        return x
 
 
 @pytest.mark.filterwarnings("ignore:.*full sequence")
 @pytest.mark.parametrize("n", [20, 40])
 @pytest.mark.parametrize("positions", [[-1], [3, -1]], ids=str)
 def test_two_attentions_are_right_at_any_length(n, positions):
-    net, x = network(block=Twice), states(3, n)
+    net, x = Masked(*network(block=Twice)).eval(), states(3, n)
     assert_right(measured(net, x, tokens=positions), net, x, 1e-7, positions)
 
 

@@ -39,7 +39,6 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    # 150 launches and one wait of each block are its comparison with forward mode and differences.
     assert few.syncs <= 80 and few.launches <= 1950
 
 
@@ -67,11 +66,14 @@ def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
 
 
 def test_a_prompt_waits_a_few_times(pretend):
-    """Each prompt has its own forward pass, in which two values are read for each block; the Jacobians are formed together."""
+    """Each prompt has its own forward pass, in which two values are read for each block; the Jacobians are formed together.
+
+    Of the launches, 150 are its attention at the two ends of the difference that each block's rows are compared with.
+    """
     few, many = (costs(pretend, neox(size=SIZE).eval(), PROMPTS[:number], tokenizer=Letters()) for number in (4, 8))
     assert (many.syncs - few.syncs) / 4 <= 14
     assert (many.to_host - few.to_host) / 4 <= 1
-    assert (many.launches - few.launches) / 4 <= 800
+    assert (many.launches - few.launches) / 4 <= 955
 
 
 @pytest.mark.parametrize("tokens", [None, [0, -1]])
