@@ -164,8 +164,8 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
         "‖Jᵀu − g‖ / max(‖g‖, floor ‖u‖), g of the full sequence, u random",
     ),
     "independent_error": (
-        "error of J v against forward mode, or differences of values",
-        "root mean square over u of (uᵀ(Jv)ᵢ − (Jᵀu)ᵀv) / max(‖(Jv)ᵢ‖, ‖Jᵀu‖, floor ‖v‖), (Jv)ᵢ not by reverse mode, u, v random",
+        "error of J v against differences of values, the largest of the rows",
+        "‖Dv − Jv‖ / max(‖Jv‖, ‖Dv‖, floor ‖v‖), Dv = (f(x + hv) − f(x − hv)) / 2h of the row, v random",
     ),
 }
 
