@@ -92,7 +92,6 @@ class Witness:
         batch: the forward call.
         recording: of this call.
         rows: its rows that are measured.
-
     """
 
     def __init__(self, replica: Replica, batch: Batch, recording: Recording, rows: Rows) -> None:
