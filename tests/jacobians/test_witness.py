@@ -320,7 +320,7 @@ def test_the_model_stays_as_it_was(make):
     torch.manual_seed(0)
     model = make().train()
     seen = []
-    model.blocks[0].register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    model.blocks[0].register_forward_hook(lambda *_: seen.append(1))
     before = contents(model)
     random = torch.get_rng_state()
     try:
@@ -330,8 +330,7 @@ def test_the_model_stays_as_it_was(make):
         assert make is GateOutside
     assert contents(model) == before
     assert torch.equal(torch.get_rng_state(), random)
-    # Its hooks run in the passes of the model itself: one with gradients, one for each end of a difference.
-    assert seen[:3] == [True, False, False]
+    assert seen == []  # what its hooks hold was copied, too
 
 
 def test_nothing_is_asked_where_the_caller_says_so():

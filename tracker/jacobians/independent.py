@@ -91,7 +91,9 @@ def differ_from_values(
         residual: whether J is that of f less the identity.
         step: h, relative to the root mean square of x.
     """
-    v = standard_normal(x.shape, x, seed=1)
+    v = standard_normal(x.shape[-1:], x, seed=1).expand_as(
+        x
+    )  # the same for each row, whatever rows are measured together
     Jv = (J @ v[..., None]).squeeze(-1)
     difference = _differences(f, x, v, _step(x, step)) - residual * v
     size = torch.maximum(_norm(Jv), _norm(difference))

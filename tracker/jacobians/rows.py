@@ -117,7 +117,12 @@ class CheckResults:
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
     derivative_error: float  # NaN for the full sequence, which is the reference
-    independent_error: float  # against differences of values, the largest of all rows; NaN if they were not used
+    independent_errors: tuple[float, ...]  # of each row, against differences of values; NaN where they were not used
+
+    @property
+    def independent_error(self) -> float:
+        """The largest error of the rows against differences of values."""
+        return max(self.independent_errors)
 
     @property
     def sliced(self) -> bool:
@@ -254,12 +259,13 @@ class Jacobians:
                 "the Dataset's attribute 'fallbacks' lists all such blocks"
             )
         self.fallbacks[call.layer] = reason
-        errors = []
+        errors = torch.empty(len(rows))
         for index, group in rows.disjoint_groups():
             f = full_sequence(call, group, self._attached)
             (at,) = to_device(J.device, index)
-            errors += self._compare([(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call))
-        return J, CheckResults("full sequence", value_error, nan, max(errors))
+            (of_group,) = self._compare([(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call))
+            errors[index] = torch.tensor(of_group)
+        return J, CheckResults("full sequence", value_error, nan, tuple(errors.tolist()))
 
     def _compare(
         self,
@@ -269,8 +275,8 @@ class Jacobians:
         rounded: bool,
         row_attention: RowAttention | None,
         evaluating: AbstractContextManager[None],
-    ) -> list[float]:
-        """Return the largest error of J v against differences of values, for each selection.
+    ) -> list[tuple[float, ...]]:
+        """Return the error of J v against differences of values at each row of each selection.
 
         Args:
             f: the block at the rows of all selections.
@@ -279,7 +285,7 @@ class Jacobians:
             evaluating: the context in which f runs.
         """
         if self.derivative == "autograd":
-            return [nan] * len(selections)
+            return [(nan,) * len(rows) for _, rows in selections]
         x, residual = (
             torch.cat([rows.select_sources(call.x) for call, rows in selections]),
             selections[0][1].source is None,
@@ -288,7 +294,7 @@ class Jacobians:
         allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
         with evaluating:
             errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes]).cpu()
-        largest, sizes = [], [len(rows) for _, rows in selections]
+        found, sizes = [], [len(rows) for _, rows in selections]
         for (call, rows), of_rows, of_call in zip(selections, errors.split(sizes), J.split(sizes), strict=True):
             differ = ~(of_rows <= allowed)  # also where an error is NaN
             if differ.any():
@@ -296,8 +302,8 @@ class Jacobians:
                 outcome = settle(call, rows.subset(differ), of_call[at], allowed, row_attention, self._attached)
                 self._note(call, outcome)
                 of_rows = of_rows.masked_fill(differ, outcome.error)
-            largest.append(float(of_rows.max()))
-        return largest
+            found.append(tuple(of_rows.tolist()))
+        return found
 
     def _note(self, call: BlockCall, outcome: Independent) -> None:
         """Keep the largest error of each layer that does not agree with differences, and warn of the first detached branch."""

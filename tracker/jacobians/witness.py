@@ -33,7 +33,6 @@ from torch import Tensor, nn
 
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, raise_device_errors
-from tracker.jacobians.restriction import FAILURES
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
 from tracker.linalg.precision import Roundings
@@ -81,7 +80,7 @@ class Answer:
 
     def step(self, i: int) -> float:
         """Return the multiple of v that is as long as the i-th step, h |x|."""
-        return STEPS[self.bytes][i] * (self.size or 1) / float(self.v.norm())
+        return STEPS[self.bytes][i] * (self.size or 1) / _norm(self.v)
 
 
 class Witness:
@@ -126,9 +125,9 @@ class Witness:
                 passes.choose_all(self.sample)
                 self._ask_for_derivatives(tokens)
             self._ask_for_differences({l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0)
-        except UsageError:
-            raise
-        except (*FAILURES, MemoryError) as error:
+        except Exception as error:  # of the model's code, whatever it is: it may need what is not installed here
+            if isinstance(error, UsageError):
+                raise
             if not is_allocation_failure(error):
                 raise_device_errors(error)
             return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -172,8 +171,8 @@ class Witness:
         for l in asked:
             x, y, gradient = states[l - 1], outputs[l - 1], gradients[l - 1]
             given = u[l - 1].to(found[l - 1][1].dtype).double()  # rounded as it was in the pass
-            token, size = tokens[drawn[l - 1]], float(x.norm())
-            growth = float(y.norm()) / (size or 1)
+            token, size = tokens[drawn[l - 1]], _norm(x)
+            growth = _norm(y) / (size or 1)
             self.answers[l] = Answer(token, least[l - 1], given, gradient, v[l - 1], size, growth, [])
             before, after = (
                 _plain(state[self.sample, token]) for state in (passes.calls[l - 1].x, passes.calls[l - 1].y)
@@ -353,8 +352,8 @@ class _Passes:
             return
         try:
             self._run_model(begin, end, last)
-        except FAILURES as error:
-            if self.cast or isinstance(error, UsageError) or is_allocation_failure(error):
+        except RuntimeError as error:
+            if self.cast or is_allocation_failure(error):
                 raise
             # A model of bfloat16 weights may take inputs of float32 in training alone, under autocast.
             raise_device_errors(error)
@@ -444,8 +443,12 @@ def _plain(t: Tensor) -> Tensor:
     return t.detach().double().cpu()
 
 
+def _norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector))
+
+
 def _ratio(part: Tensor, whole: Tensor) -> float:
-    return float(part.norm() / whole.norm().clamp_min(torch.finfo(torch.float64).tiny))
+    return _norm(part) / max(_norm(whole), torch.finfo(torch.float64).tiny)
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")

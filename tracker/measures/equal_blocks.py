@@ -81,8 +81,7 @@ def _labels_of_weights(modules: Sequence[nn.Module]) -> list[int]:
     """Return a number for each module, the same for those whose weights are equal."""
     alike: dict[Hashable, list[int]] = {}  # modules with the same first numbers, of which no two have equal weights
     labels = []
-    for i, module in enumerate(modules):
-        beginning = _first_numbers(module)
+    for i, (module, beginning) in enumerate(zip(modules, _first_numbers(modules), strict=True)):
         others = [] if beginning is None else alike.setdefault((type(module), beginning), [])
         equal = next((j for j in others if _have_equal_weights(module, modules[j])), i)
         if equal == i:
@@ -95,12 +94,25 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _first_numbers(module: nn.Module) -> tuple[float, ...] | None:
-    """Return the first numbers of a module's first matrix, as norms begin as ones; None if its weights are not compared."""
-    if not all(is_plain(tensor) for tensor in _tensors(module).values()):
-        return None
-    matrix = next((p for p in module.parameters() if p.dim() > 1 and p.numel()), None)
-    return None if matrix is None else tuple(matrix.detach()[(0,) * (matrix.dim() - 1)][:FEW].tolist())
+def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | None]:
+    """Return the first numbers of each module's first matrix, as norms begin as ones; None if its weights are not compared."""
+    matrices = [
+        next((p.detach() for p in module.parameters() if p.dim() > 1 and p.numel()), None) for module in modules
+    ]
+    rows = {
+        i: matrix[(0,) * (matrix.dim() - 1)][:FEW].double()
+        for i, (module, matrix) in enumerate(zip(modules, matrices, strict=True))
+        if matrix is not None and all(map(is_plain, _tensors(module).values()))
+    }
+    of_devices: dict[torch.device, list[int]] = {}
+    for i, row in rows.items():
+        of_devices.setdefault(row.device, []).append(i)
+    found: dict[int, tuple[float, ...]] = {}
+    for places in of_devices.values():  # one wait for each device
+        numbers = torch.cat([rows[i] for i in places]).tolist()
+        for i in places:
+            found[i], numbers = tuple(numbers[: len(rows[i])]), numbers[len(rows[i]) :]
+    return [found.get(i) for i in range(len(modules))]
 
 
 def _have_equal_weights(module: nn.Module, other: nn.Module) -> bool:

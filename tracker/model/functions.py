@@ -32,6 +32,13 @@ def reachable(value: Any) -> Iterator[Any]:
             waiting.extend(_held(value))
 
 
+def can_change(value: Any) -> bool:
+    """Whether a function that holds this value has to hold a copy instead."""
+    if isinstance(value, FunctionType):
+        return _sets_variables(value.__code__)
+    return isinstance(value, (nn.Module, Tensor, dict, list, set, deque))
+
+
 def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """Return a function of the same code over copies of what it holds.
 
@@ -103,7 +110,7 @@ def _globals(function: FunctionType) -> dict[str, Any]:
 
 
 @functools.cache
-def sets_variables(code: CodeType) -> bool:
+def _sets_variables(code: CodeType) -> bool:
     """Whether code sets variables of the function around it (nonlocal), where other functions read them."""
     return any(now.opname == "STORE_DEREF" and now.argval in code.co_freevars for now in dis.get_instructions(code))
 

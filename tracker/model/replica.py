@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from tracker.common.errors import UsageError
 from tracker.model.attention import hook_attn_method, hook_methods
 from tracker.model.description import Blocks
-from tracker.model.functions import FUNCTIONS, names_in_code, reachable, rebuild, returns_value, sets_variables
+from tracker.model.functions import FUNCTIONS, can_change, names_in_code, reachable, rebuild, returns_value
 from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
@@ -284,7 +284,7 @@ class ModuleCopier:
         if isinstance(value, Tensor) and value.is_inference():
             return self.shared.share(value.clone())
         value = getattr(value, "_torchdynamo_orig_callable", value) if isinstance(value, FunctionType) else value
-        if isinstance(value, FUNCTIONS) and any(map(_can_change, reachable(value))):
+        if isinstance(value, FUNCTIONS) and any(map(can_change, reachable(value))):
             return self.memo[id(value)] if id(value) in self.memo else rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
@@ -305,13 +305,6 @@ class ModuleCopier:
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # of transformers.utils.output_capturing
 _HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))]
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-
-
-def _can_change(value: Any) -> bool:
-    """Whether a function that holds this value has to hold a copy instead."""
-    if isinstance(value, FunctionType):
-        return sets_variables(value.__code__)
-    return isinstance(value, (nn.Module, Tensor, dict, list, set, deque))
 
 
 def _replace_forward(module: nn.Module, new: nn.Module) -> None:
