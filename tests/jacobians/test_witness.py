@@ -196,6 +196,31 @@ def test_a_function_that_differs_in_the_copy_is_refused(monkeypatch):
         assert ds.attrs["witness"].startswith("agrees")
 
 
+def at_one_token(y):
+    y = y.clone()
+    y[:, 2] *= 1.5
+    return y
+
+
+OF_SOME = {
+    "at a token that is not measured": at_one_token,
+    "in batches": lambda y: 1.5 * y if len(y) > 1 else y,
+    "of few tokens": lambda y: torch.where(y[..., :1] > y[..., :1].flatten().kthvalue(2).values, y, 1.5 * y),
+}
+
+
+@pytest.mark.parametrize("where", OF_SOME)
+def test_values_are_compared_at_all_tokens_and_with_two_samples(where):
+    """The hook holds no weights, so the copy does not run it; the token that is measured is the last one."""
+    torch.manual_seed(0)
+    model = Model().eval()
+    model.blocks[0].register_forward_hook(lambda module, args, y: OF_SOME[where](y))
+    with pytest.raises(
+        UsageError, match=r"block 1 \(blocks.0\): from the same state, the model computes another output"
+    ):
+        tracker.measure(model, IDS, k=4)
+
+
 def errors_of(ds):
     return {
         name: float(size) for name, size in (part.split() for part in ds.attrs["witness"].split(": ")[1].split(", "))

@@ -2,7 +2,7 @@
 
 All other checks replay recorded calls of blocks in the replica, with their other arguments held. They can't see what the replica
 does not run as the model does, nor that a block's state reaches it by another way than its first argument. So the model itself
-is run, on one sample, and asked about each block at one row:
+is run, on one or two samples, and asked about each block at one row, about its values at all rows:
 
     values        from the recorded state, the block gives the recorded output
     derivative    J^T u, from one backward pass from the block's output to its state, along every path
@@ -18,7 +18,7 @@ J^T u and J v are compared with products of the Jacobian that was formed, at a r
 
 A model whose weights are sharded, offloaded or quantized, or that is on another device than the measurement, is not asked
 (`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the
-model does. Cost: one pass of one sample with gradients and two without. Memory: the graph of one block.
+model does. Cost: one pass of two samples with gradients and two without. Memory: the graph of one block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,6 +48,7 @@ from tracker.model.replica import Replica, StopForward
 from tracker.model.undisturbed import undisturbed
 from tracker.model.weights import is_plain
 from tracker.model.wrappers import innermost, module_named
+from tracker.provenance import digest
 from tracker.spans.calls import at_boundaries
 
 # By bytes of the numbers that the model computes with: the allowed errors, relative to the residual function, to J^T u and to
@@ -91,17 +92,21 @@ class Witness:
         batch: the forward call.
         recording: of this call.
         rows: its rows that are measured.
+        valid: the positions of each sample that are not padding.
     """
 
-    def __init__(self, replica: Replica, batch: Batch, recording: Recording, rows: Rows) -> None:
+    def __init__(
+        self, replica: Replica, batch: Batch, recording: Recording, rows: Rows, valid: Sequence[Sequence[int]]
+    ) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
         self.wrong: dict[int, float] = {}  # layers whose values differ from the recorded ones, and by how much
         self.undecided: list[int] = []  # layers whose differences do not converge
         self.description = replica.description
         self.calls = {id(call): call for call in recording.calls}
-        self.seed = SEED + recording.sample_seeds[0]
-        self.rows = rows
+        # Other weights have other states, and are asked about other rows.
+        self.seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
+        self.rows, self.valid = rows, valid
         self.failed = ""  # why not even the replica was asked
         self.unasked = _why_not(replica)
         if not self.unasked:
@@ -119,7 +124,7 @@ class Witness:
         try:
             self._ask_for_derivatives(tokens)
             for _ in range(min(len(tokens), ROWS) - 1):
-                if self.wrong:  # a model in 16 bits may choose another expert than the replica, at single rows
+                if self.wrong:  # a model in 16 bits may choose another expert than the replica, at this row
                     self._ask_for_derivatives(tokens)
             if self.wrong and passes.divided:  # what the model computes may depend on the size of the batch
                 passes.choose_all(self.sample)
@@ -150,6 +155,7 @@ class Witness:
         u, v = torch.randn(2, passes.L, d, generator=self.generator, dtype=torch.float64)
         leaf = torch.empty(0)
         found: list[tuple[Tensor, Tensor, Tensor]] = []  # of each block, at its row: x, output, gradient
+        values: list[Tensor] = []  # of each block, at all rows: the error of f, and the sizes of f and of the output
         least: list[int] = []  # bytes of the numbers that each block computes with
 
         def begin(l: int, state: Tensor) -> Tensor:
@@ -162,7 +168,10 @@ class Witness:
             row, (cotangent,) = (passes.at, tokens[drawn[l - 1]]), to_device(y.device, u[l - 1].to(y.dtype))
             product = (y[row] * cotangent).sum()
             (gradient,) = torch.autograd.grad(product, leaf, materialize_grads=True, allow_unused=True)
-            found.append((leaf.detach()[row], y.detach()[row], gradient[row]))
+            x, y = leaf.detach(), y.detach()
+            found.append((x[row], y[row], gradient[row]))
+            f = passes.recorded(l, y, torch.float64) - passes.recorded(l - 1, y, torch.float64)
+            values.append(torch.stack([_norms(y.double() - x.double() - f), _norms(f), _norms(y)]))
 
         with torch.enable_grad(), GradientsStayOn(), Roundings() as roundings:
             passes.run(begin, end, passes.L)
@@ -174,15 +183,24 @@ class Witness:
             token, size = tokens[drawn[l - 1]], _norm(x)
             growth = _norm(y) / (size or 1)
             self.answers[l] = Answer(token, least[l - 1], given, gradient, v[l - 1], size, growth, [])
-            before, after = (
-                _plain(state[self.sample, token]) for state in (passes.calls[l - 1].x, passes.calls[l - 1].y)
-            )
-            f = after - before
-            error, rounding = _ratio(y - x - f, f), ROUNDINGS * EPSILON[least[l - 1]] * _ratio(y, f)
-            if error <= VALUES[least[l - 1]] + rounding:
+            error, excess = self._value_error(values[l - 1], least[l - 1], token)
+            if excess <= 1:
                 self.errors["values"] = max(self.errors["values"], error)
             else:
                 self.wrong[l] = error
+
+    def _value_error(self, values: Float[Tensor, "3 B n"], least: int, token: int) -> tuple[float, float]:
+        """Return the largest error of a block's f, relative to f, and the largest multiple of what is allowed.
+
+        Numbers of two bytes are compared at the block's row alone: a router may choose another expert at others.
+        """
+        first = self.passes.samples.start or 0
+        rows = [(b, t) for b in range(values.shape[1]) for t in self.valid[first + b]]
+        rows = [(self.passes.at, token)] if least == 2 else rows
+        error, of_f, of_y = _plain(values[:, *torch.tensor(rows, device=values.device).unbind(1)])
+        of_f = of_f.clamp_min(torch.finfo(torch.float64).tiny)
+        allowed = VALUES[least] * of_f + ROUNDINGS * EPSILON[least] * of_y
+        return float((error / of_f).max()), float((error / allowed).max())
 
     def _ask_for_differences(self, asked: dict[int, Answer], step: int) -> None:
         """Ask for J v of some blocks by central differences, with the states of all of them moved."""
@@ -309,7 +327,7 @@ def _why_not(replica: Replica) -> str:
 
 
 class _Passes:
-    """Passes of the caller's model on one sample, with the states set where blocks begin and end.
+    """Passes of the caller's model on a sample or two, with the states set where blocks begin and end.
 
     A batch that may not divide into samples is run whole. If the model can't be asked, its replica runs.
     """
@@ -327,23 +345,25 @@ class _Passes:
 
     @property
     def divided(self) -> bool:
-        """Whether one sample runs alone."""
+        """Whether not all samples run."""
         return self.samples != slice(None)
 
     def choose(self, sample: int) -> None:
-        """Run this sample alone, if the batch divides into samples."""
+        """Run this sample and another one, as a model may do otherwise with one alone; a batch that may not divide runs whole."""
         self.choose_all(sample)
         if self.whole.divides:
-            self.batch, self.samples, self.at = self.whole.by_sample()[sample], slice(sample, sample + 1), 0
+            start = max(0, min(sample, len(self.whole.labels) - 2))
+            self.samples, self.at = slice(start, start + 2), sample - start
+            self.batch = self.whole.part(self.samples)
 
     def choose_all(self, sample: int) -> None:
         """Run all samples, and ask about this one."""
         self.batch, self.samples, self.at = self.whole, slice(None), sample
 
-    def recorded(self, l: int, like: Tensor) -> Float[Tensor, "B n d"]:
-        """Return a copy of the recorded state at boundary l, in the dtype and on the device of a tensor."""
+    def recorded(self, l: int, like: Tensor, dtype: torch.dtype | None = None) -> Float[Tensor, "B n d"]:
+        """Return a copy of the recorded state at boundary l, on the device of a tensor, in its dtype or another."""
         state = self.calls[l].x if l < self.L else self.calls[-1].y
-        return state[self.samples].to(like.device, like.dtype, copy=True)
+        return state[self.samples].to(like.device, dtype or like.dtype, copy=True)
 
     def run(self, begin: State, end: Left, last: int) -> None:
         """Run the model up to the end of block `last`."""
@@ -441,6 +461,10 @@ class _Passes:
 
 def _plain(t: Tensor) -> Tensor:
     return t.detach().double().cpu()
+
+
+def _norms(rows: Float[Tensor, "B n d"]) -> Float[Tensor, "B n"]:
+    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
 
 
 def _norm(vector: Tensor) -> float:

@@ -228,7 +228,8 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             check_chain(replica, recording, batch)
             if settings.witness == "model":
-                jacobians.witness = Witness(replica, batch, recording, rows)
+                valid = [sample.valid for sample in of_batch]
+                jacobians.witness = Witness(replica, batch, recording, rows, valid)
                 if not settings.includes("coupling"):  # else its answers are judged when Jacobians are formed
                     jacobians.witness.require_all_values()
         samples += of_batch

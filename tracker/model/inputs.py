@@ -48,19 +48,19 @@ class Batch:
 
     def by_sample(self) -> "list[Batch]":
         """Return one forward call for each sample."""
-        B, inputs = len(self.labels), (self.arguments, self.keywords)
-        parts = [select_samples(inputs, slice(b, b + 1), B) for b in range(B)]
-        return [
-            replace(
-                self,
-                arguments=arguments,
-                keywords=keywords,
-                labels=self.labels[b : b + 1],
-                valid=None if self.valid is None else self.valid[b : b + 1],
-                ids=None if self.ids is None else self.ids[b : b + 1],
-            )
-            for b, (arguments, keywords) in enumerate(parts)
-        ]
+        return [self.part(slice(b, b + 1)) for b in range(len(self.labels))]
+
+    def part(self, samples: slice) -> "Batch":
+        """Return the forward call of some samples."""
+        arguments, keywords = select_samples((self.arguments, self.keywords), samples, len(self.labels))
+        return replace(
+            self,
+            arguments=arguments,
+            keywords=keywords,
+            labels=self.labels[samples],
+            valid=None if self.valid is None else self.valid[samples],
+            ids=None if self.ids is None else self.ids[samples],
+        )
 
     @property
     def divides(self) -> bool:
