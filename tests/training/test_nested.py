@@ -272,18 +272,21 @@ RUNS = {
 }
 
 
+SEEN = []  # of the script: what a function holds itself is copied where it runs
+
+
 @pytest.mark.parametrize("case", RUNS)
 def test_forward_receives_what_the_loader_yields(case):
-    seen = []
+    SEEN.clear()
 
     def forward(module, batch):
-        seen.append(type(batch))
+        SEEN.append(type(batch))
         return module(batch.x)
 
     watch = Watch(2, probe=None, forward=forward, dtype=torch.float64)
     module = Batched(attribute)
     trainer([watch], max_steps=2).fit(module, loader(RUNS[case]))
-    assert set(seen) == {type(RUNS[case](X))} == {type(watch.probe)}
+    assert set(SEEN) == {type(RUNS[case](X))} == {type(watch.probe)}
     assert_same_units(
         watch.units[2], tracker.measure(module.model, X[:2], k=2, dtype=torch.float64).assign_coords(step=2)
     )
@@ -397,15 +400,16 @@ def test_stock_collators(collator, fit):
 
 
 def test_an_encoding_as_the_probe_of_a_loop():
-    words, model, seen = tokenizer(), neox(vocab_size=8), []
+    words, model = tokenizer(), neox(vocab_size=8)
+    SEEN.clear()
     encoded = words(["a b c", "b c d"], return_tensors="pt")  # holds objects of the tokenizer, too
 
     def forward(model, batch):
-        seen.append(type(batch))
+        SEEN.append(type(batch))
         return model(batch.input_ids)
 
     unit = tracker.Watch(1, k=2, probe=encoded, forward=forward)(0, model)
-    assert set(seen) == {BatchEncoding}
+    assert set(SEEN) == {BatchEncoding}
     expected = tracker.measure(model, {"input_ids": encoded["input_ids"]}, k=2)
     np.testing.assert_allclose(unit["miscoupling"], expected["miscoupling"], rtol=1e-12)
 

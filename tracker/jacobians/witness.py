@@ -460,7 +460,7 @@ class _Passes:
 
 
 def _plain(t: Tensor) -> Tensor:
-    return t.detach().double().cpu()
+    return t.detach().cpu().double()
 
 
 def _norms(rows: Float[Tensor, "B n d"]) -> Float[Tensor, "B n"]:

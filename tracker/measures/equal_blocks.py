@@ -100,7 +100,7 @@ def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | Non
         next((p.detach() for p in module.parameters() if p.dim() > 1 and p.numel()), None) for module in modules
     ]
     rows = {
-        i: matrix[(0,) * (matrix.dim() - 1)][:FEW].double()
+        i: matrix[(0,) * (matrix.dim() - 1)][:FEW].float()  # not every device has float64
         for i, (module, matrix) in enumerate(zip(modules, matrices, strict=True))
         if matrix is not None and all(map(is_plain, _tensors(module).values()))
     }

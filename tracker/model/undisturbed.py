@@ -33,42 +33,17 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
     Yields:
         The generators that it may draw from, to be seeded before each pass.
     """
-    generators, shared = Generators(device), SharedTensors()
-    memo: dict[int, Any] = {}
-
-    def own(value: Any) -> Any:
-        if isinstance(value, Generator):
-            generators.held.append(copy_generator(value))
-            return generators.held[-1]
-        if isinstance(value, FUNCTIONS) and any(map(can_change, reachable(value))):
-            return rebuild(value, copied, memo)
-        return value.clone() if isinstance(value, Tensor) else value
-
-    def copied(value: Any) -> Any:
-        return copy_nested(value, own, memo)
-
-    def weight(tensor: Any) -> Any:
-        if isinstance(tensor, Tensor) and id(tensor) not in memo:
-            memo[id(tensor)] = shared.share(tensor)
-        return memo.get(id(tensor), tensor)
-
-    def table(name: str, entries: Any) -> Any:
-        changed = entries.copy()
-        changed.update((key, (weight if name in WEIGHTS else copied)(entry)) for key, entry in entries.items())
-        return changed
-
+    copies = _Copies(Generators(device), SharedTensors())
     before = [(part, dict(part.__dict__)) for part in model.modules()]
-    shared.begin_call()
+    copies.shared.begin_call()
     try:
         for part, attributes in before:
-            copies = {
-                name: table(name, value) if name in TABLES else copied(value) for name, value in attributes.items()
-            }
-            part.__dict__.update(copies, training=False)
-        with WriteGuard(shared):
-            yield generators
+            part.__dict__.update({name: copies.attribute(name, value) for name, value in attributes.items()})
+            part.__dict__["training"] = False
+        with WriteGuard(copies.shared):
+            yield copies.generators
     finally:
-        shared.undo_writes()
+        copies.shared.undo_writes()
         for part, attributes in before:
             part.__dict__.clear()
             part.__dict__.update(attributes)
@@ -76,3 +51,40 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
 
 WEIGHTS = ("_parameters", "_buffers")
 TABLES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}  # of weights, modules and hooks
+
+
+class _Copies:
+    """Copies of what modules hold, and of what these copies hold; modules are themselves.
+
+    An object, as functions that call each other would be a reference cycle, which keeps the weights.
+    """
+
+    def __init__(self, generators: Generators, shared: SharedTensors) -> None:
+        self.generators, self.shared = generators, shared
+        self.memo: dict[int, Any] = {}  # by id of the original
+
+    def attribute(self, name: str, value: Any) -> Any:
+        """Return the copy of a module's attribute; of a table of weights, one whose tensors are over the same memory."""
+        if name not in TABLES:
+            return self.copy(value)
+        changed = value.copy()
+        copy = self._share if name in WEIGHTS else self.copy
+        changed.update((key, copy(entry)) for key, entry in value.items())
+        return changed
+
+    def copy(self, value: Any) -> Any:
+        """Return a copy of a container or data object, and of what it holds."""
+        return copy_nested(value, self._copy_leaf, self.memo)
+
+    def _copy_leaf(self, value: Any) -> Any:
+        if isinstance(value, Generator):
+            self.generators.held.append(copy_generator(value))
+            return self.generators.held[-1]
+        if isinstance(value, FUNCTIONS) and any(map(can_change, reachable(value))):
+            return rebuild(value, self.copy, self.memo)
+        return value.clone() if isinstance(value, Tensor) else value
+
+    def _share(self, tensor: Any) -> Any:
+        if isinstance(tensor, Tensor) and id(tensor) not in self.memo:
+            self.memo[id(tensor)] = self.shared.share(tensor)
+        return self.memo.get(id(tensor), tensor)
