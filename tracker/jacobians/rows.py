@@ -286,10 +286,8 @@ class Jacobians:
         """
         if self.derivative == "autograd":
             return [(nan,) * len(rows) for _, rows in selections]
-        x, residual = (
-            torch.cat([rows.select_sources(call.x) for call, rows in selections]),
-            selections[0][1].source is None,
-        )
+        x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
+        residual = selections[0][1].source is None
         bytes = 4 if rounded else x.itemsize
         allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
         with evaluating:

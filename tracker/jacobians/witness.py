@@ -37,11 +37,10 @@ from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
 from tracker.linalg.precision import Roundings
 from tracker.linalg.transfer import SEED, to_device
-from tracker.model.boundaries import as_python, chain
 from tracker.model.guard import copy_nested
 from tracker.model.hidden_state import bind_arguments, hidden_state, with_hidden_state
 from tracker.model.inputs import Batch
-from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.random_numbers import Generator, copy_generator
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica, StopForward
@@ -102,8 +101,6 @@ class Witness:
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
         self.wrong: dict[int, float] = {}  # layers whose values differ from the recorded ones, and by how much
         self.undecided: list[int] = []  # layers whose differences do not converge
-        self.description = replica.description
-        self.calls = {id(call): call for call in recording.calls}
         # Other weights have other states, and are asked about other rows.
         self.seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
         self.rows, self.valid = rows, valid
@@ -116,7 +113,7 @@ class Witness:
 
     def _ask(self, passes: "_Passes") -> str:
         """Ask about all blocks; return why that failed, if it did."""
-        self.passes = passes
+        self.passes, self.answers, self.wrong = passes, {}, {}
         self.generator = torch.Generator().manual_seed(self.seed)
         self.sample = int(self.rows.sample[torch.randint(len(self.rows), (), generator=self.generator)])
         tokens = self.rows.token[self.rows.sample == self.sample].tolist()
@@ -176,6 +173,7 @@ class Witness:
         with torch.enable_grad(), GradientsStayOn(), Roundings() as roundings:
             passes.run(begin, end, passes.L)
         states, outputs, gradients = (_plain(torch.stack(rows)) for rows in zip(*found, strict=True))
+        of_all_rows = _plain(torch.stack(values))
         asked, self.wrong = self.wrong or dict.fromkeys(range(1, passes.L + 1)), {}
         for l in asked:
             x, y, gradient = states[l - 1], outputs[l - 1], gradients[l - 1]
@@ -183,7 +181,7 @@ class Witness:
             token, size = tokens[drawn[l - 1]], _norm(x)
             growth = _norm(y) / (size or 1)
             self.answers[l] = Answer(token, least[l - 1], given, gradient, v[l - 1], size, growth, [])
-            error, excess = self._value_error(values[l - 1], least[l - 1], token)
+            error, excess = self._value_error(of_all_rows[l - 1], least[l - 1], token)
             if excess <= 1:
                 self.errors["values"] = max(self.errors["values"], error)
             else:
@@ -195,9 +193,11 @@ class Witness:
         Numbers of two bytes are compared at the block's row alone: a router may choose another expert at others.
         """
         first = self.passes.samples.start or 0
-        rows = [(b, t) for b in range(values.shape[1]) for t in self.valid[first + b]]
-        rows = [(self.passes.at, token)] if least == 2 else rows
-        error, of_f, of_y = _plain(values[:, *torch.tensor(rows, device=values.device).unbind(1)])
+        compared = torch.zeros(values.shape[1:], dtype=torch.bool)
+        for b in range(len(compared)):
+            compared[b, self.valid[first + b]] = least > 2
+        compared[self.passes.at, token] = True
+        error, of_f, of_y = values[:, compared]
         of_f = of_f.clamp_min(torch.finfo(torch.float64).tiny)
         allowed = VALUES[least] * of_f + ROUNDINGS * EPSILON[least] * of_y
         return float((error / of_f).max()), float((error / allowed).max())
@@ -239,7 +239,7 @@ class Witness:
             UsageError: if they differ, or the block of the model gives another output than the recorded one.
         """
         answer = self.answers.get(call.layer)
-        if answer is None or self.failed or id(call) not in self.calls or rows.source is not None:
+        if answer is None or self.failed or call is not self.passes.calls[call.layer - 1] or rows.source is not None:
             return
         self.require_values(call.layer)
         at = ((rows.sample == self.sample) & (rows.token == answer.token)).nonzero()
@@ -303,15 +303,10 @@ class Witness:
             "as another argument that is the state or is computed from it, or an attribute that the model sets; or the block's "
             "code depends on the batch."
         )
-        if self.description.spans:
+        description = self.passes.replica.description
+        if description.spans:
             return BlocksNotFound(finding)
-        spans = chain(self.description.names)
-        contents = (
-            f"{len(spans)} spans, each from where the one before ended, with all that the model computes from the state"
-        )
-        where = f"spans from the {spans[0][0]} to the {spans[-1][1]}"
-        line = Proposal(as_python(spans), self.description.between_boundaries(spans), where, contents)
-        return BlocksNotFound(finding, [line])
+        return BlocksNotFound(finding, [chained(description, ", with all that the model computes from the state")])
 
 
 def _why_not(replica: Replica) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracker.common.errors import UsageError
+from tracker.model.boundaries import as_python, chain
+from tracker.model.description import Blocks
 
 HOW_TO_NAME = (
     "Name the blocks, if the model has any: blocks='path.to.list', or a list of modules, or, if no module is a block, the "
@@ -27,6 +29,21 @@ class Proposal:
 
     def __str__(self) -> str:
         return f"\n  blocks={self.argument}  # {self.description}"
+
+
+def chained(blocks: Blocks, contents: str) -> Proposal:
+    """Propose spans in the place of blocks that are modules, each from where the one before ended.
+
+    Args:
+        contents: what the spans have in addition, the end of the description.
+    """
+    spans = chain(blocks.names)
+    return Proposal(
+        as_python(spans),
+        blocks.between_boundaries(spans),
+        f"spans from the {spans[0][0]} to the {spans[-1][1]}",
+        f"{len(spans)} spans, each from where the one before ended{contents}",
+    )
 
 
 class BlocksNotFound(UsageError):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tracker.common.errors import UsageError
 from tracker.linalg.transfer import standard_normal
 from tracker.model.attention import OriginalAttention, intercept_attention
-from tracker.model.boundaries import as_python, chain
 from tracker.model.guard import copy_nested
 from tracker.model.head import HeadHooks, NormWatch
 from tracker.model.hidden_state import (
@@ -30,7 +29,7 @@ from tracker.model.hidden_state import (
     same_state,
     states_in,
 )
-from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound, Proposal
+from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound, chained
 from tracker.model.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
 from tracker.model.replica import ModuleState, Replica, require_stateless
 
@@ -127,12 +126,8 @@ class _Recorder:
             f"the model changes the hidden state between {before} and {name}; name consecutive blocks, so that each takes the "
             "output of the one before, or spans that include the change"
         )
-        description = self.replica.description
-        spans = chain(description.names)
-        contents = f"{len(spans)} spans, each from where the one before ended; what changes the state belongs to the next block"
-        line = as_python(spans)
-        where = f"spans from the {spans[0][0]} to the {spans[-1][1]}"
-        return BlocksNotFound(finding, [Proposal(line, description.between_boundaries(spans), where, contents)])
+        contents = "; what changes the state belongs to the next block"
+        return BlocksNotFound(finding, [chained(self.replica.description, contents)])
 
     def copy_argument(self, value: Any) -> Any:
         """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""
