@@ -48,7 +48,7 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import GradientsStayOn, Linearization, RowFunction, linearize
-from tracker.linalg.precision import FAST, FLOOR, Roundings, tolerance
+from tracker.linalg.precision import EPSILON, FAST, FLOOR, Roundings, tolerance
 from tracker.linalg.transfer import standard_normal
 from tracker.model.recording import BlockCall
 
@@ -279,7 +279,7 @@ def _converge(
 ) -> Bool[Tensor, " R"]:
     """Whether, in each row, the differences of two steps agree with each other, and rounding does not explain it."""
     found = torch.zeros(len(y), dtype=torch.bool)
-    epsilon = torch.finfo({8: torch.float64, 4: torch.float32}.get(precision, torch.bfloat16)).eps
+    epsilon = EPSILON.get(precision, EPSILON[2])  # numbers of one byte have none of their own
     for (larger, smaller), errors_of_both, (_, h) in zip(
         pairwise(differences), pairwise(errors), pairwise(steps), strict=True
     ):

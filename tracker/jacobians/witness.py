@@ -35,7 +35,7 @@ from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, raise_device_errors
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
-from tracker.linalg.precision import Roundings
+from tracker.linalg.precision import EPSILON, Roundings
 from tracker.linalg.transfer import SEED, to_device
 from tracker.model.guard import copy_nested
 from tracker.model.hidden_state import bind_arguments, hidden_state, with_hidden_state
@@ -56,7 +56,6 @@ VALUES = {8: 1e-5, 4: 1e-3, 2: 5e-2}
 DERIVATIVE = {8: 1e-5, 4: 5e-3, 2: 5e-2}
 DIFFERENCES = {8: 1e-3, 4: 2e-2}
 STEPS = {8: (1e-4, 1e-5, 1e-6), 4: (1e-2, 1e-3, 1e-4)}
-EPSILON = {8: torch.finfo(torch.float64).eps, 4: torch.finfo(torch.float32).eps, 2: torch.finfo(torch.bfloat16).eps}
 ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside these errors
 ROWS = 3  # that are tried where values differ
 CONVERGED = 0.3  # two differences agree if they are nearer to each other than this part of their distance from J v

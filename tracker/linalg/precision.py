@@ -20,6 +20,8 @@ OLDER = {"ieee": "highest", "tf32": "high"}
 # Tolerances of a residual function f = block - 1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 ROUNDED = 1e-5  # in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
+# By bytes of a number. Of the formats of two bytes, bfloat16 is the coarser one.
+EPSILON = {8: torch.finfo(torch.float64).eps, 4: torch.finfo(torch.float32).eps, 2: torch.finfo(torch.bfloat16).eps}
 FAST = 5e-2  # of products in TF32 or bfloat16
 FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: below it, rounding of x + f exceeds the tolerance
 
