@@ -15,7 +15,7 @@ import tracker
 from tests.models import FAMILIES, build
 from tests.plain import CausalAttention
 from tracker.common.errors import UsageError
-from tracker.jacobians.witness import form_of
+from tracker.jacobians.witness import Witness, form_of
 
 D = 16
 IDS = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -160,6 +160,33 @@ def test_what_reaches_a_block_by_another_way_is_refused_or_measured_right(fault,
     model = make().eval().to(dtype)
     with pytest.raises(UsageError, match=why):
         tracker.measure(model, IDS[:1], k=4, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+
+
+class Unsteady(Block):
+    """A rounding of the state changes its gradient by about a percent, as in the backward pass of a saturated softmax."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(D))
+
+    def f(self, x: Tensor) -> Tensor:
+        return super().f(x) + 3e5 * x * self.w - x * (3e5 * self.w)  # the last two are equal but for rounding
+
+
+@pytest.mark.parametrize(
+    "block, error, found", [(Block, 0.02, "refused"), (Unsteady, 0.02, "told"), (Unsteady, 0.5, "refused")]
+)
+def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(block, error, found, monkeypatch):
+    judge = Witness.judge
+    planted = lambda self, call, rows, J, **options: judge(self, call, rows, (1 + error) * J, **options)  # noqa: E731
+    monkeypatch.setattr(Witness, "judge", planted)
+    torch.manual_seed(0)
+    model = Model(block).eval()
+    if found == "refused":
+        with pytest.raises(UsageError, match=OTHER_WAY):
+            tracker.measure(model, IDS, k=4)
+    else:
+        assert "in 3 blocks J^T u differs by up to" in tracker.measure(model, IDS, k=4).attrs["witness"]
 
 
 @pytest.mark.parametrize("fault", ["given three times", "a memory", "a gate", "an attribute"])
