@@ -159,7 +159,9 @@ class Witness:
         unsteady = ""
         if self.unsteady:
             largest = max(self.unsteady.values())
-            unsteady = f"; in {len(self.unsteady)} blocks J^T u differs by up to {largest:.1e}, as roundings change it as much"
+            unsteady = (
+                f"; in {len(self.unsteady)} blocks J^T u differs by up to {largest:.1e}, as roundings change it as much"
+            )
         copy = f"not asked: {self.unasked}; its copy " if self.unasked else ""
         return f"{copy}agrees at one row of each block; errors: {errors}{undecided}{unsteady}"
 
@@ -288,7 +290,7 @@ class Witness:
         allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
         error = _ratio(answer.gradient - answer.u - JTu, JTu)
         if gradients and not error <= allowed:
-            if not error <= ROUNDED * self._rounding_of_gradient(call.layer, answer):
+            if not error <= ROUNDED * self._rounding_of_gradient(call.layer, answer, JTu):
                 raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
             self.unsteady[call.layer] = error
         elif gradients:
@@ -296,14 +298,14 @@ class Witness:
         if answer.differences and differences:
             self._judge_differences(call, answer, Jv, least, exact)
 
-    def _rounding_of_gradient(self, l: int, answer: Answer) -> float:
-        """Return how much the model's own J^T u changes where the states and u are moved by roundings, relative to it.
+    def _rounding_of_gradient(self, l: int, answer: Answer, JTu: Tensor) -> float:
+        """Return how much the model's own J^T u changes where the states and u are moved by roundings, relative to that formed.
 
         The backward pass of a saturated softmax can amplify a rounding to percents of its result.
         """
         question, moved = {l: (answer.token, answer.u)}, EPSILON[answer.bytes]
         found = [self._pass_backward(question, moved)[l].gradient for _ in range(MOVES)]
-        return max(_ratio(gradient - answer.gradient, answer.gradient - answer.u) for gradient in found)
+        return max(_ratio(gradient - answer.gradient, JTu) for gradient in found)
 
     def _judge_differences(self, call: BlockCall, answer: Answer, Jv: Tensor, least: int, exact: bool) -> None:
         steps = STEPS[answer.bytes]
