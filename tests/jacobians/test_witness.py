@@ -119,6 +119,16 @@ class Attribute(Model):
         return self.blocks[l](x)
 
 
+class GateOfTheFirst(Model):
+    """Block 1 alone is given something that is computed from its state."""
+
+    def __init__(self):
+        super().__init__(Gated)
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        return self.blocks[l](x, torch.ones_like(x) if l else (4 * self.outside[l](x)).sigmoid())
+
+
 class Number(Model):
     """The model computes a number from the state, which autograd does not see: differences alone show it."""
 
@@ -135,6 +145,7 @@ FAULTS = {
     "a memory": (OwnMemory, OTHER_WAY),
     "a gate": (GateOutside, OTHER_WAY),
     "an attribute": (Attribute, OTHER_WAY),
+    "a gate of block 1": (GateOfTheFirst, OTHER_WAY),
     "a number": (Number, OTHER_WAY),
 }
 
@@ -189,7 +200,7 @@ def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(block,
         assert "in 3 blocks J^T u differs by up to" in tracker.measure(model, IDS, k=4).attrs["witness"]
 
 
-@pytest.mark.parametrize("fault", ["given three times", "a memory", "a gate", "an attribute"])
+@pytest.mark.parametrize("fault", ["given three times", "a memory", "a gate", "an attribute", "a gate of block 1"])
 def test_proposed_spans_give_the_true_jacobian(fault):
     torch.manual_seed(0)
     model = FAULTS[fault][0]().eval().double()
@@ -203,8 +214,7 @@ def test_proposed_spans_give_the_true_jacobian(fault):
         x = model.embedding(IDS)
         for l in range(3):
             J = torch.from_numpy(ds.jacobian.values[1, 0, l])
-            if l:  # what the first block is given beside the first state may be held (`fixed`)
-                assert torch.allclose(J, true_jacobian(model, l, x, (1, -1)), atol=1e-7)
+            assert torch.allclose(J, true_jacobian(model, l, x, (1, -1)), atol=1e-7)
             x = model.step(l, x)
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from tracker.common.errors import UsageError
 from tracker.devices import is_allocation_failure, raise_device_errors
@@ -74,6 +75,7 @@ class Answer:
     bytes: int  # of the numbers that the block computes with
     u: Float[Tensor, " d"]
     gradient: Float[Tensor, " d"]  # u^T d(block) / dx along every path
+    beside: float  # |u^T d(block) / dx_1| along what the model computed from the first state x_1 before block 1 began
     v: Float[Tensor, " d"]
     size: float  # |x|
     growth: float  # |output| / |x|
@@ -93,6 +95,7 @@ class _Backward:
     y: Float[Tensor, " d"]
     u: Float[Tensor, " d"]  # rounded as it was in the pass
     gradient: Float[Tensor, " d"]
+    beside: Float[Tensor, ""]  # size of the gradient to the first state along ways that are not the block's own state
     values: Float[Tensor, "3 B n"]  # at all rows: |f - the recorded f|, |f| recorded, |output|
 
 
@@ -179,7 +182,9 @@ class Witness:
             row = found[l]
             size = _norm(row.x)
             growth = _norm(row.y) / (size or 1)
-            self.answers[l] = Answer(questions[l][0], row.bytes, row.u, row.gradient, v[l - 1], size, growth, [])
+            self.answers[l] = Answer(
+                questions[l][0], row.bytes, row.u, row.gradient, float(row.beside), v[l - 1], size, growth, []
+            )
             error, excess = self._value_error(row.values, row.bytes, questions[l][0])
             if excess <= 1:
                 self.errors["values"] = max(self.errors["values"], error)
@@ -214,11 +219,11 @@ class Witness:
             token, u = questions[l]
             row, (cotangent,) = (passes.at, token), to_device(y.device, disturbed(u).to(y.dtype))
             product = (y[row] * cotangent).sum()
-            (gradient,) = torch.autograd.grad(product, leaf, materialize_grads=True, allow_unused=True)
+            gradient, beside = passes.gradients(product, leaf)
             x, y = leaf.detach(), y.detach()
             f = passes.recorded(l, y, torch.float64) - passes.recorded(l - 1, y, torch.float64)
             values = torch.stack([_norms(y.double() - x.double() - f), _norms(f), _norms(y)])
-            found[l] = (x[row], y[row], cotangent, gradient[row], values)
+            found[l] = (x[row], y[row], cotangent, gradient[row], beside, values)
 
         with torch.enable_grad(), GradientsStayOn(), Roundings() as roundings:
             passes.run(begin, end, max(questions))
@@ -289,6 +294,8 @@ class Witness:
         JTu, Jv = _plain(torch.stack([J.mT @ given[0], J @ given[1]]))
         allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
         error = _ratio(answer.gradient - answer.u - JTu, JTu)
+        if gradients and call.layer == 1:
+            self._require_no_way_beside(call, answer, JTu)
         if gradients and not error <= allowed:
             if not error <= ROUNDED * self._rounding_of_gradient(call.layer, answer, JTu):
                 raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
@@ -297,6 +304,21 @@ class Witness:
             self.errors["derivative"] = max(self.errors["derivative"], error)
         if answer.differences and differences:
             self._judge_differences(call, answer, Jv, least, exact)
+
+    def _require_no_way_beside(self, call: BlockCall, answer: Answer, JTu: Tensor) -> None:
+        """Raise UsageError if block 1 alone depends on what the model computed from its state before it began.
+
+        That which later blocks depend on, too, such as the first state itself, is a constant by convention.
+        """
+        most = DERIVATIVE[answer.bytes] * _norm(JTu)
+        later = any(
+            other.beside > DERIVATIVE[other.bytes] * _norm(other.gradient) for l, other in self.answers.items() if l > 1
+        )
+        if answer.beside > most and not later and not self.passes.replica.description.fixed:
+            part = answer.beside / max(_norm(JTu), torch.finfo(torch.float64).tiny)
+            raise self._other_derivative(
+                call, f"J^T u of what the model computed from the state before the block began is {part:.1e}"
+            )
 
     def _rounding_of_gradient(self, l: int, answer: Answer, JTu: Tensor) -> float:
         """Return how much the model's own J^T u changes where the states and u are moved by roundings, relative to that formed.
@@ -386,6 +408,9 @@ class _Passes:
         self.seed = recording.seed or 0
         self.cast = False  # whether the inputs are cast to the dtype of the weights
         self.ended = -1  # blocks that have ended in this pass; -1 before the first begins
+        self.first: Tensor | None = (
+            None  # the state that this pass computed for block 1, with what it was computed from
+        )
 
     @property
     def divided(self) -> bool:
@@ -408,6 +433,19 @@ class _Passes:
         """Return a copy of the recorded state at boundary l, on the device of a tensor, in its dtype or another."""
         state = self.calls[l].x if l < self.L else self.calls[-1].y
         return state[self.samples].to(like.device, dtype or like.dtype, copy=True)
+
+    def gradients(self, product: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient to a block's state, and the size of that to the first state along what was computed from it
+        before block 1 began, which the leaf does not reach.
+        """
+        first = self.first is not None and self.first.requires_grad
+        inputs = [leaf, self.first] if first else [leaf]
+        with torch._C.DisableTorchFunction():  # the mode of boundaries would replace the first state by the leaf
+            # What was computed before block 1 began is differentiated once for each block.
+            gradient, *beside = torch.autograd.grad(
+                product, inputs, retain_graph=first, materialize_grads=True, allow_unused=True
+            )
+        return gradient, _norms(beside[0].flatten()) if beside else gradient.new_zeros((), dtype=torch.float64)
 
     def run(self, begin: State, end: Left, last: int) -> None:
         """Run the model up to the end of block `last`."""
@@ -445,7 +483,8 @@ class _Passes:
     @contextmanager
     def _hooked(self, module: Callable[[str], nn.Module], begin: State, end: Left, last: int) -> Iterator[None]:
         """Set states where blocks begin, and take them where blocks end, in a pass of a model whose modules have these names."""
-        self.ended = -1
+        self.ended, self.first = -1, None
+        from_inputs = ExitStack()  # until block 1 begins, what modules return is part of the graph
         oriented = self.replica.oriented
 
         def leave(found: Tensor) -> Tensor:
@@ -457,12 +496,19 @@ class _Passes:
 
         def enter(found: Tensor) -> Tensor:
             self.ended = 0
+            self.first = found
+            from_inputs.close()
             return oriented(begin(0, found))
 
         spans = self.replica.description.spans
         hooks = {spans[0][0]: enter} | {end: leave for _, end in spans} if spans else {}
-        with at_boundaries(module, hooks) if spans else self._at_modules(module, enter, leave):
-            yield
+        try:
+            with from_inputs, at_boundaries(module, hooks) if spans else self._at_modules(module, enter, leave):
+                if torch.is_grad_enabled():
+                    from_inputs.callback(register_module_forward_hook(_in_graph).remove)
+                yield
+        finally:
+            self.first = None  # with its graph
         if self.ended != last:
             raise RuntimeError(f"hooks saw {max(self.ended, 0)} of its {last} blocks run")
 
@@ -500,7 +546,17 @@ class _Passes:
             return value
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
         dtype = next(weights, value.dtype) if self.cast and value.is_floating_point() else value.dtype
-        return value.to(self.replica.device, dtype, copy=True)
+        copy = value.to(self.replica.device, dtype, copy=True)
+        if torch.is_grad_enabled() and copy.is_floating_point() and copy.numel() == self.recorded(0, copy).numel():
+            return copy.requires_grad_().clone()  # it may be the first state
+        return copy
+
+
+def _in_graph(module: nn.Module, args: tuple, output: Any) -> Any:
+    """Return a module's output as part of a graph that begins there at the latest: a forward hook."""
+    if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
+        return output.detach().requires_grad_().clone()  # a leaf does not allow work in place
+    return output
 
 
 def _plain(t: Tensor) -> Tensor:

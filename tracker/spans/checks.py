@@ -235,6 +235,7 @@ class WholeStateCheck:
         here, after = self.boundary(l), l == len(self.calls)
         where = f"the end of the last span (the {here})" if after else f"the start of span {l + 1} (the {here})"
         norm = _norm_that_returns(self.replica, self.arguments, self.seed, here)
+        source = "" if l or norm else self._source_of_first_span()
         states = self._states_beside(l)
         beside = [*states, *self._inputs_beside(l)]
         fixed = [*self.replica.description.fixed, *beside]
@@ -251,10 +252,20 @@ class WholeStateCheck:
             f"{'the output of the model' if after else 'the end of the span'} changes by {error:.1e} of its size, so it "
             f"also depends on {' and '.join(map(str, beside)) or 'another tensor'}; {remedy}"
         )
+        description = self.replica.description
+        if source:
+            start = Boundary("output", source)
+            spans = [(start, description.spans[0][1]), *description.spans[1:]]
+            line = Proposal(
+                as_python(spans),
+                description.between_boundaries(spans),
+                f"spans from the {start} to the {spans[-1][1]}",
+                f"{len(spans)} spans, each with all that the model computes from the state",
+            )
+            return BlocksNotFound(finding, [line])
         # The residual around a wrong boundary comes from the state before it.
         if not beside or norm or (l and self.boundary(l - 1) in states):
             return UsageError(finding)
-        description = self.replica.description
         line = Proposal(
             f"find_blocks(model, {as_python(description.spans)}, fixed={named})",
             description.between_boundaries(description.spans, fixed),
@@ -262,6 +273,17 @@ class WholeStateCheck:
             f"{len(self.calls)} spans; the tensors at these places stay as they are",
         )
         return BlocksNotFound(finding, [line])
+
+    def _source_of_first_span(self) -> str:
+        """Return the module that returns the first state, if only the first span depends on what else is computed from it; ''
+        if there is none. What later spans depend on, too, is no part of the first one.
+        """
+        for l in range(1, len(self.calls) + 1):
+            if self._depends(l, {self.boundary(k): self._recorded(k) for k in range(l)} | self.held, True):
+                return ""
+        state = self.replica.oriented(self.calls[0].x.to(self.device))
+        returned = self._outputs_before_first_state()
+        return next((place.module for place, value in returned.items() if torch.equal(value, state)), "")
 
     def _states_beside(self, l: int) -> list[Boundary]:
         """Return the boundaries before l whose states the end of span l depends on, also if all later ones are as recorded."""
