@@ -17,7 +17,7 @@ from torch import nn
 
 from tracker.blocks.towers import ModuleRun, find_runs, holds_attention, named_attention, nested, proposals
 from tracker.model.proposals import BlocksNotFound, Proposal
-from tracker.model.state_maps import has_matrices
+from tracker.model.state_maps import has_matrices, may_be_block
 
 RECOGNISED = (
     "A block is recognised by an attention module in it: a class whose name contains 'attention' or 'attn', or an attribute "
@@ -58,7 +58,7 @@ def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
     if not isinstance(module, LISTS):
         return
     prefix = f"{container}." if container else ""
-    for may_be, group in groupby(children, lambda entry: _may_be_block(entry[1])):
+    for may_be, group in groupby(children, lambda entry: may_be_block(entry[1])):
         stretch = list(group)
         counts = Counter(type(child) for _, child in stretch)
         certain = [i for i, (_, child) in enumerate(stretch) if counts[type(child)] > 1 or holds_attention(child)]
@@ -69,14 +69,6 @@ def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
             if len(classes) > 1:
                 ordered = tuple(dict.fromkeys(names[id(child)] for _, child in chosen))
                 yield ModuleRun(container, ordered, "/".join(classes), len(chosen) == len(children), len(chosen))
-
-
-def _may_be_block(module: nn.Module) -> bool:
-    """Whether a module is no list, and has two matrices, or parts with a matrix or convolution. Norms and projections do not."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return False
-    has_parts = bool(module._modules) and any(parameter.dim() > 1 for parameter in module.parameters())
-    return has_parts or has_matrices(module)
 
 
 def outermost(runs: Sequence[ModuleRun]) -> list[ModuleRun]:

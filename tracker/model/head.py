@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tracker.model.hidden_state import check_finite, hidden_state
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica
-from tracker.model.state_maps import StateMap, adds, ends, has_matrices, is_alike, state_given
+from tracker.model.state_maps import StateMap, adds, ends, is_alike, may_be_block, state_given
 
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
 SAME = 1e-2  # of the largest entry
@@ -176,7 +176,7 @@ class HeadHooks:
                         self._hook(stack, name, self._leave_head)
                 stack.enter_context(self._operations)
             for name, module in () if description.spans else _outside_blocks(self.replica):
-                if is_alike(module, self.replica.blocks) or has_matrices(module):
+                if is_alike(module, self.replica.blocks) or may_be_block(module):
                     self._hook(stack, name, partial(self._leave_state_map, is_last_state))
             yield
         self.norm = self.norm or self._unnamed

@@ -33,6 +33,14 @@ def has_matrices(module: nn.Module) -> bool:
     return sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
 
 
+def may_be_block(module: nn.Module) -> bool:
+    """Whether a module is no list, and has two matrices, or parts with a matrix or convolution. Norms and projections do not."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    has_parts = bool(module._modules) and any(parameter.dim() > 1 for parameter in module.parameters())
+    return has_parts or has_matrices(module)
+
+
 def is_alike(module: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """Whether a module is of the class of a block, so that it has the same role; a Sequential may be anything."""
     return type(module) is not nn.Sequential and any(type(module) is type(block) for block in blocks)
