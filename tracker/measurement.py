@@ -175,7 +175,7 @@ def _prepared(
         with prepare(model, blocks, calls, device, settings.torch_dtype, settings.tokens) as replica:
             yield replica
     except BlocksNotFound as error:
-        raise _tried(error, model, calls[0], settings, device) from None
+        raise _tried(error, model, calls[0], settings, device) from error.__cause__
 
 
 def _tried(
@@ -196,8 +196,8 @@ def _tried(
         elif not closer:
             failed += f"\n  {proposal.where} ({proposal.description}): {_in_one_line(failure)}"
     finding = f"{error.finding}\nTried on these inputs, and not measurable:{failed}" if failed else error.finding
-    remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else HOW_TO_NAME
-    return UsageError(f"{finding}\n{remedy}")
+    remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else error.remedy
+    return UsageError(f"{finding}\n{remedy}".rstrip())
 
 
 def _in_one_line(error: Exception) -> str:

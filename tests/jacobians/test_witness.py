@@ -119,6 +119,29 @@ class Attribute(Model):
         return self.blocks[l](x)
 
 
+class Context:
+    """What a model leaves for its blocks; no module holds it."""
+
+    state: Tensor
+
+
+CONTEXT = Context()
+
+
+class ReadingContext(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.f(x) + 0.3 * CONTEXT.state
+
+
+class SharedContext(Model):
+    def __init__(self):
+        super().__init__(ReadingContext)
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        CONTEXT.state = self.outside[l](x)
+        return self.blocks[l](x)
+
+
 class GateOfTheFirst(Model):
     """Block 1 alone is given something that is computed from its state."""
 
@@ -146,6 +169,7 @@ FAULTS = {
     "a gate": (GateOutside, OTHER_WAY),
     "an attribute": (Attribute, OTHER_WAY),
     "a gate of block 1": (GateOfTheFirst, OTHER_WAY),
+    "a context": (SharedContext, "does not reproduce its own output"),
     "a number": (Number, OTHER_WAY),
 }
 
@@ -200,7 +224,9 @@ def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(block,
         assert "in 3 blocks J^T u differs by up to" in tracker.measure(model, IDS, k=4).attrs["witness"]
 
 
-@pytest.mark.parametrize("fault", ["given three times", "a memory", "a gate", "an attribute", "a gate of block 1"])
+@pytest.mark.parametrize(
+    "fault", ["given three times", "a memory", "a gate", "an attribute", "a gate of block 1", "a context"]
+)
 def test_proposed_spans_give_the_true_jacobian(fault):
     torch.manual_seed(0)
     model = FAULTS[fault][0]().eval().double()

@@ -163,7 +163,8 @@ def require_reproduction(
         return error
     if not reproduces_recorded_output(call, recorded_dtype):
         raise irreproducible(
-            f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {error:.1e})"
+            f"block {call.layer} ({call.name}) does not reproduce its own output (relative error {error:.1e})",
+            call.replica.description,
         )
     if not relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32]:
         raise UsageError(

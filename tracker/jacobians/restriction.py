@@ -24,6 +24,7 @@ from tracker.linalg.jacobian import Linearization, RowFunction, linearize
 from tracker.linalg.linear import FreeBuffers, FrozenLinear
 from tracker.linalg.precision import Roundings
 from tracker.model.attention import OriginalAttention, intercept_attention
+from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.recording import AttentionCall, BlockCall
 
 # Exceptions that a block's code may raise when it runs outside its model or on sequences of length one.
@@ -276,7 +277,7 @@ def replay_errors(call: BlockCall) -> Iterator[None]:
     """Raise UsageError, naming the block, for what its code raises when it runs outside its model.
 
     Raises:
-        UsageError: with the original exception as its cause.
+        BlocksNotFound: with the original exception as its cause.
     """
     try:
         yield
@@ -284,11 +285,12 @@ def replay_errors(call: BlockCall) -> Iterator[None]:
         raise
     except FAILURES as error:
         raise_device_errors(error)
-        raise UsageError(
+        finding = (
             f"block {call.layer} ({call.name}) runs in the model's forward pass but can't be run again on what the model gave "
-            f"it, with gradients ({_format(error)}), so its Jacobian can't be measured; change what fails in its "
-            "code, or name other blocks"
-        ) from error
+            f"it, with gradients ({_format(error)}), so its Jacobian can't be measured"
+        )
+        remedy = "Change what fails in its code, or name other blocks."
+        raise BlocksNotFound(finding, chained(call.replica.description), remedy) from error
 
 
 def _format(error: Exception) -> str:

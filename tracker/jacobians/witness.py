@@ -374,10 +374,7 @@ class Witness:
             "as another argument that is the state or is computed from it, or an attribute that the model sets; or the block's "
             "code depends on the batch."
         )
-        description = self.passes.replica.description
-        if description.spans:
-            return BlocksNotFound(finding)
-        return BlocksNotFound(finding, [chained(description, ", with all that the model computes from the state")])
+        return BlocksNotFound(finding, chained(self.passes.replica.description))
 
 
 def _why_not(replica: Replica) -> str:

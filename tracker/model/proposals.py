@@ -31,19 +31,22 @@ class Proposal:
         return f"\n  blocks={self.argument}  # {self.description}"
 
 
-def chained(blocks: Blocks, contents: str) -> Proposal:
-    """Propose spans in the place of blocks that are modules, each from where the one before ended.
+def chained(blocks: Blocks) -> list[Proposal]:
+    """Propose spans in the place of blocks that are modules, each from where the one before ended; of spans, nothing.
 
-    Args:
-        contents: what the spans have in addition, the end of the description.
+    What the model does before a block belongs to its span.
     """
+    if blocks.spans:
+        return []
     spans = chain(blocks.names)
-    return Proposal(
-        as_python(spans),
-        blocks.between_boundaries(spans),
-        f"spans from the {spans[0][0]} to the {spans[-1][1]}",
-        f"{len(spans)} spans, each from where the one before ended{contents}",
-    )
+    return [
+        Proposal(
+            as_python(spans),
+            blocks.between_boundaries(spans),
+            f"spans from the {spans[0][0]} to the {spans[-1][1]}",
+            f"{len(spans)} spans, each with all that the model does after the one before",
+        )
+    ]
 
 
 class BlocksNotFound(UsageError):
@@ -52,16 +55,18 @@ class BlocksNotFound(UsageError):
     Args:
         finding: what was found instead, and what blocks need.
         proposals: blocks that the caller may mean. They have not been tried.
+        remedy: what to do if there are none.
     """
 
-    def __init__(self, finding: str, proposals: Sequence[Proposal] = ()) -> None:
+    def __init__(self, finding: str, proposals: Sequence[Proposal] = (), remedy: str = HOW_TO_NAME) -> None:
         self.finding = finding
         self.proposals = proposals
+        self.remedy = remedy
         untried = (
             "Name the blocks to measure. These lines were not tried, which takes inputs; tracker.measure(model, inputs) tries "
             f"them and says which work:{''.join(map(str, proposals))}"
         )
-        super().__init__(f"{finding}\n{untried if proposals else HOW_TO_NAME}")
+        super().__init__(f"{finding}\n{untried if proposals else remedy}".rstrip())
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         return UsageError, (str(self),)

@@ -126,8 +126,7 @@ class _Recorder:
             f"the model changes the hidden state between {before} and {name}; name consecutive blocks, so that each takes the "
             "output of the one before, or spans that include the change"
         )
-        contents = "; what changes the state belongs to the next block"
-        return BlocksNotFound(finding, [chained(self.replica.description, contents)])
+        return BlocksNotFound(finding, chained(self.replica.description))
 
     def copy_argument(self, value: Any) -> Any:
         """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""
@@ -203,7 +202,7 @@ class _Recorder:
         x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
         observation = f"block {call.layer} ({call.name}) does not reproduce its own output"
         with self.replica.materialize(call.block):
-            require_stateless(call.block, before, partial(call, x), observation)
+            require_stateless(call.block, before, partial(call, x), observation, self.replica.description)
 
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the output recorded last, if there is one."""

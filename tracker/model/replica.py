@@ -37,6 +37,7 @@ from tracker.model.description import Blocks
 from tracker.model.functions import FUNCTIONS, can_change, names_in_code, reachable, rebuild, returns_value
 from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
+from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
 from tracker.model.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
 from tracker.model.wrappers import path_inside
@@ -114,12 +115,15 @@ class ModuleState:
             part.__dict__.update(_copy(saved, memo))
 
 
-def require_stateless(module: nn.Module, before: ModuleState, run: Callable[[], Tensor], observation: str) -> None:
+def require_stateless(
+    module: nn.Module, before: ModuleState, run: Callable[[], Tensor], observation: str, description: Blocks
+) -> None:
     """Check that a call gives the same from a module's attributes as they are now as from those before.
 
     Args:
         run: the call, on another state than the one that was recorded: a cached output would agree on that.
         observation: what to say if it does not.
+        description: of the model's blocks.
 
     Raises:
         UsageError: if it does not; also for a call that is random.
@@ -131,7 +135,7 @@ def require_stateless(module: nn.Module, before: ModuleState, run: Callable[[], 
     after.restore()
     norms = [partial(torch.linalg.vector_norm, ord=order, dtype=torch.float64) for order in (2, torch.inf)]
     if not all(norm(again - expected) <= STATELESS * norm(expected) for norm in norms):
-        raise irreproducible(observation)
+        raise irreproducible(observation, description)
 
 
 class WeightHolder:
@@ -171,9 +175,15 @@ def _versions(part: nn.Module) -> list[tuple[str, int, int]]:
     return [(name, id(t), t._version) for name, t in part.__dict__["_buffers"].items() if t is not None]
 
 
-def irreproducible(observation: str) -> UsageError:
-    """Return the error for a model whose repeated call gave another result."""
-    return UsageError(f"{observation}: it is random or keeps state between calls, so it has no Jacobian to measure")
+def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
+    """Return the error for a model whose repeated call gave another result.
+
+    A block may read what the model leaves for it in a global variable. A span runs that part of the model, too.
+    """
+    finding = f"{observation}: it is random or keeps state between calls, so it has no Jacobian to measure"
+    if description.spans:
+        return UsageError(finding)
+    return BlocksNotFound(finding, chained(description), remedy="")
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:

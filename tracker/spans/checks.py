@@ -51,7 +51,7 @@ def check_stateless(
     noisy = _Noise().added(calls[0].x.to(replica.device))
     hooks = {calls[0].span[0]: replace_with(replica.oriented(noisy)), calls[-1].span[1]: stop_at}
     again = partial(run, replica, arguments, calls[0].seed, hooks)
-    require_stateless(replica.module, before, again, NOT_REPRODUCED)
+    require_stateless(replica.module, before, again, NOT_REPRODUCED, replica.description)
 
 
 class _Noise:
@@ -105,7 +105,7 @@ class WholeStateCheck:
             if error <= TOLERANCE[self.dtype]:
                 continue
             if not self.error(l, noise=False) <= TOLERANCE[self.dtype]:
-                raise irreproducible(NOT_REPRODUCED)
+                raise irreproducible(NOT_REPRODUCED, self.replica.description)
             raise self.failure(l, error)
 
     def error(self, l: int, noise: bool = True) -> float:
@@ -260,7 +260,7 @@ class WholeStateCheck:
                 as_python(spans),
                 description.between_boundaries(spans),
                 f"spans from the {start} to the {spans[-1][1]}",
-                f"{len(spans)} spans, each with all that the model computes from the state",
+                f"{len(spans)} spans, each with all that the model does after the one before",
             )
             return BlocksNotFound(finding, [line])
         # The residual around a wrong boundary comes from the state before it.

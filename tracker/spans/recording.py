@@ -143,7 +143,7 @@ class _Recorder:
                     "name spans that each begin with the tensor that the previous one ends with"
                 )
             if self.random[span[0]] != self.random[span[1]]:
-                raise irreproducible(f"the span from {name} draws random numbers")
+                raise irreproducible(f"the span from {name} draws random numbers", self.replica.description)
             if x.shape != y.shape:
                 raise UsageError(
                     f"the span from {name} maps {tuple(x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
