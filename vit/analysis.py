@@ -74,6 +74,11 @@ OF_FITS = {
     "p_holm": "p, corrected",
     "why": "no r, because",
 }
+NOTE_ON_FITS = (
+    "“Within all rates” is the fit to the means of weight decays over all rates and seeds, “rate” that to the means of one rate "
+    "over seeds. p is corrected (Holm) over all rows of correlations.csv: both outcomes, all rates, positions, measures, K and "
+    "layer pairs."
+)
 OF_CELLS = {
     "weight_decay": "weight decay",
     "drop_path": "stochastic depth",
@@ -127,7 +132,7 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         reliability=shown.get("reliability", ""),
         exploratory=html.escape(exploratory(table)),
         which=shown.get("which", ""),
-        correlations=_table(_worded_fits(fits), OF_FITS, 3) if fits["r"].notna().any() else "",
+        correlations=_fits(fits),
         cells=_table(cells, headings, 4),
         unfinished=_items(grid.attrs["unfinished"] or ["none"]),
     )
@@ -151,9 +156,9 @@ def _drawn(
             "rates": figures.coupling_against_rate(grid, at),
             "training": figures.coupling_over_training(grid, at, theme),
         }
-        if table["r"].notna().any():
+        if table["r"].notna().to_numpy().any():
             drawings["which"] = figures.correlations_with_accuracy(table, at["token"])
-        if reliable["reliability"].notna().any():
+        if reliable["reliability"].notna().to_numpy().any():
             drawings["reliability"] = figures.reliability_of_measures(reliable, at["k"])
         for key, figure in drawings.items():
             buffer = io.BytesIO()
@@ -223,14 +228,21 @@ def _worded_fits(fits: "pd.DataFrame") -> "pd.DataFrame":
     return fits.assign(**words)
 
 
+def _fits(fits: "pd.DataFrame") -> str:
+    """Return the table of fits and its note as HTML; "" where no fit has an r."""
+    if not fits["r"].notna().to_numpy().any():
+        return ""
+    return f'<div class="scroll">{_table(_worded_fits(fits), OF_FITS, 3)}</div><p class="note">{NOTE_ON_FITS}</p>'
+
+
 def _items(lines: Sequence[str]) -> str:
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
 
 
 def _table(table: "pd.DataFrame", headings: dict[str, str], digits: int) -> str:
     """Return the columns that hold anything, under their headings, as HTML."""
-    held = [name for name in headings if table[name].notna().any() and (table[name] != "").any()]
-    shown = table[held].rename(columns=headings)
+    held = [name for name in headings if any(value not in ("", None) and value == value for value in table[name])]
+    shown = table[held].set_axis([headings[name] for name in held], axis=1)
     return shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.{digits}g}")
 
 

@@ -1,6 +1,5 @@
 """The results of the analysis in words: which questions the trainings answer, and which measures are reliable."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.text import capitalised, counted
@@ -124,17 +123,14 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
 
 def exploratory(table: "pd.DataFrame") -> str:
     """State how many of the rows of `vit.statistics.correlations` are significant, or why none has a test."""
-    tested = table["p"].notna()
-    if not tested.any():
-        return f"No fit of accuracy or test loss on coupling, because {'; '.join(_distinct(table['why']))}."
+    tested = int(table["p"].notna().to_numpy().sum())
+    if not tested:
+        reasons = dict.fromkeys(table["why"].tolist())
+        return f"No fit of accuracy or test loss on coupling, because {'; '.join(reasons)}."
     return (
-        f"{tested.sum():,} fits of accuracy and test loss on coupling; {(table['p_holm'] < 0.05).sum():,} have p below 0.05 "
-        "after correction for all of them."
+        f"{tested:,} fits of accuracy and test loss on coupling; {(table['p_holm'] < 0.05).sum():,} have p below 0.05 after "
+        "correction for all of them."
     )
-
-
-def _distinct(texts: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
 
 
 def interval(row: dict[str, Any], name: str) -> str:

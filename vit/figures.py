@@ -12,13 +12,12 @@ import pandas as pd
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap
+from matplotlib.colors import Colormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tracker.common.text import capitalised
 from tracker.figures.drawing import (
-    LETTERS_OF_LABEL,
     PAIR_WORDS,
     SEQUENTIAL,
     SERIES,
@@ -45,11 +44,12 @@ from vit.statistics import (
 )
 
 WIDTH, HEIGHT = 4.4, 2.5  # inches, of a figure and of a row of panels
+LETTERS = 36  # at most, of a line of an axis label
 TICKS = 4  # at most, of rates, in a panel of half the width
 BLUE, ORANGE, GREY = "C0", "C1", f"C{len(SERIES['light'])}"  # of the cycle of colours
 
 
-def style(theme: Theme) -> dict[str, Any]:
+def style(theme: Theme) -> dict[Any, Any]:
     """Return matplotlib's settings of a theme: texts, surfaces, and the colours of `SERIES` with grey as the cycle."""
     from cycler import cycler
 
@@ -79,7 +79,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str,
         outcome: accuracy or loss.
     """
     rates = sorted(set(grid["drop_path"].values))
-    figure, axes = _panels(len(rates))
+    figure, axes = _panels(len(rates), below=1.0)
     decays = sorted(set(grid["weight_decay"].values))
     ticks = np.linspace(0, 1, len(decays)) if len(decays) > 1 else np.array([0.5])
     colours, palette = dict(zip(decays, ticks, strict=True)), _palette(theme)
@@ -105,6 +105,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str,
             if np.isfinite([fit["reliability_x"], fit["reliability_y"]]).all():
                 title += f"\nreliability {fit['reliability_x']:.2f}, {fit['reliability_y']:.2f}"
         panel.set_title(title)
+        panel.margins(0.1)
         _few_ticks(panel)
     within = fit_units(grid, final_coupling(grid, at), grid[outcome].values, "drop_path")
     title = f"no r: {within['why']}"
@@ -214,7 +215,7 @@ def described(grid: xr.Dataset, at: dict[str, Any]) -> str:
 def coupling_label(grid: xr.Dataset, at: dict[str, Any]) -> str:
     """Return the label of an axis of coupling."""
     what, where = _words(grid, at)
-    return f"{fill(capitalised(what), LETTERS_OF_LABEL)},\n{where}"
+    return f"{fill(capitalised(what), LETTERS)},\n{where}"
 
 
 def _words(grid: xr.Dataset, at: dict[str, Any]) -> tuple[str, str]:
@@ -224,9 +225,9 @@ def _words(grid: xr.Dataset, at: dict[str, Any]) -> tuple[str, str]:
 
 def _palette(theme: Theme) -> Colormap:
     """Return the colour map of ordered things, without the end that the theme's surface hides."""
-    low, high = (0.0, 0.9) if theme == "light" else (0.25, 1.0)
+    low, high = (0.0, 0.9) if theme == "light" else (0.35, 1.0)
     colours = colour_map(SEQUENTIAL)
-    return colour_map([colours(low + (high - low) * i / 10) for i in range(11)])
+    return colour_map([to_hex(colours(low + (high - low) * i / 10)) for i in range(11)])
 
 
 def _mark_zero(panel: Axes, grid: xr.Dataset, at: dict[str, Any]) -> None:
@@ -237,10 +238,13 @@ def _mark_zero(panel: Axes, grid: xr.Dataset, at: dict[str, Any]) -> None:
 
 def _few_ticks(panel: Axes) -> None:
     """Leave room between the labels of ticks in a panel of half the width."""
-    panel.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 5, 10]))
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 3, 4, 5, 10]))
 
 
-def _panels(count: int) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels that share the y axis, two in a row."""
+def _panels(count: int, below: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels that share the y axis, two in a row, with room in inches for a colour bar below them."""
     columns = min(count, 2)
-    return panels(count, per_row=columns, size=(WIDTH / columns, HEIGHT), sharey=True)
+    rows = -(-count // columns)
+    figure, axes = panels(count, per_row=columns, size=(WIDTH / columns, HEIGHT + below / rows), sharey=True)
+    figure.get_layout_engine().set(wspace=0.1)  # type: ignore[union-attr,call-arg]  # between labels of neighbouring panels
+    return figure, axes

@@ -17,10 +17,11 @@ these errors to itself:
 
 The mean over the decays of a seed and rate holds seed x rate once, and seed x decay alike for all rates; the mean over the rates
 and seeds of a decay holds seed x decay once, and seed x rate alike for all decays. Both tests are exact for normal errors. With a
-decay as unit, this also holds where coupling and the outcome each depend on the decay by themselves.
+decay as unit, this also holds where coupling and the outcome each depend on the decay by themselves. Across rates, it takes that
+what a seed adds at one rate is independent of what it adds at the next: if seed x rate were a trend, a rate with a seed would be
+no unit.
 
-No r is computed of fewer than `FEWEST_POINTS` units, nor across rates of one seed: what the seed adds at each rate may be a
-trend.
+No r is computed of fewer than `FEWEST_POINTS` units, nor across rates of one seed, which can't show whether it has such a trend.
 
 Reliability of x or y is the share of the variance of the means of decays (within rates) or rates (across) over seeds that is not
 noise of seeds. With S seeds, s^2 the variance of decays, or rates, and v that of the means of one decay, or rate, and seed,

@@ -39,7 +39,9 @@ def variances(values: np.ndarray) -> dict[tuple[bool, ...], float]:
     found: dict[tuple[bool, ...], float] = {}
     for kept in sorted(EFFECTS, key=sum, reverse=True):
         inside = [part for part in means if all(a >= b for a, b in zip(kept, part, strict=True))]
-        effect = sum((-1) ** (sum(kept) - sum(part)) * means[part] for part in inside)
+        effect = np.sum(
+            [(-1) ** (sum(kept) - sum(part)) * (means[part] + np.zeros(values.shape)) for part in inside], 0
+        )
         df = np.prod([values.shape[i] - 1 for i in range(3) if kept[i]])
         shared = np.prod([values.shape[i] for i in range(3) if not kept[i]])
         others = sum(
@@ -47,7 +49,7 @@ def variances(values: np.ndarray) -> dict[tuple[bool, ...], float]:
             for part, variance in found.items()
             if all(a <= b for a, b in zip(kept, part, strict=True))
         )
-        found[kept] = max(0.0, float(((effect**2).sum() * shared / df - others) / shared))
+        found[kept] = max(0.0, float(((effect**2).sum() / df - others) / shared))
     return found
 
 
