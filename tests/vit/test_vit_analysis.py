@@ -12,7 +12,7 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-from tests.report.test_report import CHROMIUM
+from tests.report.test_report import CHROMIUM, browser_test
 from tests.stores import generated
 from tests.vit.simulation import false_positives
 from tracker.analysis.regression import linear_fit
@@ -428,23 +428,26 @@ def test_page_of_several_seeds_shows_reliabilities(tmp_path):
 
 
 @pytest.mark.slow
-def test_page_is_dark_for_readers_who_prefer_that_and_fits_400_pixels(tmp_path):
-    from playwright.sync_api import sync_playwright
+class TestInABrowser:
+    pytestmark = browser_test
 
-    file = write_analysis(of_size(2, 2, 1), AT, tmp_path)
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        seen = {}
-        for scheme in ("light", "dark"):
-            page = chromium.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)
-            page.goto(file.as_uri())
-            assert page.evaluate("document.documentElement.scrollWidth") == 400
-            seen[scheme] = page.evaluate(
-                "[getComputedStyle(document.body).backgroundColor, ...[...document.images].map(image => image.currentSrc)]"
-            )
-        chromium.close()
-    assert seen["dark"][0] == "rgb(20, 23, 27)" and seen["light"][0] == "rgb(255, 255, 255)"
-    assert len(seen["dark"]) == 1 + 4 and not set(seen["dark"]) & set(seen["light"])
+    def test_page_is_dark_for_readers_who_prefer_that_and_fits_400_pixels(self, tmp_path):
+        from playwright.sync_api import sync_playwright
+
+        file = write_analysis(of_size(2, 2, 1), AT, tmp_path)
+        with sync_playwright() as playwright:
+            chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+            seen = {}
+            for scheme in ("light", "dark"):
+                page = chromium.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)
+                page.goto(file.as_uri())
+                assert page.evaluate("document.documentElement.scrollWidth") == 400
+                seen[scheme] = page.evaluate(
+                    "[getComputedStyle(document.body).backgroundColor, ...[...document.images].map(image => image.currentSrc)]"
+                )
+            chromium.close()
+        assert seen["dark"][0] == "rgb(20, 23, 27)" and seen["light"][0] == "rgb(255, 255, 255)"
+        assert len(seen["dark"]) == 1 + 4 and not set(seen["dark"]) & set(seen["light"])
 
 
 @pytest.mark.slow
