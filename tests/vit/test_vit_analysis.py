@@ -231,6 +231,7 @@ def test_reliability_where_cells_are_missing():
     """Of two to four rates of each weight decay and seed: noise of their means is then larger, and differs."""
     cells, values = planted(np.random.default_rng(6), 0, 1, columns=8000)
     values += 0.5 * np.random.default_rng(7).standard_normal((8, 8000))[cells.weight_decay.values]
+    values += 5 * cells.drop_path.values[:, None]  # which makes means of different rates differ
     kept = np.random.default_rng(2).integers(2, 5, 24)  # of each decay and seed
     rank = np.random.default_rng(3).permuted(np.tile(np.arange(4), (24, 1)), axis=1)  # of its rates
     partly = (rank < kept[:, None])[cells.weight_decay.values * 3 + cells.seed.values, cells.drop_path.values]
