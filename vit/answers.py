@@ -2,55 +2,88 @@
 
 from typing import TYPE_CHECKING, Any
 
-from tracker.common.text import capitalised
-from vit.statistics import RELIABLE
+from tracker.common.text import capitalised, counted
+from tracker.measures.registry import BY_NAME
+from vit.statistics import COUPLING, FEWEST_SEEDS, QUESTIONS, RELIABLE, at_chance, too_few
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
 
 LABELS = {"drop_path": "stochastic depth", "accuracy": "test accuracy", "loss": "test loss"}
 
 
+def cautions(grid: "xr.Dataset") -> list[str]:
+    """State what keeps the accuracies from saying anything: that they are at chance, or equal."""
+    accuracy, chance = grid["accuracy"].values, int(at_chance(grid).sum())
+    lines = []
+    if chance:
+        rest = (
+            "No question on accuracy or test loss is answered." if chance == len(accuracy) else "They count as others."
+        )
+        lines.append(f"Accuracy is not above chance in {chance} of {counted(len(accuracy), 'model')}. {rest}")
+    if len(accuracy) > 1 and accuracy.min() == accuracy.max():
+        lines.append(f"Accuracy is {accuracy[0]:.4f} in all {len(accuracy)} models.")
+    return lines
+
+
+def unanswerable(decays: int, rates: int, seeds: int) -> list[str]:
+    """State which questions a grid of this size can't answer, whatever the trainings give."""
+    by_reason: dict[str, list[str]] = {}
+    for question in QUESTIONS:
+        if why := too_few(question.within, decays, rates, seeds):
+            by_reason.setdefault(why, []).append(question.name.format(coupling=COUPLING))
+    lines = [f"{capitalised('; '.join(names))}: not answered, because {why}." for why, names in by_reason.items()]
+    if seeds < FEWEST_SEEDS:
+        lines.append("Reliability: unknown with one seed, so that a small r may be one of noise.")
+    return lines
+
+
+def more_seeds(seed: int) -> str:
+    """Return the seeds of a grid of one seed and of two more, as an option.
+
+    >>> more_seeds(0)
+    '0,1,2'
+    """
+    return f"{seed},{seed + 1},{seed + 2}"
+
+
 def answers(tests: "pd.DataFrame") -> list[str]:
-    """State the result of each test at the primary position.
+    """State the result of each question at the primary position.
 
     Args:
         tests: the rows of `vit.statistics.named_tests`.
     """
     position = tests.loc[tests["role"] == "primary", "token"].iloc[0]
-    rows = tests.loc[(tests["token"] == position) & tests["p"].notna()]
-    return [_answer(row) for row in rows.to_dict("records")] or ["Too few settings to answer."]
+    return [_answer(row) for row in tests.loc[tests["token"] == position].to_dict("records")]
 
 
 def _answer(row: dict[str, Any]) -> str:
-    p_value = row["p"] if row["role"] == "primary" else row["p_holm"]
+    primary = row["role"] == "primary"
+    question, test = capitalised(row["question"]), f"{'primary test, ' if primary else ''}{row['token']}"
+    if row["why"]:
+        return f"{question}: not answered, because {row['why']} ({test})."
+    p_value = row["p"] if primary else row["p_holm"]
     p = "p < 0.0001" if p_value < 0.0001 else f"p = {p_value:.2g}"
-    corrected = "primary test" if row["role"] == "primary" else "corrected"
     if p_value < 0.05:
         answer = "yes" if (row["r"] > 0) == (row["expected"] == "+") else "the opposite"
-    elif (
-        row["attainable"] < row["detectable"]
-    ):  # stochastic depth is set: without an effect of it, coupling is all noise
-        answer = "not above the noise of seeds" if row["x"] == "drop_path" else "could not be tested"
     else:
-        answer = "not significantly"
-    return f"{capitalised(row['question'])}: {answer}, r = {interval(row, 'r')}, {p} ({corrected}, {row['token']}). {_power(row)}"
+        answer = "could not be tested" if row["attainable"] < row["detectable"] else "not significantly"
+    corrected = "" if primary else ", corrected"
+    return f"{question}: {answer}, r = {interval(row, 'r')}, {p}{corrected} ({test}). {_power(row)}"
 
 
 def _power(row: dict[str, Any]) -> str:
-    detectable, true = row["detectable"], row["detectable_true"]
-    if detectable != detectable:
-        power = f"{row['n']} settings are too few for 80 % power, whatever r is"
-    else:
-        power = f"{row['n']} settings find a measured |r| ≥ {detectable:.2f} with 80 % power"
+    power = f"{counted(row['n'], row['unit'])} find a measured |r| ≥ {row['detectable']:.2f} with 80 % power"
+    if row["x"] == "drop_path":
+        return f"{power}."
     of = {LABELS.get(row[axis], row[axis]): interval(row, f"reliability_{axis}") for axis in ("x", "y")}
     if not all(of.values()):
-        return f"Reliability is unknown, because no setting has several seeds. {power}."
-    reliable = ", ".join(f"{name} {text}" for name, text in of.items() if name != LABELS["drop_path"])
-    if detectable == detectable:
-        of_true = f"a true |r| ≥ {true:.2f}" if true <= 1 else "not even a true |r| of 1"
-        power += f", and at these reliabilities {of_true}"
-    return f"Reliability: {reliable}. {power}."
+        return f"Reliability is unknown, because there is one seed. {power}."
+    reliable = ", ".join(f"{name} {text}" for name, text in of.items())
+    true = row["detectable_true"]
+    of_true = f"a true |r| ≥ {true:.2f}" if true == true else "not even a true |r| of 1"
+    return f"Reliability: {reliable}. {power}, and at these reliabilities {of_true}."
 
 
 def reliable_measures(table: "pd.DataFrame") -> list[str]:
@@ -61,10 +94,9 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     """
     rows = table.to_dict("records")
     if not any(interval(row, "reliability") for row in rows):
-        return [
-            "No setting has several seeds, so that no reliability is known; a pilot of several seeds would show it."
-        ]
-    outcomes = [row for row in rows if row["variable"] != "coupling"]
+        return ["Unknown: that takes several weight decays with several seeds."]
+    outcomes = [row for row in rows if row["variable"] in LABELS]
+    word = " or ".join(sorted({row["variable"] for row in rows} - LABELS.keys()))
     lines = [
         f"{LABELS[row['variable']]}: {'' if row['reliable'] else 'not '}reliable, {interval(row, 'reliability')}"
         for row in outcomes
@@ -73,28 +105,31 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     for row in rows[len(outcomes) :]:
         by_measure.setdefault(row["token"], {}).setdefault(row["measure"], []).append(row["reliable"])
     for token, measures in by_measure.items():
-        names = [f"{name} ({sum(of)} of {len(of)})" for name, of in measures.items() if any(of)]
-        lines.append(f"coupling of the {token}: {', '.join(names) or 'none'} reliable")
+        names = [f"{BY_NAME[name].label} ({sum(of)} of {len(of)})" for name, of in measures.items() if any(of)]
+        lines.append(f"{word} of the {token}: {', '.join(names) or 'none'} reliable")
     lines.append(
         f"Reliable means that the interval is above {RELIABLE}; brackets: for how many choices of K and layer pairs."
     )
     if all(any(row["reliable"] for row in part) for part in (outcomes, rows[len(outcomes) :])):
         lines.append(
-            "The primary measure of a next study, on new seeds, should be a reliable coupling and a reliable outcome."
+            f"The primary measure of a next study, on new seeds, should be a reliable {word} and a reliable outcome."
         )
     else:
         lines.append(
-            "No coupling with an outcome is reliable: a next study needs more seeds, or settings that differ more."
+            f"No {word} with an outcome is reliable: a next study needs more seeds, or weight decays that differ more."
         )
     return lines
 
 
 def exploratory(table: "pd.DataFrame") -> str:
-    """State how many of the rows of `vit.statistics.correlations` are significant."""
-    tested = table["p"].notna()
+    """State how many of the rows of `vit.statistics.correlations` are significant, or why none has a test."""
+    tested = int(table["p"].notna().to_numpy().sum())
+    if not tested:
+        reasons = dict.fromkeys(table["why"].tolist())
+        return f"No fit of accuracy or test loss on coupling, because {'; '.join(reasons)}."
     return (
-        f"{tested.sum():,} fits of accuracy and test loss on coupling, not named beforehand; {(table['p_holm'] < 0.05).sum():,} "
-        f"have p below 0.05 after correction for all of them."
+        f"{tested:,} fits of accuracy and test loss on coupling; {(table['p_holm'] < 0.05).sum():,} have p below 0.05 after "
+        "correction for all of them."
     )
 
 
@@ -102,10 +137,3 @@ def interval(row: dict[str, Any], name: str) -> str:
     """Return a value and its interval as text; "" where it is undefined."""
     value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
     return f"{value:.2f} [{low:.2f}, {high:.2f}]" if value == value else ""
-
-
-def with_intervals(table: "pd.DataFrame", before: list[str], after: list[str]) -> "pd.DataFrame":
-    """Return some columns of tests or correlations, and r and the reliabilities as text between them."""
-    rows = table.to_dict("records")
-    texts = {name: [interval(row, name) for row in rows] for name in ("r", "reliability_x", "reliability_y")}
-    return table[before].assign(**texts).join(table[after])

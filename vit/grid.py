@@ -18,7 +18,7 @@ from typing import Any
 from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.values import as_path
 from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
-from vit.overview import costs, shown, state_of
+from vit.overview import costs, limits, shown, state_of
 from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
 from vit.train import parse
 
@@ -47,7 +47,8 @@ class GridCommand:
         cpus_per_cell: CPUs per cell.
         gpus_per_cell: GPUs per cell; cells share a GPU at a fraction. Default: 1 if there are GPUs, else 0.
         retries: number of times that a crashed cell is started again.
-        dry_run: print what would be trained, and the expected time, memory and disk space, from a few batches.
+        dry_run: print what would be trained, the expected time, memory and disk space, from a few batches, and the questions that
+            so many decays, rates and seeds can't answer.
     """
 
     weight_decays: float | str = WEIGHT_DECAYS
@@ -90,6 +91,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     counts, out = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done", recipes[0].directory.parent
     with _training(grid, missing) as failures:
         from tracker.loggers.wandb import resolve_mode
+        from vit.answers import more_seeds
         from vit.augment import parse as parse_policy
         from vit.data import load
 
@@ -105,7 +107,12 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
             if missing:
                 from vit.training import try_cell
 
-                print(costs(missing, try_cell(missing[0], data), len(data.train)))
+                trial = try_cell(missing[0], data)
+                print(costs(missing, trial, len(data.train)))
+                seeds = {cell.seed for cell in recipes}
+                more = cells(replace(grid, seeds=more_seeds(*seeds)), recipe) if len(seeds) == 1 else []
+                added = [cell for cell in more if cell.seed not in seeds and not is_done(cell.directory)]
+                print(limits(recipes, added, trial, len(data.train)))
             return OK
         for cell in missing:
             with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from tracker.common.text import duration, entry, size
+from tracker.common.text import counted, duration, entry, size
 from vit.cells import finished_epochs, is_done, read
 from vit.recipe import Recipe
 
@@ -33,6 +33,25 @@ def costs(missing: Sequence[Recipe], trial: "Trial", images: int) -> str:
         ("memory", f"about {size(trial.memory)} per cell"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
     ]
+    return "\n".join(entry(*line) for line in lines)
+
+
+def limits(recipes: Sequence[Recipe], added: Sequence[Recipe], trial: "Trial", images: int) -> str:
+    """Return which questions a grid can't answer, and what two more seeds would take, in lines.
+
+    Args:
+        recipes: all cells of the grid.
+        added: the cells that more seeds would add to a grid of one seed.
+        trial, images: as in `costs`.
+    """
+    from vit.answers import more_seeds, unanswerable
+
+    sizes = [len({getattr(cell, name) for cell in recipes}) for name in ("weight_decay", "drop_path", "seed")]
+    lines = [("questions", line) for line in unanswerable(*sizes)]
+    if added:
+        seconds = sum(trial.seconds(cell, images) for cell in added)
+        seeds = more_seeds(recipes[0].seed)
+        lines.append(("seeds", f"--seeds {seeds} adds {counted(len(added), 'cell')}, about {duration(seconds)}"))
     return "\n".join(entry(*line) for line in lines)
 
 

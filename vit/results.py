@@ -30,7 +30,8 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
         `accuracy` (cell), in [0, 1], and `loss`, of the test; `miscoupling` and its `null` level (cell, step, token, measure,
         k, pairs), NaN in a file that was made without it; `training_loss` (cell, step), NaN where it was not recorded; along
         `cell` the coordinates weight_decay, drop_path and seed. The attribute `unfinished` lists the cells left out and why,
-        `recipe` is what all cells share.
+        `recipe` is what all cells share, `chance` the accuracy of
+        one answer for all test images, if it was recorded.
 
     Raises:
         FileNotFoundError: if no finished cell has coupling.
@@ -70,7 +71,7 @@ def _read_file(file: Path) -> xr.Dataset:
 
 def _read_directory(directory: Path) -> xr.Dataset:
     """Read the finished cells of a directory; without any, return a Dataset without variables."""
-    unfinished, first, images = [], None, 0
+    unfinished, first, images, chance = [], None, 0, {}
     finished: dict[str, xr.Dataset] = {}
     for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
         result = read(cell, "result")
@@ -82,6 +83,7 @@ def _read_directory(directory: Path) -> xr.Dataset:
             unfinished.append(f"{cell.name}: no results of {'; '.join(by_cause(skipped))}")
             continue
         recipe, images = result["recipe"], result["images"]["test"]
+        chance = {"chance": result["chance"]} if "chance" in result else {}
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
         first = first or (cell, recipe)
         _require_same(recipe, first[1], cell, first[0])
@@ -107,7 +109,7 @@ def _read_directory(directory: Path) -> xr.Dataset:
     grid = xr.concat(list(finished.values()), "cell", coords="all", join="exact")
     # In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
     return grid.drop_sel(pairs="mean").assign_attrs(
-        unfinished=unfinished, images=images, data=recipe["data"], recipe=json.dumps(recipe, sort_keys=True)
+        unfinished=unfinished, images=images, data=recipe["data"], recipe=json.dumps(recipe, sort_keys=True), **chance
     )
 
 

@@ -1,19 +1,36 @@
 """Correlations of coupling, stochastic depth, accuracy and test loss over the cells of a grid.
 
-Coupling = -mis-coupling, mean over probe images, of one position (the class token or the last patch; never their mean). The unit
-of every test is a setting, a weight decay with a stochastic depth rate: its seeds are blocks, whose effects are removed, and are
-then averaged. For the n settings in G groups (of equal rate, or of equal weight decay), after each group's means are subtracted,
+Coupling = null level - mis-coupling, mean over probe images, of one position (the class token or the last patch; never their
+mean). Of a definition whose null level the grid lacks, it is minus mis-coupling, and is called so.
 
-    r = corr(x, y),    p from t = r sqrt(df / (1 - r^2)),    df = n - G - 1         (paper, Fig. 6a, has one group)
+Cells of one seed share initial weights, order of images and draws of stochastic depth. What a seed adds to a value may differ
+between rates, and between weight decays:
 
-Reliability of x or y is the share of the variance of the settings' means, within groups, that is not noise of their seeds. With S
-seeds of each setting, value = group + setting + seed + e, and the variances s^2 of settings and v of e,
+    value = setting + seed + seed x rate + seed x decay + e
 
-    F = (n - G, (n - 1)(S - 1) df) ratio of the mean squares of settings within groups and of e
+All cells of one seed and rate then share an error, and so do all cells of one seed and decay. The unit of a question is what has
+these errors to itself:
+
+    within rates     a weight decay: mean over rates and seeds                         df = decays - 2
+    across rates     a rate with a seed: mean over decays, less the seed's mean        df = units - seeds - 1
+    r = corr(x, y),  p from t = r sqrt(df / (1 - r^2))
+
+The mean over the decays of a seed and rate holds seed x rate once, and seed x decay alike for all rates; the mean over the rates
+and seeds of a decay holds seed x decay once, and seed x rate alike for all decays. Both tests are exact for normal errors. With a
+decay as unit, this also holds where coupling and the outcome each depend on the decay by themselves. Across rates, it takes that
+what a seed adds at one rate is independent of what it adds at the next: if seed x rate were a trend, a rate with a seed would be
+no unit.
+
+No r is computed of fewer than `FEWEST_POINTS` units, nor across rates of one seed, which can't show whether it has such a trend.
+
+Reliability of x or y is the share of the variance of the means of decays (within rates) or rates (across) over seeds that is not
+noise of seeds. With S seeds, s^2 the variance of decays, or rates, and v that of the means of one decay, or rate, and seed,
+
+    F = (levels - 1, (levels - 1)(S - 1) df) ratio of the mean squares of decays (or rates) and of their interaction with seeds
     reliability = 1 - 1 / F, at least 0    estimates    s^2 / (s^2 + v / S)
-    F (v / S) / (s^2 + v / S) has an F distribution, whose quantiles give the interval: exact for normal settings and e
+    F (v / S) / (s^2 + v / S) has an F distribution, whose quantiles give the interval: exact for normal effects and errors
 
-Noise attenuates a correlation: the r to expect of means is the correlation of settings times sqrt(reliability_x reliability_y).
+Noise attenuates a correlation: the r to expect of means is the correlation of decays times sqrt(reliability_x reliability_y).
 
 Coupling at equal training loss: among the cells of one weight decay and seed, the level is the largest final loss on plain
 training images, and coupling is that at the first step at which a cell has come down to it, interpolated between measured steps.
@@ -29,23 +46,64 @@ import xarray as xr
 from scipy import stats
 
 from tracker.analysis.regression import CONFIDENCE, detectable_correlation, holm, linear_fit
+from tracker.common.text import counted
+from tracker.figures.drawing import FEWEST_POINTS
 
-# Named before any training (docs/vit.md). K is the smallest that was measured.
+# The primary test. K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
+SETTINGS = ("weight_decay", "drop_path", "seed")
+DEFINITION = ("token", "measure", "k", "pairs")
+COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
 RELIABILITY = ("reliability", "reliability_low", "reliability_high")
-RELIABLE = 0.5  # of a reliable variable, the lower end of the interval is above it: settings vary more than noise does
+RELIABLE = 0.5  # of a reliable variable, the lower end of the interval is above it: decays vary more than noise does
+FEWEST_SEEDS = 2  # of a question across rates
+CHANCE = {"cifar10": 0.1, "digits": 0.1}  # of grids that were trained before it was recorded
 
 
 def primary(grid: xr.Dataset) -> dict[str, Any]:
-    """Return the token, measure, k and pairs of the test that was named before any training, as far as they were measured."""
+    """Return the token, measure, k and pairs of the primary test, as far as they were measured."""
     tokens = grid["token"].values.tolist()
     token = POSITION if POSITION in tokens else tokens[-1]
     return {"token": token, "measure": MEASURE, "k": int(grid["k"].min()), "pairs": PAIRS}
 
 
+def has_level(grid: xr.Dataset) -> xr.DataArray:
+    """Return whether the null level of a measure and K is known in all cells, at all steps, (measure, k)."""
+    known = grid["null"].notnull() | grid["miscoupling"].isnull()
+    return known.all([dim for dim in known.dims if dim not in ("measure", "k")])
+
+
+def couplings(grid: xr.Dataset) -> xr.DataArray:
+    """Return null level minus mis-coupling, or minus mis-coupling of a measure and K without a null level in some cell."""
+    return grid["null"].where(has_level(grid), 0) - grid["miscoupling"]
+
+
+def quantities(grid: xr.Dataset) -> dict[tuple[str, int], str]:
+    """Return what `couplings` holds of each measure and K, in words."""
+    known = has_level(grid)
+    words = {True: COUPLING, False: MINUS_MISCOUPLING}
+    return {
+        (measure, k): words[bool(known.sel(measure=measure, k=k))]
+        for measure in known["measure"].values.tolist()
+        for k in known["k"].values.tolist()
+    }
+
+
+def quantity(grid: xr.Dataset, at: dict[str, Any]) -> str:
+    """Return what `couplings` holds of a definition, in words."""
+    return quantities(grid)[at["measure"], at["k"]]
+
+
 def final_coupling(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
     """Return the coupling of each cell after the last step."""
-    return -grid["miscoupling"].isel(step=-1).sel(at).values
+    return couplings(grid).isel(step=-1).sel(at).values
+
+
+def at_chance(grid: xr.Dataset) -> np.ndarray:
+    """Return whether the accuracy of each cell is within 1.96 standard errors of chance, or below; False if that is unknown."""
+    chance = grid.attrs.get("chance", CHANCE.get(grid.attrs["data"], np.nan))
+    error = np.sqrt(chance * (1 - chance) / grid.attrs["images"])
+    return grid["accuracy"].values <= chance + stats.norm.ppf((1 + CONFIDENCE) / 2) * error
 
 
 def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
@@ -53,7 +111,7 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
 
     NaN for a cell that lacks the loss of a step; the others are compared without it.
     """
-    coupling, loss = -grid["miscoupling"].sel(at).values, grid["training_loss"].values
+    coupling, loss = couplings(grid).sel(at).values, grid["training_loss"].values
     blocks = np.stack([grid["weight_decay"].values, grid["seed"].values])
     block = np.unique(blocks, axis=1, return_inverse=True)[1].ravel()
     complete = np.isfinite(loss).all(1)
@@ -72,51 +130,60 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Question:
-    """A question that was named before any training: are y and x correlated within groups, with the expected sign."""
+    """A question about y and x: are they correlated within groups of equal `within`, with the expected sign."""
 
-    name: str
+    name: str  # {coupling} stands for what is known of it: `quantity`
     x: str
     y: str
     within: str
     expected: str = "+"
 
 
-RISES = "coupling rises with stochastic depth"
+RISES = "{coupling} rises with stochastic depth"
 QUESTIONS = (
-    Question("accuracy rises with coupling", "coupling", "accuracy", "drop_path"),
-    Question("test loss falls with coupling", "coupling", "loss", "drop_path", "-"),
+    Question("accuracy rises with {coupling}", "coupling", "accuracy", "drop_path"),
+    Question("test loss falls with {coupling}", "coupling", "loss", "drop_path", "-"),
     Question(RISES, "drop_path", "coupling", "weight_decay"),
     Question(f"{RISES}, at equal training loss", "drop_path", "coupling at equal loss", "weight_decay"),
 )
+
+
+def variables(grid: xr.Dataset, at: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return what the questions are about, of each cell, by name."""
+    return {
+        **{name: grid[name].values for name in ("accuracy", "loss", "drop_path")},
+        "coupling": final_coupling(grid, at),
+        "coupling at equal loss": coupling_at_equal_loss(grid, at),
+    }
 
 
 def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     """Answer each question for each position.
 
     Returns:
-        A row per test: question, token, role, x, y, expected (the sign of r), n (settings), df, r, r_low, r_high, p, the
-        reliabilities of x and y with their intervals, attainable (the r of means to expect of a correlation of 1 of settings),
-        detectable (the smallest r of means to expect that is found with 80 % power), detectable_true (the smallest correlation
-        of settings found with it; NaN if there is none or no reliability) and p_holm. The primary test is the first question at
-        the primary position; its p is not corrected. The others are secondary, with p corrected for their number.
+        A row per test: question, token, role, x, y, expected (the sign of r), unit (in words), n (units), df, r, r_low, r_high,
+        p, why (the reason, where r is undefined), the reliabilities of x and y with their intervals, detectable (the smallest r
+        that is found with 80 % power) and p_holm; of questions within rates, attainable (the r to expect of a correlation of 1
+        of decays) and detectable_true (the smallest correlation of decays found with 80 % power; NaN if there is none or no
+        reliability). The primary test is the first question at the primary position; its p is not corrected. The others are
+        secondary, with p corrected for their number.
     """
     named = primary(grid)
+    word, nothing_learned = quantity(grid, named), bool(at_chance(grid).all())
+    tokens = sorted(grid["token"].values, key=lambda token: token != named["token"])
+    values = {token: variables(grid, named | {"token": token}) for token in tokens}
     rows = []
     for question in QUESTIONS:
-        for token in sorted(grid["token"].values, key=lambda token: token != named["token"]):
-            at = named | {"token": token}
-            values = {
-                "accuracy": grid["accuracy"].values,
-                "loss": grid["loss"].values,
-                "drop_path": grid["drop_path"].values,
-                "coupling": final_coupling(grid, at),
-                "coupling at equal loss": coupling_at_equal_loss(grid, at),
-            }
+        for token in tokens:
             first = question is QUESTIONS[0] and token == named["token"]
-            fit = fit_settings(grid, values[question.x], values[question.y], question.within)
-            role = "primary" if first else "secondary"
-            row = {"question": question.name, "token": token, "role": role, "x": question.x, "y": question.y}
-            rows.append(row | {"expected": question.expected} | _shown(fit))
+            x, y = (values[token][name] for name in (question.x, question.y))
+            fit = fit_units(grid, x, y, question.within)
+            if nothing_learned and question.y in ("accuracy", "loss"):
+                fit = _undefined(fit, "no model is above chance")
+            row = {"question": question.name.format(coupling=word), "token": token}
+            row |= {"role": "primary" if first else "secondary", "expected": question.expected}
+            row |= {axis: getattr(question, axis).replace("coupling", word) for axis in ("x", "y")}
+            rows.append(row | _shown(fit, question.within))
     table = pd.DataFrame(rows)
     secondary = (table["role"] == "secondary").to_numpy()
     table["p_holm"] = np.nan
@@ -124,16 +191,23 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     return table
 
 
-def _shown(fit: dict[str, float]) -> dict[str, float]:
-    names = ("n", "df", "r", "r_low", "r_high", "p", *(name for name in fit if name.startswith("reliability")))
-    attainable = float(np.sqrt(fit["reliability_x"] * fit["reliability_y"]))
-    detectable = detectable_correlation(int(fit["df"]))
+def _shown(fit: dict[str, Any], within: str) -> dict[str, Any]:
+    names = ("n", "df", "r", "r_low", "r_high", "p", "why", *(name for name in fit if name.startswith("reliability")))
+    detectable = attainable = float("nan")
+    if not fit["why"]:
+        detectable = detectable_correlation(int(fit["df"]))
+        if within == "drop_path":  # else x is set, and y is not a mean over seeds
+            attainable = float(np.sqrt(fit["reliability_x"] * fit["reliability_y"]))
     true = detectable / attainable if attainable >= detectable else float("nan")
-    return {name: fit[name] for name in names} | {
-        "attainable": attainable,
-        "detectable": detectable,
-        "detectable_true": true,
-    }
+    return (
+        {"unit": UNITS[within]}
+        | {name: fit[name] for name in names}
+        | {
+            "detectable": detectable,
+            "attainable": attainable,
+            "detectable_true": true,
+        }
+    )
 
 
 def correlations(grid: xr.Dataset) -> pd.DataFrame:
@@ -141,7 +215,7 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
 
     Returns:
         A row per fit: outcome, drop_path (the rate, or "fixed": within rates), token, measure, k, pairs, the columns of
-        `linear_fit`, the reliabilities of coupling (x) and outcome (y), and p_holm, corrected for all rows.
+        `fit_units`, the reliabilities of coupling (x) and outcome (y), and p_holm, corrected for all rows.
     """
     labels, coupling = _final_couplings(grid)
     rates = grid["drop_path"].values
@@ -159,27 +233,65 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
     return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 
-def fit_settings(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> dict[str, float]:
-    """Fit y on x over settings, within groups of equal `within`; values are those of cells, left out where NaN.
+def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> dict[str, Any]:
+    """Fit y on x over the units of a question; values are those of cells, left out where NaN.
+
+    Args:
+        within: drop_path (units are weight decays) or weight_decay (units are rates with seeds).
 
     Returns:
-        The columns of `linear_fit`, and reliability_x, reliability_y with their intervals (..._low, ..._high).
+        The columns of `linear_fit`, reliability_x, reliability_y with their intervals (..._low, ..._high), and why: the reason,
+        in words, where r is undefined, else "".
     """
     defined = np.isfinite(x) & np.isfinite(y)
     if not defined.any():
         unknown = dict.fromkeys(RELIABILITY, float("nan"))
-        return linear_fit(np.empty(0), np.empty(0)) | _beside(unknown, unknown)
+        fit = linear_fit(np.empty(0), np.empty(0)) | _beside(unknown, unknown)
+        return _undefined(fit, "the values were not recorded")
     (fit,) = _fits(grid.isel(cell=defined), x[defined, None], y[defined], within)
     return fit
 
 
-def _fits(grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str) -> list[dict[str, float]]:
-    """Fit y on each column, (cells, columns), as `fit_settings` does."""
+def _fits(grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str) -> list[dict[str, Any]]:
+    """Fit y on each column, (cells, columns), as `fit_units` does."""
     values = np.column_stack([columns, y])
-    *means, mean_y = setting_means(grid, values).T
+    *means, mean_y = unit_means(grid, values, within).T
     *reliable, reliable_y = reliability(grid, values, within).to_dict("records")
-    groups = setting_labels(grid, within)
-    return [linear_fit(x, mean_y, groups) | _beside(of_x, reliable_y) for x, of_x in zip(means, reliable, strict=True)]
+    units, first = np.unique(_units(grid, within)[0], return_index=True)
+    groups = grid["seed"].values[first] if within == "weight_decay" else np.zeros(len(units))
+    why = too_few(within, *(len(np.unique(grid[name])) for name in SETTINGS), units=len(units))
+    fits = []
+    for x, of_x in zip(means, reliable, strict=True):
+        fit = linear_fit(x, mean_y, groups) | _beside(of_x, reliable_y)
+        if not np.isfinite(x).all():
+            fit = _undefined(fit, "values are missing")
+        elif why or np.isnan(fit["r"]):
+            fit = _undefined(fit, why or "the values are equal")
+        fits.append(fit | {"why": fit.get("why", "")})
+    return fits
+
+
+def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None = None) -> str:
+    """Return why a grid of this size can't answer a question, in words; "" if it can.
+
+    Args:
+        within: as in `fit_units`.
+        units: the number of units. Default: that of a complete grid.
+    """
+    if within == "weight_decay" and rates < 2:
+        return "there is one stochastic depth rate"
+    if within == "weight_decay" and seeds < FEWEST_SEEDS:
+        return "one seed does not tell an effect of the rate from what the seed adds at each rate"
+    units = units or (decays if within == "drop_path" else rates * seeds)
+    if units < FEWEST_POINTS:
+        return f"it takes {counted(FEWEST_POINTS, UNITS[within])}, and there {'is' if units == 1 else 'are'} {units}"
+    return ""
+
+
+def _undefined(fit: dict[str, Any], why: str) -> dict[str, Any]:
+    """Return a fit without what a test of it would say."""
+    of_test = ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")
+    return fit | dict.fromkeys(of_test, float("nan")) | {"why": fit.get("why") or why}
 
 
 def _beside(of_x: dict, of_y: dict) -> dict[str, float]:
@@ -191,41 +303,47 @@ def _beside(of_x: dict, of_y: dict) -> dict[str, float]:
 
 
 def reliability(grid: xr.Dataset, values: np.ndarray, within: str) -> pd.DataFrame:
-    """Return the reliability of the means of settings within groups of equal `within`.
+    """Return the reliability of the means over seeds of weight decays (within rates) or rates (within weight decays).
 
-    Where settings differ in their number of seeds, F is that of the comparison of the additive model with and without settings,
-    and the interval is approximate.
+    Where cells are missing, the means of a decay (or rate) and seed are of fewer cells, and the interval is approximate.
 
     Args:
         values: (cells, columns).
 
     Returns:
-        A row per column: f, df_settings, df_seeds, reliability, reliability_low, reliability_high (95 %). All but the degrees of
-        freedom are NaN where no setting has several seeds, no group has several settings, or the values of a column are equal.
+        A row per column: f, df_levels, df_noise, reliability, reliability_low, reliability_high (95 %). All but the degrees of
+        freedom are NaN where there are fewer than two seeds or levels, or the values of a column are equal.
     """
-    group = np.unique(grid[within].values, return_inverse=True)[1]
-    (*_, of_groups, group_rank), (*_, of_settings, rank) = (
-        _additive(grid, label, values) for label in (group, _settings(grid))
+    other = "weight_decay" if within == "drop_path" else "drop_path"
+    both, first = np.unique(_numbered(grid, other, "seed"), return_index=True)
+    level, seed = (grid[name].values[first] for name in (other, "seed"))
+    means = _means(_numbered(grid, other, "seed"), _numbered(grid, within), values)
+    (*_, of_seeds, seed_rank), (*_, rest, rank) = (
+        _additive(label, _ranks(seed), means) for label in (np.zeros(len(both), int), _ranks(level))
     )
-    df = rank - group_rank, len(values) - rank
+    df = rank - seed_rank, len(both) - rank
     with np.errstate(divide="ignore", invalid="ignore"):
-        f = (of_groups - of_settings) / df[0] / (of_settings / df[1])
+        f = (of_seeds - rest) / df[0] / (rest / df[1])
     f = np.where(min(df) > 0, f, np.nan)
     quantiles = (1, stats.f.ppf((1 + CONFIDENCE) / 2, *df), stats.f.ppf((1 - CONFIDENCE) / 2, *df))
     shares = {name: np.maximum(1 - quantile / f, 0) for name, quantile in zip(RELIABILITY, quantiles, strict=True)}
-    return pd.DataFrame({"f": f, "df_settings": df[0], "df_seeds": df[1]} | shares)
+    return pd.DataFrame({"f": f, "df_levels": df[0], "df_noise": df[1]} | shares)
 
 
 def reliabilities(grid: xr.Dataset) -> pd.DataFrame:
     """Return the reliability, within stochastic depth rates, of accuracy, test loss and every coupling after the last step.
 
     Returns:
-        A row per variable: variable (accuracy, loss or coupling), token, measure, k and pairs of a coupling, the columns of
-        `reliability`, and reliable (whether the lower end of its interval is above `RELIABLE`).
+        A row per variable: variable (accuracy, loss, or the `quantity` of a coupling), token, measure, k and pairs of a
+        coupling, the columns of `reliability`, and reliable (whether the lower end of its interval is above `RELIABLE`).
     """
     labels, coupling = _final_couplings(grid)
     outcomes = [grid[name].values for name in ("accuracy", "loss")]
-    rows = [{"variable": "accuracy"}, {"variable": "loss"}, *({"variable": "coupling"} | label for label in labels)]
+    rows = [
+        {"variable": "accuracy"},
+        {"variable": "loss"},
+        *({"variable": quantity(grid, label)} | label for label in labels),
+    ]
     table = reliability(grid, np.column_stack([*outcomes, coupling]), "drop_path")
     named = pd.DataFrame(rows).astype({"k": "Int64"})
     return pd.concat([named, table], axis=1).assign(reliable=table["reliability_low"] > RELIABLE)
@@ -233,57 +351,86 @@ def reliabilities(grid: xr.Dataset) -> pd.DataFrame:
 
 def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Return token, measure, k and pairs of each coupling, and the couplings after the last step, (cells, couplings)."""
-    names = ("token", "measure", "k", "pairs")
-    stacked = -grid["miscoupling"].isel(step=-1).stack(definition=names)
-    labels: list[dict[str, Any]] = [dict(zip(names, label, strict=True)) for label in stacked["definition"].values]
+    stacked = couplings(grid).isel(step=-1).stack(definition=DEFINITION)
+    labels: list[dict[str, Any]] = [dict(zip(DEFINITION, label, strict=True)) for label in stacked["definition"].values]
     return labels, stacked.transpose("cell", "definition").values
 
 
-def setting_means(grid: xr.Dataset, values: np.ndarray) -> np.ndarray:
-    """Return the mean of each setting over its seeds, (settings, columns), after the effects of seeds are removed.
+UNITS = {"drop_path": "weight decay", "weight_decay": "rate-seed pair"}  # of a question within these, in words
 
-    The effects are those of the additive model value = setting + seed by least squares; where every setting has every seed,
-    they do not change the means.
+
+def _units(grid: xr.Dataset, within: str) -> tuple[np.ndarray, np.ndarray]:
+    """Number the unit of each cell, and the block of cells with one cell of each unit, or of each unit of a seed."""
+    if within == "drop_path":
+        return _numbered(grid, "weight_decay"), _numbered(grid, "drop_path", "seed")
+    return _numbered(grid, "drop_path", "seed"), _numbered(grid, "weight_decay")
+
+
+def unit_means(grid: xr.Dataset, values: np.ndarray, within: str) -> np.ndarray:
+    """Return the mean of each unit of a question, (units, columns).
 
     Args:
         values: (cells, columns).
+        within: as in `fit_units`.
     """
-    by_setting, by_seed, *_ = _additive(grid, _settings(grid), values)
-    return by_setting + by_seed.mean(0)
+    return _means(*_units(grid, within), values)
+
+
+def unit_labels(grid: xr.Dataset, within: str, name: str) -> np.ndarray:
+    """Return the value of a coordinate for each unit, in the order of `unit_means`."""
+    return grid[name].values[np.unique(_units(grid, within)[0], return_index=True)[1]]
+
+
+def _means(label: np.ndarray, block: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the means of cells of equal label, (labels, columns), after the effects of blocks are removed.
+
+    The effects are those of the additive model value = label + block by least squares; where every label has every block, they do
+    not change the means. NaN where missing cells leave labels that no chain of blocks connects.
+    """
+    by_label, by_block, _, rank = _additive(label, block, values)
+    connected = rank == len(by_label) + len(by_block) - 1
+    return by_label + by_block.mean(0) if connected else np.full_like(by_label, np.nan)
 
 
 def _additive(
-    grid: xr.Dataset, label: np.ndarray, values: np.ndarray
+    label: np.ndarray, block: np.ndarray, values: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Fit value = label + seed: the effects of labels and of seeds, the squares left, (columns), and the model's rank."""
-    seeds, seed = np.unique(grid["seed"].values, return_inverse=True)
-    design = np.concatenate([np.eye(label.max() + 1)[label], np.eye(len(seeds))[seed]], 1)
+    """Fit value = label + block: the effects of labels and of blocks, the squares left, (columns), and the model's rank."""
+    labels = label.max() + 1
+    design = np.concatenate([np.eye(labels)[label], np.eye(block.max() + 1)[block]], 1)
     effects, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     residual = ((values - design @ effects) ** 2).sum(0)
     residual = np.where(residual > 1e-20 * (values**2).sum(0), residual, 0)  # else only rounding error
-    return effects[: -len(seeds)], effects[-len(seeds) :], residual, int(rank)
+    return effects[:labels], effects[labels:], residual, int(rank)
 
 
-def setting_labels(grid: xr.Dataset, name: str) -> np.ndarray:
-    """Return the value of a coordinate for each setting, in the order of `setting_means`."""
-    return grid[name].values[np.unique(_settings(grid), return_index=True)[1]]
+def _numbered(grid: xr.Dataset, *names: str) -> np.ndarray:
+    """Number the cells, equal for those that agree in these coordinates."""
+    return _ranks(np.stack([grid[name].values for name in names]))
 
 
-def _settings(grid: xr.Dataset) -> np.ndarray:
-    """Number the settings: equal for cells that differ only in their seed."""
-    both = np.stack([grid["weight_decay"].values, grid["drop_path"].values])
-    return np.unique(both, axis=1, return_inverse=True)[1].ravel()
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Number values, or columns, from 0 in ascending order."""
+    return np.unique(values, axis=-1, return_inverse=True)[1].ravel()
 
 
 def cell_table(grid: xr.Dataset) -> pd.DataFrame:
-    """Return a row per cell: its settings, accuracy, losses, coupling at equal loss, and every mis-coupling at the end."""
+    """Return a row per cell: its settings, accuracy, losses, coupling at equal loss, and every coupling at the end."""
     labels, coupling = _final_couplings(grid)
-    settings = ["weight_decay", "drop_path", "seed"]
-    table = pd.DataFrame({name: grid[name].values for name in (*settings, "accuracy", "loss")})
+    table = pd.DataFrame({name: grid[name].values for name in (*SETTINGS, "accuracy", "loss")})
     table["training_loss"] = grid["training_loss"].isel(step=-1).values
+    words = quantities(grid)
     for token in grid["token"].values:
         at = primary(grid) | {"token": token}
-        table[f"coupling at equal training loss/{token}"] = coupling_at_equal_loss(grid, at)
-    for label, values in zip(labels, coupling.T, strict=True):
-        table["{token}/{measure}/k{k}/{pairs}".format(**label)] = -values
-    return table.sort_values(settings, ignore_index=True)
+        table[f"{words[at['measure'], at['k']]} at equal training loss/{token}"] = coupling_at_equal_loss(grid, at)
+    named = pd.DataFrame(coupling, columns=[column(words, label) for label in labels])
+    return pd.concat([table, named], axis=1).sort_values([*SETTINGS], ignore_index=True)
+
+
+def column(words: dict[tuple[str, int], str], at: dict[str, Any]) -> str:
+    """Return the name of a coupling's column in `cell_table`.
+
+    Args:
+        words: `quantities` of the grid.
+    """
+    return f"{words[at['measure'], at['k']]}/{at['token']}/{at['measure']}/k{at['k']}/{at['pairs']}"

@@ -214,6 +214,7 @@ def _result(recipe: Recipe, module: Classifier, data: Data, device: torch.device
         "accuracy": None if reason else last["test/accuracy"],
         "loss": None if reason else last["test/loss"],
         "images": {"train": len(data.train), "test": len(data.test)},
+        "chance": float(torch.bincount(data.test.labels).max() / len(data.test)),  # the accuracy of one answer for all
         "history": module.history,
         "recipe": recipe.identity,
         "environment": {

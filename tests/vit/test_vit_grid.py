@@ -59,6 +59,7 @@ def test_finished_cells_are_not_run_again(trained_grid, capsys):
 @pytest.mark.slow
 def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     ds = read_grid(trained_grid / "grid")
+    assert ds.attrs["chance"] == cells.read(trained_grid / "grid" / CELLS[0], "result")["chance"]
     assert ds.sizes["cell"] == 4 and ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
     for i, name in enumerate(sorted(CELLS)):
         assert float(ds.accuracy[i]) == cells.read(trained_grid / "grid" / name, "result")["accuracy"]

@@ -11,6 +11,7 @@ import torch
 
 from tests.vit.test_vit_grid import arguments
 from tests.vit.test_vit_train import TINY
+from tracker.common.text import duration
 from vit import cells, grid, overview, training
 from vit.data import load
 from vit.training import StepTimes, Trial
@@ -52,6 +53,21 @@ def test_a_dry_run_adds_up_the_cells(tmp_path):
     cells.write(three[0].directory, "history", [{}])
     first, *_ = overview.costs(three, TRIAL, 96).splitlines()
     assert first.split("about ")[1].startswith("48 s in all, one cell at a time")  # 2 + 3 + 3 epochs of 3 steps
+
+
+def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(tmp_path):
+    recipe = replace(TINY, measure_at="off")
+    of_one, of_three = (grid.cells(grid.GridCommand(seeds=seeds, out=tmp_path), recipe) for seeds in ("0", "0,1,2"))
+    text = " ".join(overview.limits(of_one, of_three[64:], TRIAL, 96).split())
+    assert text.count("questions ") == 2 and "Accuracy" not in text
+    assert (
+        "Coupling rises with stochastic depth; coupling rises with stochastic depth, at equal training loss: not"
+        in text
+    )
+    assert "Reliability: unknown with one seed" in text
+    seconds = sum(TRIAL.seconds(cell, 96) for cell in of_three[64:])
+    assert text.endswith(f"--seeds 0,1,2 adds 128 cells, about {duration(seconds)}")
+    assert overview.limits(of_three, [], TRIAL, 96) == ""
 
 
 def test_the_time_of_a_step_is_a_median_without_the_first_steps(clock):
@@ -165,7 +181,13 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     printed = capsys.readouterr()
     first, out = printed.out.split("\n", 1)
     assert first.startswith("4 cells, 1 already done; results would be in ")
-    for text in ("time         about", "tests and", "memory       about", "kept after training:"):
+    for text in (
+        "time         about",
+        "tests and",
+        "memory       about",
+        "kept after training:",
+        "--seeds 0,1,2 adds 8 cells",
+    ):
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
     assert not printed.err  # two measurements and a few steps are no reason for a warning

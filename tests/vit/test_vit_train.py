@@ -83,6 +83,7 @@ def test_result_history_and_coupling(trained):
     assert result["status"] == "finished" and result["images"] == {"train": 96, "test": 360}
     assert [row["step"] for row in result["history"]] == [3, 6, 9]
     assert result["accuracy"] == result["history"][-1]["test/accuracy"]
+    assert result["chance"] == pytest.approx(0.1)  # of one answer for all
     assert result["recipe"]["weight_decay"] == 0.05 and result["environment"]["threads"] == 1
     assert cells.read(trained, "history") == result["history"]
     ds = tracker.open_results(trained / "coupling")
