@@ -101,9 +101,9 @@ def off_diagonal(matrices):
 def test_1b(one, tmp_path):
     table, ds = drawn("1b", one, tmp_path), open_results(one)
     m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
-    close(table.coupling, -off_diagonal(m).mean(1))
     level = null_level(ds, "offdiag_normalized").sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other")
-    close(table.null, -off_diagonal(level.values[:, :, 0]).mean(1))
+    close(table.coupling, off_diagonal(level.values[:, :, 0] - m).mean(1), atol=1e-6)
+    assert (table.null == 0).all()
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
 
 
@@ -156,13 +156,13 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
 
 def test_1c(one, tmp_path):
     table, ds = drawn("1c", one, tmp_path), open_results(one)
-    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3
+    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3, "without an onset: evenly spaced"
     row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
     last = ds.offdiag_normalized.sel(k=K, step=2000)
     both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
     level = null_level(ds, "offdiag_normalized").sel(k=K, step=2000)
     level = (level.sel(layer=1, layer_other=3) + level.sel(layer=3, layer_other=1)).mean() / 2
-    close(row.coupling_above_null, level - both, rtol=1e-5)
+    close(row.coupling, level - both, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -219,15 +219,15 @@ def test_5_and_25(one, tmp_path):
 @pytest.mark.slow
 def test_9(one, tmp_path):
     table, ds = drawn("9", one, tmp_path), open_results(one)
-    m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
-    close(table.coupling, -off_diagonal(m))
+    below = (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K, step=2000).values[:, 0]
+    close(table.coupling, off_diagonal(below), atol=1e-6)
     assert (table.tokens == 7).all() and "difficulty" not in table
     figure, _ = figure_of("9", one)
     assert figure.get_suptitle() == "Coupling of each prompt against its length"
     rated = ds.assign_coords(difficulty=("prompt", [3.0, 1, 4, 1, 5]))
     _, table = draw("9", {"rated": rated}, None)
     assert table.difficulty.tolist() == [3, 1, 4, 1, 5]
-    close(table.coupling, -off_diagonal(m))
+    close(table.coupling, off_diagonal(below), atol=1e-6)
 
 
 def test_12(one, tmp_path):
@@ -240,9 +240,9 @@ def test_12(one, tmp_path):
 def test_15(one, tmp_path):
     other = store(tmp_path / "other", seed=3, steps=(0, 2000))
     table = drawn("15", [one, other], tmp_path)
-    m = open_results(other).offdiag_normalized.sel(k=K, step=2000).values[:, 0]
-    expected = [-(m[:, l].sum(-1) - m[:, l, l]).mean() / 2 for l in range(3)]
-    close(table[table.result == "other"].coupling, expected)
+    ds = open_results(other)
+    below = (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K, step=2000).values[:, 0]
+    close(table[table.result == "other"].coupling, [below[:, l].sum(-1).mean() / 2 for l in range(3)], atol=1e-6)
 
 
 def test_27_to_29(one, tmp_path):
@@ -361,7 +361,8 @@ def test_null_levels_are_drawn_by_depth(one):
 def couplings_and_scores(paths):
     """Mean coupling and score of each model at the last step."""
     last = [open_results(path).sel(step=2000) for path in paths]
-    couplings = [-off_diagonal(ds.offdiag_normalized.sel(k=K).values[:, 0]).mean() for ds in last]
+    below = [null_level(ds, "offdiag_normalized") - ds.offdiag_normalized for ds in last]
+    couplings = [off_diagonal(values.sel(k=K).values[:, 0]).mean() for values in below]
     return couplings, [float(ds.score.mean()) for ds in last]
 
 

@@ -510,8 +510,7 @@ class TestBetween:
             assert_line(page, "fit", couplings, score)
             assert "Blocks, width and parameters controlled for: R² = " in page.inner_text("#fit-caption")
         assert (
-            page.inner_text("#fit-title")
-            == "Score against coupling: off-diagonal, normalized, K = 8, all pairs of blocks"
+            page.inner_text("#fit-title") == "Score against coupling: mis-coupling, eq. 14, K = 8, all pairs of blocks"
         )
         for name, x in of.items():
             page.select_option("#against", name)

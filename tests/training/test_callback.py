@@ -620,7 +620,8 @@ def test_csv_and_tensorboard(tmp_path):
 HEADLINES = {
     "coupling/mean_offdiag",
     "coupling/mean_offdiag_null",
-    "coupling/null_minus_miscoupling",
+    "coupling/miscoupling_coupling/k2/mean_offdiag",
+    "coupling/offdiag_normalized_coupling/k2/mean_offdiag",
     "coupling/miscoupling/k2/mean_adjacent",
     "coupling/offdiag_normalized/k2/mean_offdiag",
     "coupling/offdiag_normalized_null/k2/mean_offdiag",
