@@ -555,13 +555,13 @@ class TestSteps:
                 }"""
             )
 
-        assert axis() == ["log", "training step (log scale)", ["0", "1", "8", "2k"]]
+        assert axis() == ["log", "training step (log scale)", ["0", "1", "8", "2,000"]]
         page.select_option("#axis", "linear")
         kind, title, ticks = axis()
         assert (
             (kind, title) == ("linear", "training step")
             and ticks[0] == "0"
-            and ticks[-1] == "2k"
+            and ticks[-1] == "2,000"
             and 5 < len(ticks) < 14
         )
 

@@ -74,6 +74,7 @@ DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 t
 
 LETTERS_OF_LABEL = 34
 LETTERS_OF_LEGEND = 44  # of a line
+MOST_MARKERS = 60  # of a line
 PER_ROW = 4  # panels, at most
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
 LIGHTEST = 0.59  # place in `SEQUENTIAL` of the lightest of ordered lines
@@ -229,9 +230,9 @@ def logarithmic_y(axes: "Axes") -> None:
 
 
 def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:
-    """Draw a line with markers, and a band from low to high around it."""
+    """Draw a line, with markers unless they would run into each other, and a band from low to high around it."""
     axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-    axes.plot(x, middle, color=color, marker="o", ms=3, label=label)
+    axes.plot(x, middle, color=color, marker="o" if len(x) <= MOST_MARKERS else "", ms=3, label=label)
 
 
 def quartile_line(

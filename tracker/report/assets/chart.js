@@ -22,15 +22,14 @@ function stepAxis(more = []) {
     linear = state.axis === "linear",
     last = steps[steps.length - 1],
     place = (step) => (linear ? step : Math.log(at(step))),
-    apart = ((place(last) - place(steps[0])) / (width() < 1100 ? 6 : 12)) * 0.99 || 1,
+    apart = ((place(last) - place(steps[0])) / (width() < 1100 ? 6 : 9)) * 0.99 || 1,
     ticks = [];
   for (const step of linear ? roundSteps(steps[0], last, apart) : steps)
     if ((!ticks.length || place(step) - place(ticks[ticks.length - 1]) >= apart) && place(last) - place(step) >= apart) ticks.push(
       step);
   ticks.push(last);
-  const short = (n) => (n >= 1000 && n % 1000 === 0 ? n / 1000 + "k" : String(n));
   return { ...(linear ? {} : { type: "log" }), title: { text: `training step${linear ? "" : " (log scale)"}` }, tickvals: ticks
-      .map(at), ticktext: ticks.map(short) };
+      .map(at), ticktext: ticks.map(stepName) };
 }
 
 // Multiples of 1, 2 or 5 times a power of ten, at least so far apart.
