@@ -148,7 +148,8 @@ def definitions(results: Results, _: Choices, target: "Axes | None" = None) -> "
     couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
-    figure = correlation_heatmap(table, "score", target)
+    labels = {name: BY_NAME[name].label for name in measures}
+    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target)
     _annotate(figure, results, target=target)
     return figure, table
 
@@ -174,7 +175,7 @@ def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = Non
         text = f"{r[i, j]:.2f}{star}" if np.isfinite(r[i, j]) else f"n = {rows.n[(*definitions[i], ks[j])]}"
         axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
-    labels = [f"{BY_NAME[measure].label}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
+    labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
     bar = figure.colorbar(image, ax=axes)
     bar.set_label(f"Correlation r of coupling and {y}\n(*: p < 0.05, corrected)")
