@@ -21,10 +21,12 @@ from tracker.analysis.reduction import reduced
 from tracker.common.errors import UsageError
 from tracker.figures import drawing, jacobians
 from tracker.figures.__main__ import main
+from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.selection import draw
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import BY_NAME, MISCOUPLINGS
+from tracker.measures.settings import USUAL
 from tracker.report.contents import contents
 from tracker.store import Store
 from tracker.store import open_results as read_results
@@ -438,31 +440,49 @@ def test_table_1(several, tmp_path):
 
 
 def rows_of_the_docs():
-    """Title and differences of each figure in the table of docs/figures.md, by the figure's name."""
-    lines = (ROOT / "docs" / "figures.md").read_text().splitlines()
-    header = next(i for i, line in enumerate(lines) if line.startswith("| figure | shows |"))
-    cells = [line.strip("| ").split(" | ") for line in lines[header + 2 :]]
-    return {names.split(", ")[0]: (names, title, differs) for names, title, *_, differs in cells}
+    """Title, results and what is drawn of each figure in the tables of docs/figures.md, by the figure's names."""
+    tables = (
+        (ROOT / "docs" / "figures.md")
+        .read_text()
+        .split("| figure | shows | results | drawn |\n|---|---|---|---|\n")[1:]
+    )
+    lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {names: rest for names, *rest in cells}
 
 
-def test_the_table_in_the_docs_is_that_of_the_registry():
-    expected = {name: (", ".join((name, *figure.also)), figure.title) for name, figure in FIGURES.items()}
-    assert {name: row[:2] for name, row in rows_of_the_docs().items()} == expected
-
-
-def test_the_docs_state_how_every_figure_differs():
-    """The statistic, the layer pairs and the side of the final norm are stated wherever there is a choice."""
+def test_the_tables_in_the_docs_are_those_of_the_registry():
     listed = rows_of_the_docs()
+    drawn = {", ".join((name, *figure.also)): figure.title for name, figure in FIGURES.items()}
+    assert {names: title for names, (title, *_) in listed.items() if title} == drawn
+    assert {name for names, (title, *_) in listed.items() if not title for name in names.split(", ")} == {*NOT_DRAWN}
+
+
+def test_the_docs_state_how_every_figure_is_drawn():
+    """The statistic is stated wherever there is a choice, and what a figure needs."""
+    listed = {names.split(", ")[0]: rest for names, rest in rows_of_the_docs().items()}
     for name, figure in FIGURES.items():
-        differs = listed[name][-1]
+        _, results, drawn = listed[name]
         states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
         if states or "singular_value" in figure.needs:
-            assert "median" in differs, name
-        if states or {"singular_value", "pca", "matrix", "noise_similarity"} & set(figure.needs):
-            assert "of the blocks alone" in differs, name
-        if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c", "heatmap"):
-            assert "l ≠ l'" in differs or "l' ≠ l" in differs, name
-            assert "mean" in differs, name
+            assert "median" in drawn or drawn.startswith("as 33"), name
+        if {"pca", "noise_similarity"} & set(figure.needs):
+            assert "without the final norm" in drawn, "which is not stored"
+        if MEASURE in figure.needs and name not in ("curves", "definitions"):
+            assert "coupling as in the paper" in drawn or name == "1c", name
+        assert (figure.results < 4) == ("4 models or more with scores" not in results), name
+        of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
+        assert all(option in results or results == "as for 4" for option in of_option), name
+    for name, why in NOT_DRAWN.items():
+        (drawn,) = [rest[-1] for names, rest in rows_of_the_docs().items() if name in names.split(", ")]
+        assert drawn.startswith("by `python -m vit.analysis" if "vit.analysis" in why else "not: ")
+
+
+def test_the_models_that_the_authors_code_names_are_listed():
+    models = pd.read_csv(ROOT / "checkpoints" / "data" / "paper_models.csv")
+    assert models.columns.tolist() == ["model", "repository"] and len(models) == 45
+    assert models.model.is_unique and models.repository.is_unique
+    assert models.repository.str.fullmatch(r"[\w-]+/[\w.-]+").all()
 
 
 def test_subsets_of_models(several, tmp_path):
