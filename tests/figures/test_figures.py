@@ -351,8 +351,8 @@ def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one)
 
 def test_null_levels_are_drawn_by_depth(one):
     figure, table = figure_of("halves", one)
-    null = open_results(one).mlp_coupling_null.sel(step=8).median(("prompt", "token"))
-    np.testing.assert_allclose(table[(table.step == 8) & (table.variable == "mlp_coupling")]["null"], null, rtol=1e-5)
+    null = open_results(one).mlp_miscoupling_null.sel(step=8).median(("prompt", "token"))
+    np.testing.assert_allclose(table[(table.step == 8) & (table.variable == "mlp_miscoupling")]["null"], null, rtol=1e-5)
     assert table[table.variable == "mlp_gain"]["null"].isna().all()
     legends = [
         [text.get_text() for text in panel.get_legend().get_texts()] for panel in figure.axes if panel.get_legend()

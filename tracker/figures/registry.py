@@ -302,10 +302,10 @@ _DECLARATIONS = (
         states.by_depth,
         "attention_gain",
         "attention_share",
-        "attention_coupling",
+        "attention_miscoupling",
         "mlp_gain",
         "mlp_share",
-        "mlp_coupling",
+        "mlp_miscoupling",
     ),
     FigureSpec(
         "residual_alignment",
