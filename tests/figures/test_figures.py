@@ -352,7 +352,9 @@ def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one)
 def test_null_levels_are_drawn_by_depth(one):
     figure, table = figure_of("halves", one)
     null = open_results(one).mlp_miscoupling_null.sel(step=8).median(("prompt", "token"))
-    np.testing.assert_allclose(table[(table.step == 8) & (table.variable == "mlp_miscoupling")]["null"], null, rtol=1e-5)
+    np.testing.assert_allclose(
+        table[(table.step == 8) & (table.variable == "mlp_miscoupling")]["null"], null, rtol=1e-5
+    )
     assert table[table.variable == "mlp_gain"]["null"].isna().all()
     legends = [
         [text.get_text() for text in panel.get_legend().get_texts()] for panel in figure.axes if panel.get_legend()
@@ -395,8 +397,15 @@ def with_gsm8k(paths, place, task="gsm8k"):
 
 
 def test_fits_of_few_points_are_not_drawn(several, tmp_path):
-    figure, table = figure_of("1a", *several)
-    assert figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
+    for name in ("1a", "7"):
+        figure, table = figure_of(name, *several)
+        assert figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
+        assert not figure.axes[0].lines or not any(len(line.get_xdata()) for line in figure.axes[0].lines)
+    figure, table = figure_of("table4", *several)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "all\nn = 5: fewer than 8 points, no fit"
+    ]
+    assert table.r2.notnull().all() and not np.isfinite(np.asarray(figure.axes[0].lines[0].get_xdata(), float)).any()
     figure, table = figure_of("definitions", *several)
     assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {"n = 5"}
 

@@ -129,11 +129,13 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     fits = subset_fits(table, coupling)
     figure, (axes,) = panels(1, target, size=(6.4, 1.2 + 0.32 * len(fits)))
     y = np.arange(len(fits))[::-1]
-    ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
-    axes.errorbar(fits["r2"], y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
+    r2 = fits["r2"].where(fits["n"] >= FEWEST_POINTS)
+    ends = np.abs([fits["r2_low"] - r2, fits["r2_high"] - r2])
+    axes.errorbar(r2, y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
     labels = [
-        f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
-        for fit in fits.to_dict("records")
+        f"{fit['subset']}\n"
+        + (f"n = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)" if drawn else fit_text(fit))
+        for fit, drawn in zip(fits.to_dict("records"), r2.notna(), strict=True)
     ]
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
@@ -206,8 +208,8 @@ def _scatter(
         text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
         if fit["averaged"]:
             text += f"\nclusters averaged (n = {fit['averaged']['n']}):\n{fit_text(fit['averaged'])}"
-        if exponential:
-            curve = exponential_fit(x, y)
+        curve = exponential_fit(x, y)
+        if exponential and curve["n"] >= FEWEST_POINTS:
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
