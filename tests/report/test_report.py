@@ -538,6 +538,33 @@ class TestSaving:
                     assert len(np.unique(picture.reshape(-1, 4), axis=0)) > 20
         assert page.locator("#used-figure button.png").count() == 0, "a table is no picture"
 
+    @pytest.mark.slow
+    @pytest.mark.parametrize("width", [1280, 400])
+    def test_what_a_picture_shows_is_where_it_is_on_the_page(self, shared, width):
+        """Every cell of the matrix is at its ticks, and the title is within the picture."""
+        page = shared("one", viewport=(width, 900))
+        shown(page, "matrix")
+        with page.expect_download() as download:
+            page.locator("#matrix-figure button.png").click()
+        picture = plt.imread(download.value.path(), "png")
+        left, top, cell, L, height = page.evaluate("""() => {
+          const { xaxis, yaxis, height } = $("matrix")._fullLayout, L = model().layers;
+          return [xaxis._offset, yaxis._offset, xaxis._length / L, L, height];
+        }""")
+        scale = 3
+        above = picture.shape[0] / scale - height
+        assert 20 < above < 90, "the title"
+        near = [-0.4, 0, 0.4]
+        for l, m in np.ndindex(L, L):
+            xs, ys = (
+                [scale * (start + (i + 0.5 + by) * cell) for by in near] for start, i in ((left, m), (top + above, l))
+            )
+            colours = np.array([picture[int(y), int(x), :3] for x in xs for y in ys])
+            assert (colours == 1).all() == (l == m), (l, m)
+        title = picture[: int(scale * above)]
+        ink = np.flatnonzero((title[..., :3] < 0.5).all(-1).any(0))
+        assert 0 < ink.min() and ink.max() < picture.shape[1] - 3
+
 
 class TestSteps:
     """The axis of training steps."""

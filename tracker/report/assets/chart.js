@@ -232,13 +232,30 @@ function download(id) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-// The chart as a picture, as it is on the page, with its title and on the colour of the page.
+// The chart as a picture: as it is on the page and on its colour, below its title.
+const LINE = 18, // pixels: the height of a line of the title, and the width of a letter
+  LETTER = 7.5;
+
+function wrapped(text, letters) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    if (lines.at(-1) && lines.at(-1).length + word.length >= letters) lines.push(word);
+    else lines[lines.length - 1] += `${lines.at(-1) && " "}${word}`;
+  }
+  return lines;
+}
+
 function picture(id, format) {
   draw(id);
-  const { data: lines, layout } = $(id),
-    title = { text: figures[id].title().replaceAll("<", "&lt;"), font: { size: 14 }, x: 0.01, xanchor: "left", yref: "container", y: 0.99, yanchor: "top", automargin: true };
-  return Plotly.downloadImage({ data: lines, layout: { ...layout, title, paper_bgcolor: css("--paper") } }, { format, scale: format === "png" ? 3 : 1,
-    width: layout.width, height: layout.height + 30, filename: fileName(id, figures[id].draw().table()) });
+  const { data: lines, layout, _fullLayout } = $(id),
+    lines_of_title = wrapped(figures[id].title().replaceAll("<", "&lt;"), layout.width / LETTER),
+    above = 12 + LINE * lines_of_title.length,
+    title = { text: lines_of_title.join("<br>"), font: { size: 14 }, x: 0.01, xanchor: "left", y: 1, yanchor: "top", yref: "container", pad: { t: 8 } },
+    height = layout.height + above,
+    margin = { ...layout.margin, t: _fullLayout._size.t + above };
+  const shown = { ...layout, title, height, margin, paper_bgcolor: css("--paper") };
+  return Plotly.downloadImage({ data: lines, layout: shown }, { format, scale: format === "png" ? 3 : 1, width: layout.width, height,
+    filename: fileName(id, figures[id].draw().table()) });
 }
 
 // Charts are drawn when they come near the window; a choice redraws those, the others when they are seen.
