@@ -493,7 +493,7 @@ class TestChoices:
     @pytest.mark.slow
     def test_tab_goes_through_everything_in_order(self, open_page, written):
         page, reached = open_page(written("one")), []
-        for _ in range(120):
+        for _ in range(200):
             page.keyboard.press("Tab")
             reached.append(
                 page.evaluate(
