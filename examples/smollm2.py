@@ -60,7 +60,7 @@ TOKENS, SEED, MEASURES = 32, 0, "all"
 DISTANCES = (1, 2, 4, 8, 16)  # between the blocks of a pair
 OF_BLOCKS = (
     *("symmetric_share", "mean_alignment", "departure", "jacobian_gain", "linear_error"),
-    *("attention_gain", "mlp_gain", "attention_share", "mlp_share", "attention_coupling", "mlp_coupling"),
+    *("attention_gain", "mlp_gain", "attention_share", "mlp_share", "attention_miscoupling", "mlp_miscoupling"),
 )
 PROMPTS = (
     "The lighthouse at the end of the harbour had not been lit for thirty years when the new keeper arrived, carrying nothing "

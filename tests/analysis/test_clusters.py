@@ -12,6 +12,7 @@ from tracker.analysis.across_models import assign_clusters, cluster_labels, comp
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
 from tracker.figures.__main__ import main
+from tracker.figures.choices import Choices
 from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
 from tracker.report.write import main as report
 from tracker.store import open_results
@@ -80,20 +81,22 @@ def means(values):
 @pytest.mark.slow
 def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     monkeypatch.setattr(drawing, "FEWEST_POINTS", 4)
-    figure, table = score_against_coupling(results, 4)
+    figure, table = score_against_coupling(results, Choices(4))
     assert table["cluster"].tolist() == LABELS
     coupling, score = table["coupling, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
     averaged = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
     assert averaged in figure.axes[0].get_title() and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
     assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
-    assert "treat models as independent" in score_against_sizes(results, 4)[0].get_supxlabel().replace("\n", " ")
+    assert "treat models as independent" in score_against_sizes(results, Choices(4))[0].get_supxlabel().replace(
+        "\n", " "
+    )
 
-    _, table = subsets(results, 4)
+    _, table = subsets(results, Choices(4))
     assert table.subset.tolist()[:2] == ["all", "all, clusters averaged"] and table.n.tolist()[:2] == [7, 4]
     assert table.p[1] == pytest.approx(fit.pvalue)
 
-    _, table = definitions(results, 4)
+    _, table = definitions(results, Choices(4))
     row = table[(table.measure == "offdiag_normalized") & (table.pairs == "mean_offdiag")].iloc[0]
     assert (
         row.cluster_n == 4 and row.cluster_p == pytest.approx(fit.pvalue) and row.cluster_r == pytest.approx(fit.rvalue)

@@ -18,6 +18,7 @@ from tracker.analysis.onset import coupled
 from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
 from tracker.common.errors import UsageError
+from tracker.figures.choices import Choices
 from tracker.figures.coupling import by_layer, coupling_of_prompts, heatmaps, layer_graph, over_training
 from tracker.measures.equal_blocks import read_equal_blocks
 from tracker.report.contents import contents
@@ -183,17 +184,20 @@ def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path)
     expected = np.mean([looped.offdiag_normalized.sel(k=K).values[..., l, m] for l, m in COUNTED], 0)
     read = read_miscouplings(store).sel(measure="offdiag_normalized", k=K, pairs="mean_offdiag", step=10)
     np.testing.assert_allclose(read.miscoupling, expected.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(coupling_of_prompts(results["looped"].isel(step=-1), K), -expected.mean(1), rtol=1e-6)
-    _, table = over_training(results, K)
-    np.testing.assert_allclose(table["coupling"], -expected.mean(), rtol=1e-6)
-    _, edges = layer_graph(results, K)
+    below = (null_level(looped, "offdiag_normalized") - looped.offdiag_normalized).sel(k=K)
+    coupling = np.mean([below.values[..., l, m] for l, m in COUNTED], 0)
+    last, chosen = results["looped"].isel(step=-1), Choices(K)
+    np.testing.assert_allclose(coupling_of_prompts(last, chosen), coupling.mean(1), rtol=1e-5)
+    _, table = over_training(results, chosen)
+    np.testing.assert_allclose(table["coupling"], coupling.mean(), rtol=1e-5)
+    _, edges = layer_graph(results, chosen)
     shown = edges.dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
     assert shown == [[l + 1, m + 1] for l, m in COUNTED if l < m]
-    _, table = by_layer(results, K)
-    values = looped.offdiag_normalized.sel(k=K).mean(("prompt", "token")).values
-    means = [-np.mean([values[l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
+    _, table = by_layer(results, chosen)
+    values = below.mean(("prompt", "token")).values
+    means = [np.mean([values[l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
     np.testing.assert_allclose(table["coupling"], means, rtol=1e-5)
-    heatmaps(results, K)
+    heatmaps(results, chosen)
     page = contents(reduced(results["looped"]))
     l, m = page["most_coupled"]["offdiag_normalized"][K]
     assert (l - m) % 3

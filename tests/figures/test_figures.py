@@ -21,10 +21,12 @@ from tracker.analysis.reduction import reduced
 from tracker.common.errors import UsageError
 from tracker.figures import drawing, jacobians
 from tracker.figures.__main__ import main
+from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.selection import draw
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import BY_NAME, MISCOUPLINGS
+from tracker.measures.settings import USUAL
 from tracker.report.contents import contents
 from tracker.store import Store
 from tracker.store import open_results as read_results
@@ -101,9 +103,9 @@ def off_diagonal(matrices):
 def test_1b(one, tmp_path):
     table, ds = drawn("1b", one, tmp_path), open_results(one)
     m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
-    close(table.coupling, -off_diagonal(m).mean(1))
     level = null_level(ds, "offdiag_normalized").sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other")
-    close(table.null, -off_diagonal(level.values[:, :, 0]).mean(1))
+    close(table.coupling, off_diagonal(level.values[:, :, 0] - m).mean(1), atol=1e-6)
+    assert (table.null == 0).all()
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
 
 
@@ -156,13 +158,13 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
 
 def test_1c(one, tmp_path):
     table, ds = drawn("1c", one, tmp_path), open_results(one)
-    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3
+    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3, "without an onset: evenly spaced"
     row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
     last = ds.offdiag_normalized.sel(k=K, step=2000)
     both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
     level = null_level(ds, "offdiag_normalized").sel(k=K, step=2000)
     level = (level.sel(layer=1, layer_other=3) + level.sel(layer=3, layer_other=1)).mean() / 2
-    close(row.coupling_above_null, level - both, rtol=1e-5)
+    close(row.coupling, level - both, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -219,15 +221,15 @@ def test_5_and_25(one, tmp_path):
 @pytest.mark.slow
 def test_9(one, tmp_path):
     table, ds = drawn("9", one, tmp_path), open_results(one)
-    m = ds.offdiag_normalized.sel(k=K, step=2000).values[:, 0]
-    close(table.coupling, -off_diagonal(m))
+    below = (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K, step=2000).values[:, 0]
+    close(table.coupling, off_diagonal(below), atol=1e-6)
     assert (table.tokens == 7).all() and "difficulty" not in table
     figure, _ = figure_of("9", one)
     assert figure.get_suptitle() == "Coupling of each prompt against its length"
     rated = ds.assign_coords(difficulty=("prompt", [3.0, 1, 4, 1, 5]))
     _, table = draw("9", {"rated": rated}, None)
     assert table.difficulty.tolist() == [3, 1, 4, 1, 5]
-    close(table.coupling, -off_diagonal(m))
+    close(table.coupling, off_diagonal(below), atol=1e-6)
 
 
 def test_12(one, tmp_path):
@@ -240,9 +242,9 @@ def test_12(one, tmp_path):
 def test_15(one, tmp_path):
     other = store(tmp_path / "other", seed=3, steps=(0, 2000))
     table = drawn("15", [one, other], tmp_path)
-    m = open_results(other).offdiag_normalized.sel(k=K, step=2000).values[:, 0]
-    expected = [-(m[:, l].sum(-1) - m[:, l, l]).mean() / 2 for l in range(3)]
-    close(table[table.result == "other"].coupling, expected)
+    ds = open_results(other)
+    below = (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K, step=2000).values[:, 0]
+    close(table[table.result == "other"].coupling, [below[:, l].sum(-1).mean() / 2 for l in range(3)], atol=1e-6)
 
 
 def test_27_to_29(one, tmp_path):
@@ -349,8 +351,10 @@ def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one)
 
 def test_null_levels_are_drawn_by_depth(one):
     figure, table = figure_of("halves", one)
-    null = open_results(one).mlp_coupling_null.sel(step=8).median(("prompt", "token"))
-    np.testing.assert_allclose(table[(table.step == 8) & (table.variable == "mlp_coupling")]["null"], null, rtol=1e-5)
+    null = open_results(one).mlp_miscoupling_null.sel(step=8).median(("prompt", "token"))
+    np.testing.assert_allclose(
+        table[(table.step == 8) & (table.variable == "mlp_miscoupling")]["null"], null, rtol=1e-5
+    )
     assert table[table.variable == "mlp_gain"]["null"].isna().all()
     legends = [
         [text.get_text() for text in panel.get_legend().get_texts()] for panel in figure.axes if panel.get_legend()
@@ -361,7 +365,8 @@ def test_null_levels_are_drawn_by_depth(one):
 def couplings_and_scores(paths):
     """Mean coupling and score of each model at the last step."""
     last = [open_results(path).sel(step=2000) for path in paths]
-    couplings = [-off_diagonal(ds.offdiag_normalized.sel(k=K).values[:, 0]).mean() for ds in last]
+    below = [null_level(ds, "offdiag_normalized") - ds.offdiag_normalized for ds in last]
+    couplings = [off_diagonal(values.sel(k=K).values[:, 0]).mean() for values in below]
     return couplings, [float(ds.score.mean()) for ds in last]
 
 
@@ -392,8 +397,15 @@ def with_gsm8k(paths, place, task="gsm8k"):
 
 
 def test_fits_of_few_points_are_not_drawn(several, tmp_path):
-    figure, table = figure_of("1a", *several)
-    assert figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
+    for name in ("1a", "7"):
+        figure, table = figure_of(name, *several)
+        assert figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
+        assert not figure.axes[0].lines or not any(len(line.get_xdata()) for line in figure.axes[0].lines)
+    figure, table = figure_of("table4", *several)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "all\nn = 5: fewer than 8 points, no fit"
+    ]
+    assert table.r2.notnull().all() and not np.isfinite(np.asarray(figure.axes[0].lines[0].get_xdata(), float)).any()
     figure, table = figure_of("definitions", *several)
     assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {"n = 5"}
 
@@ -437,31 +449,49 @@ def test_table_1(several, tmp_path):
 
 
 def rows_of_the_docs():
-    """Title and differences of each figure in the table of docs/figures.md, by the figure's name."""
-    lines = (ROOT / "docs" / "figures.md").read_text().splitlines()
-    header = next(i for i, line in enumerate(lines) if line.startswith("| figure | shows |"))
-    cells = [line.strip("| ").split(" | ") for line in lines[header + 2 :]]
-    return {names.split(", ")[0]: (names, title, differs) for names, title, *_, differs in cells}
+    """Title, results and what is drawn of each figure in the tables of docs/figures.md, by the figure's names."""
+    tables = (
+        (ROOT / "docs" / "figures.md")
+        .read_text()
+        .split("| figure | shows | results | drawn |\n|---|---|---|---|\n")[1:]
+    )
+    lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()]
+    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    return {names: rest for names, *rest in cells}
 
 
-def test_the_table_in_the_docs_is_that_of_the_registry():
-    expected = {name: (", ".join((name, *figure.also)), figure.title) for name, figure in FIGURES.items()}
-    assert {name: row[:2] for name, row in rows_of_the_docs().items()} == expected
-
-
-def test_the_docs_state_how_every_figure_differs():
-    """The statistic, the layer pairs and the side of the final norm are stated wherever there is a choice."""
+def test_the_tables_in_the_docs_are_those_of_the_registry():
     listed = rows_of_the_docs()
+    drawn = {", ".join((name, *figure.also)): figure.title for name, figure in FIGURES.items()}
+    assert {names: title for names, (title, *_) in listed.items() if title} == drawn
+    assert {name for names, (title, *_) in listed.items() if not title for name in names.split(", ")} == {*NOT_DRAWN}
+
+
+def test_the_docs_state_how_every_figure_is_drawn():
+    """The statistic is stated wherever there is a choice, and what a figure needs."""
+    listed = {names.split(", ")[0]: rest for names, rest in rows_of_the_docs().items()}
     for name, figure in FIGURES.items():
-        differs = listed[name][-1]
+        _, results, drawn = listed[name]
         states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
         if states or "singular_value" in figure.needs:
-            assert "median" in differs, name
-        if states or {"singular_value", "pca", "matrix", "noise_similarity"} & set(figure.needs):
-            assert "of the blocks alone" in differs, name
-        if {"miscoupling", "offdiag_normalized"} & set(figure.needs) and name not in ("definitions", "1c", "heatmap"):
-            assert "l ≠ l'" in differs or "l' ≠ l" in differs, name
-            assert "mean" in differs, name
+            assert "median" in drawn or drawn.startswith("as 33"), name
+        if {"pca", "noise_similarity"} & set(figure.needs):
+            assert "without the final norm" in drawn, "which is not stored"
+        if MEASURE in figure.needs and name not in ("curves", "definitions"):
+            assert "coupling as in the paper" in drawn or name == "1c", name
+        assert (figure.results < 4) == ("4 models or more with scores" not in results), name
+        of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
+        assert all(option in results or results == "as for 4" for option in of_option), name
+    for name, why in NOT_DRAWN.items():
+        (drawn,) = [rest[-1] for names, rest in rows_of_the_docs().items() if name in names.split(", ")]
+        assert drawn.startswith("by `python -m vit.analysis" if "vit.analysis" in why else "not: ")
+
+
+def test_the_models_that_the_authors_code_names_are_listed():
+    models = pd.read_csv(ROOT / "checkpoints" / "data" / "paper_models.csv")
+    assert models.columns.tolist() == ["model", "repository"] and len(models) == 45
+    assert models.model.is_unique and models.repository.is_unique
+    assert models.repository.str.fullmatch(r"[\w-]+/[\w.-]+").all()
 
 
 def test_subsets_of_models(several, tmp_path):

@@ -10,10 +10,10 @@ from tests.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.figures.coupling import coupling_pictures
-from tracker.figures.drawing import colour_map, equation
+from tracker.figures.drawing import colour_map
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
-from tracker.measures.registry import VARIANTS
+from tracker.measures.registry import BY_NAME, VARIANTS
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +137,11 @@ def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
     (line,) = [
         line
         for line in tracker.plot(course, measure=measure, k=4, step=100).axes[0].lines
-        if line.get_label() == equation(measure)
+        if line.get_label() == BY_NAME[measure].label
     ]
     points = curves(course, [measure])[measure].sel(k=4, pairs="mean_offdiag")
     np.testing.assert_allclose(line.get_ydata(), points)
-    assert equation(measure) in tracker.plot(course, "1b", measure=measure).axes[0].get_ylabel().replace("\n", " ")
+    assert BY_NAME[measure].label in tracker.plot(course, "1b", measure=measure).axes[0].get_ylabel().replace("\n", " ")
 
 
 def test_a_step_is_marked_in_curves(course):

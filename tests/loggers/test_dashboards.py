@@ -92,7 +92,7 @@ class TestReplay:
         assert all(metric["step_metric"] == AXIS for name, metric in metrics.items() if name in logged)
         shown = {name for name in logged if not metrics[name]["options"].get("hidden")}
         assert shown == {name for name in headline_names(k=2) if name in logged}
-        assert {MEAN_OFFDIAG, "coupling/null_minus_miscoupling", "trajectory/lss/median"} <= shown
+        assert {MEAN_OFFDIAG, "coupling/miscoupling_coupling/k2/mean_offdiag", "trajectory/lss/median"} <= shown
         assert "tokens/self/offdiag_normalized/k2" in shown
         assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 20
 

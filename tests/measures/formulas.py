@@ -279,8 +279,8 @@ for half, other in (("attention", "mlp"), ("mlp", "attention")):
     OF_BLOCKS |= {
         f"{half}_gain": lambda b, half=half: norm(b.halves[half]) / b.d**0.5,
         f"{half}_share": lambda b, half=half: ratio(np.trace(in_directions(b, half)), b.s[: b.least].sum()),
-        f"{half}_coupling": lambda b, mutual=mutual: mutual(b, couplings),
-        f"{half}_coupling_null": lambda b, mutual=mutual: mutual(b, levels),
+        f"{half}_miscoupling": lambda b, mutual=mutual: mutual(b, couplings),
+        f"{half}_miscoupling_null": lambda b, mutual=mutual: mutual(b, levels),
         f"{half}_matrix": lambda b, half=half: in_directions(b, half),
     }
 for side in ("out", "in"):

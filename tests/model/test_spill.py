@@ -83,7 +83,7 @@ def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pret
     monkeypatch.setattr(Spill, "__init__", lambda self, _: init(self, (1 << 30, 0)[len(made)]) or made.append(self))
     spilled = tracker.measure(model, ["0", "1"], **options)
     assert len(made) == 2 and set(spilled) == set(usual)
-    for name in ("lyapunov_exponent", "mean_alignment", "linear_error", "direction_out_score", "attention_coupling"):
+    for name in ("lyapunov_exponent", "mean_alignment", "linear_error", "direction_out_score", "attention_miscoupling"):
         np.testing.assert_allclose(spilled[name], usual[name], rtol=1e-8, atol=1e-10)
 
 

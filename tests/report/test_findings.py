@@ -31,8 +31,9 @@ def changed(shown, values, null=1.0):
 def test_onset_maximum_and_end(shown):
     k = min(shown["ks"])
     assert findings(changed(shown, [1, 0.999, 0.8, 0.93])) == (
-        "Coupling begins between steps 1 and 8 and is strongest at step 8: mis-coupling is 0.80 there, the null level 1.00; at "
-        f"the last step, 2,000, they are 0.93 and 1.00 (K = {k}, mean over pairs of different blocks)."
+        "Coupling begins between steps 1 and 8 and is strongest at step 8: 0.20 (null level 1.00 − mis-coupling 0.80); at "
+        "the last step, 2,000, it is 0.07 (null level 1.00 − mis-coupling 0.93) "
+        f"(K = {k}, mean over pairs of different blocks)."
     )
     assert "last step" not in findings(changed(shown, [1, 0.999, 0.8, 0.7]))
 

@@ -6,18 +6,24 @@ import subprocess
 import sys
 from functools import cache
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 import pytest
 
 import tracker
+from checkpoints import nano
+from checkpoints.fetch import cached_snapshot
+from checkpoints.load import load
 from tests.conftest import ROOT
 from tests.models import neox, tokens
 from tests.stores import generated, stored, unit
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import read_reduced, reduced
-from tracker.measures.registry import MISCOUPLINGS, VARIANTS
+from tracker.analysis.regression import FEWEST_POINTS
+from tracker.figures.selection import draw as draw_figure
+from tracker.measures.registry import MISCOUPLINGS, VARIANTS, headline_names
 from tracker.report.contents import contents
 from tracker.report.write import main, write_report
 from tracker.store import Store, distinct_names
@@ -334,9 +340,10 @@ class TestNumbers:
         stored = curves(ds).sel(k=4, pairs="mean_offdiag")
         name, table = downloaded(page, "coupling-figure")
         assert name == "coupling_GPTNeoXForCausalLM_miscoupling_K4_steps0-2000.csv"
-        assert table.columns.tolist() == "model measure k pairs step mean q25 q75 null_level".split()
+        assert table.columns.tolist() == "model measure k pairs step mean q25 q75 null_level coupling".split()
         assert table.step.tolist() == [0, 1, 8, 2000]
-        for column, of in {"mean": "", "q25": "_q25", "q75": "_q75", "null_level": "_null"}.items():
+        parts = {"mean": "", "q25": "_q25", "q75": "_q75", "null_level": "_null", "coupling": "_coupling"}
+        for column, of in parts.items():
             np.testing.assert_allclose(table[column], stored[f"miscoupling{of}"])
         page.select_option("#score", "piqa")
         assert downloaded(page, "coupling-figure")[1].piqa.tolist() == ds.score.values[:, 0].tolist()
@@ -368,6 +375,40 @@ class TestNumbers:
         A = abs(ds.fixed_output_matrix) / ds.fixed_output_singular_value.sel(rank=1)
         A = A.sel(layer=1, step=2000).mean("prompt").values
         np.testing.assert_allclose(table.absolute.values.reshape(A.shape), A, atol=np.ptp(A) / 100)
+
+    @pytest.mark.slow
+    def test_one_number_has_one_name_in_summary_curves_figures_page_and_wandb(self, suite, tmp_path, open_page):
+        """The coupling of nano by the paper's equation 14."""
+        measure, step, k = "offdiag_normalized", 8, 4
+        texts = ["import os", "The function raises", "for name in sorted(names):"]
+        units = {}
+        for at in (0, step):
+            model, tokenizer = load(cached_snapshot(nano.REPO, f"step{at}", suite))
+            units[at] = tracker.measure(model, texts, tokenizer=tokenizer, k=k).assign_coords(step=at)
+        store = stored(tmp_path / "nano", units)
+        ds, unit = tracker.open_results(store), units[step]
+        expected = (null_level(unit, measure) - unit[measure]).sel(k=k).mean(("prompt", "token")).values
+        expected = float(np.nanmean(off_diagonal(expected)))
+        (metric,) = [name for name in headline_names(k) if f"{measure}_coupling" in name]
+        points = curves(ds)[f"{measure}_coupling"].sel(k=k, pairs="mean_offdiag")
+        drawn = {name: draw_figure(name, {"nano": ds}, k)[1] for name in ("1b", "1c", "9")}
+        page = open_page(write_report(store.path, tmp_path / "page.html"))
+        page.select_option("#measure", measure)
+        of_page = downloaded(page, "coupling-figure")[1].set_index("step")["coupling"]
+        edges = drawn["1c"].query("step == @step")
+        found = {
+            "summary": tracker.summary(unit).loc[(measure, "all pairs"), "coupling"],
+            "curves": points.sel(step=step),
+            "figure 1b": drawn["1b"].set_index("step")["coupling"][step],
+            "figure 1c": edges["coupling"].mean(),
+            "figure 9": drawn["9"]["coupling"].mean(),
+            "page": of_page[step],
+            "page, prompts": downloaded(page, "prompts-figure")[1]["coupling"].mean(),
+            "page, graph": downloaded(page, "graph-figure")[1]["coupling"].mean(),
+            "W&B": tracker.scalars(unit)[metric],
+        }
+        for name, value in found.items():
+            assert float(value) == pytest.approx(expected, abs=2e-5), name
 
 
 def downloaded(page, figure):
@@ -452,7 +493,7 @@ class TestChoices:
     @pytest.mark.slow
     def test_tab_goes_through_everything_in_order(self, open_page, written):
         page, reached = open_page(written("one")), []
-        for _ in range(80):
+        for _ in range(200):
             page.keyboard.press("Tab")
             reached.append(
                 page.evaluate(
@@ -466,6 +507,102 @@ class TestChoices:
         page.locator(".skip").focus()
         page.keyboard.press("Enter")
         assert page.evaluate("document.activeElement.id") == "training"
+
+
+class TestSaving:
+    """Charts as pictures."""
+
+    pytestmark = browser_test
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_a_chart_is_saved_as_png_and_svg(self, shared, scheme):
+        page = shared("one", color_scheme=scheme)
+        for chart in ("coupling", "matrix"):
+            shown(page, chart)
+            title = page.inner_text(f"#{chart}-title")
+            for kind in ("png", "svg"):
+                with page.expect_download() as download:
+                    page.locator(f"#{chart}-figure button.{kind}").click()
+                name, content = download.value.suggested_filename, download.value.path().read_bytes()
+                assert name.startswith(f"{chart}_GPTNeoXForCausalLM_miscoupling_K4_step") and name.endswith(kind)
+                if kind == "svg":
+                    text = content.decode()
+                    assert (
+                        title.split(":")[0] in text
+                        and f"{'20, 23, 27' if scheme == 'dark' else '255, 255, 255'}" in text
+                    )
+                else:
+                    picture = plt.imread(download.value.path(), "png")
+                    assert picture.shape[0] > 1000 and picture[..., 3].min() == 1, "large, and on the page's colour"
+                    assert len(np.unique(picture.reshape(-1, 4), axis=0)) > 20
+        assert page.locator("#used-figure button.png").count() == 0, "a table is no picture"
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("width", [1280, 400])
+    def test_what_a_picture_shows_is_where_it_is_on_the_page(self, shared, width):
+        """Every cell of the matrix is at its ticks, and the title is within the picture."""
+        page = shared("one", viewport=(width, 900))
+        shown(page, "matrix")
+        with page.expect_download() as download:
+            page.locator("#matrix-figure button.png").click()
+        picture = plt.imread(download.value.path(), "png")
+        left, top, cell, L, height = page.evaluate("""() => {
+          const { xaxis, yaxis, height } = $("matrix")._fullLayout, L = model().layers;
+          return [xaxis._offset, yaxis._offset, xaxis._length / L, L, height];
+        }""")
+        scale = 3
+        above = picture.shape[0] / scale - height
+        assert 20 < above < 90, "the title"
+        near = [-0.4, 0, 0.4]
+        for l, m in np.ndindex(L, L):
+            xs, ys = (
+                [scale * (start + (i + 0.5 + by) * cell) for by in near] for start, i in ((left, m), (top + above, l))
+            )
+            colours = np.array([picture[int(y), int(x), :3] for x in xs for y in ys])
+            assert (colours == 1).all() == (l == m), (l, m)
+        title = picture[: int(scale * above)]
+        ink = np.flatnonzero((title[..., :3] < 0.5).all(-1).any(0))
+        assert 0 < ink.min() and ink.max() < picture.shape[1] - 3
+
+
+class TestSteps:
+    """The axis of training steps."""
+
+    pytestmark = browser_test
+
+    @pytest.mark.slow
+    def test_it_says_where_it_is_logarithmic_and_the_last_step_has_a_tick(self, page):
+        def axis():
+            shown(page, "coupling")
+            return page.evaluate(
+                """() => {
+                  const { xaxis } = $("coupling").layout;
+                  return [xaxis.type, xaxis.title.text, xaxis.ticktext];
+                }"""
+            )
+
+        assert axis() == ["log", "training step (log scale)", ["0", "8", "2,000"]]
+        page.select_option("#axis", "linear")
+        assert axis() == ["linear", "training step", ["0", "500", "1,000", "1,500", "2,000"]]
+
+    @pytest.mark.slow
+    def test_it_is_linear_for_evenly_spaced_steps(self, open_page, tmp_path):
+        store = generated(tmp_path / "even", range(0, 250, 20), layers=9, ks=(4,))
+        page = open_page(write_report(store, tmp_path / "page.html"))
+        shown(page, "coupling")
+        layout = page.evaluate("() => $('coupling').layout.xaxis")
+        assert layout["type"] == "linear" and layout["title"]["text"] == "training step"
+        assert layout["ticktext"] == ["0", "50", "100", "150", "200", "240"]
+        assert page.input_value("#axis") == "linear"
+        draw(page, "singular")
+        assert "R² = " in page.inner_text("#singular-fit"), "nine blocks"
+
+    @pytest.mark.slow
+    def test_no_fit_over_depth_of_few_blocks(self, page):
+        names = [line["name"] for line in shown(page, "singular")]
+        assert "fit of 1 / s₁" not in names
+        assert page.inner_text("#singular-fit").strip() == "1 / s₁ against depth: n = 3: fewer than 8 points, no fit."
 
 
 class TestSeveral:
@@ -504,14 +641,20 @@ class TestBetween:
         page.select_option("#k", "8")
         for pairs in ("mean_offdiag", "mean"):
             page.select_option("#pairs", pairs)
+            page.evaluate(f"data.texts.fewest = {FEWEST_POINTS}; refresh()")
+            assert [line["name"] for line in shown(page, "fit")] == [path.name for path in several], "points alone"
+            said = page.inner_text("#fit-caption")
+            assert said.startswith("n = 6: fewer than 8 points, no fit.") and "R²" not in said
+            assert not any(any(line.get("x", [])) for line in shown(page, "subsets"))
+            assert not any(shown(page, "definitions")[0]["text"][0])
+            page.evaluate("data.texts.fewest = 4; refresh()")
             above = [null_level(ds, "offdiag_normalized") - ds.offdiag_normalized for ds in last]
             whole = [A.sel(k=8).mean(("prompt", "token")).astype(float).values for A in above]
             couplings = [np.nanmean(off_diagonal(A)) if pairs == "mean_offdiag" else A.mean() for A in whole]
             assert_line(page, "fit", couplings, score)
             assert "Blocks, width and parameters controlled for: R² = " in page.inner_text("#fit-caption")
         assert (
-            page.inner_text("#fit-title")
-            == "Score against coupling: off-diagonal, normalized, K = 8, all pairs of blocks"
+            page.inner_text("#fit-title") == "Score against coupling: mis-coupling, eq. 14, K = 8, all pairs of blocks"
         )
         for name, x in of.items():
             page.select_option("#against", name)

@@ -30,7 +30,6 @@ from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens
 from tracker.measures.declaration import Measure, Reduction, point_label
 from tracker.measures.registry import (
-    BELOW_NULL,
     BY_NAME,
     MEAN_OFFDIAG,
     MEAN_OFFDIAG_NULL,
@@ -54,7 +53,8 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
         measures: names of measures that have a curve; those that the results lack are left out.
 
     Returns:
-        For each measure `m` of layer pairs: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`. For each `m` of token pairs the same
+        For each measure `m` of layer pairs: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`, and
+        `m_coupling`, the null level minus the mis-coupling. For each `m` of token pairs the same
         over (k): means over layers and the token pairs of `compared_tokens`. For each other `m`: `m` (statistic: q25, median,
         q75) over all prompts and positions; `entropy` and products of blocks only of the last state or block;
         `noise_similarity` (noise): the mean over the positions and prompts of the last state. Scores are passed on.
@@ -78,7 +78,8 @@ def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Var
 
 def points_of_layer_pairs(by_prompt: xr.Variable, null: xr.Variable) -> dict[str, xr.Variable]:
     """Return the points of a mis-coupling, by what follows its name, from `over_pairs` of it and of its null level."""
-    return {"": mean(by_prompt, SAMPLES), **_band(by_prompt, SAMPLES), "_null": mean(null, SAMPLES)}
+    value, level = mean(by_prompt, SAMPLES), mean(null, SAMPLES)
+    return {"": value, **_band(by_prompt, SAMPLES), "_null": level, "_coupling": level - value}
 
 
 def _over_token_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
@@ -166,6 +167,17 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
     return np.where(codes < 0, len(codes) + np.arange(len(codes)), codes)
 
 
+def evenly_measured(steps: Sequence[float] | np.ndarray) -> bool:
+    """Whether training steps are evenly spaced, but for the last, which may follow sooner: a run ends where it ends.
+
+    >>> evenly_measured([0, 20, 40, 45]), evenly_measured([0, 1, 2, 4])
+    (True, False)
+    """
+    steps = np.asarray(steps, float)
+    gaps = np.diff(np.unique(steps[np.isfinite(steps)]))
+    return len(gaps) < 2 or bool((gaps[:-1] == gaps[0]).all() and gaps[-1] <= gaps[0])
+
+
 def suspect(results: xr.Dataset) -> np.ndarray:
     """Return why each step's weights may not be what its name states; "" for a step that is not suspect or was not checked."""
     reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
@@ -209,7 +221,7 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
 def scalars(unit: xr.Dataset) -> dict[str, float]:
     """Return the curve points of one step that loggers record, by metric name.
 
-    The mis-coupling off the diagonal at the smallest K, its null level and their difference have short names of their own
+    The mis-coupling off the diagonal at the smallest K and its null level have short names of their own
     (`tracker.measures.registry`). The number of undefined values is there if there are any.
     """
     return scalars_by_step(unit.expand_dims("step"))[0]
@@ -246,7 +258,6 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
             flat[BY_NAME["miscoupling"].point(part, k=_smallest_k(results), pairs="mean_offdiag")]
             for part in ("", "_null")
         )
-        flat[BELOW_NULL] = flat[MEAN_OFFDIAG_NULL] - flat[MEAN_OFFDIAG]
     counts = results.variables[UNDEFINED]
     return flat | {UNDEFINED_COUNT: counts.values.sum(counts.dims.index("quantity"))}
 

@@ -30,6 +30,7 @@ from jaxtyping import Float
 from numpy import ndarray
 from scipy import optimize, stats
 
+FEWEST_POINTS = 8  # of a statistic that figures and pages print
 MIN_POINTS = 4  # of a linear fit: R^2 of two points is 1, of three often close to 1
 CONFIDENCE = 0.95
 

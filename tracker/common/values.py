@@ -74,11 +74,16 @@ def whole_numbers(value: Any) -> list[int]:
 
 
 def _numbers(value: Any) -> list[int]:
-    """Return the whole numbers in a text or in any other value; an empty list where there are none."""
-    try:
-        return [int(part) for part in value.split(",")] if isinstance(value, str) else whole_numbers(value)
-    except ValueError:
-        return []
+    """Return the whole numbers in a text, where 9-11 is 9, 10, 11, or in any other value; an empty list where there are none."""
+    if not isinstance(value, str):
+        return whole_numbers(value)
+    numbers = []
+    for part in value.split(","):
+        match = re.fullmatch(r"\s*(-?\d+)(?:-(\d+))?\s*", part)
+        if match is None:
+            return []
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return numbers
 
 
 def _integers(value: Any) -> list[int]:

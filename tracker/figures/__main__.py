@@ -14,6 +14,7 @@ import xarray as xr
 from tracker.analysis.across_models import Results, assign_clusters
 from tracker.common.command_line import OK, reports_errors
 from tracker.common.errors import UsageError
+from tracker.common.values import INTEGERS
 from tracker.store import distinct_names, open_results
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from tracker.common.parser import CLUSTERS_HELP, Parser
+    from tracker.figures.choices import Axis, Convention
 
     parser = Parser(
         prog="python -m tracker.figures",
@@ -45,6 +47,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--measure", type=str, help="of curves, heatmap and 1b: the measure of pairs of blocks")
     parser.add_argument("--step", type=int, help="the training step of heatmap, or the one that curves and 1b mark")
+    parser.add_argument(
+        "--layers",
+        type=INTEGERS,
+        help="blocks that 3, 28 and 29 show, such as 9-16, or the one of 4, 18, 19",
+    )
+    parser.add_argument(
+        "--axis", type=Axis, default="auto", help="scale of training steps; auto: linear if evenly spaced"
+    )
+    parser.add_argument(
+        "--convention",
+        type=Convention,
+        default="package",
+        help="paper: minus mis-coupling, mean over all pairs, and values with the final norm where they are stored",
+    )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
     names = _named(parsed.name, bool(parsed.results))  # before the results are opened, which takes long
@@ -73,17 +89,16 @@ def _named(name: str, has_results: bool) -> list[str]:
 
 def _run(parsed: Namespace, wanted: Sequence[str], results: Results) -> None:
     from tracker.figures.registry import FIGURES
-    from tracker.figures.selection import availability, draw
+    from tracker.figures.selection import CHOSEN, availability, draw
 
     every = parsed.name == "all"
     if parsed.name == "list":
         print("\n".join(availability(results)))
     lacking: dict[str, list[str]] = {}  # figures by what the results lack for them
     for figure in wanted:
+        options = [option for option in CHOSEN if not every or option in FIGURES[figure].takes]
+        chosen = {option: getattr(parsed, option) for option in (*options, "convention")}
         try:
-            chosen = (
-                {} if every and not FIGURES[figure].adjustable else {"measure": parsed.measure, "step": parsed.step}
-            )
             _save(figure, *draw(figure, results, parsed.k, **chosen), parsed.out)
         except UsageError as error:
             if not every:

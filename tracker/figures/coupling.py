@@ -1,11 +1,13 @@
 """Figures of coupling between blocks: the matrix of a step, which loggers also draw, curves over training, between layers,
 by layer, and by prompt.
 
-Coupling is minus mis-coupling. Intervals are 95 % t intervals of means over prompts, clustered by their sources where results
+Coupling is the null level minus the mis-coupling; by the paper's convention it is minus the mis-coupling, and is called so
+(`choices.Choices`). Intervals are 95 % t intervals of means over prompts, clustered by their sources where results
 record them (`regression.clustered_mean`).
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -20,18 +22,22 @@ from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.variables import evenly_spaced
+from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
     BLUE,
     GREEN,
     GREY,
+    LETTERS_OF_LABEL,
+    LETTERS_OF_LEGEND,
     ORANGE,
+    PAIR_WORDS,
     SERIES,
     at_step,
     banded_line,
     colour_map,
-    equation,
     fitted_line,
     label_y,
+    legend_below,
     logarithmic_y,
     mark_step,
     mean_line,
@@ -39,6 +45,7 @@ from tracker.figures.drawing import (
     shades,
     training_axis,
 )
+from tracker.measures.declaration import WITH_NORM
 from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
@@ -53,25 +60,17 @@ TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodist
 PER_ROW = 3  # matrices
 SIZE = 4.8, 4.0  # inches, of one matrix
 PLACE = 0.1, 0.12, 0.86, 0.77  # of the matrix and its bar in a picture, which leaves room for longer numbers
-MEASURE, PAIRS = "offdiag_normalized", "mean_offdiag"
+MEASURE = "offdiag_normalized"  # the paper's "normalized"
+HALF = 0.5  # of the largest coupling
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
-LETTERS_OF_ONSET = 44  # of a line in the legend of a panel
-LETTERS_OF_LABEL = 44  # of a line beside a panel
 
 
-def heatmaps(
-    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
-) -> "Plotted":
-    """Draw the matrix of pairs of blocks of each result, in the same colours.
-
-    Args:
-        measure: of pairs of blocks; None for mis-coupling m_K.
-        step: None for each result's last.
-    """
-    measure = measure or "miscoupling"
+def heatmaps(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+    """Draw the matrix of pairs of blocks of each result, in the same colours: mis-coupling m_K, unless another is chosen."""
+    k, measure = choices.k, choices.measure or choices.variable("miscoupling")
     shown, tables = {}, []
     for name, ds in results.items():
-        i = -1 if step is None else list(ds["step"].values).index(step)
+        i = -1 if choices.step is None else list(ds["step"].values).index(choices.step)
         at = ds.isel(step=i).sel(k=k)
         matrix, level = (values.mean(SAMPLES) for values in (at[measure], null_level(at, measure)))
         null = float(where_counted(level, ds).mean())
@@ -191,34 +190,32 @@ def _range(matrix: np.ndarray, null: float) -> tuple[float, float]:
     return min(values, default=0.0), max(values, default=1.0)
 
 
-def training_curves(
-    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
-) -> "Plotted":
+def training_curves(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw mis-coupling with its null level, LSS and expodistance over training, with quartile bands.
 
-    Args:
-        results: several are drawn over each other, each in its colour.
-        measure: of pairs of blocks; None for mis-coupling m_K and, of a single result, that of the paper's equation 14 too.
-        step: is marked by a line.
+    Several results are drawn over each other, each in its colour. Unless a measure is chosen, mis-coupling m_K is shown and, of a
+    single result, that of the paper's equation 14 too.
     """
     figure, (coupling, *others) = panels(1 + len(TRAJECTORY), target, size=(3.3, 3.2))
     single = len(results) == 1
-    measures = [measure] if measure else list(COLOURS) if single else ["miscoupling"]
-    at = {"k": k, "pairs": "mean_offdiag"}
+    usual = {choices.variable(of): colour for of, colour in COLOURS.items()}
+    measures = [choices.measure] if choices.measure else list(usual)[: len(usual) if single else 1]
+    paths = {choices.variable(of): heading for of, heading in TRAJECTORY.items()}
+    at = {"k": choices.k, "pairs": choices.pairs}
     tables = []
     for i, (name, ds) in enumerate(results.items()):
-        points, colour = curves(ds, [*measures, *TRAJECTORY]), SERIES["light"][i % len(SERIES["light"])]
+        points, colour = curves(ds, [*measures, *paths]), SERIES["light"][i % len(SERIES["light"])]
         steps, marked = points["step"].values, suspect(points) != ""
         drawn, columns = [], {"result": name, "step": steps}
         for of in measures:
-            of_measure = COLOURS.get(of, BLUE) if single else colour
+            of_measure = usual.get(of, BLUE) if single else colour
             middle, low, high, null = (points[of + end].sel(at).values for end in ("", "_q25", "_q75", "_null"))
-            banded_line(coupling, steps, middle, low, high, of_measure, equation(of) if single else name)
+            banded_line(coupling, steps, middle, low, high, of_measure, BY_NAME[of].label if single else name)
             level = "its null level" if single else None if i else "null level"
             coupling.plot(steps, null, color=of_measure, ls=":", label=level)
             drawn.append((coupling, middle))
             columns |= {of: middle, f"{of}_q25": low, f"{of}_q75": high, f"{of}_null": null}
-        for axes, variable in zip(others, TRAJECTORY, strict=True):
+        for axes, variable in zip(others, paths, strict=True):
             low, middle, high = (points[variable].sel(statistic=s).values for s in ("q25", "median", "q75"))
             banded_line(axes, steps, middle, low, high, GREEN if single else colour)
             drawn.append((axes, middle))
@@ -226,61 +223,58 @@ def training_curves(
         for axes, values in drawn if marked.any() else ():
             axes.plot(steps[marked], values[marked], "x", color=ORANGE, ms=9, label="suspect checkpoint")
         tables.append(pd.DataFrame(columns))
-    title = f"Pairs of blocks l ≠ l', K = {k}" + ("" if single else f"\n{equation(measures[0])}")
+    title = f"Pairs of blocks, {PAIR_WORDS[choices.pairs]}, K = {choices.k}"
+    title += "" if single else f"\n{BY_NAME[measures[0]].label}"
     coupling.set(title=title, ylabel="Mis-coupling", ylim=(0, None))
-    for axes, heading in zip(others, TRAJECTORY.values(), strict=True):
-        axes.set_ylabel(heading)
+    for axes, (variable, heading) in zip(others, paths.items(), strict=True):
+        axes.set(ylabel=heading, title=WITH_NORM if BY_NAME[variable].variant == "normed" else "")
     lss, expodistance = others
     logarithmic_y(expodistance)
     for axes in (coupling, *others):
-        training_axis(axes, np.concatenate([ds["step"].values for ds in results.values()]))
-        mark_step(axes, step)
-    coupling.legend()
+        training_axis(axes, *(ds["step"].values for ds in results.values()), scale=choices.axis)
+        mark_step(axes, choices.step)
+    legend_below(coupling)
     if any(line.get_label() == "suspect checkpoint" for line in lss.lines):
-        lss.legend()
+        legend_below(lss)
     (only, *_) = results.values()
     figure.suptitle(only.attrs.get("suite", "") if single else "")
     return figure, pd.concat(tables, ignore_index=True)
 
 
-def over_training(
-    results: Results, k: int, target: "Axes | None" = None, measure: str | None = None, step: int | None = None
-) -> "Plotted":
-    """Draw the mean over prompts with its interval, the null level, and the onset (Fig. 1b).
-
-    Args:
-        measure: of pairs of blocks; None for the paper's.
-        step: is marked by a line.
-    """
-    measure = measure or MEASURE
+def over_training(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+    """Draw the mean coupling over prompts with its interval, that of unrelated blocks, and the onset (Fig. 1b)."""
     figure, axes = panels(len(results), target, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
-        at = ds.sel(k=k)
-        levels, steps, source = null_level(at, measure), ds["step"].values, sources(ds)
-        coupling, null = (_by_prompt(values, ds) for values in (at[measure], levels))
-        matrices = (levels - at[measure]).mean(("prompt", "token")).transpose("step", "layer", "layer_other")
-        departure = (coupling - null).transpose("step", "prompt")
-        began = onset(steps, departure.values, independent_pairs(matrices, ds), source)
+        steps, source = ds["step"].values, sources(ds)
+        coupling, null = (values.transpose("step", "prompt") for values in _coupling_and_null(ds, choices))
+        began = _onset(ds, choices)
         null = null.mean("prompt").values
         mean = mean_line(panel, coupling, source, BLUE)
         panel.plot(steps, null, color=GREY, ls=":", label="null level")
         _mark_onset(panel, began)
-        training_axis(panel, [*steps, began.low])
-        mark_step(panel, step)
+        training_axis(panel, steps, scale=choices.axis, also=[began.low])
+        mark_step(panel, choices.step)
         panel.set_title(name)
-        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-        columns = {"step": steps, "coupling": mean["mean"], "low": mean["low"], "high": mean["high"], "null": null}
-        columns |= {"onset_after": began.earlier, "onset_by": began.later}
+        legend_below(panel)
+        columns = {"step": steps, coupling_word(choices): mean["mean"], "low": mean["low"], "high": mean["high"]}
+        columns |= {"null": null, "onset_after": began.earlier, "onset_by": began.later}
         columns |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns}))
-    label_y(axes, _label(k, measure))
+    label_y(axes, _label(choices))
     return figure, pd.concat(rows, ignore_index=True)
+
+
+def _onset(ds: xr.Dataset, choices: Choices) -> Onset:
+    """Return the onset of the coupling that is shown, over pairs of different blocks."""
+    departure = coupling_of_prompts(ds, _as_package(choices)).transpose("step", "prompt").values
+    pairs = independent_pairs(_below_null(ds, choices), ds)
+    return onset(ds["step"].values, departure, pairs, sources(ds))
 
 
 def _mark_onset(panel: "Axes", began: Onset) -> None:
     """Shade the steps between which the onset lies, lighter over its whole interval, and state them in the legend."""
-    label = fill(f"onset: {began.words}", LETTERS_OF_ONSET)
+    label = fill(f"onset: {began.words}", LETTERS_OF_LEGEND)
     if not began.found:
         panel.plot([], [], " ", label=label)
         return
@@ -289,27 +283,27 @@ def _mark_onset(panel: "Axes", began: Onset) -> None:
     panel.axvspan(began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label)
 
 
-def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
-    """Draw layers as nodes on a circle; width and opacity of an edge show how far the coupling is above its null level."""
-    shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 3)]
+def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+    """Draw blocks as nodes on a circle; width and opacity of an edge show their coupling, the mean of both directions."""
+    shown = [(name, ds, i) for name, ds in results.items() for i in _around_onset(ds, choices)]
     figure, axes = panels(len(shown), target)
     rows = []
     for name, ds, i in shown:
-        at = ds.isel(step=i).sel(k=k)
-        gain = (null_level(at, MEASURE) - at[MEASURE]).mean(("prompt", "token")).transpose("layer", "layer_other")
+        gain = _below_null(ds.isel(step=i), choices)
+        gain = gain if choices.paper else where_counted(gain, ds)
         first, second = np.triu_indices(len(gain), 1)
         edges = {
             "layer": first + 1,
             "layer_other": second + 1,
-            "coupling_above_null": pairs_of_blocks(where_counted(gain, ds).values),
+            "coupling": pairs_of_blocks(gain.values),
         }
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
-    top = max(table["coupling_above_null"].max(), np.finfo(float).tiny)
+    top = max(table["coupling"].max(), np.finfo(float).tiny)
     for panel, part, (name, ds, i) in zip(axes, rows, shown, strict=True):
         angle = np.pi / 2 - 2 * np.pi * np.arange(ds.sizes["layer"]) / ds.sizes["layer"]
         x, y = np.cos(angle), np.sin(angle)
-        for a, b, value in part[["layer", "layer_other", "coupling_above_null"]].itertuples(index=False):
+        for a, b, value in part[["layer", "layer_other", "coupling"]].itertuples(index=False):
             weight = max(0.0, value / top)
             panel.plot(x[[a - 1, b - 1]], y[[a - 1, b - 1]], color=BLUE, lw=0.3 + 2.5 * weight, alpha=weight, zorder=1)
         panel.scatter(x, y, s=90, color="white", edgecolor=GREY, zorder=2)
@@ -317,32 +311,50 @@ def layer_graph(results: Results, k: int, target: "Axes | None" = None) -> "Plot
             panel.text(x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3)
         panel.set(aspect="equal", title=at_step(name, ds, i))
         panel.axis("off")
-    axes[0].plot([], [], color=BLUE, lw=2.8, label=f"{top:.2f} below the null level; thinner: less")
+    axes[0].plot([], [], color=BLUE, lw=2.8, label=f"coupling {top:.2f}; thinner: less")
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
     return figure, table
 
 
-def by_layer(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
+def _around_onset(ds: xr.Dataset, choices: Choices) -> list[int]:
+    """Return the indices of the last step before the onset, the first at half of the largest coupling, and the last step.
+
+    Without an onset: at most three evenly spaced steps.
+    """
+    began, count = _onset(ds, choices), ds.sizes["step"]
+    if not began.found:
+        return evenly_spaced(count, 3)
+    coupling = coupling_of_prompts(ds, _as_package(choices)).mean("prompt").values
+    before = max(int((ds["step"].values < began.later).sum()) - 1, 0)
+    half = int((coupling >= HALF * np.nanmax(coupling)).argmax())
+    return sorted({before, half, count - 1})
+
+
+def by_layer(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the mean coupling of each layer with all others after the last step, one line per result."""
     figure, (axes,) = panels(1, target)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
-        matrices = -ds[MEASURE].isel(step=-1).sel(k=k).mean("token")
-        others = where_counted(matrices, ds).mean("layer_other")
+        last = ds.isel(step=-1)
+        matrices = _of_pairs(last, choices)[0].mean("token")
+        # The paper counts the pairs of one module.
+        apart = matrices["layer"] != matrices["layer_other"]
+        others = (matrices.where(apart) if choices.paper else where_counted(matrices, ds)).mean("layer_other")
         columns = mean_line(axes, others, sources(ds), colour, name)
-        columns = {"layer": columns["layer"], "coupling": columns.pop("mean"), **columns}
+        columns = {"layer": columns["layer"], coupling_word(choices): columns.pop("mean"), **columns}
         rows.append(pd.DataFrame({"result": name, **columns}))
-    axes.set(xlabel="Block l", ylabel=_label(k))
-    axes.legend()
+    axes.set(xlabel="Block l", ylabel=_label(choices))
+    legend_below(axes)
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_prompt(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
+def by_prompt(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
-    tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, k)}) for name, ds in results.items()}
+    word = coupling_word(choices)
+    tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, choices)}) for name, ds in results.items()}
     shown = [(name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table]
     figure, axes = panels(len(shown), target)
-    points = [(tables[name][x].to_numpy(), tables[name]["coupling"].to_numpy()) for name, x in shown]
+    points = [(tables[name][x].to_numpy(), tables[name][word].to_numpy()) for name, x in shown]
     fits = [linear_fit(x, y) for x, y in points]
     corrected = holm(np.array([fit["p"] for fit in fits]))
     for panel, (name, against), (x, y), fit, p in zip(axes, shown, points, fits, corrected, strict=True):
@@ -352,32 +364,65 @@ def by_prompt(results: Results, k: int, target: "Axes | None" = None) -> "Plotte
         if count > 1:
             text += f"\np treats prompts of {count} sources as independent"
         panel.set(title=f"{name}\n{text}", xlabel=AGAINST[against])
-    label_y(axes, _label(k))
+    label_y(axes, _label(choices))
     if target is None and not any(x == "difficulty" for _, x in shown):
         figure.suptitle("Coupling of each prompt against its length")
     return figure, pd.concat(tables.values(), ignore_index=True)
 
 
-def _prompt_columns(ds: xr.Dataset, k: int) -> dict[str, np.ndarray]:
+def _prompt_columns(ds: xr.Dataset, choices: Choices) -> dict[str, np.ndarray]:
     last = ds.isel(step=-1)
     columns = {
         "prompt": last["prompt_text"].values,
         "tokens": last["norm"].isel(depth=0).notnull().sum("position").values,
-        "coupling": coupling_of_prompts(last, k).values,
+        coupling_word(choices): coupling_of_prompts(last, choices).values,
     }
     columns |= {"difficulty": last["difficulty"].values} if "difficulty" in ds.coords else {}
     columns |= {"source": last["prompt_source"].values} if "prompt_source" in ds.coords else {}
     return columns
 
 
-def coupling_of_prompts(ds: xr.Dataset, k: int) -> xr.DataArray:
-    """Return the coupling of each prompt, the mean over l != l' and tokens."""
-    return _by_prompt(ds[MEASURE].sel(k=k), ds)
+def coupling_of_prompts(ds: xr.Dataset, choices: Choices) -> xr.DataArray:
+    """Return the coupling of each prompt, the mean over pairs of blocks and tokens."""
+    return _coupling_and_null(ds, choices)[0]
 
 
-def _by_prompt(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataArray:
-    return -labelled_over_pairs(matrices.astype(float), results).sel(pairs=PAIRS).mean("token")
+def coupling_word(choices: Choices) -> str:
+    """Return what the convention's coupling is called: the word stands for the null level minus the mis-coupling alone."""
+    return "minus mis-coupling" if choices.paper else "coupling"
 
 
-def _label(k: int, measure: str = MEASURE) -> str:
-    return fill(f"Coupling: −{equation(measure)}, K = {k}", LETTERS_OF_LABEL)
+def _coupling_and_null(ds: xr.Dataset, choices: Choices) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return the coupling of each prompt, and that of unrelated blocks."""
+    of_pairs = (labelled_over_pairs(values, ds).sel(pairs=choices.pairs) for values in _of_pairs(ds, choices))
+    coupling, null = (values.mean("token") for values in of_pairs)
+    return coupling, null
+
+
+def _of_pairs(ds: xr.Dataset, choices: Choices) -> tuple[xr.DataArray, xr.DataArray]:
+    """Return the coupling of each pair of blocks, and that of unrelated blocks."""
+    at, measure = ds.sel(k=choices.k), _measure(choices)
+    values, level = at[measure].astype(float), null_level(at, measure)
+    return (-values, -level) if choices.paper else (level - values, xr.zeros_like(level))
+
+
+def _below_null(ds: xr.Dataset, choices: Choices) -> xr.DataArray:
+    """Return the null level minus the mis-coupling of each pair of blocks, by either convention, mean over prompts and tokens."""
+    of_pairs, _ = _of_pairs(ds, _as_package(choices))
+    return of_pairs.mean(SAMPLES).transpose(..., "layer", "layer_other")
+
+
+def _as_package(choices: Choices) -> Choices:
+    """Return choices of the same measure by the package's convention."""
+    return replace(choices, convention="package", measure=_measure(choices))
+
+
+def _measure(choices: Choices) -> str:
+    return choices.measure or choices.variable(MEASURE)
+
+
+def _label(choices: Choices) -> str:
+    """Return the label of an axis of couplings."""
+    label = BY_NAME[_measure(choices)].label
+    text = f"Minus {label}, {PAIR_WORDS[choices.pairs]}" if choices.paper else f"Coupling: null level − {label}"
+    return fill(f"{text}, K\u00a0=\u00a0{choices.k}", LETTERS_OF_LABEL, break_on_hyphens=False)

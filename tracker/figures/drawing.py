@@ -13,17 +13,18 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.curves import quartiles
-from tracker.analysis.regression import clustered_mean, mean_interval
+from tracker.analysis.curves import evenly_measured, quartiles
+from tracker.analysis.regression import FEWEST_POINTS, clustered_mean, mean_interval
 from tracker.common.errors import UsageError
 from tracker.common.text import capitalised
-from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import BY_NAME
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
+
+    from tracker.figures.choices import Axis
 
     Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
 
@@ -71,11 +72,12 @@ SEQUENTIAL = (
 DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 to 1, evenly spaced
 
 
-EQUATIONS = {definition.name: definition.equation for definition in DEFINITIONS}
 LETTERS_OF_LABEL = 34
-FEWEST_POINTS = 8  # of a statistic that figures print
+LETTERS_OF_LEGEND = 44  # of a line
+MOST_MARKERS = 60  # of a line
 PER_ROW = 4  # panels, at most
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
+LIGHTEST = 0.59  # place in `SEQUENTIAL` of the lightest of ordered lines
 PAIR_WORDS = {"mean": "all pairs", "mean_offdiag": "l ≠ l'", "mean_adjacent": "|l − l'| = 1"}
 
 
@@ -133,37 +135,64 @@ def label_y(axes: "Sequence[Axes]", label: str) -> None:
             panel.set_ylabel(label)
 
 
+def legend_below(axes: "Axes") -> None:
+    """Add the legend of a panel below its x axis, where it covers no data."""
+    longest = max(map(len, axes.get_legend_handles_labels()[1]), default=1)
+    columns = max(1, LETTERS_OF_LEGEND // (longest + 8))  # 8: the line and the space beside it
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, ncols=columns)
+
+
 def at_step(name: str, ds: xr.Dataset, i: int) -> str:
     """Return the name of a result, with the training step of its unit i if it is known."""
     step = ds["step"].values[i]
     return name if np.isnan(step) else f"{name}, step {int(step):,}"
 
 
-def training_axis(axes: "Axes", steps: Sequence[float] | np.ndarray) -> None:
-    """Make x a logarithmic axis of these training steps; step 0 is as far from the first later step as twice that step.
+def training_axis(
+    axes: "Axes", *runs: Sequence[float] | np.ndarray, scale: "Axis" = "auto", also: Sequence[float] = ()
+) -> None:
+    """Make x an axis of training steps, with a tick at the last.
 
-    The page's axis has the same scale.
+    On a logarithmic axis, step 0 is as far from the first later step as twice that step. The page's axis has the same scale.
+
+    Args:
+        runs: the measured steps of each run.
+        scale: "auto" for a linear axis if the steps of each run are evenly spaced, else a logarithmic one.
+        also: further steps within the axis.
     """
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
-    shown = np.unique(np.asarray(steps, float)[np.isfinite(steps)])
+    every = np.concatenate([*(np.asarray(steps, float) for steps in runs), np.asarray(also, float)])
+    shown = np.unique(every[np.isfinite(every)])
     later = shown[shown > 0]
+    logarithmic = scale == "log" or (scale == "auto" and not all(map(evenly_measured, runs)))
     if len(later):
-        # matplotlib divides linscale by 1 - 1 / base.
-        axes.set_xscale("symlog", linthresh=later[0], linscale=0.9 * np.log10(2))
-        places = np.where(shown < later[0], -np.log(2), np.log(np.maximum(shown, later[0]) / later[0]))
+        if logarithmic:
+            # matplotlib divides linscale by 1 - 1 / base.
+            axes.set_xscale("symlog", linthresh=later[0], linscale=0.9 * np.log10(2))
+            offered = shown
+            places = np.where(shown < later[0], -np.log(2), np.log(np.maximum(shown, later[0]) / later[0]))
+        else:
+            round_steps = MaxNLocator(STEP_TICKS, integer=True).tick_values(shown[0], shown[-1])
+            places = offered = np.unique(
+                [*round_steps[(round_steps >= shown[0]) & (round_steps < shown[-1])], shown[-1]]
+            )
         room = max(np.ptp(places), np.log(2))
         ticks = [0]
-        for i in range(1, len(shown)):
-            if places[i] >= places[ticks[-1]] + room / STEP_TICKS:
+        for i in range(1, len(offered)):
+            if places[i] >= places[ticks[-1]] + room / STEP_TICKS and places[i] <= places[-1] - room / STEP_TICKS:
                 ticks.append(i)
+        ticks = sorted({*ticks, len(offered) - 1})
         margin = room / 30
-        left = -later[0] * margin / np.log(2) if shown[0] == 0 else shown[0] * np.exp(-margin)
-        axes.set_xlim(left, shown[-1] * np.exp(margin))
-        axes.set_xticks(shown[ticks])
+        if logarithmic:
+            left = -later[0] * margin / np.log(2) if shown[0] == 0 else shown[0] * np.exp(-margin)
+            axes.set_xlim(left, shown[-1] * np.exp(margin))
+        else:
+            axes.set_xlim(shown[0] - margin, shown[-1] + margin)
+        axes.set_xticks(offered[ticks])
         axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("Training step")
+    axes.set_xlabel("Training step" + " (log scale)" * logarithmic)
     axes.grid(alpha=0.3)
 
 
@@ -171,17 +200,6 @@ def mark_step(axes: "Axes", step: int | None) -> None:
     """Draw a vertical line at a training step, if one is given."""
     if step is not None:
         axes.axvline(step, color=GREY, lw=0.8, label=f"step {step:,}")
-
-
-def equation(measure: str) -> str:
-    """Return the formula of a measure of pairs of blocks, and in words which variant of it is meant.
-
-    >>> equation("miscoupling_normed")
-    '‖A − S‖ / ‖s‖₂, with the final norm'
-    """
-    of = BY_NAME[measure]
-    base = BY_NAME[of.base or measure]
-    return EQUATIONS[base.name] + of.label.removeprefix(base.label)
 
 
 def axis_label(variable: str) -> str:
@@ -212,9 +230,9 @@ def logarithmic_y(axes: "Axes") -> None:
 
 
 def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:
-    """Draw a line with markers, and a band from low to high around it."""
+    """Draw a line, with markers unless they would run into each other, and a band from low to high around it."""
     axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-    axes.plot(x, middle, color=color, marker="o", ms=3, label=label)
+    axes.plot(x, middle, color=color, marker="o" if len(x) <= MOST_MARKERS else "", ms=3, label=label)
 
 
 def quartile_line(
@@ -273,6 +291,9 @@ def colour_map(colours: Sequence[str] = SEQUENTIAL) -> "Colormap":
 
 
 def shades(count: int) -> list[Any]:
-    """Return `count` colours from dark to light for ordered things such as steps; distinct in greyscale print."""
+    """Return `count` colours from dark to light for ordered things such as steps, distinct in greyscale print.
+
+    The lightest has a contrast of 3 with white, as WCAG asks of graphics.
+    """
     colours = colour_map()
-    return [colours(0.9 * i / max(count - 1, 1)) for i in range(count)]
+    return [colours(LIGHTEST * i / max(count - 1, 1)) for i in range(count)]

@@ -6,7 +6,7 @@
 - residual alignment of attention and MLP (Li and Papyan, 2023): their Jacobians in the singular bases of the block.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -18,16 +18,19 @@ from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, inverse_fit, middle_layers
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
+from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
     BLUE,
     FEWEST_POINTS,
     ORANGE,
     at_step,
     colour_map,
+    legend_below,
     logarithmic_y,
     panels,
     shades,
 )
+from tracker.measures.declaration import NORMED, WITH_NORM
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,18 +56,19 @@ class MatrixGrid:
     common: Mapping[str, int]  # what all tiles share
 
 
-def matrix_grid(results: Results, _: int, target: "Axes | None" = None, *, variable: str) -> "Plotted":
-    """Draw |A| of the first prompt at the first and the last step, at most eight tiles along a side.
+def matrix_grid(results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str) -> "Plotted":
+    """Draw |A| of the first prompt at the first and the last step.
 
-    Tiles are pairs of layers, about the middle one, at the first token measured, or pairs of tokens in the layers l and l' in the
-    middle of those compared. A column is the basis in which the Jacobian of a row is expressed. Colours are relative to the
-    largest singular value of the row's Jacobian; the table holds |A| itself.
+    Tiles are pairs of layers at the first token measured, those chosen or eight about the middle one; or pairs of at most eight
+    tokens, in the layer chosen or in the middle of those compared, and its l'. A column is the basis in which the Jacobian of a
+    row is expressed. Colours are relative to the largest singular value of the row's Jacobian; the table holds |A| itself.
     """
     shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
     figure, axes = panels(len(shown), target)
     tables = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
-        grid = (_layer_grid if "token" in ds[variable].dims else _token_grid)(ds.isel(step=i, prompt=0), variable)
+        make = _layer_grid if "token" in ds[variable].dims else _token_grid
+        grid = make(ds.isel(step=i, prompt=0), variable, choices.layers)
         _draw_grid(panel, grid)
         panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}")
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
@@ -76,20 +80,19 @@ def matrix_grid(results: Results, _: int, target: "Axes | None" = None, *, varia
     return figure, pd.concat(tables, ignore_index=True)
 
 
-def _layer_grid(at: xr.Dataset, variable: str) -> MatrixGrid:
-    A = abs(at[variable].isel(token=0)).transpose("layer", "layer_other", "row", "column").values
-    start = max(0, (len(A) - MAX_TILES) // 2)
-    part = slice(start, start + MAX_TILES)
-    largest = A[np.arange(len(A)), np.arange(len(A)), 0, 0][part]  # in its own basis, A is diag(s)
+def _layer_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> MatrixGrid:
+    start = max(0, (at.sizes["layer"] - MAX_TILES) // 2)
+    shown = list(layers) if layers else at["layer"].values[start : start + MAX_TILES]
+    tiles = at[variable].isel(token=0).sel(layer=shown, layer_other=shown)
+    A = abs(tiles).transpose("layer", "layer_other", "row", "column").values
+    largest = A[np.arange(len(A)), np.arange(len(A)), 0, 0]  # in its own basis, A is diag(s)
     title = f"J of token {int(at['token_position'].isel(token=0))}, blocks l and l'"
-    return MatrixGrid(
-        A[part, part], largest, "block", at["layer"].values[part], title, "Block l (Jacobian)", "Block l' (basis)", {}
-    )
+    return MatrixGrid(A, largest, "block", np.asarray(shown), title, "Block l (Jacobian)", "Block l' (basis)", {})
 
 
-def _token_grid(at: xr.Dataset, variable: str) -> MatrixGrid:
+def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> MatrixGrid:
     variant = variable.removesuffix("_matrix")
-    l, other = middle_layers(at)
+    l, other = (layers[0], int(at["pair_layer_other"].sel(layer=layers[0]))) if layers else middle_layers(at)
     positions = at["pair_position"].dropna("pair_token").values.astype(int)
     labels = positions[:MAX_TILES]
     part = slice(len(labels))
@@ -124,14 +127,15 @@ def _show(panel: "Axes", picture: np.ndarray, ticks: np.ndarray, labels: np.ndar
 
 
 def singular_values(
-    results: Results, _: int, target: "Axes | None" = None, *, step: Literal["first", "last"]
+    results: Results, choices: Choices, target: "Axes | None" = None, *, step: Literal["first", "last"]
 ) -> "Plotted":
     """Draw top singular values by layer, medians over prompts and tokens, and 1 / s_1 with its straight line over depth."""
     figure, axes = panels(2 * len(results), target)
+    variable = choices.variable("singular_value")
     rows = []
     for values, inverse, (name, ds) in zip(axes[::2], axes[1::2], results.items(), strict=True):
         i = 0 if step == "first" else -1
-        at = ds["singular_value"].isel(step=i).median(("prompt", "token"))
+        at = ds[variable].isel(step=i).median(("prompt", "token"))
         layers = at["layer"].values
         fit = inverse_fit(layers, at.sel(rank=1).values)
         for rank, s in _draw_ranks(values, at).items():
@@ -142,9 +146,10 @@ def singular_values(
         if fit["n"] >= FEWEST_POINTS and np.isfinite(fit["r2"]):
             inverse.plot(layers, fit["fitted"], color=ORANGE, lw=1.2, label="straight line")
             text = f"R² = {fit['r2']:.2f}, n = {fit['n']} blocks"
-        values.set(title=at_step(name, ds, i), ylabel="Singular value of J")
+        norm = ", " + WITH_NORM if variable.endswith(NORMED) else ""
+        values.set(title=at_step(name, ds, i) + norm, ylabel="Singular value of J")
         inverse.set(title=text, xlabel="Block l", ylabel="1 / s₁ (s₁: largest singular value)")
-        inverse.legend()
+        legend_below(inverse)
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -155,11 +160,11 @@ def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> dict[int, np.ndarray]:
         panel.plot(by_layer["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
     logarithmic_y(panel)
     panel.set_xlabel("Block l")
-    panel.legend()
+    legend_below(panel)
     return drawn
 
 
-def spectra(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def spectra(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw singular values of the product of blocks 1 to l against l, and the exponents of all blocks.
 
     At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
@@ -191,7 +196,7 @@ HALVES = {"attention": "attention", "mlp": "MLP"}
 TICKS = 10  # at most, along an axis
 
 
-def residual_alignment(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def residual_alignment(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw |U^T J V| of both halves of an early, a middle and a late block, of the first prompt, at the last step.
 
     U and V are the block's singular vectors. Colours are relative to the largest singular value of the block.

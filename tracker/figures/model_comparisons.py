@@ -7,6 +7,7 @@ The table of models (Table 1). Scores and training tokens are those after the la
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,8 @@ from tracker.analysis.across_models import (
 from tracker.analysis.curves import correlations, curves, sources
 from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
 from tracker.common.errors import UsageError
-from tracker.figures.coupling import coupling_of_prompts
+from tracker.figures.choices import Choices
+from tracker.figures.coupling import coupling_of_prompts, coupling_word
 from tracker.figures.drawing import (
     BLUE,
     DIVERGING,
@@ -47,7 +49,7 @@ from tracker.figures.drawing import (
     panels,
 )
 from tracker.measures.declaration import NORMED
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import BY_NAME, MISCOUPLINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,25 +63,28 @@ LETTERS_PER_INCH = 19  # of a note below a figure
 
 
 def score_against_coupling(
-    results: Results, k: int, target: "Axes | None" = None, *, exponential: bool = False
+    results: Results, choices: Choices, target: "Axes | None" = None, *, exponential: bool = False
 ) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
-    coupling, properties = _coupling_and_score(results, k)
+    coupling, properties = _coupling_and_score(results, choices)
     return _scatter(results, properties, [(coupling, "score")], target, exponential)
 
 
-def score_against_coupling_by_k(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
     ks = shared(results, "k")
     properties: dict[str, Property] = {}
+    shown = []
     for k in ks:
-        properties |= _coupling_and_score(results, k)[1]
-    return _scatter(results, properties, [(f"coupling, K = {k}", "score") for k in ks], target)
+        coupling, of_k = _coupling_and_score(results, replace(choices, k=k))
+        properties |= of_k
+        shown.append((coupling, "score"))
+    return _scatter(results, properties, shown, target)
 
 
-def score_against_sizes(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
+def score_against_sizes(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
-    coupling, properties = _coupling_and_score(results, k)
+    coupling, properties = _coupling_and_score(results, choices)
     shown = [(name, "score") for name in (*SIZES, coupling)]
     figure, table = _scatter(results, SIZES | properties, shown, target)
     fit = controlled_fit(table, coupling)
@@ -90,14 +95,14 @@ def score_against_sizes(results: Results, k: int, target: "Axes | None" = None) 
     return figure, table
 
 
-def against_training_tokens(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
+def against_training_tokens(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
-    coupling, properties = _coupling_and_score(results, k)
+    coupling, properties = _coupling_and_score(results, choices)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
     return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target)
 
 
-def benchmark_against_mean(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the score on GSM8K against the mean score over the benchmarks that all results have, GSM8K included (Fig. 31).
 
     Raises:
@@ -117,18 +122,20 @@ def benchmark_against_mean(results: Results, _: int, target: "Axes | None" = Non
     return _scatter(results, properties, [("mean score", task)], target)
 
 
-def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted":
+def subsets(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
-    coupling, properties = _coupling_and_score(results, k)
+    coupling, properties = _coupling_and_score(results, choices)
     table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
     fits = subset_fits(table, coupling)
     figure, (axes,) = panels(1, target, size=(6.4, 1.2 + 0.32 * len(fits)))
     y = np.arange(len(fits))[::-1]
-    ends = np.abs([fits["r2_low"] - fits["r2"], fits["r2_high"] - fits["r2"]])
-    axes.errorbar(fits["r2"], y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
+    r2 = fits["r2"].where(fits["n"] >= FEWEST_POINTS)
+    ends = np.abs([fits["r2_low"] - r2, fits["r2_high"] - r2])
+    axes.errorbar(r2, y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
     labels = [
-        f"{fit['subset']}\nn = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
-        for fit in fits.to_dict("records")
+        f"{fit['subset']}\n"
+        + (f"n = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)" if drawn else fit_text(fit))
+        for fit, drawn in zip(fits.to_dict("records"), r2.notna(), strict=True)
     ]
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
@@ -136,14 +143,15 @@ def subsets(results: Results, k: int, target: "Axes | None" = None) -> "Plotted"
     return figure, fits
 
 
-def definitions(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def definitions(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
     couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
-    figure = correlation_heatmap(table, "score", target)
+    labels = {name: BY_NAME[name].label for name in measures}
+    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target)
     _annotate(figure, results, target=target)
     return figure, table
 
@@ -200,8 +208,8 @@ def _scatter(
         text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
         if fit["averaged"]:
             text += f"\nclusters averaged (n = {fit['averaged']['n']}):\n{fit_text(fit['averaged'])}"
-        if exponential:
-            curve = exponential_fit(x, y)
+        curve = exponential_fit(x, y)
+        if exponential and curve["n"] >= FEWEST_POINTS:
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
@@ -256,16 +264,16 @@ def _properties(results: Results, properties: Mapping[str, Property]) -> pd.Data
     return table
 
 
-def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Property]]:
-    """Return the name of the coupling for K, and as properties: the coupling, its interval over prompts, and the score."""
+def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[str, Property]]:
+    """Return the name of the coupling, and as properties: the coupling, its interval over prompts, and the score."""
 
     def of_prompts(ds: xr.Dataset) -> xr.DataArray:
-        return coupling_of_prompts(ds.isel(step=[-1]), k).transpose("step", "prompt")
+        return coupling_of_prompts(ds.isel(step=[-1]), choices).transpose("step", "prompt")
 
     def interval(ds: xr.Dataset, end: int) -> float:
         return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
 
-    name = f"coupling, K = {k}"
+    name = f"{coupling_word(choices)}, K = {choices.k}"
     return name, {
         name: lambda ds: float(of_prompts(ds).mean()),
         f"{name} low": lambda ds: interval(ds, 0),
@@ -274,7 +282,7 @@ def _coupling_and_score(results: Results, k: int) -> tuple[str, dict[str, Proper
     }
 
 
-def table_of_models(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def table_of_models(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
     The mean is over the benchmarks that all results with scores have.

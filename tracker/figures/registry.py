@@ -22,16 +22,16 @@ class FigureSpec:
 
     Attributes:
         number: its name on the command line, for figures of the paper their number.
-        draw: the function that draws it from results, K and the axes to draw into, if the caller gives them; that of an
-            adjustable figure also takes a measure and a step, or None for those it shows by default.
+        draw: the function that draws it from results, `Choices` and the axes to draw into, if the caller gives them.
         needs: variables that each result must have.
         also: numbers of further figures of the paper that show the same.
         results: the least number of results.
         steps: the least number of steps of a result.
         untrained: whether the first step must be step 0.
         may_differ: those of `CONVENTIONS` in which results may differ.
-        adjustable: whether it shows any measure of pairs of blocks and any step, and sets results beside each other that were
-            measured by different conventions, with a warning.
+        takes: those of `choices.Choices` that it takes, besides K and the convention. A figure that takes a measure also sets
+            results beside each other that were measured by different conventions, with a warning.
+        paper_layers: the blocks that the paper's figure shows.
     """
 
     number: str
@@ -43,10 +43,11 @@ class FigureSpec:
     steps: int = 1
     untrained: bool = False
     may_differ: tuple[str, ...] = ()
-    adjustable: bool = False
+    takes: tuple[str, ...] = ()
+    paper_layers: tuple[int, ...] = ()
 
 
-_against_score = partial(FigureSpec, needs=("miscoupling", "score"), results=4)
+_against_score = partial(FigureSpec, needs=(MEASURE, "score"), results=4)
 
 
 def _of_variables(
@@ -64,7 +65,7 @@ _DECLARATIONS = (
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         steps=2,
         may_differ=CONVENTIONS,
-        adjustable=True,
+        takes=("measure", "step", "axis"),
     ),
     FigureSpec(
         "heatmap",
@@ -72,7 +73,7 @@ _DECLARATIONS = (
         coupling.heatmaps,
         ("miscoupling",),
         may_differ=CONVENTIONS,
-        adjustable=True,
+        takes=("measure", "step"),
     ),
     _against_score(
         "1a",
@@ -86,7 +87,7 @@ _DECLARATIONS = (
         (MEASURE,),
         steps=2,
         may_differ=CONVENTIONS,
-        adjustable=True,
+        takes=("measure", "step", "axis"),
     ),
     FigureSpec(
         "1c",
@@ -101,6 +102,8 @@ _DECLARATIONS = (
         partial(jacobians.matrix_grid, variable="matrix"),
         ("matrix",),
         also=("20",),
+        takes=("layers",),
+        paper_layers=tuple(range(9, 17)),
     ),
     FigureSpec(
         "4",
@@ -108,6 +111,7 @@ _DECLARATIONS = (
         partial(jacobians.matrix_grid, variable="self_matrix"),
         ("matrix", "self_matrix"),
         also=("17", "21"),
+        takes=("layers",),
     ),
     _of_variables(
         "5",
@@ -127,7 +131,7 @@ _DECLARATIONS = (
         "8",
         "Training tokens against coupling",
         model_comparisons.against_training_tokens,
-        needs=("miscoupling", "score", "tokens_seen"),
+        needs=(MEASURE, "score", "tokens_seen"),
     ),
     FigureSpec(
         "9",
@@ -156,6 +160,7 @@ _DECLARATIONS = (
         partial(jacobians.matrix_grid, variable="fixed_input_matrix"),
         ("matrix", "fixed_input_matrix"),
         also=("22",),
+        takes=("layers",),
     ),
     FigureSpec(
         "19",
@@ -163,6 +168,7 @@ _DECLARATIONS = (
         partial(jacobians.matrix_grid, variable="fixed_output_matrix"),
         ("matrix", "fixed_output_matrix"),
         also=("23",),
+        takes=("layers",),
     ),
     _of_variables(
         "25",
@@ -186,6 +192,7 @@ _DECLARATIONS = (
         partial(states.over_training, variable="lss"),
         ("lss",),
         steps=2,
+        takes=("axis",),
     ),
     FigureSpec(
         "28",
@@ -193,6 +200,8 @@ _DECLARATIONS = (
         partial(states.at_layers, variable="lss_window", sign=-1),
         ("lss_window",),
         steps=2,
+        takes=("axis", "layers"),
+        paper_layers=(5, 15, 30),
     ),
     FigureSpec(
         "29",
@@ -200,6 +209,7 @@ _DECLARATIONS = (
         partial(states.at_layers, variable="expodistance_window"),
         ("expodistance_window",),
         steps=2,
+        takes=("axis", "layers"),
     ),
     _of_variables(
         "30",
@@ -292,10 +302,10 @@ _DECLARATIONS = (
         states.by_depth,
         "attention_gain",
         "attention_share",
-        "attention_coupling",
+        "attention_miscoupling",
         "mlp_gain",
         "mlp_share",
-        "mlp_coupling",
+        "mlp_miscoupling",
     ),
     FigureSpec(
         "residual_alignment",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from os import PathLike
 from textwrap import fill
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -17,8 +17,10 @@ import xarray as xr
 from tracker.analysis.across_models import Results, shared
 from tracker.analysis.doubts import describe_differences
 from tracker.common.errors import UsageError, require, warn_caller
+from tracker.figures.choices import Axis, Choices, Convention
 from tracker.figures.drawing import STYLE
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
+from tracker.measures.declaration import NORMED
 from tracker.measures.registry import BY_NAME, VARIANTS
 from tracker.measures.settings import CHOICE_NAMES, USUAL
 from tracker.store import GIVE, Result, by_name, open_results
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
+CHOSEN = ("measure", "step", "axis", "layers")  # the choices that only some figures take
 LETTERS_PER_INCH = 13  # of a title
 
 
@@ -51,21 +54,13 @@ def resolve(name: str | int) -> str:
     return resolved
 
 
-def draw(
-    name: str,
-    results: Results,
-    k: int | None,
-    target: "Axes | None" = None,
-    measure: str | None = None,
-    step: int | None = None,
-) -> "Plotted":
+def draw(name: str, results: Results, k: int | None = None, target: "Axes | None" = None, **chosen: Any) -> "Plotted":
     """Draw a figure by its resolved name.
 
     Args:
         k: number of singular vectors; None for the smallest that all results have.
         target: the axes to draw into, for a figure of one panel.
-        measure: of an adjustable figure, a measure of pairs of blocks; None for its own.
-        step: of an adjustable figure, the training step of a matrix, or one that curves mark; None for the last.
+        chosen: further `choices.Choices`.
 
     Returns:
         The figure, and the numbers that it plots.
@@ -75,43 +70,49 @@ def draw(
     """
     from matplotlib import rc_context
 
-    declaration = _adjusted(FIGURES[name], measure, step)
+    figure = FIGURES[name]
+    choices = Choices(**chosen)
+    declaration = _adjusted(figure, choices)
     if reason := lack(declaration, results):
         raise UsageError(f"figure {name} can't be drawn: {reason}")
     ks = shared(results, "k")
     if k is not None or any("k" in ds.coords for ds in results.values()):
         _require_shared("k", k, ks)
-    options = {}
-    if declaration.adjustable:
-        if step is not None:
-            _require_shared("step", step, shared(results, "step"))
-        if differences := describe_differences(results):
-            warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
-        options = {"measure": measure, "step": step}
+    if choices.step is not None:
+        _require_shared("step", choices.step, shared(results, "step"))
+    layers = shared(results, "layer")
+    for layer in choices.layers or ():
+        _require_shared("layer", layer, layers)
+    if choices.paper and not choices.layers and {*figure.paper_layers} <= {*layers}:
+        choices = replace(choices, layers=figure.paper_layers)
+    if "measure" in figure.takes and (differences := describe_differences(results)):
+        warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
+    choices = replace(choices, k=k if k is not None else ks[0] if ks else 0)
     with rc_context(STYLE):
-        figure, table = declaration.draw(results, k if k is not None else ks[0] if ks else 0, target, **options)
-    if target is None and not figure.get_suptitle():
-        title = fill(declaration.title, int(LETTERS_PER_INCH * figure.get_figwidth()))
-        figure.suptitle(title)
-    return figure, table
+        drawn, table = declaration.draw(results, choices, target)
+    if target is None and not drawn.get_suptitle():
+        title = fill(declaration.title, int(LETTERS_PER_INCH * drawn.get_figwidth()))
+        drawn.suptitle(title)
+    return drawn, table
 
 
-def _adjusted(figure: FigureSpec, measure: str | None, step: int | None) -> FigureSpec:
-    """Return the declaration of a figure that shows this measure.
+def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:
+    """Return the declaration of a figure with the variables that it needs for these choices.
 
     Raises:
-        UsageError: for what is no measure of pairs of blocks, and for a measure or a step of a figure that takes none.
+        UsageError: for what is no measure of pairs of blocks, and for a choice that the figure does not take.
     """
-    for option, value in (("measure", measure), ("step", step)):
-        if value is not None and not figure.adjustable:
-            adjustable = ", ".join(name for name, other in FIGURES.items() if other.adjustable)
-            raise UsageError(f"{option} {value} is for the figures {adjustable}")
-    if measure is None:
-        return figure
-    if measure not in VARIANTS:
+    for option in CHOSEN:
+        value = getattr(choices, option)
+        if value != getattr(Choices(), option) and option not in figure.takes:
+            taking = ", ".join(name for name, other in FIGURES.items() if option in other.takes)
+            shown = ",".join(map(str, value)) if option == "layers" else value
+            raise UsageError(f"{option} {shown} is for the figures {taking}")
+    measure = choices.measure
+    if measure is not None and measure not in VARIANTS:
         raise UsageError(f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
-    needs = dict.fromkeys(measure if name in VARIANTS else name for name in figure.needs)
-    return replace(figure, needs=tuple(needs))
+    needs = [measure if measure and name in VARIANTS else choices.variable(name) for name in figure.needs]
+    return replace(figure, needs=tuple(dict.fromkeys(needs)))
 
 
 def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
@@ -147,6 +148,8 @@ def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset) -> str:
             f"{name} does not record the training tokens of its steps; walk with a pattern that reads them from the names of "
             "checkpoints, --revisions '...(?P<tokens>...)'"
         )
+    if missing and all(variable.endswith(NORMED) for variable in missing):
+        return f"{name} lacks {', '.join(missing)}; measure again with final_norm='include' (a walk: --final_norm, another --out)"
     if missing:
         measures = ",".join(_measures(figure))
         return f"{name} lacks {', '.join(missing)}; measure again with measures={measures!r} (a walk: --measures, another --out)"
@@ -190,6 +193,9 @@ def plot(
     measure: str | None = None,
     k: int | None = None,
     step: int | None = None,
+    layers: Sequence[int] | None = None,
+    axis: Axis = "auto",
+    convention: Convention = "package",
     ax: "Axes | None" = None,
 ) -> "Figure":
     """Draw one figure of a measurement, a walk or a training run, or of several of them.
@@ -208,6 +214,10 @@ def plot(
             "miscoupling_normed"; None for that of the figure, of the blocks alone.
         k: the number of singular vectors; None for the smallest measured.
         step: the training step of a "heatmap", or the one that "curves" and "1b" mark; None for the last.
+        layers: the blocks that "3", "28" and "29" show, or the block of "4", "18" and "19"; None for those of the figure.
+        axis: the scale of training steps: "linear", "log", or "auto" for a linear one if they are evenly spaced.
+        convention: "paper" for the paper's: minus mis-coupling, mean over all pairs of blocks, and values with the final norm
+            where they are stored (docs/figures.md).
         ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:
@@ -224,7 +234,8 @@ def plot(
         raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
     if name is None:
         name = "curves" if all(ds.sizes["step"] > 1 for ds in several.values()) else "heatmap"
-    figure, _ = draw(resolve(name), several, k, ax, measure, step)
+    chosen = {"measure": measure, "step": step, "layers": layers, "axis": axis, "convention": convention}
+    figure, _ = draw(resolve(name), several, k, ax, **chosen)
     return figure
 
 

@@ -13,12 +13,14 @@ from tracker.analysis.across_models import Results
 from tracker.analysis.curves import quartiles, sources
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
+from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
     BLUE,
     ORANGE,
     at_step,
     axis_label,
     label_y,
+    legend_below,
     mean_line,
     panels,
     quartile_line,
@@ -33,31 +35,33 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
-def over_training(results: Results, _: int, target: "Axes | None" = None, *, variable: str) -> "Plotted":
+def over_training(results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str) -> "Plotted":
     """Draw medians and quartiles against the training step, one line per result."""
     figure, (axes,) = panels(1, target)
+    variable = choices.variable(variable)
     rows = []
     for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
         columns = quartile_line(axes, ds[variable], "step", colour, name)
         rows.append(pd.DataFrame({"result": name, **columns}))
-    training_axis(axes, np.concatenate([ds["step"].values for ds in results.values()]))
+    training_axis(axes, *(ds["step"].values for ds in results.values()), scale=choices.axis)
     axes.set_ylabel(axis_label(variable))
-    axes.legend()
+    legend_below(axes)
     return figure, pd.concat(rows, ignore_index=True)
 
 
 def at_layers(
-    results: Results, _: int, target: "Axes | None" = None, *, variable: str, sign: Literal[1, -1] = 1
+    results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str, sign: Literal[1, -1] = 1
 ) -> "Plotted":
-    """Draw medians and quartiles against the training step, at an early, a middle and a late layer.
+    """Draw medians and quartiles against the training step, at the layers chosen, or an early, a middle and a late one.
 
     Args:
         sign: -1 draws the negative of the variable.
 
     Raises:
-        UsageError: for a result with too few blocks for a window.
+        UsageError: for a result with too few blocks for a window, or without one at a layer chosen.
     """
     figure, axes = panels(len(results), target, sharey=True)
+    variable = choices.variable(variable)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
@@ -65,21 +69,27 @@ def at_layers(
             raise UsageError(
                 f"{name} has too few blocks for a window: {variable} is defined nowhere; choose another figure"
             )
-        layers = [int(defined[i]) for i in evenly_spaced(len(defined), 3)]
+        if unknown := sorted({*(choices.layers or ())} - {*defined.tolist()}):
+            raise UsageError(
+                f"{name} has no window at block {', '.join(map(str, unknown))}; choose from {defined[0]} to {defined[-1]}"
+            )
+        layers = choices.layers or [int(defined[i]) for i in evenly_spaced(len(defined), 3)]
         for layer, colour in zip(layers, shades(len(layers)), strict=True):
             values = sign * ds[variable].sel(layer=layer, drop=True)
             columns = quartile_line(panel, values, "step", colour, f"block {layer}")
             rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
-        training_axis(panel, ds["step"].values)
+        training_axis(panel, ds["step"].values, scale=choices.axis)
         scale_y(panel, variable)
         panel.set(title=name, ylabel=("−" if sign < 0 else "") + axis_label(variable))
-    axes[0].legend()
+    legend_below(axes[0])
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_depth(results: Results, _: int, target: "Axes | None" = None, *, variables: Sequence[str]) -> "Plotted":
+def by_depth(
+    results: Results, choices: Choices, target: "Axes | None" = None, *, variables: Sequence[str]
+) -> "Plotted":
     """Draw medians and quartiles against depth, one line for each of at most four steps; null levels are dotted."""
-    shown = [(name, ds, variable) for variable in variables for name, ds in results.items()]
+    shown = [(name, ds, choices.variable(variable)) for variable in variables for name, ds in results.items()]
     figure, axes = panels(len(shown), target)
     rows = []
     for panel, (name, ds, variable) in zip(axes, shown, strict=True):
@@ -105,17 +115,17 @@ def by_depth(results: Results, _: int, target: "Axes | None" = None, *, variable
     for panel in axes:
         labels = panel.get_legend_handles_labels()[1]
         if "null level" in labels or (labels and panel is axes[0]):
-            panel.legend()
+            legend_below(panel)
     return figure, pd.concat(rows, ignore_index=True)
 
 
 def by_model(
-    results: Results, _: int, target: "Axes | None" = None, *, variables: Sequence[str], trained: bool = True
+    results: Results, choices: Choices, target: "Axes | None" = None, *, variables: Sequence[str], trained: bool = True
 ) -> "Plotted":
     """Draw the median and quartiles of each result at its first step and, if `trained`, at its last."""
     figure, axes = panels(len(variables), target)
     rows = []
-    for panel, variable in zip(axes, variables, strict=True):
+    for panel, variable in zip(axes, map(choices.variable, variables), strict=True):
         for i, colour, shift in ((0, BLUE, -0.12), (-1, "black", 0.12))[: 1 + trained]:
             for x, (name, ds) in enumerate(results.items()):
                 at = ds.isel(step=i)
@@ -128,11 +138,11 @@ def by_model(
         panel.set_xlim(-0.6, len(results) - 0.4)
         panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right")
         panel.set_ylabel(axis_label(variable))
-    axes[0].legend()
+    legend_below(axes[0])
     return figure, pd.DataFrame(rows)
 
 
-def principal_planes(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def principal_planes(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in black.
 
     Raises:
@@ -160,7 +170,7 @@ def principal_planes(results: Results, _: int, target: "Axes | None" = None) -> 
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def noise_response(results: Results, _: int, target: "Axes | None" = None) -> "Plotted":
+def noise_response(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the cosine similarity of noisy to clean states after the first and the last block, at the last step."""
     figure, axes = panels(len(results), target, sharey=True)
     rows = []
@@ -172,5 +182,5 @@ def noise_response(results: Results, _: int, target: "Axes | None" = None) -> "P
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
     label_y(axes, "Cosine similarity to the state without noise")
-    axes[0].legend()
+    legend_below(axes[0])
     return figure, pd.concat(rows, ignore_index=True)

@@ -5,7 +5,7 @@ With J = U S V^T that of the block, J_A of the attention and J_M of the MLP, K t
     gains               |J_A|_F / sqrt(d), |J_M|_F / sqrt(d)
     shares              sum_k u_k . J_A v_k / sum_k s_k, and of J_M         of what the block does along its top K directions;
                         they add up to 1 where the halves are parallel
-    coupling            mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; null level as of blocks
+    miscoupling         mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; null level as of blocks
     alignment plots     U^T J_A V, U^T J_M V, of the top K                  (Li and Papyan, 2023)
                         diagonal where a half acts along the block's own directions
 
@@ -35,7 +35,7 @@ def half_values(halves: dict[str, Matrices] | None, block: Triplets, K: int) -> 
     U, S, V = block.U[..., :K], block.S[..., :K], block.V[..., :K]
     if halves is None:
         missing = torch.full((R,), torch.nan, dtype=S.dtype, device=S.device)
-        names = ("gain", "share", "coupling", "coupling_null")
+        names = ("gain", "share", "miscoupling", "miscoupling_null")
         values = {f"{half}_{name}": missing for half in ("attention", "mlp") for name in names}
         matrix = missing[:, None, None].expand(R, K, K)
         return values | {f"{half}_matrix": matrix for half in ("attention", "mlp")}
@@ -50,8 +50,8 @@ def half_values(halves: dict[str, Matrices] | None, block: Triplets, K: int) -> 
         values |= {
             f"{half}_gain": jacobian_gain(norm, d),
             f"{half}_share": A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1),
-            f"{half}_coupling": mutual["miscoupling"][:, 0, 0],
-            f"{half}_coupling_null": _null_level(J, s, basis),
+            f"{half}_miscoupling": mutual["miscoupling"][:, 0, 0],
+            f"{half}_miscoupling_null": _null_level(J, s, basis),
             f"{half}_matrix": A,
         }
     return values
@@ -90,7 +90,7 @@ def _declared() -> tuple[Measure, ...]:
                 **drawn,
             ),
             of_each_block(
-                f"{half}_coupling",
+                f"{half}_miscoupling",
                 f"mis-coupling of the {words} in the bases of the {other}",
                 formula=f"‖A − S‖ / ‖s‖₂, A = U′ᵀ {symbol} V′, U′ and V′ of the {other}, for the smallest K",
                 text=f"Mis-coupling m_K of the {words} in the singular bases of the {other} of the same block; about 1 for "
@@ -98,7 +98,7 @@ def _declared() -> tuple[Measure, ...]:
                 **drawn,
             ),
             Measure(
-                f"{half}_coupling_null",
+                f"{half}_miscoupling_null",
                 LAYER,
                 f"mis-coupling of the {words} in the bases of the {other}: null level",
                 formula=f"√E[‖A − S‖²] / ‖s‖₂, A = (Q U′)ᵀ {symbol} Q V′, Q a random rotation",

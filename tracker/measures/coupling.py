@@ -136,7 +136,7 @@ DEFINITIONS = (
     ),
     Definition(
         "offdiag",
-        "off-diagonal norm",
+        "mis-coupling, eq. 13",
         offdiag,
         "‖A − Diag A‖ (paper, eq. 13), in units of the singular values.",
         "‖A − Diag A‖",
@@ -144,7 +144,7 @@ DEFINITIONS = (
     ),
     Definition(
         "offdiag_normalized",
-        "off-diagonal, normalized",
+        "mis-coupling, eq. 14",
         offdiag_normalized,
         "‖A − Diag A‖ / ‖A‖ (paper, eq. 14), the paper's “normalized”.",
         "‖A − Diag A‖ / ‖A‖",
@@ -233,7 +233,7 @@ def _declared() -> tuple[Measure, ...]:
             null=True,
             counted=True,
             metric=f"coupling/{name}",
-            logged=("", "_q25", "_q75", "_null"),
+            logged=("", "_q25", "_q75", "_null", "_coupling"),
             dashboard=COUPLING if "" in shown else "",
             text=definition.text,
             formula=f"{definition.equation}, {OF_PAIRS}",

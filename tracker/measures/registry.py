@@ -80,19 +80,21 @@ DIMS = {measure.name: measure.dims for measure in MEASURES}
 
 MEAN_OFFDIAG = "coupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
 MEAN_OFFDIAG_NULL = "coupling/mean_offdiag_null"
-BELOW_NULL = "coupling/null_minus_miscoupling"
 LSS = BY_NAME["lss"].point(statistic="median")
 UNDEFINED_COUNT = "coupling/undefined"
 
 _NORMALIZED, _K = BY_NAME["offdiag_normalized"], "{k}"
 
 HEADLINES: Mapping[str, str] = {
-    MEAN_OFFDIAG: "mis-coupling of two blocks, mean over l ≠ l′",
+    MEAN_OFFDIAG: "mis-coupling m_K, mean over l ≠ l′",
     MEAN_OFFDIAG_NULL: "its null level",
-    BELOW_NULL: "null level minus mis-coupling: larger is stronger coupling",
-    BY_NAME["miscoupling"].point(k=_K, pairs="mean_adjacent"): "mis-coupling of adjacent blocks",
-    _NORMALIZED.point(k=_K, pairs="mean_offdiag"): "off-diagonal, normalized (paper, eq. 14), mean over l ≠ l′",
+    BY_NAME["miscoupling"].point(
+        "_coupling", k=_K, pairs="mean_offdiag"
+    ): "coupling: null level minus mis-coupling m_K",
+    BY_NAME["miscoupling"].point(k=_K, pairs="mean_adjacent"): "mis-coupling m_K of adjacent blocks",
+    _NORMALIZED.point(k=_K, pairs="mean_offdiag"): f"{_NORMALIZED.label}, mean over l ≠ l′",
     _NORMALIZED.point("_null", k=_K, pairs="mean_offdiag"): "its null level",
+    _NORMALIZED.point("_coupling", k=_K, pairs="mean_offdiag"): f"coupling: null level minus {_NORMALIZED.label}",
     LSS: "line-shape score, median",
     BY_NAME["expodistance"].point(statistic="median"): "expodistance, median",
     BY_NAME["alpha_mean"].point(statistic="median"): "mean growth rate α, median",
@@ -100,7 +102,7 @@ HEADLINES: Mapping[str, str] = {
     BY_NAME["entropy"].point(statistic="median"): "entropy of the next token, nats, median",
     BY_NAME["noise_similarity"].point(noise=0.1): "cosine to the states without noise, noise of 10 %",
     **{
-        BY_NAME[f"{kind}_offdiag_normalized"].point(k=_K): f"off-diagonal, normalized, {text}"
+        BY_NAME[f"{kind}_offdiag_normalized"].point(k=_K): f"{_NORMALIZED.label}, {text}"
         for kind, text in KINDS.items()
     },
     UNDEFINED_COUNT: "number of undefined values, where there are any",

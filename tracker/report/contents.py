@@ -15,7 +15,15 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.across_models import jsonable
-from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
+from tracker.analysis.curves import (
+    USUAL,
+    evenly_measured,
+    inverse_fit,
+    layers_in_words,
+    middle_layers,
+    sources,
+    suspect,
+)
 from tracker.analysis.onset import onset
 from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.variables import PAIRS, evenly_spaced
@@ -117,6 +125,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     of_pairs = {(k, pairs): at.sel(pairs=pairs) for k, at in of_k.items() if names for pairs in PAIRS}
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
+        "even": evenly_measured(ds["step"].values),
         "suspect": [reason != "" for reason in suspect(ds)],
         "layers": layers(ds),
         "ks": ks,

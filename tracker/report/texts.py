@@ -14,6 +14,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import layers_in_words
+from tracker.analysis.regression import FEWEST_POINTS
 from tracker.common.text import capitalised
 from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
@@ -34,7 +35,8 @@ def texts() -> dict[str, Any]:
         measures: by name of each measure of layer pairs its label, its definition, the measure that it is a variant of,
         whether it includes the final norm, and whether it is 0 on the diagonal by definition; paper: the measure of Fig. 1b;
         kinds, pairs, last: labels of choices; charts: the charts drawn from one variable each; columns: the measures of the
-        table of blocks, which is in the order of the first, with their labels; colours: of lines by theme,
+        table of blocks, which is in the order of the first, with their labels; fewest: points of a fit that is stated;
+        colours: of lines by theme,
         from -1 to 1, and of matrices.
     """
     return {
@@ -45,6 +47,7 @@ def texts() -> dict[str, Any]:
         "last": LAST_BLOCK,
         "charts": [_chart(measure, i) for measure in MEASURES for i, of in enumerate(measure.charts) if of != "table"],
         "columns": [[measure.name, measure.label] for measure in MEASURES if "table" in measure.charts],
+        "fewest": FEWEST_POINTS,
         "colours": {**SERIES, "diverging": DIVERGING, "sequential": SEQUENTIAL},
     }
 
@@ -212,8 +215,11 @@ def findings(contents: Mapping[str, Any]) -> str:
         return f"Mis-coupling (K = {k}, mean over pairs of different blocks): onset of coupling {begins['words']}."
     strongest = int((null - value).argmax())
     text = f"Coupling begins {begins['words'].partition(' (')[0]}"
-    text += f" and is strongest at step {steps[strongest]:,}: mis-coupling is {value[strongest]:.2f} there, "
-    text += f"the null level {null[strongest]:.2f}"
+    text += f" and is strongest at step {steps[strongest]:,}: {_difference(null[strongest], value[strongest])}"
     if strongest < len(steps) - 1:
-        text += f"; at the last step, {steps[-1]:,}, they are {value[-1]:.2f} and {null[-1]:.2f}"
+        text += f"; at the last step, {steps[-1]:,}, it is {_difference(null[-1], value[-1])}"
     return f"{text} (K = {k}, mean over pairs of different blocks)."
+
+
+def _difference(null: float, value: float) -> str:
+    return f"{null - value:.2f} (null level {null:.2f} − mis-coupling {value:.2f})"

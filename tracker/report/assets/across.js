@@ -4,8 +4,13 @@ const against = () => ["coupling", ...Object.keys(data.across.sizes)];
 const couplingAcross = () => data.across && ((data.across.coupling[state.measure] || {})[state.k] || {})[state.pairs];
 const p = (value) => (value === null ? "undefined" : value < 0.001 ? value.toExponential(1) : value.toPrecision(2));
 
+// As figures have it: a fit is stated of enough points alone.
+const FEWEST = () => data.texts.fewest;
+const enough = (fit) => fit.r2 !== null && fit.n >= FEWEST();
+const noFit = ({ n }) => (n < FEWEST() ? `n = ${n}: fewer than ${FEWEST()} points, no fit` : "no fit: the points have no spread");
+
 function said(fit) {
-  if (fit.r2 === null) return "No line: no spread.";
+  if (!enough(fit)) return `${noFit(fit)}.`;
   const corrected = fit.p_holm === undefined ? "" :
     `, ${p(fit.p_holm)} corrected for all ${data.across.tests} definitions on this page (Holm)`;
   return `R² = ${fit.r2.toFixed(2)} (95 % interval over results: ${fit.r2_low.toFixed(2)} to ${fit.r2_high.toFixed(2)}), ` +
@@ -15,7 +20,7 @@ function said(fit) {
 function averaged(fit) {
   if (!fit.averaged) return "";
   const o = fit.averaged;
-  return ` With clusters averaged, n = ${o.n}: ` + (o.r2 === null ? "too few to say." :
+  return " With clusters averaged, " + (!enough(o) ? `${noFit(o)}.` : `n = ${o.n}: ` +
     `R² = ${o.r2.toFixed(2)} (${o.r2_low.toFixed(2)} to ${o.r2_high.toFixed(2)}), p = ${p(o.p)}.`);
 }
 
@@ -33,10 +38,10 @@ function points(x, y, fit, interval, exponential) {
       hovertemplate: "%{x:.4g}, %{y:.4g}", ...(interval ? { error_x: { type: "data", symmetric: false,
           array: bar(1), arrayminus: bar(0), color: css("--faint"), thickness: 1, width: 3 } } : {}) });
   });
-  const line = fit.r2 === null ? [] : [{ x: ends, y: ends.map((v) => fit.intercept + fit.slope * v), name: "linear fit",
+  const line = !enough(fit) ? [] : [{ x: ends, y: ends.map((v) => fit.intercept + fit.slope * v), name: "linear fit",
     mode: "lines", line: { color: css("--ink"), width: 1.5 }, hoverinfo: "skip", meta: { part: "fit" } }];
   const along = range(41).map((i) => ends[0] + ((ends[1] - ends[0]) * i) / 40);
-  const curve = !exponential || exponential.r2 === null ? [] : [{ x: along, y: along.map((v) => exponential.a *
+  const curve = !exponential || !enough(exponential) ? [] : [{ x: along, y: along.map((v) => exponential.a *
       Math.exp(exponential.b * v)), name: "exponential fit", mode: "lines", line: { color: css("--ink"), width: 1.5,
       dash: "dash" }, hoverinfo: "skip", meta: { part: "fit" } }];
   return [...dots, ...line, ...curve];
@@ -52,10 +57,10 @@ figures.fit = {
       of = state.against === "coupling",
       x = of ? c.values : a.sizes[state.against],
       fit = of ? c.fit : a.size_fits[state.against];
-    const controlled = c.controlled.r2 === null ? "too few results or no spread" :
+    const controlled = !enough(c.controlled) ? noFit(c.controlled) :
       `R² = ${c.controlled.r2.toFixed(2)} (${c.controlled.r2_low.toFixed(2)} to ${c.controlled.r2_high.toFixed(2)}), p = ${p(c.controlled.p)} (uncorrected)`;
     $("fit-caption").textContent = `${said(fit)} The score is the mean over ${a.benchmarks.join(", ")}.` + (of ?
-      ` Exponential: ${c.exponential.r2 === null ? "no fit" : `R² = ${c.exponential.r2.toFixed(2)}`}. Blocks, width and parameters controlled for: ${controlled}.` +
+      ` Exponential: ${enough(c.exponential) ? `R² = ${c.exponential.r2.toFixed(2)}` : noFit(c.exponential)}. Blocks, width and parameters controlled for: ${controlled}.` +
       averaged(c.controlled) + (c.interval ? " Bars: 95 % interval over prompts." : "") : "") + ` ${a.independence}`;
     return {
       traces: points(x, a.score, fit, of && c.interval, of && c.exponential),
@@ -95,9 +100,9 @@ figures.definitions = {
     const fit = (measure, pairs, k) => a[measure][k][pairs].fit;
     return {
       traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m].label}, ${PAIRS[pairs]}`),
-        kinds.map(([m, pairs]) => ks.map((k) => fit(m, pairs, k).r)), [-1, 1], "%{y}, %{x}: r = %{z:.3f}", "r", {
+        kinds.map(([m, pairs]) => ks.map((k) => (enough(fit(m, pairs, k)) ? fit(m, pairs, k).r : null))), [-1, 1], "%{y}, %{x}: r = %{z:.3f}", "r", {
           colorscale: SIGNED,
-          text: kinds.map(([m, pairs]) => ks.map((k) => (fit(m, pairs, k).r === null ? "" :
+          text: kinds.map(([m, pairs]) => ks.map((k) => (!enough(fit(m, pairs, k)) ? "" :
             `${fit(m, pairs, k).r.toFixed(2)}${fit(m, pairs, k).p_holm < 0.05 ? "*" : ""}`))),
           texttemplate: "%{text}"
         })],
@@ -114,9 +119,10 @@ figures.subsets = {
   title: () => `R² of score and coupling in subsets of the results: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
     const s = couplingAcross().subsets,
-      y = s.subset.map((name, i) => `${name} (n = ${s.n[i]})`);
+      y = s.subset.map((name, i) => `${name} (n = ${s.n[i]})`),
+      r2 = s.r2.map((value, i) => (s.n[i] < FEWEST() ? null : value));
     return {
-      traces: [{ x: s.r2, y, name: "R²", mode: "markers", marker: { size: 9, color: colour(0) }, text: s.p_holm.map(p),
+      traces: [{ x: r2, y, name: "R²", mode: "markers", marker: { size: 9, color: colour(0) }, text: s.p_holm.map(p),
           error_x: { type: "data", symmetric: false, color: colour(0), thickness: 1.5, array: s.r2_high.map((
             high, i) => high - s.r2[i]), arrayminus: s.r2_low.map((low, i) => s.r2[i] - low) },
         hovertemplate: "%{y}: R² = %{x:.3f}, p = %{text} corrected<extra></extra>" }],
@@ -124,7 +130,7 @@ figures.subsets = {
           autorange: "reversed" }, showlegend: false },
       table: () => records({ ...coupledBy(), pairs: state.pairs }, { subset: s.subset, n: s.n, r2: s.r2, r2_low: s.r2_low,
         r2_high: s.r2_high, p_holm: s.p_holm }),
-      says: s.subset.map((name, i) => `${name}: ${s.r2[i] === null ? "undefined" : s.r2[i].toFixed(2)}`).join("; ")
+      says: s.subset.map((name, i) => `${name}: ${r2[i] === null ? "no fit" : r2[i].toFixed(2)}`).join("; ")
     };
   },
 };

@@ -16,16 +16,27 @@ const earliest = positive.length ? Math.min(...positive) : 2;
 const left = earliest / 2;
 const at = (step) => (step >= earliest || state.axis === "linear" ? step : left * 2 ** (step / earliest));
 
+// The last step has a tick, and those before it that have room.
 function stepAxis(more = []) {
-  if (state.axis === "linear") return { title: { text: "training step" } };
   const steps = union([all((m) => m.steps), more]).sort((a, b) => a - b),
-    room = width() < 1100 ? 6 : 12,
+    linear = state.axis === "linear",
+    last = steps[steps.length - 1],
+    place = (step) => (linear ? step : Math.log(at(step))),
+    apart = ((place(last) - place(steps[0])) / (width() < 1100 ? 6 : 9)) * 0.99 || 1,
     ticks = [];
-  const apart = Math.log(at(steps[steps.length - 1]) / at(steps[0])) / room || 1;
-  for (const step of steps)
-    if (!ticks.length || Math.log(at(step) / at(ticks[ticks.length - 1])) >= apart * 0.99) ticks.push(step);
-  const short = (n) => (n >= 1000 && n % 1000 === 0 ? n / 1000 + "k" : String(n));
-  return { type: "log", title: { text: "training step" }, tickvals: ticks.map(at), ticktext: ticks.map(short) };
+  for (const step of linear ? roundSteps(steps[0], last, apart) : steps)
+    if ((!ticks.length || place(step) - place(ticks[ticks.length - 1]) >= apart) && place(last) - place(step) >= apart) ticks.push(
+      step);
+  ticks.push(last);
+  return { ...(linear ? {} : { type: "log" }), title: { text: `training step${linear ? "" : " (log scale)"}` }, tickvals: ticks
+      .map(at), ticktext: ticks.map(stepName) };
+}
+
+// Multiples of 1, 2 or 5 times a power of ten, at least so far apart.
+function roundSteps(first, last, apart) {
+  const power = 10 ** Math.max(0, Math.floor(Math.log10(apart))),
+    gap = [1, 2, 5, 10].map((times) => times * power).find((step) => step >= apart);
+  return range(Math.floor(last / gap) - Math.ceil(first / gap) + 1, Math.ceil(first / gap)).map((i) => i * gap);
 }
 
 function layerAxis(count, title = "block", first = 1) {
@@ -209,16 +220,42 @@ function fileName(id, table) {
     ...said("k", (k) => `K${k}`, (ks) => `K${ks.join("-")}`),
     ...said("step", (step) => `step${step}`, (steps) => `steps${Math.min(...steps)}-${Math.max(...steps)}`)
   ];
-  return `${parts.join("_").replace(/[^\p{L}\p{N}._-]+/gu, "-")}.csv`;
+  return parts.join("_").replace(/[^\p{L}\p{N}._-]+/gu, "-");
 }
 
 function download(id) {
   const link = document.createElement("a"),
     table = figures[id].draw().table();
   link.href = URL.createObjectURL(new Blob([csv(table)], { type: "text/csv" }));
-  link.download = fileName(id, table);
+  link.download = `${fileName(id, table)}.csv`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+// The chart as a picture: as it is on the page and on its colour, below its title.
+const LINE = 18, // pixels: the height of a line of the title, and the width of a letter
+  LETTER = 7.5;
+
+function wrapped(text, letters) {
+  const lines = [""];
+  for (const word of text.split(" ")) {
+    if (lines.at(-1) && lines.at(-1).length + word.length >= letters) lines.push(word);
+    else lines[lines.length - 1] += `${lines.at(-1) && " "}${word}`;
+  }
+  return lines;
+}
+
+function picture(id, format) {
+  draw(id);
+  const { data: lines, layout, _fullLayout } = $(id),
+    lines_of_title = wrapped(figures[id].title().replaceAll("<", "&lt;"), layout.width / LETTER),
+    above = 12 + LINE * lines_of_title.length,
+    title = { text: lines_of_title.join("<br>"), font: { size: 14 }, x: 0.01, xanchor: "left", y: 1, yanchor: "top", yref: "container", pad: { t: 8 } },
+    height = layout.height + above,
+    margin = { ...layout.margin, t: _fullLayout._size.t + above };
+  const shown = { ...layout, title, height, margin, paper_bgcolor: css("--paper") };
+  return Plotly.downloadImage({ data: lines, layout: shown }, { format, scale: format === "png" ? 3 : 1, width: layout.width, height,
+    filename: fileName(id, figures[id].draw().table()) });
 }
 
 // Charts are drawn when they come near the window; a choice redraws those, the others when they are seen.

@@ -141,8 +141,8 @@ figures.singular = {
     const m = model(),
       { ranks, values, r2, n, slope, intercept } = m.singular,
       of = rows(atStep(values, stepIndex()).values, m.layers),
-      fit = r2[stepIndex()];
-    $("singular-fit").textContent = fit === null ? "" :
+      fit = enough({ r2: r2[stepIndex()], n: n[stepIndex()] }) ? r2[stepIndex()] : null;
+    $("singular-fit").textContent = fit === null ? ` 1 / s₁ against depth: ${noFit({ n: n[stepIndex()] })}.` :
       ` Dashed: 1 / s₁ against depth by a straight line, R² = ${fit.toFixed(2)} over ${n[stepIndex()]} blocks.`;
     return {
       traces: [...ranks.map((rank, r) => traces.line(blocks(), of [r], `s${rank}`, r)), ...(fit === null ? [] : [

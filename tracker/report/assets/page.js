@@ -57,10 +57,17 @@ function show(ids) {
 }
 
 for (const id of Object.keys(figures)) {
-  const button = element("button", { type: "button", className: "csv" }, "CSV");
-  button.setAttribute("aria-label", "Numbers of this chart as CSV");
-  button.addEventListener("click", () => download(id));
-  $(`${id}-figure`).prepend(element("div", { className: "head" }, element("h3", { id: `${id}-title` }), button));
+  const button = (text, label, save) => {
+    const made = element("button", { type: "button", className: text.toLowerCase() }, text);
+    made.setAttribute("aria-label", label);
+    made.addEventListener("click", save);
+    return made;
+  };
+  const pictures = $(id).matches(".chart") ? ["PNG", "SVG"] : [];
+  const buttons = [button("CSV", "Numbers of this chart as CSV", () => download(id)), ...pictures.map((format) => button(format,
+    `This chart as ${format}`, () => picture(id, format.toLowerCase())))];
+  $(`${id}-figure`).prepend(element("div", { className: "head" }, element("h3", { id: `${id}-title` }), element("div", {
+    className: "saves" }, ...buttons)));
   if ($(id).matches(".chart:not([role])")) $(id).setAttribute("role", "img");
 }
 

@@ -2,6 +2,7 @@
 const $ = (id) => document.getElementById(id);
 const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST } = data.texts;
 const AXES = { log: "logarithmic", linear: "linear" };
+const USUAL_AXIS = data.models.every((m) => m.even) ? "linear" : "log"; // as in figures
 
 // What the reader chooses in lists, besides the step and the theme.
 const WORDS = ["model", "measure", "k", "pairs", "score", "last", "axis", "kind", "against"];
@@ -46,7 +47,7 @@ function settle() {
   state.score = valid(state.score, ["", ...all((m) => Object.keys(m.score))], "");
   state.last = valid(state.last, Object.keys(LAST), "alone");
   state.against = valid(state.against, data.across ? against() : [], "coupling");
-  state.axis = valid(state.axis, Object.keys(AXES), "log");
+  state.axis = valid(state.axis, Object.keys(AXES), USUAL_AXIS);
   const m = model(),
     kinds = Object.keys(m.tokens),
     clamp = (value, otherwise) => Math.min(Math.max(Math.round(value ?? otherwise), 1), m.layers);

@@ -5,7 +5,7 @@ const labelled = (m, label) => (several ? m.name : label);
 const withNull = (m, { value, q25, q75, null: level }, name, i) =>
   [traces.band(m.steps.map(at), q25, q75, i), traces.training(m, value, name, i), traces.null(m, level, i)];
 const curveRows = (m, fixed, { value, q25, q75, null: null_level }, more = {}) =>
-  records({ model: m.name, ...fixed }, { step: m.steps, mean: value, q25, q75, null_level, ...more });
+  records({ model: m.name, ...fixed }, { step: m.steps, mean: value, q25, q75, null_level, coupling: above(value, null_level), ...more });
 const chosen = () => `${MEASURES[state.measure].label}, K = ${state.k}`;
 
 figures.coupling = {
@@ -102,7 +102,7 @@ figures.scores = {
 };
 
 // Coupling: how far a mis-coupling is below its null level; 0 is that of unrelated blocks.
-const COUPLING = "null level − mis-coupling";
+const COUPLING = "coupling: null level − mis-coupling";
 const above = (values, levels) => values.map((value, i) => (value === null || levels[i] === null ? null : levels[i] -
   value));
 const noCoupling = (x) => {
