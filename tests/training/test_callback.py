@@ -53,14 +53,13 @@ class Watch(CouplingCallback):
         self.units[int(unit.step)] = unit
 
 
+DERIVATIVE_ERROR = "diagnostics_derivative_error"
+
+
 def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
     assert set(a.data_vars) == set(b.data_vars)
     for name in a.data_vars:
-        if name in (
-            "diagnostics_residual",
-            "diagnostics_value_error",
-            "diagnostics_derivative_error",
-        ):  # no larger than rounding errors
+        if name.startswith(("diagnostics_residual", "diagnostics_value_error", DERIVATIVE_ERROR)):  # rounding errors
             continue
         if a[name].dtype == object:  # texts
             np.testing.assert_array_equal(a[name].values, b[name].values, err_msg=name)
@@ -359,7 +358,8 @@ def test_terminated_while_measuring_and_resumed(uninterrupted, tmp_path):
         for unit in (a, b):
             for name in VOLATILE:
                 unit.attrs.pop(name)
-        xr.testing.assert_identical(a, b)
+        # The first measurement of a process checks the derivative of more blocks.
+        xr.testing.assert_identical(a.drop_vars(DERIVATIVE_ERROR), b.drop_vars(DERIVATIVE_ERROR))
     assert Store(tmp_path / "store").steps() == [0, 2, 4, 6, 8]
 
 

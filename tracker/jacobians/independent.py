@@ -10,9 +10,9 @@ sample, would see the same values at both ends if they were rows of one batch. C
 d cotangents.
 
 Units of a ReLU change their sign within a large step, and a small one divides rounding by h. So rows that do not agree are
-compared again in float64 (where the block's code runs in it) with a small step. What does not agree then is settled by a
-linearization of its own, with several steps: for random u_1, ..., u_m, the root mean square of u_i . (D v) - (J^T u_i) . v has
-the size of the error of D v, and is divided by the size of (J - 1) v.
+compared again with a small step, and then in float64 (where the block's code runs in it) with a smaller one. What does not
+agree then is settled by a linearization of its own, with several steps: for random u_1, ..., u_m, the root mean square of u_i .
+(D v) - (J^T u_i) . v has the size of the error of D v, and is divided by the size of (J - 1) v.
 
 - A block is refused only if differences converge: those of two steps are ten times closer to each other than to J, and further
   from J than rounding explains. At single rows that is not enough: the full sequence must say the same.
@@ -22,7 +22,7 @@ the size of the error of D v, and is divided by the size of (J - 1) v.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -163,12 +163,19 @@ def _settle(
 ) -> Independent:
     """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
     residual = rows.source is None
+    if (
+        formed is not None and call.x.dtype != torch.float64
+    ):  # a smaller step decides of most units that change their sign
+        with _in(call.x.dtype, call) as own, suppress(NotSliceable):
+            if known := _agrees_with(function_of(own), rows.select_sources(own.x), residual, *formed, STEPS[4][-1]):
+                return known
     for dtype in dict.fromkeys((torch.float64, call.x.dtype)):
         with _in(dtype, call) as converted:
             function = function_of(converted)
             x = rows.select_sources(converted.x)
             try:
-                if formed is not None and (known := _agrees_with(function, x, residual, *formed)):
+                step = STEPS[x.itemsize][1]
+                if formed is not None and (known := _agrees_with(function, x, residual, *formed, step)):
                     return known
                 with function.running() as roundings:
                     block = linearize(function.f, x, standard_normal(x.shape, x, seed=1))
@@ -199,11 +206,11 @@ def _amplified_rounding(call: BlockCall, rows: Rows, function_of: Callable[[Bloc
 
 
 def _agrees_with(
-    function: Function, x: Tensor, residual: bool, J: Float[Tensor, "R d d"], allowed: float
+    function: Function, x: Tensor, residual: bool, J: Float[Tensor, "R d d"], allowed: float, step: float
 ) -> Independent | None:
     """Return that formed Jacobians agree with differences of a small step, in which units rarely change their sign."""
     with function.running():
-        error = float(differ_from_values(function.f, x, J.to(x.dtype), residual, STEPS[x.itemsize][1]).max())
+        error = float(differ_from_values(function.f, x, J.to(x.dtype), residual, step).max())
     return Independent("differences", error) if error <= allowed else None
 
 

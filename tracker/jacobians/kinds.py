@@ -1,9 +1,10 @@
 """Blocks of one kind: what their code depends on, besides their weights and their place, is equal.
 
 A check of code that one block passes holds for the others of its kind. It is made in the first of them, and in another one that
-is drawn, so that in a series of measurements all are checked. Two blocks are of one kind if their modules have
-the same classes, hooks, shapes of weights, and the same attributes but for their place in the chain (`layer_idx`) and rates of
-dropout. An object that two blocks do not share makes them two kinds.
+is drawn. At later steps of a training it is made in one that is drawn, so that in time all are checked.
+
+Two blocks are of one kind if their modules have the same classes, hooks, shapes of weights, and the same attributes but for their
+place in the chain (`layer_idx`) and rates of dropout. An object that two blocks do not share makes them two kinds.
 """
 
 from collections.abc import Sequence
@@ -33,10 +34,11 @@ class Kinds:
         """Return the number of a block's kind; None for what is no block, such as the model that a span runs."""
         return self.of_block.get(id(block))
 
-    def drawn(self, kind: int, first: nn.Module, seed: int) -> int:
-        """Return the id of a block of a kind, another one than the first if there is one."""
-        others = [block for block, of_block in self.of_block.items() if of_block == kind and block != id(first)]
-        return others[seed % len(others)] if others else id(first)
+    def drawn(self, kind: int, seed: int, without: nn.Module | None = None) -> int:
+        """Return the id of a block of a kind, another one than `without` if there is one."""
+        blocks = [block for block, of_block in self.of_block.items() if of_block == kind]
+        others = [block for block in blocks if block != id(without)]
+        return others[seed % len(others)] if others else blocks[0]
 
 
 Name = tuple[str, str]  # of an attribute: its module within the block, and its own

@@ -74,7 +74,8 @@ class CheckCache:
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self.seed = 0  # draws the other block of a kind
+        self.seed = 0  # draws a block of each kind that is checked beside the first: another one for other weights
+        self.checked = False  # whether the first one was checked in an earlier measurement
         self._results: dict[Any, Any] = {}  # by check, block, dtype and way of calling it
         self._passed: dict[
             Any, int
@@ -92,11 +93,13 @@ class CheckCache:
             self._kinds = Kinds(call.replica.blocks)
         kind = self._kinds.of(call.block)
         of_kind = (*check, kind, *form)
+        if kind is not None and self.checked:
+            self._passed.setdefault(of_kind, self._kinds.drawn(kind, self.seed))
         if kind is not None and self._passed.get(of_kind, block) != block:
             return None
         result = self._results[key] = run()
         if kind is not None and of_kind not in self._passed and passes(result):
-            self._passed[of_kind] = self._kinds.drawn(kind, call.block, self.seed)
+            self._passed[of_kind] = self._kinds.drawn(kind, self.seed, without=call.block)
         return result
 
     def derivative_error(
@@ -201,9 +204,9 @@ class Jacobians:
     def _attached(self) -> bool:
         return self.derivative == "values"
 
-    def draw_by(self, seed: int) -> None:
-        """Draw the blocks whose code is checked by a seed: in a series of measurements all are checked if it differs."""
-        self._checks.seed = seed
+    def draw_checks(self, seed: int, checked: bool) -> None:
+        """Set what draws the blocks whose code is checked, and whether the first of each kind was checked before."""
+        self._checks.seed, self._checks.checked = seed, checked
 
     @contextmanager
     def with_more_memory(self, size: int) -> Iterator[None]:

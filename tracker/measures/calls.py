@@ -227,11 +227,12 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
-            check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-            check_chain(replica, recording, batch)
+            if not settings.checked:
+                check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
+                check_chain(replica, recording, batch)
             # Other weights have other states, so that other rows and blocks are checked.
             seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
-            jacobians.draw_by(seed)
+            jacobians.draw_checks(seed, settings.checked)
             if settings.witness == "model":
                 valid = [sample.valid for sample in of_batch]
                 jacobians.witness = Witness(replica, batch, recording, rows, valid, seed)

@@ -95,7 +95,7 @@ class TrainingRun:
         self.held_probe: Any = None  # the `contents` of a checkpoint's probe, until it is settled
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
-        self.asked: Any = None  # the form of the model that was asked about its blocks
+        self.asked: Any = None  # the form of the model that was measured last
         self.target: Target | None = None
         # Of the present training:
         self.overhead = Overhead(self.max_overhead)
@@ -344,7 +344,7 @@ class TrainingRun:
         device = together(_measuring_device, device)
         probe, settings, form = self.probe, self.measured, form_of(model)
         if form == self.asked:
-            settings = replace(settings, witness="off")
+            settings = replace(settings, witness="off", checked=True)
         samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
         self.asked = form
         unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
