@@ -1,4 +1,10 @@
-"""The null levels of mis-couplings, from what a Dataset holds of each block (`measures.coupling.null_levels`)."""
+"""The null levels of mis-couplings.
+
+Those of eq. 14 and of the release are measured (`measures.rotations`); the others have exact formulas, which are evaluated here from what
+a Dataset holds of each block (`measures.coupling.null_levels`). Results of earlier versions hold no measured levels. There
+all levels are of formulas, which is told by `is_approximate`: that of eq. 14 is the root of a ratio of means, and up to 0.09 from
+the mean.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,9 +18,9 @@ from torch import Tensor
 from tracker.analysis.variables import in_float64, labelled
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
-from tracker.measures.coupling import Moments, Overlap
+from tracker.measures.coupling import BY_ROTATIONS, LEVEL, Moments, Overlap
 from tracker.measures.dataset import compared_layers, compared_tokens
-from tracker.measures.declaration import NORMED
+from tracker.measures.declaration import NORMED, Measure
 from tracker.measures.registry import BY_NAME, KINDS
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
@@ -25,7 +31,9 @@ OF_BASES = {
     "overlap_squares": "k",
     "overlap_fourths": "k",
 }  # of `Overlap`, and the dimension of each
-READ = ("singular_value", *OF_JACOBIANS, *OF_BASES)  # all variables of the levels of layer pairs
+MEASURED = tuple(f"{name}{LEVEL}" for name in BY_ROTATIONS)
+READ = ("singular_value", *OF_JACOBIANS, *OF_BASES, *MEASURED)  # all variables of the levels of layer pairs
+OF_RELEASE = ("miscoupling_release", "miscoupling_release_trace")  # whose levels are one, but for a norm
 
 Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
 
@@ -61,9 +69,30 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
             raise UsageError(
                 f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
             )
-    definitions = [BY_NAME[name].base or name for name in names]
-    formula = partial(coupling.null_levels, definitions)
-    return dict(zip(names, _of_pairs(results, names, formula), strict=True))
+    stored = {name: level_variable(name) for name in names}
+    measured = {name: _measured(results, name, level) for name, level in stored.items() if level in results}
+    others = [name for name in names if name not in measured]
+    if not others:
+        return measured
+    formula = partial(coupling.null_levels, [BY_NAME[name].base or name for name in others])
+    return measured | dict(zip(others, _of_pairs(results, others, formula), strict=True))
+
+
+def level_variable(name: str) -> str:
+    """Return the variable that holds the null level of a mis-coupling, or of the release's other norm; "" if none does.
+
+    >>> level_variable("miscoupling_release_trace_normed"), level_variable("offdiag")
+    ('miscoupling_release_level_normed', '')
+    """
+    base = BY_NAME[name].base or name
+    held = OF_RELEASE[0] if base in OF_RELEASE else base
+    start, end = name.split(base) if base == name else name.rsplit(base, 1)
+    return f"{start}{held}{LEVEL}{end}" if held in BY_ROTATIONS else ""
+
+
+def is_approximate(results: xr.Dataset, name: str) -> bool:
+    """Whether the null level of a mis-coupling is of a formula that is not exact: in results of earlier versions."""
+    return bool(level_variable(name)) and level_variable(name) not in results
 
 
 def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
@@ -140,9 +169,30 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     ]
 
 
+def _measured(results: xr.Dataset, name: str, level: str) -> xr.Variable:
+    """Return the levels that were measured, 0 for a Jacobian in its own basis."""
+    measure, values = BY_NAME[name], in_float64(results, level)
+    if (measure.base or name) == OF_RELEASE[1]:
+        values = values * _ratio_of_norms(results, measure)
+    if measure.variant != "vju":
+        compared = compared_tokens(results) if measure.variant in KINDS else compared_layers(results)
+        values = values.where(compared, 0.0)
+    return _as_measured(values, results.variables[name])
+
+
+def _ratio_of_norms(results: xr.Dataset, measure: Measure) -> xr.Variable:
+    """Return |s|_2 / |s|_1 of the top K singular values, for every K."""
+    start, end = f"{measure.variant}_" * (measure.variant in KINDS), NORMED * (measure.variant == "normed")
+    s, ks = in_float64(results, f"{start}singular_value{end}"), results.variables["k"]
+    ranks = xr.Variable("rank", np.arange(1, s.sizes["rank"] + 1))
+    s = s.where(ranks <= ks, 0.0)
+    norm = s.sum("rank", skipna=False)
+    return (s**2).sum("rank", skipna=False) ** 0.5 / norm.where(norm > 0)
+
+
 def _as_measured(levels: xr.Variable, measured: xr.Variable) -> xr.Variable:
     """Return levels with the dimensions of a mis-coupling, NaN where that is."""
-    levels = (levels if "k" in measured.dims else levels.isel(k=0)).transpose(*measured.dims)
+    levels = (levels if "k" in measured.dims else levels.isel(k=0, missing_dims="ignore")).transpose(*measured.dims)
     return xr.Variable(levels.dims, np.where(np.isnan(measured.values), np.nan, levels.values))
 
 
