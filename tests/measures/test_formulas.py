@@ -152,7 +152,10 @@ OF_STATES = [
     if BY_NAME[name].option in ("trajectory", "entropy", "pca", "products", "directions", "noise")
 ]
 DRAWN = dict.fromkeys(
-    ("noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words")
+    (
+        *("noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"),
+        *(name for name in BY_NAME if "_level" in name),
+    )
 )
 EXPONENTS = {
     "turned": (1.0, OF_ALL | BASIS | DRAWN),
