@@ -21,7 +21,7 @@ from torch import nn
 
 from tests import brute_force
 from tests.brute_force import Oracle
-from tracker.measures.coupling import BY_ROTATIONS, MISCOUPLINGS
+from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS, MISCOUPLINGS
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
 from tracker.measures.rotations import frames
@@ -342,6 +342,9 @@ def matrix(b: Block, basis: Block) -> np.ndarray:
     return basis.vectors(A) if b.J.any() else A
 
 
+DIRECT = {definition.name: definition.formula for definition in DEFINITIONS}
+
+
 @cache
 def entries(b: Block, basis: Block, K: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean and the variance of A_ij = u′_i · Qᵀ J Q v′_j, as the documentation has them."""
@@ -350,12 +353,18 @@ def entries(b: Block, basis: Block, K: int) -> tuple[np.ndarray, np.ndarray]:
     return np.trace(b.J) / d * G, variance + antisymmetric(b) ** 2 * (1 - G**2) / (d * (d - 1))
 
 
+def page_of_formula(b: Block, basis: Block, K: int) -> float:
+    """Return the mean of m_K squared."""
+    (mean, variance), s = entries(b, basis, K), b.s[:K]
+    return float((mean**2 + variance).sum() - 2 * s @ np.diagonal(mean) + s @ s) / norm(s) ** 2
+
+
 def release_of_formula(b: Block, basis: Block, K: int) -> float:
-    """Return the release's level for A_kk that are normal."""
+    """Return the mean of the release's square for A_kk that are normal."""
     (mean, variance), s = entries(b, basis, K), b.s[:K]
     m, v = np.diagonal(mean), np.diagonal(variance)
     size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))  # E|A_kk|
-    return math.sqrt(max(0, (mean**2 + variance).sum() - 2 * s @ size + s @ s)) / norm(s)
+    return float((mean**2 + variance).sum() - 2 * s @ size + s @ s) / norm(s) ** 2
 
 
 def completed(X: np.ndarray) -> np.ndarray:
@@ -371,9 +380,7 @@ def turns(d: int, largest: int, K: int) -> np.ndarray:
         return of_largest
     rows, columns = (largest, 2 * largest) if 2 * largest <= d else (d, d)
     starts = [K * i for i in range(rows // K)]
-    return np.stack(
-        [completed(F[:, [(at + i) % columns for i in range(2 * K)]]) for F in of_largest for at in starts]
-    )
+    return np.stack([completed(F[:, [(at + i) % columns for i in range(2 * K)]]) for F in of_largest for at in starts])
 
 
 def root(matrix: np.ndarray, power: float) -> np.ndarray:
@@ -383,10 +390,10 @@ def root(matrix: np.ndarray, power: float) -> np.ndarray:
 
 @cache
 def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str, float]:
-    """Return the levels of eq. 14 and of the release from blocks that are turned one by one, J′ → Q J′ Qᵀ."""
+    """Return the null levels from blocks that are turned one by one, J′ → Q J′ Qᵀ."""
     if not b.s[0] or not basis.determined(K):
-        return {"offdiag_normalized": math.nan, "miscoupling_release": math.nan}
-    U, V = ((basis.V, basis.U) if swapped else (basis.U, basis.V))
+        return dict.fromkeys(BY_ROTATIONS, math.nan)
+    U, V = (basis.V, basis.U) if swapped else (basis.U, basis.V)
     d, fixed = b.d, frames(b.d, b.K)[0, :, 0].numpy()
     sign = np.where(fixed @ U[:, :K] < 0, -1, 1)
     U, V, s = U[:, :K] * sign, V[:, :K] * sign, b.s[:K]
@@ -395,31 +402,27 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
     Q = turns(d, b.K, K) @ spanned.T
     A = np.swapaxes(Q @ U, 1, 2) @ b.J @ (Q @ V)
     mean, variance = entries(b, basis, K)
-    expected, diagonal = mean**2 + variance, np.diagonal(A, axis1=1, axis2=2)
-    expected_diagonal, release = np.diagonal(expected), release_of_formula(b, basis, K)
+    expected, diagonal, size = mean**2 + variance, np.diagonal(A, axis1=1, axis2=2), norm(s)
+    expected_diagonal, expected_off = np.diagonal(expected), expected.sum() - np.trace(expected)
     total, off = (A**2).sum((1, 2)), (A**2).sum((1, 2)) - (diagonal**2).sum(1)
-    share = 1 - expected_diagonal.sum() / expected.sum()
-    eq_14 = np.sqrt(off / total) - (off - share * total) / (2 * max(math.sqrt(share), 0.05) * expected.sum())
-    direct = [np.linalg.norm(abs(of_turn) - np.diag(s)) / norm(s) for of_turn in A]
-    weights = 0.4 * s / np.sqrt(expected_diagonal)
-    change = total - expected.sum() - 2 * ((diagonal**2 - expected_diagonal) * weights).sum(1)
-    means = eq_14.mean(), np.mean(direct - change / (2 * max(release, 0.05) * norm(s) ** 2))
-    return dict(zip(("offdiag_normalized", "miscoupling_release"), map(float, means), strict=True))
+    page, release = (math.sqrt(max(0, one)) for one in (page_of_formula(b, basis, K), release_of_formula(b, basis, K)))
+    share, weights = expected_off / expected.sum(), 0.4 * s / np.sqrt(expected_diagonal)
+    of_page = (total - expected.sum() - 2 * (diagonal - np.diagonal(mean)) @ s) / size**2
+    of_release = (total - expected.sum() - 2 * (diagonal**2 - expected_diagonal) @ weights) / size**2
+    direct = {name: formula(torch.from_numpy(A), torch.from_numpy(s)).numpy() for name, formula in DIRECT.items()}
+    control = {
+        "miscoupling": of_page / (2 * max(page, 0.05)),
+        "miscoupling_release": of_release / (2 * max(release, 0.05)),
+        "offdiag": (off - expected_off) / (2 * math.sqrt(expected_off)),
+        "offdiag_normalized": (off - share * total) / (2 * max(math.sqrt(share), 0.05) * expected.sum()),
+    }
+    return {name: float(np.mean(direct[name] - control[name])) for name in BY_ROTATIONS}
 
 
-@cache
 def levels(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str, float]:
     """Return the null levels of a pair."""
-    s = b.s[:K]
-    if not s[0] or not basis.determined(K):
-        return dict.fromkeys(MISCOUPLINGS, math.nan)
-    mean, variance = entries(b, basis, K)
-    square = mean**2 + variance
-    page = math.sqrt(max(0, square.sum() - 2 * s @ np.diagonal(mean) + s @ s)) / norm(s)
     drawn = levels_by_rotations(b, basis, K, swapped)
-    release, eq_14 = drawn["miscoupling_release"], drawn["offdiag_normalized"]
-    values = (page, release, release * norm(s) / s.sum(), math.sqrt(square.sum() - np.trace(square)), eq_14)
-    return dict(zip(MISCOUPLINGS, values, strict=True))
+    return drawn | {"miscoupling_release_trace": drawn["miscoupling_release"] * norm(b.s[:K]) / b.s[:K].sum()}
 
 
 def own_or_level(b: Block, basis: Block, K: int, swapped: bool = False, *, name: str) -> float:

@@ -1,9 +1,8 @@
 """The null levels of mis-couplings.
 
-Those of eq. 14 and of the release are measured (`measures.rotations`); the others have exact formulas, which are evaluated here from what
-a Dataset holds of each block (`measures.coupling.null_levels`). Results of earlier versions hold no measured levels. There
-all levels are of formulas, which is told by `is_approximate`: that of eq. 14 is the root of a ratio of means, and up to 0.09 from
-the mean.
+They are measured (`measures.rotations`) and read here. Results of earlier versions hold none: there they are computed from what a
+Dataset holds of each block, by formulas for the root of an expected square (`measures.coupling.null_levels`). `is_approximate` says
+where these may be further than 0.003 from the mean: that of eq. 14 by up to 0.09.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from torch import Tensor
 from tracker.analysis.variables import in_float64, labelled
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
-from tracker.measures.coupling import BY_ROTATIONS, LEVEL, Moments, Overlap
+from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap
 from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED, Measure
 from tracker.measures.registry import BY_NAME, KINDS
@@ -33,13 +32,13 @@ OF_BASES = {
 }  # of `Overlap`, and the dimension of each
 MEASURED = tuple(f"{name}{LEVEL}" for name in BY_ROTATIONS)
 READ = ("singular_value", *OF_JACOBIANS, *OF_BASES, *MEASURED)  # all variables of the levels of layer pairs
-OF_RELEASE = ("miscoupling_release", "miscoupling_release_trace")  # whose levels are one, but for a norm
+APPROXIMATE = ("miscoupling_release", OF_TRACE, "offdiag_normalized")  # formulas
 
 Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
 
 
 def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
-    """Return the null level of a mis-coupling: the value that unrelated blocks would give, on average in the square.
+    """Return the null level of a mis-coupling: the value that unrelated blocks would give, on average.
 
     Args:
         results: a Dataset of `measure`, or opened results.
@@ -79,20 +78,19 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
 
 
 def level_variable(name: str) -> str:
-    """Return the variable that holds the null level of a mis-coupling, or of the release's other norm; "" if none does.
+    """Return the variable that holds the null level of a mis-coupling, or of the release's other norm.
 
-    >>> level_variable("miscoupling_release_trace_normed"), level_variable("offdiag")
-    ('miscoupling_release_level_normed', '')
+    >>> level_variable("miscoupling_release_trace_normed"), level_variable("self_offdiag")
+    ('miscoupling_release_level_normed', 'self_offdiag_level')
     """
     base = BY_NAME[name].base or name
-    held = OF_RELEASE[0] if base in OF_RELEASE else base
-    start, end = name.split(base) if base == name else name.rsplit(base, 1)
-    return f"{start}{held}{LEVEL}{end}" if held in BY_ROTATIONS else ""
+    start, end = name.split(base)
+    return f"{start}{'miscoupling_release' if base == OF_TRACE else base}{LEVEL}{end}"
 
 
 def is_approximate(results: xr.Dataset, name: str) -> bool:
-    """Whether the null level of a mis-coupling is of a formula that is not exact: in results of earlier versions."""
-    return bool(level_variable(name)) and level_variable(name) not in results
+    """Whether the null level of a mis-coupling is of a formula that may be further than 0.003 from the mean."""
+    return (BY_NAME[name].base or name) in APPROXIMATE and level_variable(name) not in results
 
 
 def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
@@ -172,7 +170,7 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
 def _measured(results: xr.Dataset, name: str, level: str) -> xr.Variable:
     """Return the levels that were measured, 0 for a Jacobian in its own basis."""
     measure, values = BY_NAME[name], in_float64(results, level)
-    if (measure.base or name) == OF_RELEASE[1]:
+    if (measure.base or name) == OF_TRACE:
         values = values * _ratio_of_norms(results, measure)
     if measure.variant != "vju":
         compared = compared_tokens(results) if measure.variant in KINDS else compared_layers(results)

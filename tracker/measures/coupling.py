@@ -216,7 +216,10 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 PAIR = ("token", "k", "layer", "layer_other")
-BY_ROTATIONS = ("offdiag_normalized", "miscoupling_release")  # definitions whose null levels are measured (`rotations`)
+OF_TRACE = "miscoupling_release_trace"  # whose null level is that of the release, times |s|_2 / |s|_1
+BY_ROTATIONS = tuple(
+    definition.name for definition in DEFINITIONS if definition.name != OF_TRACE
+)  # levels are measured
 LEVEL = "_level"  # follows the name of the definition in the variable that holds them
 OF_PAIRS, SWAPPED = "A = U′ᵀ J V′", "A = V′ᵀ J U′"
 

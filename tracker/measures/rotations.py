@@ -1,8 +1,8 @@
-"""Null levels of the definitions that have no exact formula, as means over rotations that are drawn.
+"""Null levels: the mean of each mis-coupling over rotations that are drawn.
 
-`coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The level of
-eq. 14 and of the release is here the mean of the definition itself over Q, where their formulas are the root of a ratio of
-means, and a mean for normal entries. Frames stand for rotations, step by step:
+`coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The value of a
+pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square, or of a ratio of mean
+squares, lies above the mean of roots. Frames stand for rotations, step by step:
 
 1.  A pair that is turned has A = (Q U')^T J (Q V'), with U', V' (d, K) of block l'. So Q acts on the span of [U', V'] alone.
 2.  With G = U'^T V', the columns of V' - U' G are orthogonal to U', and their products are H^T H = I - G^T G. H is the
@@ -15,14 +15,18 @@ means, and a mean for normal entries. Frames stand for rotations, step by step:
 
 A frame for the largest K contains those for each smaller k: k of its columns as F_1, and the next k, in a cycle, as F_2.
 
-What a mean over few frames leaves of chance is reduced by control variates: |A|_F^2, sum_i A_ii^2 and each A_kk^2 have means that are
-known exactly. Their deviations are subtracted with fixed weights, those of the definition's first-order expansion, so that
-the mean stays unbiased:
+Control variates reduce what a mean over few frames leaves of chance. With
 
-    eq. 14     sqrt(o / t) - (o - r t) / (2 sqrt(r) E t)        t = |A|^2, o = t - sum A_kk^2, r = E o / E t
-    release    sqrt(y) - (t - E t - 2 sum_k s_k w_k (A_kk^2 - E A_kk^2)) / (2 y_0 |s|^2),   w_k = 0.4 / sqrt(E A_kk^2)
+    t = |A|^2,   o = t - sum_k A_kk^2,   r = E o / E t,   w_k = 0.4 / sqrt(E A_kk^2)
+    y = 1 + (t - 2 sum_k s_k A_kk) / |s|^2 for the page's, and with |A_kk| for the release's,   y_0: by its formula, squared
 
-with y = 1 + (t - 2 sum_k s_k |A_kk|) / |s|^2 and y_0 the level of the formula; 0.4 is the slope of |z| against z^2 for a normal z.
+the means of t, o, A_kk and A_kk^2 are known exactly (`coupling.Entries`). So the following terms have mean 0, and the first-order
+expansion of the definition as their weight; 0.4 is the slope of |z| against z^2 for a normal z:
+
+    miscoupling           sqrt(y) - (y - y_0) / (2 sqrt(y_0))
+    miscoupling_release   sqrt(y) - (t - E t - 2 sum_k s_k w_k (A_kk^2 - E A_kk^2)) / (2 sqrt(y_0) |s|^2)
+    offdiag               sqrt(o) - (o - E o) / (2 sqrt(E o))
+    offdiag_normalized    sqrt(o / t) - (o - r t) / (2 sqrt(r) E t)
 
 Frames are the same in every measurement, so that curves are smooth. Signs of singular vectors are arbitrary: each pair (u_k, v_k)
 is taken with the sign for which u_k has a positive product with a fixed vector.
@@ -30,7 +34,7 @@ is taken with the sign for which u_k has a positive product with a fixed vector.
 Cost: a product of J with `COLUMNS` columns, 1 / 12 of `COLUMNS` / d of what forming J takes, and n K^2 L^2 numbers for n frames.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -38,7 +42,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, null_level, overlap, side_by_side
+from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, null_levels, overlap, side_by_side
 
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
 AT_ONCE = 1 << 20  # entries of A
@@ -54,9 +58,7 @@ def frames(d: int, K: int) -> Float[Tensor, "n d r"]:
     """Return Haar frames for numbers of singular vectors up to K, in float64, always the same: r = 2 K, or d if that is less."""
     generator = torch.Generator().manual_seed(0)
     n = -(-COLUMNS // _rows(d, K))
-    orthonormal, triangle = torch.linalg.qr(
-        torch.randn(n, d, min(2 * K, d), generator=generator, dtype=torch.float64)
-    )
+    orthonormal, triangle = torch.linalg.qr(torch.randn(n, d, min(2 * K, d), generator=generator, dtype=torch.float64))
     return orthonormal * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
 
 
@@ -80,7 +82,7 @@ def mean_levels(
     V: Bases,
     ks: Sequence[int],
 ) -> dict[str, Float[Tensor, "R k L M"]]:
-    """Return the levels of eq. 14 and of the release for every pair of Jacobian and basis; NaN where the Jacobian is zero.
+    """Return the levels of `BY_ROTATIONS` for every pair of Jacobian and basis; NaN where the Jacobian is zero.
 
     Args:
         T: `turned` of the Jacobians, with the `frames` for the largest of `ks`.
@@ -112,37 +114,43 @@ def mean_levels(
             of_rows.append(torch.stack([sum(values) for values in zip(*sums, strict=True)]) / of_k.shape[2])
         for name, values in zip(BY_ROTATIONS, torch.cat(of_rows, 1), strict=True):
             found[name].append(values)
-    return {name: torch.stack(values, 1) for name, values in found.items()}
+    levels = {name: torch.stack(values, 1) for name, values in found.items()}
+    return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
 
 
 class _Controls:
     """Sums over frames of the definitions, less their control variates."""
 
     def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
-        entries = Entries(of, basis, d)
-        tiny = torch.finfo(s.dtype).tiny
+        entries, tiny = Entries(of, basis, d), torch.finfo(s.dtype).tiny
+        page, release = null_levels(["miscoupling", "miscoupling_release"], s, of, basis, d)
+        off, square = entries.off_square, entries.square.clamp_min(tiny)
         self.s, self.norm = s, vector_norm(s, dim=-1)[..., None]  # the others (R, L, M)
-        self.square, self.share = entries.square, entries.off_square / entries.square.clamp_min(tiny)
-        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * self.square.clamp_min(tiny))
+        self.square, self.off, self.page = square, off, page
+        self.share = off / square
+        self.of_page, self.of_release = (1 / (2 * root.clamp_min(SMALLEST)) for root in (page, release))
+        self.of_off = 1 / (2 * off.sqrt().clamp_min(tiny))
+        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * square)
         self.diagonal_squares = entries.diagonal_squares()  # (R, L, M, K)
         self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(tiny).sqrt()
-        level = null_level("miscoupling_release", s, of, basis, d)
-        self.of_release = 1 / (2 * level.clamp_min(SMALLEST) * self.norm**2)
 
-    def sums(self, A: Float[Tensor, "R L n K M K"], rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the sums over frames for eq. 14 and the release, (R, L, M), of some rows."""
+    def sums(self, A: Float[Tensor, "R L n K M K"], rows: slice) -> tuple[Tensor, ...]:
+        """Return the sums over frames, (R, L, M), of some rows, in the order of `BY_ROTATIONS`."""
+        at = {name: values[rows].unsqueeze(2) for name, values in vars(self).items()}
+        s, norm = at["s"][..., None, :], at["norm"]
         total, diagonal = A.square().sum((3, 5)), A.diagonal(dim1=3, dim2=5)  # (R, L, n, M), (R, L, n, M, K)
         squares = diagonal.square()
         off = (total - squares.sum(-1)).clamp_min(0)
-        s, norm, square, share = (of[rows].unsqueeze(2) for of in (self.s, self.norm, self.square, self.share))
-        of_share, of_release, weights, means = (
-            of[rows].unsqueeze(2) for of in (self.of_share, self.of_release, self.weights, self.diagonal_squares)
+        page = 1 + (total - 2 * (diagonal * s).sum(-1)) / norm**2
+        release = 1 + (total - 2 * (diagonal.abs() * s).sum(-1)) / norm**2
+        change = total - at["square"] - 2 * (at["weights"] * (squares - at["diagonal_squares"])).sum(-1)
+        values = (
+            page.clamp_min(0).sqrt() - (page - at["page"] ** 2) * at["of_page"],
+            release.clamp_min(0).sqrt() - change / norm**2 * at["of_release"],
+            off.sqrt() - (off - at["off"]) * at["of_off"],
+            (off / total).sqrt() - (off - at["share"] * total) * at["of_share"],
         )
-        eq_14 = (off / total).sqrt() - (off - share * total) * of_share
-        overlapping = (diagonal.abs() * s[..., None, :]).sum(-1)
-        release = (1 + (total - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
-        change = total - square - 2 * (weights * (squares - means)).sum(-1)
-        return eq_14.sum(2), (release - change * of_release).sum(2)
+        return tuple(of_definition.sum(2) for of_definition in values)
 
 
 def _at(T: Turned, d: int, K: int, k: int) -> Turned:
