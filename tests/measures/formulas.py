@@ -271,6 +271,14 @@ OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "jacobian_gain": lambda b: norm(b.J) / b.d**0.5,
     "linear_error": lambda b: ratio(norm(b.J @ b.x - b.f), norm(b.f)),
 }
+
+
+def levels_of_halves(b: Block, basis: Block, K: int) -> dict[str, float]:
+    """Return the root of the mean square of m_K."""
+    undefined = not b.s[0] or not basis.determined(K)
+    return {"miscoupling": math.nan if undefined else math.sqrt(max(0, page_of_formula(b, basis, K)))}
+
+
 for half, other in (("attention", "mlp"), ("mlp", "attention")):
 
     def mutual(b: Block, value: Callable[..., dict[str, float]], halves: tuple[str, str] = (half, other)) -> float:
@@ -281,7 +289,7 @@ for half, other in (("attention", "mlp"), ("mlp", "attention")):
         f"{half}_gain": lambda b, half=half: norm(b.halves[half]) / b.d**0.5,
         f"{half}_share": lambda b, half=half: ratio(np.trace(in_directions(b, half)), b.s[: b.least].sum()),
         f"{half}_coupling": lambda b, mutual=mutual: mutual(b, couplings),
-        f"{half}_coupling_null": lambda b, mutual=mutual: mutual(b, levels),
+        f"{half}_coupling_null": lambda b, mutual=mutual: mutual(b, levels_of_halves),
         f"{half}_matrix": lambda b, half=half: in_directions(b, half),
     }
 for side in ("out", "in"):

@@ -154,8 +154,8 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
     """Return the cluster of each prompt as a number; None where each prompt is one by itself.
 
     Prompts from one source (`prompt_source`, where there are several) are not independent, and equal prompts (`prompt_digest`, or
-    their text in results without it) are one: `regression.mean_interval` takes these as clusters. A prompt whose label is missing or
-    "" stands for itself.
+    their text in results without it) are one: `regression.mean_interval` takes these as clusters. A prompt whose label is
+    missing or "" stands for itself.
     """
     cluster = np.arange(results.sizes["prompt"])
     of_source, equal = (_codes(results, name) for name in ("prompt_source", "prompt_digest"))

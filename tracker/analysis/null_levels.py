@@ -1,8 +1,9 @@
 """The null levels of mis-couplings.
 
-They are measured (`measures.rotations`) and read here. Results of earlier versions hold none: there they are computed from what a
-Dataset holds of each block, by formulas for the root of an expected square (`measures.coupling.null_levels`). `is_approximate` says
-where these may be further than 0.003 from the mean: that of eq. 14 by up to 0.09.
+They are measured (`measures.rotations`) and read here. Results of earlier versions hold none: there they are computed from
+what a Dataset holds of each block, by formulas for the root of an expected square (`measures.coupling.null_levels`). That of
+m_K is above the mean by at most 0.004 (K = 1) and 0.002 (K > 1); `is_approximate` says where others are used, which may be
+further from it: that of eq. 14 by up to 0.09.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from tracker.measures import coupling
 from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap
 from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED, Measure
-from tracker.measures.registry import BY_NAME, KINDS
+from tracker.measures.registry import BY_NAME, KINDS, MISCOUPLINGS
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
 VALID = 9  # the spread holds for K <= d / 9
@@ -32,7 +33,7 @@ OF_BASES = {
 }  # of `Overlap`, and the dimension of each
 MEASURED = tuple(f"{name}{LEVEL}" for name in BY_ROTATIONS)
 READ = ("singular_value", *OF_JACOBIANS, *OF_BASES, *MEASURED)  # all variables of the levels of layer pairs
-APPROXIMATE = ("miscoupling_release", OF_TRACE, "offdiag_normalized")  # formulas
+APPROXIMATE = tuple(name for name in MISCOUPLINGS if name != "miscoupling")  # formulas
 
 Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
 
@@ -68,13 +69,14 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
             raise UsageError(
                 f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
             )
-    stored = {name: level_variable(name) for name in names}
-    measured = {name: _measured(results, name, level) for name, level in stored.items() if level in results}
-    others = [name for name in names if name not in measured]
+    found = {name: _measured(results, name) for name in names if level_variable(name) in results}
+    others = [name for name in names if not _is_measured(results, name)]
     if not others:
-        return measured
+        return found
     formula = partial(coupling.null_levels, [BY_NAME[name].base or name for name in others])
-    return measured | dict(zip(others, _of_pairs(results, others, formula), strict=True))
+    for name, level in zip(others, _of_pairs(results, others, formula), strict=True):
+        found[name] = found[name].fillna(level) if name in found else level
+    return found
 
 
 def level_variable(name: str) -> str:
@@ -90,7 +92,13 @@ def level_variable(name: str) -> str:
 
 def is_approximate(results: xr.Dataset, name: str) -> bool:
     """Whether the null level of a mis-coupling is of a formula that may be further than 0.003 from the mean."""
-    return (BY_NAME[name].base or name) in APPROXIMATE and level_variable(name) not in results
+    return (BY_NAME[name].base or name) in APPROXIMATE and not _is_measured(results, name)
+
+
+def _is_measured(results: xr.Dataset, name: str) -> bool:
+    """Whether the null level was measured wherever the mis-coupling is defined: not at steps of an earlier version."""
+    level = level_variable(name)
+    return level in results and not bool((results.variables[level].isnull() & results.variables[name].notnull()).any())
 
 
 def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
@@ -167,9 +175,9 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     ]
 
 
-def _measured(results: xr.Dataset, name: str, level: str) -> xr.Variable:
+def _measured(results: xr.Dataset, name: str) -> xr.Variable:
     """Return the levels that were measured, 0 for a Jacobian in its own basis."""
-    measure, values = BY_NAME[name], in_float64(results, level)
+    measure, values = BY_NAME[name], in_float64(results, level_variable(name))
     if (measure.base or name) == OF_TRACE:
         values = values * _ratio_of_norms(results, measure)
     if measure.variant != "vju":

@@ -47,7 +47,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
         the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs: `m_below` (prompt), how
         many values of a prompt are below the median beyond half of them, relative to the mean number of values, and
-        `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept, and the attribute
+        `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept; the attribute
         `levels_of_formulas` names the mis-couplings whose null level is approximate.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.

@@ -55,10 +55,11 @@ POSITIONS = {  # a dimension that is an index: the variable of the position in t
 class Summary(pd.DataFrame):
     """A table that prints with a title above it and what to know about it below.
 
-    Columns: `value`, a mean over prompts, or the median over the tokens of all; `null_level` and `coupling`, where a measure has a
-    null level; `low` and `high`, the 95 % interval of `coupling`, or of `value` where there is no null level, and `over`, what it is
-    over; `answer`, whether the coupling of all pairs is above 0, in a test over pairs of blocks and prompts, or why that is not
-    tested. Numbers are NaN, and words "", where there is none. The title is `attrs["title"]`, and the sentences below are `attrs["notes"]`.
+    Columns: `value`, a mean over prompts, or the median over the tokens of all; `null_level` and `coupling`, where a measure has
+    a null level; `low` and `high`, the 95 % interval of `coupling`, or of `value` where there is no null level, and `over`,
+    what it is over; `answer`, whether the coupling of all pairs is above 0, in a test over pairs of blocks and prompts, or
+    why that is not tested. Numbers are NaN, and words "", where there is none. The title is `attrs["title"]`, and the
+    sentences below are `attrs["notes"]`.
     """
 
     @property

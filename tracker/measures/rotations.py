@@ -1,8 +1,8 @@
 """Null levels: the mean of each mis-coupling over rotations that are drawn.
 
-`coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The value of a
-pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square, or of a ratio of mean
-squares, lies above the mean of roots. Frames stand for rotations, step by step:
+`coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The value of
+a pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square, or of a ratio of
+mean squares, lies above the mean of roots. Frames stand for rotations, step by step:
 
 1.  A pair that is turned has A = (Q U')^T J (Q V'), with U', V' (d, K) of block l'. So Q acts on the span of [U', V'] alone.
 2.  With G = U'^T V', the columns of V' - U' G are orthogonal to U', and their products are H^T H = I - G^T G. H is the
