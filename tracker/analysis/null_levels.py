@@ -50,7 +50,7 @@ def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
         mis-coupling is 0 by definition (not with swapped sides, `_vju`).
 
     Raises:
-        UsageError: for another name, or where some blocks were left out of the results.
+        UsageError: for another name, or where some blocks were left out of results of an earlier version.
     """
     return labelled(levels(results, name), results)
 
