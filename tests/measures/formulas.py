@@ -421,7 +421,7 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
     control = {
         "miscoupling": of_page / (2 * max(page, 0.05)),
         "miscoupling_release": of_release / (2 * max(release, 0.05)),
-        "offdiag": (off - expected_off) / (2 * math.sqrt(expected_off)),
+        "offdiag": (off - expected_off) / (2 * math.sqrt(expected_off)) if K > 1 else 0 * off,
         "offdiag_normalized": (off - share * total) / (2 * max(math.sqrt(share), 0.05) * expected.sum()),
     }
     return {name: float(np.mean(direct[name] - control[name])) for name in BY_ROTATIONS}

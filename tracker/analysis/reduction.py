@@ -28,7 +28,7 @@ from tracker.analysis.variables import (
 )
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store import Store, join, require_steps
+from tracker.store import Store, attribute_values, join, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
@@ -85,6 +85,11 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
     approximate = [name for name in measured if is_approximate(results, name)]
     return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: ", ".join(approximate)})
+
+
+def has_approximate_level(curve: xr.Dataset, name: str) -> bool:
+    """Whether the null level of a mis-coupling of reduced results is approximate, at some step."""
+    return any(name in text.split(", ") for text in attribute_values(curve, LEVELS_OF_FORMULAS))
 
 
 def read_reduced(

@@ -32,7 +32,7 @@ from tracker.analysis.pairs import (
     is_one_module,
     where_counted,
 )
-from tracker.analysis.reduction import LEVELS_OF_FORMULAS, OF_PATHS, PERCENTILES, read_miscouplings, reduced
+from tracker.analysis.reduction import OF_PATHS, PERCENTILES, has_approximate_level, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
@@ -262,7 +262,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
     none = np.full(unit.sizes["prompt"], np.nan)
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
     for name in with_pairs:
-        at, approximate = unit.sel(k=k), name in unit.attrs[LEVELS_OF_FORMULAS].split(", ")
+        at, approximate = unit.sel(k=k), has_approximate_level(unit, name)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
@@ -283,7 +283,7 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
     """Say whether the coupling is above 0, or why that is not tested."""
     if is_one_module(unit):
         return "no test: the blocks are one module"
-    if name in unit.attrs[LEVELS_OF_FORMULAS].split(", "):
+    if has_approximate_level(unit, name):
         return "no test: the null level is approximate"
     pairs = independent_pairs(_departure(unit, k, name), unit)
     if not np.isfinite(pairs).any():

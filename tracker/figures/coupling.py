@@ -15,7 +15,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, curves, labelled_over_pairs, sources, suspect
-from tracker.analysis.null_levels import null_level
+from tracker.analysis.null_levels import is_approximate, null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.regression import holm, linear_fit
@@ -261,7 +261,7 @@ def over_training(
         coupling, null = (_by_prompt(values, ds) for values in (at[measure], levels))
         matrices = (levels - at[measure]).mean(("prompt", "token")).transpose("step", "layer", "layer_other")
         departure = (coupling - null).transpose("step", "prompt")
-        began = onset(steps, departure.values, independent_pairs(matrices, ds), source)
+        began = onset(steps, departure.values, independent_pairs(matrices, ds), source, is_approximate(ds, measure))
         null = null.mean("prompt").values
         mean = mean_line(panel, coupling, source, BLUE)
         panel.plot(steps, null, color=GREY, ls=":", label="null level")

@@ -18,6 +18,7 @@ from tracker.analysis.across_models import jsonable
 from tracker.analysis.curves import USUAL, inverse_fit, layers_in_words, middle_layers, sources, suspect
 from tracker.analysis.onset import onset
 from tracker.analysis.pairs import independent_pairs, where_counted
+from tracker.analysis.reduction import has_approximate_level
 from tracker.analysis.variables import PAIRS, evenly_spaced
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
@@ -178,7 +179,17 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
     matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR)
-    return jsonable(asdict(onset(at["step"].values, departure, independent_pairs(matrices, at), sources(at))))
+    return jsonable(
+        asdict(
+            onset(
+                at["step"].values,
+                departure,
+                independent_pairs(matrices, at),
+                sources(at),
+                has_approximate_level(at, name),
+            )
+        )
+    )
 
 
 def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
