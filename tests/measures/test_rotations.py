@@ -56,8 +56,8 @@ def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
     blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks, {}, None) for one in J]
     for i, k in enumerate(ks):
         for l, m in np.ndindex(L, L):
-            # Where v_k = u_k or - u_k, V' has no part outside of the span of U', and the oracle no basis of it.
-            if 2 * k > D or kind not in ("symmetric", "negative"):
+            # Elsewhere V' has little or no part outside of the span of U', and the oracle no basis of it.
+            if 2 * k > D or kind in ("random", "with a trace", "few large"):
                 expected = levels_by_rotations(blocks[l], blocks[m], k)
                 for name in BY_ROTATIONS:
                     assert float(found[name][0, i, l, m]) == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
@@ -83,8 +83,8 @@ def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, mo
 
 
 def test_unrelated_blocks_have_no_coupling():
-    """Means over 300 models with a trace and few large values. By the formulas eq. 14 has 0.04 at K = 2 and 0.02 at K = 5."""
-    generator, ks, count, blocks = torch.Generator().manual_seed(4), (1, 2, 3, 5, 10), 300, 5
+    """Means over 200 models with a trace and few large values. By the formulas eq. 14 has 0.04 at K = 2 and 0.02 at K = 5."""
+    generator, ks, count, blocks = torch.Generator().manual_seed(4), (2, 3, 10), 200, 5
     J = few_large(40, count * blocks, generator).unflatten(0, (count, blocks))
     levels, apart = levels_of(J, ks), ~torch.eye(blocks, dtype=torch.bool)
     for i, k in enumerate(ks):
@@ -92,8 +92,8 @@ def test_unrelated_blocks_have_no_coupling():
             if name in BY_ROTATIONS:
                 by_model = (levels[name][:, i] - values)[:, apart].mean(1)
                 assert abs(float(by_model.mean())) <= 0.003 + 3 * float(by_model.std()) / count**0.5, (name, k)
-    by_model = (levels["offdiag_normalized"][:, 1] - values_of(J, 2)["offdiag_normalized"])[:, apart].mean(1)
-    assert float(by_model.std()) / count**0.5 < 0.004, "the bound above would find the formulas' error"
+    by_model = (levels["offdiag_normalized"][:, 0] - values_of(J, 2)["offdiag_normalized"])[:, apart].mean(1)
+    assert float(by_model.std()) / count**0.5 < 0.006, "so that the bound above finds the 0.04 of the formulas"
 
 
 @settings(max_examples=15, deadline=None)

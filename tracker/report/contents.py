@@ -179,17 +179,8 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
     matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR)
-    return jsonable(
-        asdict(
-            onset(
-                at["step"].values,
-                departure,
-                independent_pairs(matrices, at),
-                sources(at),
-                has_approximate_level(at, name),
-            )
-        )
-    )
+    pairs, approximate = independent_pairs(matrices, at), has_approximate_level(at, name)
+    return jsonable(asdict(onset(at["step"].values, departure, pairs, sources(at), approximate)))
 
 
 def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
