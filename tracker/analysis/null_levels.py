@@ -182,7 +182,7 @@ def _measured(results: xr.Dataset, name: str) -> xr.Variable:
         values = values * _ratio_of_norms(results, measure)
     if measure.variant != "vju":
         compared = compared_tokens(results) if measure.variant in KINDS else compared_layers(results)
-        values = values.where(compared, 0.0)
+        values = values * compared
     return _as_measured(values, results.variables[name])
 
 
@@ -191,7 +191,7 @@ def _ratio_of_norms(results: xr.Dataset, measure: Measure) -> xr.Variable:
     start, end = f"{measure.variant}_" * (measure.variant in KINDS), NORMED * (measure.variant == "normed")
     s, ks = in_float64(results, f"{start}singular_value{end}"), results.variables["k"]
     ranks = xr.Variable("rank", np.arange(1, s.sizes["rank"] + 1))
-    s = s.where(ranks <= ks, 0.0)
+    s = s * (ranks <= ks)
     norm = s.sum("rank", skipna=False)
     return (s**2).sum("rank", skipna=False) ** 0.5 / norm.where(norm > 0)
 

@@ -111,7 +111,7 @@ def read_reduced(
 def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
     over, defined = ("prompt", "position"), values.notnull()
     middle = median(values, over)
-    below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined, 0.0).sum("position")
+    below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum("position")
     number = defined.sum("position")
     shares = below / (number.sum("prompt") / values.sizes["prompt"]).where(number.sum("prompt") > 0)
     return {

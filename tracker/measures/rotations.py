@@ -111,7 +111,9 @@ def mean_levels(
                 controls.sums(_matrices(of_frames, None if left is None else left[part], right[part]), part)
                 for of_frames in of_k[part].split(at_once, 2)
             ]
-            of_rows.append(torch.stack([sum(values) for values in zip(*sums, strict=True)]) / of_k.shape[2])
+            of_rows.append(
+                torch.stack([torch.stack(values).sum(0) for values in zip(*sums, strict=True)]) / of_k.shape[2]
+            )
         for name, values in zip(BY_ROTATIONS, torch.cat(of_rows, 1), strict=True):
             found[name].append(values)
     levels = {name: torch.stack(values, 1) for name, values in found.items()}
