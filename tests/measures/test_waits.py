@@ -39,8 +39,9 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    # One wait is for the first numbers of all blocks, by which equal blocks are told.
-    assert few.syncs <= 81 and few.launches <= 1950
+    # One wait is for the first numbers of all blocks, by which equal blocks are told, and four are for null levels: the frames, a
+    # fixed vector, the products of singular vectors and their root.
+    assert few.syncs <= 85 and few.launches <= 1950
 
 
 def test_the_witness_waits_once_for_a_block(pretend):
@@ -64,7 +65,7 @@ def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, neox(size=SIZE).eval(), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, two for modules outside the blocks that take and return a state.
-    assert few.syncs <= 47
+    assert few.syncs <= 51
 
 
 def test_a_prompt_waits_a_few_times(pretend):

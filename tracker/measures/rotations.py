@@ -67,6 +67,12 @@ def _rows(d: int, K: int) -> int:
     return K if 2 * K <= d else d
 
 
+def entries_of_turned(d: int, K: int) -> int:
+    """Return the number of entries of `turned` for one Jacobian."""
+    rows = _rows(d, K)
+    return -(-COLUMNS // rows) * rows * min(2 * K, d)
+
+
 def turned(J: Float[Tensor, "R d d"], F: Float[Tensor, "n d r"], K: int) -> Float[Tensor, "R n rows r"]:
     """Return F_1^T J F, for frames for up to K singular vectors."""
     first = F[..., : _rows(F.shape[-2], K)]
@@ -157,11 +163,11 @@ class _Controls:
 
 def _at(T: Turned, d: int, K: int, k: int) -> Turned:
     """Return what the frames for k singular vectors give, of those for K."""
-    rows, columns = T.shape[-2:]
+    rows = T.shape[-2]
     if 2 * k > d:
         return T
-    starts = range(0, rows - k + 1, k)
-    parts = [T[..., at : at + k, [(at + i) % columns for i in range(2 * k)]] for at in starts]
+    cyclic = torch.cat([T, T[..., : 2 * k]], -1)
+    parts = [cyclic[..., at : at + k, at : at + 2 * k] for at in range(0, rows - k + 1, k)]
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
