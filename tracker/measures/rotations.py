@@ -45,7 +45,7 @@ from torch.linalg import vector_norm
 from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, null_levels, overlap, side_by_side
 
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
-AT_ONCE = 1 << 20  # entries of A
+AT_ONCE = 1 << 17  # entries of A
 SLOPE = 0.4
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
 
@@ -96,6 +96,17 @@ def mean_levels(
         of: moments of the Jacobians, (R, L).
         U, V: singular vectors of the bases.
     """
+    at_once = max(1, AT_ONCE // (T.shape[1] * U.shape[1] * max(ks) ** 2))
+    rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
+    parts = [
+        _of_rows(T[r], s[r], Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]), U[r], V[r], ks)
+        for r in rows
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in BY_ROTATIONS}
+
+
+def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence[int]) -> dict[str, Tensor]:
+    """Return the `mean_levels` of rows whose pairs are computed at once."""
     K, d = max(ks), U.shape[-2]
     signs = _signs(U[..., :K])
     U, V = U[..., :K] * signs, V[..., :K] * signs
@@ -103,26 +114,14 @@ def mean_levels(
     s, T = s / scale[..., None], T / scale[..., None, None, None]
     of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
     overlaps = overlap(U, V, ks)
-    found: dict[str, list[Tensor]] = {name: [] for name in BY_ROTATIONS}
+    of_ks: list[Tensor] = []
     for i, k in enumerate(ks):
         of_k, left, right = _at(T, d, K, k), *_coordinates(U[..., :k], V[..., :k])
         controls = _Controls(s[..., :k], of, overlaps.at(i, k), d)
-        pairs = of_k.shape[1] * U.shape[1] * k**2
-        rows = max(1, AT_ONCE // pairs)
-        of_rows = []
-        for r in range(0, len(T), rows):
-            part = slice(r, r + rows)
-            at_once = max(1, AT_ONCE // (min(rows, len(T)) * pairs))
-            sums = [
-                controls.sums(_matrices(of_frames, None if left is None else left[part], right[part]), part)
-                for of_frames in of_k[part].split(at_once, 2)
-            ]
-            of_rows.append(
-                torch.stack([torch.stack(values).sum(0) for values in zip(*sums, strict=True)]) / of_k.shape[2]
-            )
-        for name, values in zip(BY_ROTATIONS, torch.cat(of_rows, 1), strict=True):
-            found[name].append(values)
-    levels = {name: torch.stack(values, 1) for name, values in found.items()}
+        at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
+        sums = [controls.sums(_matrices(frames_at_once, left, right)) for frames_at_once in of_k.split(at_once, 2)]
+        of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
+    levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
     return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
 
 
@@ -142,9 +141,9 @@ class _Controls:
         self.diagonal_squares = entries.diagonal_squares()  # (R, L, M, K)
         self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(tiny).sqrt()
 
-    def sums(self, A: Float[Tensor, "R L n K M K"], rows: slice) -> tuple[Tensor, ...]:
-        """Return the sums over frames, (R, L, M), of some rows, in the order of `BY_ROTATIONS`."""
-        at = {name: values[rows].unsqueeze(2) for name, values in vars(self).items()}
+    def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
+        """Return the sums over frames, in the order of `BY_ROTATIONS`."""
+        at = {name: values.unsqueeze(2) for name, values in vars(self).items()}
         s, norm = at["s"][..., None, :], at["norm"]
         total, diagonal = A.square().sum((3, 5)), A.diagonal(dim1=3, dim2=5)  # (R, L, n, M), (R, L, n, M, K)
         squares = diagonal.square()
@@ -158,7 +157,7 @@ class _Controls:
             off.sqrt() - (off - at["off"]) * at["of_off"],
             (off / total).sqrt() - (off - at["share"] * total) * at["of_share"],
         )
-        return tuple(of_definition.sum(2) for of_definition in values)
+        return torch.stack([of_definition.sum(2) for of_definition in values])
 
 
 def _at(T: Turned, d: int, K: int, k: int) -> Turned:
