@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from tracker.analysis.null_levels import level_variable, null_level
+from tracker.measures.coupling import BY_ROTATIONS
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.measures.trajectory import DECLARED as TRAJECTORY
@@ -117,6 +119,8 @@ def unit(
         "blocks": ", ".join(f"h.{l}" for l in range(L)),
         "fallbacks": "{}",
     }
-    return dataset.assign_attrs(
+    dataset = dataset.assign_attrs(
         {**shared, **described, "model_class": "tests.Generated", "settings_sha256": str(seed), **attributes}
     )
+    levels = {level_variable(name): null_level(dataset, name) for name in BY_ROTATIONS}
+    return dataset.assign({name: (pair, level.values.astype(np.float32)) for name, level in levels.items()})

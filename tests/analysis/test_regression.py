@@ -174,8 +174,9 @@ def test_of_sources_of_one_size_it_is_the_t_interval_of_their_means():
     expected = stats.t.interval(0.95, 3, means.mean(0), stats.sem(means))
     np.testing.assert_allclose(mean_interval(values, label), expected, rtol=1e-12)
     alone = stats.t.interval(0.95, 11, values.mean(1), stats.sem(values, 1))
-    for labels in (None, np.arange(12), np.full(12, "one")):
+    for labels in (None, np.arange(12)):
         np.testing.assert_allclose(mean_interval(values, labels), alone, rtol=1e-12)
+    assert np.isnan(mean_interval(values, np.full(12, "one"))).all(), "one cluster shows no variance"
 
 
 def test_errors_of_clusters_are_cr2_with_bell_and_mccaffrey_s_degrees_of_freedom():

@@ -127,19 +127,47 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
 
 
 def test_what_prompts_were_drawn_from(ds):
-    """A user's labels, of any type; prompts without one stand for themselves."""
+    """A user's labels, of any type; prompts without one, and those of a single source, stand for themselves."""
     assert sources(ds) is None
-    for labels, kinds in (
-        (["a", "b", "a"], 2),
-        ([3.0, np.nan, np.nan], 3),
-        (["a", "", ""], 3),
-        (["a"] * 3, 1),
-        (np.array([None, "a", "a"], object), 2),
+    for labels, clusters in (
+        (["a", "b", "a"], [0, 1, 0]),
+        ([3.0, np.nan, np.nan], None),
+        (["a", "", ""], None),
+        (["a"] * 3, None),
+        (np.array([None, "a", "a"], object), [0, 1, 1]),
     ):
         found = sources(ds.assign_coords(prompt_source=("prompt", labels)))
-        assert len(set(found)) == kinds
-        assert (found[0] == found[2]) == (labels[0] == labels[2])
+        assert (found is None) if clusters is None else found.tolist() == clusters
     assert "prompt_source" in reduced(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
+
+
+def test_equal_prompts_are_one_cluster(ds):
+    """By what the model received, padding left out, or by their text where that is not known; with sources they join these."""
+
+    def found(digests, texts=("", "", ""), labels=None):
+        coords = {"prompt_digest": digests, "prompt_text": list(texts), "prompt_source": labels}
+        given = {name: ("prompt", values) for name, values in coords.items() if values is not None}
+        clusters = sources(ds.drop_vars(coords, errors="ignore").assign_coords(given))
+        return None if clusters is None else clusters.tolist()
+
+    assert found([7, 8, 9]) is None and found([7, 8, 7]) == [0, 1, 0] and found([7, 7, 7]) == [0, 0, 0]
+    assert found([7, 8, 9], ("a", "a", "a")) is None, "one text, of which several prompts were made"
+    assert found(None, ("a", "b", "a")) == [0, 1, 0] and found(None) is None
+    assert found([7, 7, 8], labels=["a", "b", "b"]) == [0, 0, 0]
+    assert found([7, 8, 7], labels=["a", "a", "a"]) == [0, 1, 0]
+
+
+def test_the_digest_of_a_prompt_is_of_what_the_model_received():
+    ids, model = tokens(3, 5), neox()
+    ds = tracker.measure(model, ids[[0, 1, 0, 2]], k=2)
+    digests = ds.prompt_digest.values
+    assert digests[0] == digests[2] and len(set(digests.tolist())) == 3
+    again = tracker.measure(model, ids, k=2).prompt_digest.values
+    assert again.tolist() == digests[[0, 1, 3]].tolist()
+    repeated = tracker.summary(tracker.measure(model, ids[[0, 1, 2] * 4], k=2)).loc["miscoupling", "all pairs"]
+    once = tracker.summary(tracker.measure(model, ids, k=2)).loc["miscoupling", "all pairs"]
+    assert repeated.over == "3 clusters of samples"
+    np.testing.assert_allclose(repeated[["low", "high"]].astype(float), once[["low", "high"]].astype(float), rtol=1e-4)
 
 
 @pytest.mark.slow

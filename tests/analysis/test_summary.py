@@ -9,10 +9,12 @@ import xarray as xr
 from scipy import stats
 
 import tracker
-from tests.models import neox, tokens
+from tests.analysis.test_regression import assert_covers
+from tests.models import Size, neox, tokens
 from tests.stores import generated
+from tracker.analysis.curves import curves
 from tracker.analysis.reduction import reduced
-from tracker.analysis.summary import summary_of_reduced
+from tracker.analysis.summary import _Cell, summary_of_reduced
 from tracker.common.errors import UsageError
 from tracker.store import Store, open_results
 
@@ -45,6 +47,19 @@ def interval(values):
     return stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
 
 
+def interval_of_median(values, clusters=None):
+    """Woodruff's interval of the median of values over (prompts, positions), by definition."""
+    values = np.asarray(values, float)
+    pooled = values[np.isfinite(values)]
+    below = np.where(np.isfinite(values), (values < np.median(pooled)) + 0.5 * (values == np.median(pooled)), np.nan)
+    shares = np.nansum(below - 0.5, 1) * len(values) / len(pooled)
+    if clusters is not None:
+        shares = np.array([shares[clusters == one].mean() for one in np.unique(clusters)])
+    margin = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
+    ends = [np.clip(end, 0, 1) for end in (0.5 - margin, 0.5 + margin)]
+    return np.interp(ends, np.arange(101) / 100, np.percentile(pooled, np.arange(101)))
+
+
 def assert_ends(row, expected):
     np.testing.assert_allclose(row[["low", "high"]].astype(float), expected, rtol=1e-5)
 
@@ -60,11 +75,13 @@ def test_numbers_and_intervals_of_one_measurement():
             assert row.null_level - row.value == row.coupling == pytest.approx(by_prompt.mean(), rel=1e-5)
             assert_ends(row, interval(by_prompt))
     for name in ("lss", "expodistance", "alpha_mean"):
-        by_prompt, row = ds[name].median("position").values, table.loc[name, "median of tokens"]
-        assert row.value == pytest.approx(by_prompt.mean(), rel=1e-6) and np.isnan(row.null_level)
-        assert_ends(row, interval(by_prompt))
+        row = table.loc[name, "median of tokens"]
+        assert row.value == pytest.approx(np.nanmedian(ds[name]), rel=1e-6) and np.isnan(row.null_level)
+        assert row.value == curves(ds)[name].sel(statistic="median")
+        assert_ends(row, interval_of_median(ds[name]))
     assert tracker.summary(ds, k=4).loc["miscoupling", "all pairs"].value != table.loc["miscoupling", "all pairs"].value
-    assert "5 samples, K = 2" in repr(table) and "95 % interval over prompts" in repr(table)
+    assert "5 samples, K = 2" in repr(table) and "95 % interval of the coupling" in repr(table)
+    assert set(table.over) == {"samples", ""}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of an index that is not sorted
         table.loc["miscoupling", "neighbours"]
@@ -98,14 +115,17 @@ def test_results_side_by_side(store, tmp_path):
     table = tracker.summary([store, other])
     assert table.loc["lss", "median of tokens"].index.tolist() == ["toy", "other", "other − toy"]
     first, second = open_results(store).isel(step=-1), open_results(other).isel(step=-1)
-    differences = second.lss.median("position").values - first.lss.median("position").values
+    coupled = [coupling(ds, "miscoupling", 4, ds.layer != ds.layer_other) for ds in (first, second)]
+    row = table.loc["miscoupling", "all pairs", "other − toy"]
+    assert_ends(row, interval(coupled[1] - coupled[0]))
     row = table.loc["lss", "median of tokens", "other − toy"]
-    assert_ends(row, interval(differences))
+    assert row.value == pytest.approx(np.nanmedian(second.lss) - np.nanmedian(first.lss), rel=1e-5)
+    assert row.low < row.value < row.high and row.answer == ""
     # With other prompts, and another number of them, the interval is Welch's.
     fewer = second.isel(prompt=slice(4)).assign_attrs(inputs_sha256="others")
     table = tracker.summary({"a": first, "b": fewer})
-    row = table.loc["lss", "median of tokens", "b − a"]
-    samples = [ds.lss.median("position").values for ds in (fewer, first)]
+    row = table.loc["miscoupling", "all pairs", "b − a"]
+    samples = [coupled[1][:4], coupled[0]]
     expected = stats.ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
     assert_ends(row, [expected.low, expected.high])
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
@@ -123,20 +143,69 @@ def test_prompts_of_several_sources_and_one_prompt():
     ds = tracker.measure(neox(), tokens(6), k=2)
     grouped = ds.assign_coords(prompt_source=("prompt", list("aabbcc")))
     alone, clustered = (tracker.summary(of).loc["lss", "median of tokens"] for of in (ds, grouped))
-    means = ds.lss.median("position").values.reshape(3, 2).mean(1)
-    assert_ends(clustered, interval(means))
+    assert_ends(clustered, interval_of_median(ds.lss, np.array(list("aabbcc"))))
+    assert (alone.over, clustered.over) == ("samples", "3 clusters of samples")
     assert clustered.value == pytest.approx(alone.value)
     one = tracker.summary(ds.isel(prompt=[0]))
     assert one[["low", "high"]].isna().all(axis=None) and "There are no intervals" in repr(one)
 
 
-def test_coupled_blocks_are_said_to_be_and_unrelated_ones_not(store):
-    notes = tracker.summary(store).attrs["notes"]
-    assert any(
-        "pairs of blocks (miscoupling) " in note and "above 0 for" in note and "step 512" in note for note in notes
-    )
-    untrained = tracker.measure(neox(layers=6), tokens(2), k=2)
-    assert any("not above 0 beyond chance" in note for note in tracker.summary(untrained).attrs["notes"])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_coverage_of_the_interval_of_a_median(spread):
+    """Of prompts that differ, and of tokens that have a heavy tail, as expodistance has."""
+    random = np.random.default_rng(6)
+    inside = []
+    for _ in range(400):
+        values = np.exp(spread * random.standard_normal((16, 1)) + random.standard_normal((16, 20)))
+        cell = _Cell(
+            float(np.median(values)), np.nan, ((values < np.median(values)) - 0.5).mean(1), None, "prompt",
+            np.percentile(values, np.arange(101)),
+        )  # fmt: skip
+        _, _, _, low, high, *_ = cell.row()
+        inside.append(low <= 1 <= high)
+    assert_covers(inside, 0.92, 0.985)
+
+
+def test_an_untrained_store_and_a_coupled_one_have_an_answer_for_each_definition(store):
+    table = tracker.summary(store)
+    answers = table.xs("all pairs", level="of").answer
+    assert answers["miscoupling"].tolist() == ["above 0"] * 3
+    unit = open_results(store).isel(step=0)
+    noise = 1 + 0.1 * xr.DataArray(np.random.default_rng(0).standard_normal((5, 5)), dims=("layer", "layer_other"))
+    level = tracker.null_level(unit, "offdiag_normalized")
+    assert answer(unit.assign(offdiag_normalized=level * noise), "offdiag_normalized") == "not above 0"
+    assert answer(unit.assign(offdiag_normalized=0.9 * level * noise), "offdiag_normalized") == "above 0"
+    assert set(table.drop("all pairs", level="of").answer) == {""}
+    chance = "One in 40 untrained models whose blocks have independent weights passes it by chance."
+    assert any(chance in note for note in table.attrs["notes"])
+    for changed in ({"equal_blocks": "equal weights: 1 2"}, {"equal_blocks": "one module: 1 2"}, {"post_norm": 1}):
+        ds = open_results(store).isel(step=0).assign_attrs(changed)
+        assert not any("One in 40" in note for note in tracker.summary(ds).attrs["notes"])
+
+
+def answer(ds, name="miscoupling"):
+    return tracker.summary(ds).loc[name, "all pairs"].answer
+
+
+def test_where_there_is_no_test():
+    ds = tracker.measure(neox(size=Size(depth=4)), tokens(3), k=2)
+    assert answer(ds) in ("above 0", "not above 0")
+    two = tracker.measure(neox(size=Size(depth=2)), tokens(3), k=2)
+    assert answer(two) == "no test: 1 pair of blocks" and "answer:" not in repr(tracker.summary(two))
+    assert answer(ds.assign_attrs(equal_blocks="one module: 1 2 3 4")) == "no test: the blocks are one module"
+    old = tracker.summary(ds.drop_vars([name for name in ds.data_vars if "_level" in name]))
+    of_formula = old.loc["offdiag_normalized", "all pairs"]
+    assert of_formula.answer == "no test: the null level is approximate"
+    assert np.isnan(of_formula.low) and of_formula.coupling == pytest.approx(of_formula.null_level - of_formula.value)
+    assert old.loc["miscoupling", "all pairs"].answer in ("above 0", "not above 0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        undefined = ds.assign({name: ds[name] * np.nan for name in ("miscoupling", "lss")})
+        table = tracker.summary(undefined)
+        tracker.summary({"a": undefined, "b": undefined})
+    assert table.loc["miscoupling", "all pairs"].answer == "undefined"
+    assert table.loc["lss", "median of tokens"].answer == "undefined"
+    assert table.loc["miscoupling", "all pairs"].over == ""
 
 
 def test_what_can_not_be_summarised(tmp_path):

@@ -21,9 +21,10 @@ from torch import nn
 
 from tests import brute_force
 from tests.brute_force import Oracle
-from tracker.measures.coupling import MISCOUPLINGS
+from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS, MISCOUPLINGS
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
+from tracker.measures.rotations import frames
 
 ANY = np.inf
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length, relative to that of the embedding
@@ -270,6 +271,14 @@ OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "jacobian_gain": lambda b: norm(b.J) / b.d**0.5,
     "linear_error": lambda b: ratio(norm(b.J @ b.x - b.f), norm(b.f)),
 }
+
+
+def levels_of_halves(b: Block, basis: Block, K: int) -> dict[str, float]:
+    """Return the root of the mean square of m_K."""
+    undefined = not b.s[0] or not basis.determined(K)
+    return {"miscoupling": math.nan if undefined else math.sqrt(max(0, page_of_formula(b, basis, K)))}
+
+
 for half, other in (("attention", "mlp"), ("mlp", "attention")):
 
     def mutual(b: Block, value: Callable[..., dict[str, float]], halves: tuple[str, str] = (half, other)) -> float:
@@ -280,7 +289,7 @@ for half, other in (("attention", "mlp"), ("mlp", "attention")):
         f"{half}_gain": lambda b, half=half: norm(b.halves[half]) / b.d**0.5,
         f"{half}_share": lambda b, half=half: ratio(np.trace(in_directions(b, half)), b.s[: b.least].sum()),
         f"{half}_miscoupling": lambda b, mutual=mutual: mutual(b, couplings),
-        f"{half}_miscoupling_null": lambda b, mutual=mutual: mutual(b, levels),
+        f"{half}_miscoupling_null": lambda b, mutual=mutual: mutual(b, levels_of_halves),
         f"{half}_matrix": lambda b, half=half: in_directions(b, half),
     }
 for side in ("out", "in"):
@@ -341,31 +350,99 @@ def matrix(b: Block, basis: Block) -> np.ndarray:
     return basis.vectors(A) if b.J.any() else A
 
 
+DIRECT = {definition.name: definition.formula for definition in DEFINITIONS}
+
+
 @cache
-def levels(b: Block, basis: Block, K: int) -> dict[str, float]:
-    """Return the null levels of a pair: A_ij = u′_i · Qᵀ J Q v′_j has the mean and the variance of the documentation."""
-    s, d = b.s[:K], b.d
-    if not s[0] or not basis.determined(K):
-        return dict.fromkeys(MISCOUPLINGS, math.nan)
-    G = basis.U[:, :K].T @ basis.V[:, :K]
-    mean = np.trace(b.J) / d * G
+def entries(b: Block, basis: Block, K: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean and the variance of A_ij = u′_i · Qᵀ J Q v′_j, as the documentation has them."""
+    d, G = b.d, basis.U[:, :K].T @ basis.V[:, :K]
     variance = symmetric(b) ** 2 * (1 + (1 - 2 / d) * G**2) / ((d - 1) * (d + 2))
-    variance += antisymmetric(b) ** 2 * (1 - G**2) / (d * (d - 1))
-    square, m, v = mean**2 + variance, np.diagonal(mean), np.diagonal(variance)
-    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))  # E|A_kk|, A_kk normal
-    page, release = (math.sqrt(max(0, square.sum() - 2 * s @ diagonal + s @ s)) for diagonal in (m, size))
-    off = square.sum() - np.trace(square)
-    values = (page / norm(s), release / norm(s), release / s.sum(), math.sqrt(off), math.sqrt(off / square.sum()))
-    return dict(zip(MISCOUPLINGS, values, strict=True))
+    return np.trace(b.J) / d * G, variance + antisymmetric(b) ** 2 * (1 - G**2) / (d * (d - 1))
+
+
+def page_of_formula(b: Block, basis: Block, K: int) -> float:
+    """Return the mean of m_K squared."""
+    (mean, variance), s = entries(b, basis, K), b.s[:K]
+    return float((mean**2 + variance).sum() - 2 * s @ np.diagonal(mean) + s @ s) / norm(s) ** 2
+
+
+def release_of_formula(b: Block, basis: Block, K: int) -> float:
+    """Return the mean of the release's square for A_kk that are normal."""
+    (mean, variance), s = entries(b, basis, K), b.s[:K]
+    m, v = np.diagonal(mean), np.diagonal(variance)
+    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))  # E|A_kk|
+    return float((mean**2 + variance).sum() - 2 * s @ size + s @ s) / norm(s) ** 2
+
+
+def completed(X: np.ndarray) -> np.ndarray:
+    """Return an orthogonal matrix that begins with orthonormal columns."""
+    return np.concatenate([X, np.linalg.qr(X, mode="complete")[0][:, X.shape[1] :]], 1)
+
+
+@cache
+def turns(d: int, largest: int, K: int) -> np.ndarray:
+    """Return the orthogonal matrices that begin with the frames for K singular vectors."""
+    of_largest = frames(d, largest).numpy()
+    if 2 * K > d:
+        return of_largest
+    rows, columns = (largest, 2 * largest) if 2 * largest <= d else (d, d)
+    starts = [K * i for i in range(rows // K)]
+    return np.stack([completed(F[:, [(at + i) % columns for i in range(2 * K)]]) for F in of_largest for at in starts])
+
+
+def root(matrix: np.ndarray, power: float) -> np.ndarray:
+    values, vectors = np.linalg.eigh(matrix)
+    return vectors * values**power @ vectors.T
+
+
+@cache
+def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str, float]:
+    """Return the null levels from blocks that are turned one by one, J′ → Q J′ Qᵀ."""
+    if not b.s[0] or not basis.determined(K):
+        return dict.fromkeys(BY_ROTATIONS, math.nan)
+    U, V = (basis.V, basis.U) if swapped else (basis.U, basis.V)
+    d, fixed = b.d, frames(b.d, b.K)[0, :, 0].numpy()
+    sign = np.where(fixed @ U[:, :K] < 0, -1, 1)
+    U, V, s = U[:, :K] * sign, V[:, :K] * sign, b.s[:K]
+    G = U.T @ V
+    spanned = np.eye(d) if 2 * K > d else completed(np.hstack([U, (V - U @ G) @ root(np.eye(K) - G.T @ G, -0.5)]))
+    Q = turns(d, b.K, K) @ spanned.T
+    A = np.swapaxes(Q @ U, 1, 2) @ b.J @ (Q @ V)
+    mean, variance = entries(b, basis, K)
+    expected, diagonal, size = mean**2 + variance, np.diagonal(A, axis1=1, axis2=2), norm(s)
+    expected_diagonal, expected_off = np.diagonal(expected), expected.sum() - np.trace(expected)
+    total, off = (A**2).sum((1, 2)), (A**2).sum((1, 2)) - (diagonal**2).sum(1)
+    page, release = (math.sqrt(max(0, one)) for one in (page_of_formula(b, basis, K), release_of_formula(b, basis, K)))
+    share, weights = expected_off / expected.sum(), 0.4 * s / np.sqrt(expected_diagonal)
+    of_page = (total - expected.sum() - 2 * (diagonal - np.diagonal(mean)) @ s) / size**2
+    of_release = (total - expected.sum() - 2 * (diagonal**2 - expected_diagonal) @ weights) / size**2
+    direct = {name: formula(torch.from_numpy(A), torch.from_numpy(s)).numpy() for name, formula in DIRECT.items()}
+    control = {
+        "miscoupling": of_page / (2 * max(page, 0.05)),
+        "miscoupling_release": of_release / (2 * max(release, 0.05)),
+        "offdiag": (off - expected_off) / (2 * math.sqrt(expected_off)) if K > 1 else 0 * off,
+        "offdiag_normalized": (off - share * total) / (2 * max(math.sqrt(share), 0.05) * expected.sum()),
+    }
+    return {name: float(np.mean(direct[name] - control[name])) for name in BY_ROTATIONS}
+
+
+def levels(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str, float]:
+    """Return the null levels of a pair."""
+    drawn = levels_by_rotations(b, basis, K, swapped)
+    return drawn | {"miscoupling_release_trace": drawn["miscoupling_release"] * norm(b.s[:K]) / b.s[:K].sum()}
 
 
 def own_or_level(b: Block, basis: Block, K: int, swapped: bool = False, *, name: str) -> float:
     """Return the null level, 0 for a Jacobian in its own basis."""
-    return levels(b, basis, K)[name] * (b is not basis or swapped)
+    return levels(b, basis, K, swapped)[name] * (b is not basis or swapped)
 
 
 OF_PAIRS: dict[str, Callable[..., Any]] = {"matrix": matrix}
 OF_PAIRS |= {name: lambda *pair, name=name, **how: couplings(*pair, **how)[name] for name in MISCOUPLINGS}
+OF_PAIRS |= {
+    f"{name}_level": lambda *pair, name=name, **how: levels_by_rotations(*pair, **how)[name] for name in BY_ROTATIONS
+}
 NULL_LEVELS = {name: partial(own_or_level, name=name) for name in MISCOUPLINGS}
 
 

@@ -144,15 +144,25 @@ def linear(how):
 # Powers of a factor with which variables grow; 0: they do not change, None: they change in another way, as those of `_normed` do.
 OF_ALL = dict.fromkeys(BY_NAME.keys() - WITHOUT_FORMULA, 0)
 BASIS = dict.fromkeys(("jacobian", "left_singular_vector", "right_singular_vector"))
-GROW = ("singular_value", "isotropic", "symmetric_norm", "antisymmetric_norm", "offdiag", "matrix")
-GROW = [*GROW, "offdiag_vju", *(f"{kind}_{name}" for kind in KINDS for name in GROW), "jacobian", "jacobian_gain"]
+GROW = ("singular_value", "isotropic", "symmetric_norm", "antisymmetric_norm", "offdiag", "offdiag_level", "matrix")
+GROW = [
+    *GROW,
+    "offdiag_vju",
+    "offdiag_level_vju",
+    *(f"{kind}_{name}" for kind in KINDS for name in GROW),
+    "jacobian",
+    "jacobian_gain",
+]
 OF_STATES = [
     name
     for name in BY_NAME
     if BY_NAME[name].option in ("trajectory", "entropy", "pca", "products", "directions", "noise")
 ]
 DRAWN = dict.fromkeys(
-    ("noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words")
+    (
+        *("noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"),
+        *(name for name in BY_NAME if "_level" in name),
+    )
 )
 EXPONENTS = {
     "turned": (1.0, OF_ALL | BASIS | DRAWN),

@@ -7,11 +7,11 @@ import xarray as xr
 
 import tracker
 from tests.models import build
-from tracker.analysis.null_levels import null_level, null_spread
+from tracker.analysis.null_levels import is_approximate, null_level, null_spread
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.registry import MISCOUPLINGS
+from tracker.measures.registry import BY_NAME, MISCOUPLINGS
 
 DRAWS = 2000
 
@@ -129,14 +129,34 @@ def test_names_that_have_no_level():
     with pytest.raises(UsageError, match="the spread holds for K <= d / 9, and K = 12"):
         null_spread(tracker.measure(model, inputs, k=(3, 12)))
     with pytest.raises(UsageError, match="lack some blocks"):
-        null_level(ds.isel(layer=[0, 1]), "miscoupling")
+        null_spread(ds.isel(layer=[0, 1]))
+    some = {"layer": [0, 1], "layer_other": [1, 2]}
+    for name in MISCOUPLINGS:
+        xr.testing.assert_equal(null_level(ds.isel(some), name), null_level(ds, name).isel(some))
 
 
 def test_steps_and_prompts_are_read_in_parts(monkeypatch):
     model, inputs = build("gpt_neox")
     units = [tracker.measure(model, inputs, k=3).assign_coords(step=step) for step in (0, 1)]
     ds = xr.concat(units, "step")
+    ds = ds.drop_vars([name for name in ds.data_vars if "_level" in name])
     whole = null_level(ds, "miscoupling_release")
     monkeypatch.setattr("tracker.analysis.null_levels.AT_ONCE", 1)
     np.testing.assert_array_equal(whole, null_level(ds, "miscoupling_release"))
     assert whole.dims == ds.miscoupling_release.dims
+
+
+def test_results_of_earlier_versions_have_levels_of_formulas():
+    """Also where steps of an earlier version are joined with later ones."""
+    model, inputs = build("gpt_neox")
+    new = tracker.measure(model, inputs, k=(2, 5), measures="all,tokenwise")
+    old = new.drop_vars([name for name in new.data_vars if "_level" in name])
+    joined = xr.concat([old.assign_coords(step=0), new.assign_coords(step=1)], "step", data_vars="all")
+    for name in (name for name in new.data_vars if name in BY_NAME and BY_NAME[name].null):
+        by_rotations, by_formula, mixed = (null_level(ds, name) for ds in (new, old, joined))
+        np.testing.assert_array_equal(by_rotations.isnull(), by_formula.isnull())
+        np.testing.assert_allclose(by_rotations, by_formula, rtol=0.5)
+        for step, expected in ((0, by_formula), (1, by_rotations)):
+            xr.testing.assert_allclose(mixed.sel(step=step, drop=True).transpose(*expected.dims), expected)
+        approximate = (BY_NAME[name].base or name) != "miscoupling"
+        assert [is_approximate(ds, name) for ds in (new, old, joined)] == [False, approximate, approximate]

@@ -8,6 +8,7 @@ import torch
 import tracker
 from tests.models import Letters, Size, neox
 from tests.pretend_device import Counts
+from tracker.measures import rotations
 
 SIZE = Size(width=64, depth=4, tokens=56)
 
@@ -39,8 +40,9 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    # One wait is for the first numbers of all blocks, by which equal blocks are told.
-    assert few.syncs <= 82 and few.launches <= 1700
+    # One wait is for the first numbers of all blocks, by which equal blocks are told, one for what draws the blocks that are checked,
+    # and four for null levels: the frames, a fixed vector, the products of singular vectors and their root.
+    assert few.syncs <= 86 and few.launches <= 1800
 
 
 def test_the_witness_waits_once_for_a_block(pretend):
@@ -60,11 +62,13 @@ def test_a_block_waits_a_few_times(pretend):
     assert three.launches - two.launches <= 770
 
 
-def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
+def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatch):
+    # Null levels are computed in parts of so many entries, each of which has its launches: here in one part.
+    monkeypatch.setattr(rotations, "AT_ONCE", 1 << 20)
     few, many = (costs(pretend, neox(size=SIZE).eval(), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, two for modules outside the blocks that take and return a state.
-    assert few.syncs <= 47
+    assert few.syncs <= 51
 
 
 def test_a_prompt_waits_a_few_times(pretend):

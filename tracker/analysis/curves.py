@@ -152,19 +152,33 @@ def labelled_over_pairs(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataA
 
 
 def sources(results: xr.Dataset) -> np.ndarray | None:
-    """Return the source of each prompt as a number, from the coordinate `prompt_source`; None without one.
+    """Return the cluster of each prompt as a number; None where each prompt is one by itself.
 
-    Prompts from one source are not independent: `regression.mean_interval` takes these as clusters. A prompt whose label is
+    Prompts from one source (`prompt_source`, where there are several) are not independent, and equal prompts (`prompt_digest`, or
+    their text in results without it) are one: `regression.mean_interval` takes these as clusters. A prompt whose label is
     missing or "" stands for itself.
     """
-    if "prompt_source" not in results.coords:
+    cluster = np.arange(results.sizes["prompt"])
+    of_source, equal = (_codes(results, name) for name in ("prompt_source", "prompt_digest"))
+    if equal is None:
+        equal = _codes(results, "prompt_text")
+    if of_source is not None and len(set(of_source)) == 1 and of_source[0] >= 0:
+        of_source = None
+    for codes in (codes for codes in (of_source, equal) if codes is not None):
+        for code in set(codes[codes >= 0]):
+            joined = np.isin(cluster, cluster[codes == code])
+            cluster[joined] = cluster[joined].min()
+    return None if len(set(cluster)) == len(cluster) else cluster
+
+
+def _codes(results: xr.Dataset, name: str) -> np.ndarray | None:
+    """Return a coordinate of prompts as numbers, −1 where it is missing or ""; None without it."""
+    if name not in results.coords:
         return None
-    labels_of_prompts = results.coords["prompt_source"]
-    labels = pd.Series(
-        (labels_of_prompts.isel(step=-1) if "step" in labels_of_prompts.dims else labels_of_prompts).values
-    )
+    labels = results.coords[name]
+    labels = pd.Series((labels.isel(step=-1) if "step" in labels.dims else labels).values)
     codes, _ = pd.factorize(labels.where(labels != ""))
-    return np.where(codes < 0, len(codes) + np.arange(len(codes)), codes)
+    return codes
 
 
 def evenly_measured(steps: Sequence[float] | np.ndarray) -> bool:

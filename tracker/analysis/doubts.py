@@ -63,7 +63,7 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
         for step, revision in zip(steps, revisions, strict=True)
         if str(revision).startswith(UNTRAINED)
     ]
-    repeated = ds["repeats"].values if "repeats" in ds.coords else [-1] * len(steps)
+    repeated = np.broadcast_to(ds["repeats"].values if "repeats" in ds.coords else -1, len(steps))
     same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
     lines += [f"{capitalised(line)}." for line in same]
     if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all

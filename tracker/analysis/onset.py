@@ -5,8 +5,8 @@
     onset        where the departure, averaged over prompts, first reaches a tenth of its maximum
 
 Prompts and tokens share the weights: their mean has the chance alignment of one draw of weights, however many there are.
-Different pairs of unrelated blocks are turned against each other independently, so that the test of "coupled" is over pairs:
-a one-sided t test, each pair counted once as the mean of its two directions over prompts and tokens.
+Different pairs of unrelated blocks are turned against each other independently, so that the test of "coupled" is over pairs, each
+counted once as the mean of its two directions, and over prompts: a one-sided t test whose error has both sources.
 
 Between two measured steps nothing is known of the curve. The onset is therefore a pair of steps, the last below a tenth of the
 maximum and the first at or above it, and nothing is interpolated between them. The maximum is that of the measured steps: steps
@@ -34,15 +34,32 @@ def pairs_of_blocks(matrices: Float[ndarray, "*S L L"]) -> Float[ndarray, "*S pa
     return (matrices[..., l, m] + matrices[..., m, l]) / 2
 
 
-def coupled(departure: Float[ndarray, "S pairs"], level: float = (1 - CONFIDENCE) / 2) -> Bool[ndarray, " S"]:
-    """Return at which steps the mean departure over pairs of blocks is above zero, in a one-sided t test.
+def coupled(
+    pairs: Float[ndarray, "S pairs"],
+    prompts: Float[ndarray, "S prompts"] | None = None,
+    clusters: ndarray | None = None,
+    level: float = (1 - CONFIDENCE) / 2,
+) -> Bool[ndarray, " S"]:
+    """Return at which steps the mean departure over pairs of blocks and prompts is above zero, in a one-sided t test.
+
+    Its squared error is the sum of that over pairs and that over prompts, with Satterthwaite's degrees of freedom. The sum counts
+    what is of one pair and one prompt alone twice, and so errs on the safe side. With one prompt it is that over pairs.
 
     Args:
-        departure: as `pairs_of_blocks` returns it, averaged over prompts and tokens; NaN where undefined.
+        pairs: departures as `pairs_of_blocks` returns them, averaged over prompts and tokens; NaN where undefined.
+        prompts: those of each prompt, averaged over pairs.
+        clusters: labels of the prompts, as for `clustered_mean`.
         level: of the test.
     """
-    mean, error, df = clustered_mean(departure)
-    return (df >= FEWEST_PAIRS - 1) & (mean > stats.t.isf(level, df) * error)
+    mean, error, df = clustered_mean(pairs)
+    enough = df >= FEWEST_PAIRS - 1
+    if prompts is not None:
+        _, of_prompts, df_of_prompts = clustered_mean(prompts, clusters)
+        several = of_prompts > 0
+        of_pairs, error = error, np.where(several, np.hypot(error, of_prompts), error)
+        parts = of_pairs**4 / df + np.where(several, of_prompts**4 / df_of_prompts, 0)
+        df = np.where(several, error**4 / np.where(several, parts, 1), df)
+    return enough & (mean > stats.t.isf(level, df) * error)
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ def onset(
     departure: Float[ndarray, "S prompts"],
     pairs: Float[ndarray, "S pairs"],
     clusters: ndarray | None = None,
+    approximate: bool = False,
 ) -> Onset:
     """Find the steps between which a mis-coupling departs from its null level.
 
@@ -87,7 +105,10 @@ def onset(
         departure: null level minus mis-coupling of each prompt; NaN where undefined.
         pairs: the same of each pair of blocks (`pairs_of_blocks`).
         clusters: labels of the prompts, as for `clustered_mean`.
+        approximate: whether the null level is (`null_levels.is_approximate`); then no onset is told.
     """
+    if approximate:
+        return Onset(NAN, NAN, NAN, NAN, "unknown: the null level is approximate, measure again")
     steps, departure, pairs = (np.asarray(values, float) for values in (steps, departure, pairs))
     defined = np.isfinite(departure).any(1)
     steps, departure, pairs = steps[defined], departure[defined], pairs[defined]
@@ -100,7 +121,7 @@ def onset(
     mean, error, _ = clustered_mean(departure, clusters)
     peak = int(np.nan_to_num(mean, nan=-np.inf).argmax())
     # Bonferroni: the maximum is over S steps.
-    if not coupled(pairs, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
+    if not coupled(pairs, departure, clusters, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
         return Onset(NAN, NAN, NAN, NAN, "none beyond chance")
     first = int((mean >= SHARE * mean[peak]).argmax())
     before = np.concatenate([[0.0], steps[:-1]])
@@ -119,6 +140,6 @@ def onset(
     index = np.arange(len(steps))
     possible = np.flatnonzero((~significantly_below & ~departed_before & (index <= peak)) | (index == first))
     low, high = float(before[possible[0]]), float(steps[possible[-1]])
-    of = f" of {count} sources" if clusters is not None and (count := len(set(clusters))) > 1 else ""
+    of = "" if clusters is None else f" in {len(set(clusters))} clusters"
     words = f"{where} (95 % interval over prompts{of}: {low:,.0f} to {high:,.0f})"
     return Onset(earlier, later, low, high, words)

@@ -13,7 +13,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import CURVES, SAMPLES, curves, labelled_over_pairs, middle_layers, points_of_layer_pairs
-from tracker.analysis.null_levels import READ, levels, levels_of_several
+from tracker.analysis.null_levels import READ, is_approximate, levels, levels_of_several
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.variables import (
     PAIRS,
@@ -23,16 +23,19 @@ from tracker.analysis.variables import (
     mean,
     median,
     over_pairs,
+    quantiles,
     quartiles,
 )
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store import Store, join, require_steps
+from tracker.store import Store, attribute_values, join, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
 CHECKED = ("residual", "value_error", "derivative_error")  # the errors of each Jacobian's checks
+LEVELS_OF_FORMULAS = "levels_of_formulas"  # attribute
 KEPT = (UNDEFINED, "score")
+PERCENTILES = [percent / 100 for percent in range(101)]
 OF_PATHS = ("lss", "expodistance", "alpha_mean")
 
 
@@ -42,8 +45,10 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     Returns:
         The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
         layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
-        the mis-coupling, means over tokens. For each of `OF_PATHS`: `m_by_prompt`, medians over positions. For each
-        measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept.
+        the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs: `m_below` (prompt), how
+        many values of a prompt are below the median beyond half of them, relative to the mean number of values, and
+        `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept; the attribute
+        `levels_of_formulas` names the mis-couplings whose null level is approximate.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
@@ -57,7 +62,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
         summary[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
     for name in (name for name in OF_PATHS if name in results):
-        summary[f"{name}_by_prompt"] = median(in_float64(results, name), ["position"])
+        summary |= {f"{name}{part}": values for part, values in _of_median(in_float64(results, name)).items()}
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
         summary[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
@@ -78,7 +83,13 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
-    return xr.Dataset(summary, coords, results.attrs)
+    approximate = [name for name in measured if is_approximate(results, name)]
+    return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: ", ".join(approximate)})
+
+
+def has_approximate_level(curve: xr.Dataset, name: str) -> bool:
+    """Whether the null level of a mis-coupling of reduced results is approximate, at some step."""
+    return any(name in text.split(", ") for text in attribute_values(curve, LEVELS_OF_FORMULAS))
 
 
 def read_reduced(
@@ -95,6 +106,18 @@ def read_reduced(
     """
     store = Store(directory)
     return join([*map(reduced, store.curves(require_steps(store), leave_out))], store.path)
+
+
+def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
+    over, defined = ("prompt", "position"), values.notnull()
+    middle = median(values, over)
+    below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum("position")
+    number = defined.sum("position")
+    shares = below / (number.sum("prompt") / values.sizes["prompt"]).where(number.sum("prompt") > 0)
+    return {
+        "_below": shares.where(number > 0),
+        "_percentiles": quantiles(values, over, PERCENTILES, "percentile"),
+    }
 
 
 def _variables(part: xr.Dataset) -> dict[str, xr.Variable]:

@@ -176,16 +176,13 @@ def clustered_mean(
 
     Args:
         values: NaN where undefined; left out.
-        clusters: (prompts,), a label per prompt; prompts with the same label are not independent. If it is None, or all labels
-            are equal, prompts are independent: the mean is then that of a single source.
+        clusters: (prompts,), a label per prompt; prompts with the same label are not independent. None: all are.
 
     Returns:
         Three arrays, (*points); error and degrees of freedom are NaN where fewer than two clusters have a value.
     """
     values = np.asarray(values, float)
     names, member = np.unique(np.arange(values.shape[-1]) if clusters is None else clusters, return_inverse=True)
-    if len(names) == 1:
-        names = member = np.arange(values.shape[-1])
     defined = np.isfinite(values)
     membership = (member[:, None] == np.arange(len(names))).astype(float)
     size = defined @ membership

@@ -23,7 +23,7 @@ from scipy import stats
 from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.onset import coupled, pairs_of_blocks
+from tracker.analysis.onset import FEWEST_PAIRS, coupled, pairs_of_blocks
 from tracker.analysis.pairs import (
     describe_equal_blocks,
     has_equal_weights,
@@ -32,7 +32,7 @@ from tracker.analysis.pairs import (
     is_one_module,
     where_counted,
 )
-from tracker.analysis.reduction import OF_PATHS, read_miscouplings, reduced
+from tracker.analysis.reduction import OF_PATHS, PERCENTILES, has_approximate_level, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
@@ -41,7 +41,8 @@ from tracker.store import Result, Store, by_name, open_results, require_steps, s
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
-COLUMNS = ("value", "null_level", "coupling", "low", "high")
+COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
+ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
 
 ROWS = 50_000_000  # at most
 POSITIONS = {  # a dimension that is an index: the variable of the position in the sequence that it stands for
@@ -54,9 +55,11 @@ POSITIONS = {  # a dimension that is an index: the variable of the position in t
 class Summary(pd.DataFrame):
     """A table that prints with a title above it and what to know about it below.
 
-    Columns: `value`, a mean over prompts; `null_level` and `coupling`, where a measure has a null level; `low` and `high`, the
-    95 % interval over prompts of `coupling`, or of `value` where there is no null level. NaN where there is none. The title
-    is `attrs["title"]`, and the sentences below are `attrs["notes"]`.
+    Columns: `value`, a mean over prompts, or the median over the tokens of all; `null_level` and `coupling`, where a measure has
+    a null level; `low` and `high`, the 95 % interval of `coupling`, or of `value` where there is no null level, and `over`,
+    what it is over; `answer`, whether the coupling of all pairs is above 0, in a test over pairs of blocks and prompts, or
+    why that is not tested. Numbers are NaN, and words "", where there is none. The title is `attrs["title"]`, and the
+    sentences below are `attrs["notes"]`.
     """
 
     @property
@@ -177,72 +180,131 @@ def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
     return k or min(known), name
 
 
+Row = list[float | str]
+
+
 @dataclass(frozen=True)
 class _Cell:
-    """A value, its null level, and the value of each prompt that the interval is of, in clusters; NaN where there is none."""
+    """A value, its null level, and what its interval and its answer are of.
+
+    Attributes:
+        by_prompt: a number of each prompt, in clusters; NaN where there is no interval. They are couplings, of which the value is
+            the mean, or `_below` of `reduced`, for a median.
+        percentiles: of the values of which it is the median; None: it is a mean.
+        answer: whether the coupling is above 0.
+    """
 
     value: float
     null_level: float
     by_prompt: np.ndarray
     clusters: np.ndarray | None
+    kind: str
+    percentiles: np.ndarray | None = None
+    answer: str = ""
 
-    def row(self) -> list[float]:
+    def row(self) -> Row:
         """Return the row of the table."""
         _, error, df = clustered_mean(self.by_prompt, self.clusters)
-        return _row(self.value, self.null_level, error, df)
+        margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
+        coupling = self.null_level - self.value
+        if self.percentiles is None:
+            ends = [coupling - margin, coupling + margin]
+        else:  # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
+            ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
+        answer = UNDEFINED_VALUE if np.isnan(self.value) else self.answer
+        return [self.value, self.null_level, coupling, *ends, self.over(ends), answer]
 
-    def row_of_difference(self, other: "_Cell", paired: bool) -> list[float]:
+    def over(self, ends: Sequence[float]) -> str:
+        """Say what an interval is over."""
+        if np.isnan(ends).any():
+            return ""
+        return f"{self.kind}s" if self.clusters is None else f"{len(set(self.clusters))} clusters of {self.kind}s"
+
+    def quantile(self, share: float) -> float:
+        """Return a quantile of the values; the least or the largest beyond their ends."""
+        assert self.percentiles is not None
+        return float(np.interp(share, PERCENTILES, self.percentiles)) if np.isfinite(share) else np.nan
+
+    def linear(self) -> np.ndarray:
+        """Return a number of each prompt, whose mean has the error of the value: to first order for a median."""
+        if self.percentiles is None:
+            return self.by_prompt
+        _, error, _ = clustered_mean(self.by_prompt, self.clusters)
+        half = min(max(float(error), 0.01), 0.5)  # a percentile at least
+        return -self.by_prompt * (self.quantile(0.5 + half) - self.quantile(0.5 - half)) / (2 * half)
+
+    def row_of_difference(self, other: "_Cell", paired: bool) -> Row:
         """Return the row of this value minus another; of differences of prompts if `paired`, else with Welch's interval."""
         if paired:
-            _, error, df = clustered_mean(self.by_prompt - other.by_prompt, self.clusters)
+            _, error, df = clustered_mean(self.linear() - other.linear(), self.clusters)
         else:
-            _, errors, dfs = np.array([clustered_mean(of.by_prompt, of.clusters) for of in (self, other)]).T
-            error, df = np.hypot(*errors), (errors**2).sum() ** 2 / (errors**4 / dfs).sum()
-        return _row(self.value - other.value, self.null_level - other.null_level, error, df)
+            _, errors, dfs = np.array([clustered_mean(of.linear(), of.clusters) for of in (self, other)]).T
+            error, parts = np.hypot(*errors), (errors**4 / dfs).sum()
+            df = (errors**2).sum() ** 2 / (parts if parts > 0 else 1)
+        value, null_level = self.value - other.value, self.null_level - other.null_level
+        coupling = null_level - value
+        middle = value if np.isnan(coupling) else coupling
+        margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
+        ends = [middle - margin, middle + margin]
+        return [value, null_level, coupling, *ends, self.over(ends), UNDEFINED_VALUE if np.isnan(value) else ""]
 
 
 Cells = dict[tuple[str, str], _Cell]  # by measure and of what
 
 
-def _row(value: float, null_level: float, error: np.ndarray, df: np.ndarray) -> list[float]:
-    coupling = null_level - value
-    middle = value if np.isnan(coupling) else coupling
-    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
-    return [value, null_level, coupling, middle - margin, middle + margin]
+def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests: int = 1) -> Cells:
+    """Return the values of a unit.
 
-
-def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None) -> Cells:
-    """Return the values of a unit."""
-    clusters, cells = sources(unit), {}
+    Args:
+        tests: the number of steps of which this one was chosen for its coupling.
+    """
+    clusters, kind, cells = sources(unit), _kind(unit), {}
+    none = np.full(unit.sizes["prompt"], np.nan)
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
     for name in with_pairs:
-        at = unit.sel(k=k)
+        at, approximate = unit.sel(k=k), has_approximate_level(unit, name)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
-            cells[name, words] = _Cell(value, null, at[f"{name}_coupling"].sel(pairs=pairs).values, clusters)
+            answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
+            by_prompt = none if approximate else at[f"{name}_coupling"].sel(pairs=pairs).values
+            cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
-            cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(
-                value, null, np.full(unit.sizes["prompt"], np.nan), None
-            )
-    for name in (name for name in OF_PATHS if f"{name}_by_prompt" in unit):
-        by_prompt = unit[f"{name}_by_prompt"].values
-        value, _, _ = clustered_mean(by_prompt)
-        cells[name, "median of tokens"] = _Cell(float(value), np.nan, by_prompt, clusters)
+            cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(value, null, none, None, kind)
+    for name in (name for name in OF_PATHS if f"{name}_below" in unit):
+        value, below = float(unit[name].sel(statistic="median")), unit[f"{name}_below"].values
+        percentiles = unit[f"{name}_percentiles"].values
+        cells[name, "median of tokens"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
     return cells
 
 
-def _departure(unit: xr.Dataset, k: int | None) -> xr.DataArray:
-    """Return null level minus mis-coupling of the first measure shown, (layer, layer_other); NaN for pairs that do not count."""
-    _, name = _chosen(unit, k)
+def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
+    """Say whether the coupling is above 0, or why that is not tested."""
+    if is_one_module(unit):
+        return "no test: the blocks are one module"
+    if has_approximate_level(unit, name):
+        return "no test: the null level is approximate"
+    pairs = independent_pairs(_departure(unit, k, name), unit)
+    if not np.isfinite(pairs).any():
+        return f"no test: {UNDEFINED_VALUE}"
+    if (count := np.isfinite(pairs).sum()) < FEWEST_PAIRS:
+        return f"no test: {counted(int(count), 'pair')} of blocks"
+    prompts = unit[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values
+    above = coupled(pairs[None], prompts[None], sources(unit), (1 - CONFIDENCE) / 2 / tests)
+    return ABOVE if above[0] else f"not {ABOVE}"
+
+
+def _departure(unit: xr.Dataset, k: int | None, name: str) -> xr.DataArray:
+    """Return null level minus mis-coupling, (layer, layer_other); NaN for pairs that do not count."""
     return where_counted((unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k), unit)
 
 
 def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
     """Return the blocks whose coupling, the mean of both directions, is largest; None with fewer than three blocks."""
-    if k is None or unit.sizes["layer"] < 3 or not (departures := pairs_of_blocks(_departure(unit, k).values)).size:
+    if k is None or unit.sizes["layer"] < 3:
         return None
+    departures = pairs_of_blocks(_departure(unit, k, _chosen(unit, k)[1]).values)
     first, second = np.triu_indices(unit.sizes["layer"], 1)
     at = int(np.nan_to_num(departures, nan=-np.inf).argmax())
     return int(unit["layer"][first[at]]), int(unit["layer"][second[at]])
@@ -263,7 +325,11 @@ def _of_steps(result: _Result) -> Summary:
     curve = result.curve(sorted({steps[0], result.best, steps[-1]}))
     units = {int(step): curve.sel(step=step) for step in curve["step"].values}
     several, pair = len(units) > 1, _most_coupled(units[result.best], k)
-    columns = {f"{step:,}" if several else "": _cells(unit, k, pair) for step, unit in units.items()}
+    chosen = result.best if result.best not in (steps[0], steps[-1]) else None
+    columns = {
+        f"{step:,}" if several else "": _cells(unit, k, pair, len(steps) if step == chosen else 1)
+        for step, unit in units.items()
+    }
     rows = {label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()}
     title = _title(units[steps[-1]], k)
     if several:
@@ -272,7 +338,7 @@ def _of_steps(result: _Result) -> Summary:
     where = f" at step {result.best:,}" if several else ""
     notes = [
         _of_intervals(units[steps[-1]]),
-        *_of_coupling({f"step {step:,}" if several else "": unit for step, unit in units.items()}, k, pair, where),
+        *_of_coupling(list(units.values()), columns, k, pair, where),
         *doubts(curve, result.skipped),
     ]
     return _table(rows, "step" if several else "", title, notes)
@@ -302,7 +368,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             if at in columns[first]
         }
     title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
-    notes = [_of_intervals(units[first]), *_of_coupling(units, k, pair, f" in {strongest}")]
+    notes = [_of_intervals(units[first]), *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}")]
     equal = {name: describe_equal_blocks(unit) for name, unit in units.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
     notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
@@ -313,9 +379,7 @@ def _has(unit: xr.Dataset, pair: tuple[int, int] | None) -> bool:
     return pair is not None and "layer" in unit.dims and set(pair) <= set(unit["layer"].values.tolist())
 
 
-def _table(
-    rows: Mapping[str, Mapping[tuple[str, str], list[float]]], label: str, title: str, notes: list[str]
-) -> Summary:
+def _table(rows: Mapping[str, Mapping[tuple[str, str], Row]], label: str, title: str, notes: list[str]) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
     index = [(*at, *([name] if label else [])) for at in order for name, cells in rows.items() if at in cells]
@@ -328,52 +392,46 @@ def _table(
     return table
 
 
+def _kind(unit: xr.Dataset) -> str:
+    return "prompt" if any(map(str, unit["prompt_text"].values)) else "sample"
+
+
 def _title(unit: xr.Dataset, k: int | None) -> str:
-    kind = "prompt" if any(map(str, unit["prompt_text"].values)) else "sample"
-    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], kind)}" + ("" if k is None else f", K = {k}")
+    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], _kind(unit))}" + ("" if k is None else f", K = {k}")
 
 
 def _of_intervals(unit: xr.Dataset) -> str:
     if unit.sizes["prompt"] < 2:
-        return "There are no intervals, since they are over prompts: measure several."
-    of = sources(unit)
-    clusters = "" if of is None or len(set(of)) < 2 else f", which are of {len(set(of))} sources"
+        return f"There are no intervals, since they are over {_kind(unit)}s: measure several."
+    clusters = "" if sources(unit) is None else f" Equal {_kind(unit)}s, and those of one source, are a cluster."
     quantity = "of the coupling, or of the value where there is no null level"
-    return f"low and high: 95 % interval over prompts{clusters}, {quantity}. It holds for these weights alone."
+    return f"low and high: 95 % interval {quantity}, over what is named. It holds for these weights alone.{clusters}"
 
 
 def _of_coupling(
-    units: Mapping[str, xr.Dataset], k: int | None, pair: tuple[int, int] | None, where: str
+    units: Sequence[xr.Dataset], columns: Mapping[str, Cells], k: int | None, pair: tuple[int, int] | None, where: str
 ) -> Iterator[str]:
-    """Say which pair was chosen, where blocks are coupled beyond chance, and where untrained blocks are not at the null level."""
+    """Say which pair was chosen, what the answers are of, and where untrained blocks are not at the null level."""
     if k is None:
         return
-    _, name = _chosen(next(iter(units.values())), k)
     if pair is not None:
-        blocks = f"Blocks {pair[0]} and {pair[1]}"
+        blocks, (_, name) = f"Blocks {pair[0]} and {pair[1]}", _chosen(units[0], k)
         yield f"{blocks} have the largest coupling by {name}{where}. They were chosen for their value, so they have no interval."
-    if all(unit.sizes["layer"] == 1 for unit in units.values()):
+    if all(unit.sizes["layer"] == 1 for unit in units):
         yield "One block makes no pairs, so there is no coupling of blocks."
         return
-    tested = {label: unit for label, unit in units.items() if not is_one_module(unit)}
-    above = {
-        label: bool(coupled(independent_pairs(_departure(unit, k), unit)[None])[0]) for label, unit in tested.items()
-    }
-    yes, no = ([label for label in tested if above[label] is outcome] for outcome in (True, False))
-    beginning = f"A t test over the pairs of blocks ({name}) finds the coupling "
-    end = ". One in 40 untrained models passes it by chance."
-    if any(map(has_equal_weights, units.values())):
-        end = ". Blocks that begin with equal weights pass it untrained."
-    elif any(map(has_one_module, units.values())):
-        end = ". All pairs of the same two modules are one pair of it."
-    if not tested:
-        yield f"No test over the pairs of blocks ({name}) says whether they are coupled beyond chance: they are one module."
-    elif "" in units:
-        yield beginning + ("above 0" if yes else "not above 0 beyond chance") + end
-    else:
-        rest = f", and not for {', '.join(no)}" if yes and no else ""
-        yield f"{beginning}above 0 for {', '.join(yes) or 'none'}{rest}{end}"
-    if any(unit.attrs["post_norm"] for unit in units.values()):
+    answers = [cell.answer for cells in columns.values() for cell in cells.values()]
+    post_norm = any(unit.attrs["post_norm"] for unit in units)
+    if any(answer.endswith(ABOVE) for answer in answers):
+        rest = ""
+        if any(map(has_equal_weights, units)):
+            rest = " Blocks that begin with equal weights pass it untrained."
+        elif any(map(has_one_module, units)):
+            rest = " All pairs of the same two modules are one pair of it."
+        elif not post_norm:
+            rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
+        yield f"answer: a t test over the pairs of blocks and the {_kind(units[0])}s.{rest}"
+    if post_norm:
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 
 

@@ -6,7 +6,7 @@ Missing values (NaN) are left out of every reduction.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import numpy as np
@@ -46,14 +46,19 @@ def median(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
 
 def quartiles(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
     """Return quartiles over dimensions, along `statistic`, by linear interpolation as in `np.quantile`."""
+    return quantiles(values, over, list(QUANTILES.values()), "statistic")
+
+
+def quantiles(values: xr.Variable, over: Iterable[str], levels: Sequence[float], dim: str) -> xr.Variable:
+    """Return quantiles over dimensions, along a new one, as `quartiles`."""
     rest, ordered, count = _ordered(values, tuple(over))
-    at = ((count - 1)[..., None] * np.array(list(QUANTILES.values()))).clip(0)
+    at = ((count - 1)[..., None] * np.array(levels)).clip(0)
     below = at.astype(int)
     above = np.minimum(below + 1, (count - 1)[..., None].clip(0))
     low, high = (np.take_along_axis(ordered, index, -1) for index in (below, above))
     share, between = at - below, high - low
     spread = np.where(share < 0.5, low + between * share, high - between * (1 - share))
-    return xr.Variable(("statistic", *rest), np.moveaxis(spread, -1, 0), values.attrs)
+    return xr.Variable((dim, *rest), np.moveaxis(spread, -1, 0), values.attrs)
 
 
 def over_pairs(matrices: xr.Variable, counted: xr.Variable) -> xr.Variable:

@@ -17,7 +17,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, curves, labelled_over_pairs, sources, suspect
-from tracker.analysis.null_levels import null_level
+from tracker.analysis.null_levels import is_approximate, null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.regression import holm, linear_fit
@@ -269,7 +269,7 @@ def _onset(ds: xr.Dataset, choices: Choices) -> Onset:
     """Return the onset of the coupling that is shown, over pairs of different blocks."""
     departure = coupling_of_prompts(ds, _as_package(choices)).transpose("step", "prompt").values
     pairs = independent_pairs(_below_null(ds, choices), ds)
-    return onset(ds["step"].values, departure, pairs, sources(ds))
+    return onset(ds["step"].values, departure, pairs, sources(ds), is_approximate(ds, _measure(choices)))
 
 
 def _mark_onset(panel: "Axes", began: Onset) -> None:

@@ -42,7 +42,7 @@ stored, and the levels of all pairs are computed from them when they are read. D
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import pi, sqrt
 from typing import Any
 
@@ -216,6 +216,11 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 PAIR = ("token", "k", "layer", "layer_other")
+OF_TRACE = "miscoupling_release_trace"  # whose null level is that of the release, times |s|_2 / |s|_1
+BY_ROTATIONS = tuple(
+    definition.name for definition in DEFINITIONS if definition.name != OF_TRACE
+)  # levels are measured
+LEVEL = "_level"  # follows the name of the definition in the variable that holds them
 OF_PAIRS, SWAPPED = "A = U′ᵀ J V′", "A = V′ᵀ J U′"
 
 
@@ -265,7 +270,23 @@ def _declared() -> tuple[Measure, ...]:
             formula=f"{definition.equation}, {SWAPPED}",
         )
         measures += [plain, normed, swapped]
+        if name in BY_ROTATIONS:
+            measures += [declared_level(one) for one in (plain, normed, swapped)]
     return tuple(measures)
+
+
+def declared_level(of: Measure) -> Measure:
+    """Return the variable that holds the null level of a mis-coupling."""
+    start, end = of.name.split(of.base or of.name)
+    return Measure(
+        f"{start}{of.base or of.name}{LEVEL}{end}",
+        of.dims,
+        f"{of.label}: null level",
+        option=of.option,
+        variant=of.variant,
+        formula=f"mean over random rotations Q of block l′, U′ → Q U′, V′ → Q V′, of {of.formula}",
+        reference=OURS,
+    )
 
 
 DECLARED = _declared()
@@ -330,6 +351,12 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     return Moments(isotropic * scale, symmetric * scale, antisymmetric * scale)
 
 
+def moments_of_layers(layers: Sequence[Moments]) -> Moments:
+    """Return the moments of several layers' Jacobians, (R,) each, as (R, L)."""
+    parts = ([getattr(of, part.name) for of in layers] for part in fields(Moments))
+    return Moments(*(torch.stack(values, 1) for values in parts))
+
+
 def overlap(U: Float[Tensor, "*batch d K"], V: Float[Tensor, "*batch d K"], ks: Sequence[int]) -> Overlap:
     """Return the overlap of singular vectors: u_k . v_k for the largest K, and the sums for each of `ks`, (*batch, k)."""
     G = U.mT @ V
@@ -355,7 +382,7 @@ def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, 
 def null_levels(definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
     """Return the `null_level` of several definitions; what two of them need is computed once."""
     s = torch.where(s[..., :1] > 0, s, torch.nan)
-    norm, entries = vector_norm(s, dim=-1)[..., None], _Entries(of, basis, d)
+    norm, entries = vector_norm(s, dim=-1)[..., None], Entries(of, basis, d)
     defined = torch.where(norm > 0, 1.0, torch.nan)
     release: list[Pairs] = []  # the size of the diagonal takes most of the time
 
@@ -386,7 +413,7 @@ def spread(s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
     other definitions leave out the largest entries, and the rest depend on each other: draw Q for these too. Arguments as for
     `null_level`.
     """
-    level, entries = null_level("miscoupling", s, of, basis, d), _Entries(of, basis, d)
+    level, entries = null_level("miscoupling", s, of, basis, d), Entries(of, basis, d)
     g, tau, a, b = entries.g, entries.tau, entries.a, entries.b
     # The variance of (A_ij - c)^2 is 2 sigma^4 + 4 sigma^2 (mean - c)^2; c = s_k on the diagonal and 0 off it.
     shift = a * (s**2).sum(-1)[..., None] + b * _products(s**2, g**2)
@@ -420,7 +447,7 @@ def simulated(
     return torch.stack(matrices)
 
 
-class _Entries:
+class Entries:
     """The mean tau G_ij and the variance a + b G_ij^2 of the entries of A, and sums over them, for every pair."""
 
     def __init__(self, of: Moments, basis: Overlap, d: int) -> None:
@@ -437,6 +464,10 @@ class _Entries:
         squares, fourths = squares + on_diagonal, fourths + (self.g**4).sum(-1)[..., None, :]
         of_variances = K**2 * self.a**2 + 2 * self.a * self.b * squares + self.b**2 * fourths
         self.variance_of_squares = 2 * of_variances + 4 * self.tau**2 * (self.a * squares + self.b * fourths)
+
+    def diagonal_squares(self) -> Float[Tensor, "*batch L M K"]:
+        """Return E A_kk^2."""
+        return self.a[..., None] + (self.tau**2 + self.b)[..., None] * self.g[..., None, :, :] ** 2
 
     def diagonal_size(self) -> Float[Tensor, "*batch L M K"]:
         """Return E|A_kk| of normal entries. In place, which takes half of the time."""

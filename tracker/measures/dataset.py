@@ -161,6 +161,7 @@ class Sample:
         decode: token ids -> text, while the sample is measured.
         random_seed: of the random numbers that the sample's forward pass drew; None if it drew none.
         basis_layers: block l -> basis block l', across tokens.
+        digest: a hash of its inputs, without padding; 0 where they are not known by themselves.
     """
 
     label: str
@@ -176,6 +177,7 @@ class Sample:
     ids: np.ndarray | None = None
     decode: Callable[[list[int]], str] | None = None
     random_seed: int | None = None
+    digest: int = 0
 
     def __post_init__(self) -> None:
         self.values["token_position"] = np.asarray(self.tokens, dtype=np.float32)
@@ -207,6 +209,9 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         for row, sample in zip(texts, samples, strict=True):
             row[: len(sample.token_texts)] = sample.token_texts
         dataset = dataset.assign_coords(token_text=(("prompt", "position"), texts))
+    digests = np.array([sample.digest for sample in samples], dtype=np.int64)
+    if digests.all():
+        dataset = dataset.assign_coords(prompt_digest=("prompt", digests))
     drew = any(sample.random_seed is not None for sample in samples)
     if drew:
         seeds = [-1 if sample.random_seed is None else sample.random_seed for sample in samples]

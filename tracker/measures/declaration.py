@@ -114,6 +114,9 @@ COORDINATES = {
     "prompt": Coordinate("prompt or input", "0, 1, …"),
     "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text"),
     "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from"),
+    "prompt_digest": Coordinate(
+        "hash of the prompt's inputs", "of its token ids, or its first tensor, without padding"
+    ),
     "difficulty": Coordinate("difficulty of the prompt", "as its source rates it"),
     "random_seed": Coordinate(
         "seed of the forward pass, which drew random numbers", "hash of its inputs; −1: drew none"

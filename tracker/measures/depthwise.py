@@ -30,11 +30,12 @@ from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling, single_blocks
 from tracker.measures.block_halves import half_values
 from tracker.measures.block_products import Products
-from tracker.measures.coupling import MISCOUPLINGS, overlap
+from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers, overlap
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import Plan, measured_calls
+from tracker.measures.rotations import frames, mean_levels, turned
 from tracker.measures.settings import OF_PAIRS
 from tracker.model.recording import Recording
 
@@ -80,9 +81,9 @@ def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str
         torch.stack([getattr(l.triplets, part) for l in layers], 1) for part in ("U", "V", "determined")
     )
     of_bases = overlap(U, V, ks)
+    moments = moments_of_layers([layer.moments for layer in layers])
     parts = {"isotropic": "isotropic", "symmetric_norm": "symmetric", "antisymmetric_norm": "antisymmetric"}
-    values = {name: torch.stack([getattr(l.moments, part) for l in layers], 1) for name, part in parts.items()}
-    return values | {
+    return {name: getattr(moments, part) for name, part in parts.items()} | {
         "alignment": torch.where(determined, of_bases.diagonal, torch.nan),
         "overlap_squares": of_bases.squares.transpose(1, 2),
         "overlap_fourths": of_bases.fourths.transpose(1, 2),
@@ -124,20 +125,59 @@ def pairs(
     bases = [layer.triplets for layer in layers] if bases is None else bases
     U, V, S_bases = (torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS")
     S = torch.stack([layer.triplets.S for layer in layers], 1)
-    A = _coupling_matrices(layers, U, V)
-    swapped = _coupling_matrices(layers[:L], V[:, :L], U[:, :L]) if "vju" in measures else None
+    A, swapped, in_frames = _products(layers, U, V, "vju" in measures)
+    values = _measures(A, S, S_bases, layers, in_frames, U, V, ks)
+    if L is not None and len(layers) > L:
+        values = _both_conventions(values, L)
+    if swapped is not None:
+        alone = slice(0, L)
+        of_swapped = swapped[:, alone, alone], S[:, alone], S_bases[:, alone], layers[alone], in_frames[:, alone]
+        values_of_swapped = _measures(*of_swapped, V[:, alone], U[:, alone], ks)
+        values |= {f"{name}_vju": value for name, value in values_of_swapped.items()}
+    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in measures else {})
+
+
+def _products(
+    layers: Sequence[Layer], U: Tensor, V: Tensor, swap: bool
+) -> tuple[Float[Tensor, "R L M K K"], Float[Tensor, "R L M K K"] | None, Tensor]:
+    """Return A of every Jacobian in every basis, A with the sides swapped, and every Jacobian in frames."""
+    d, K = U.shape[-2:]
+    F = frames(d, K).to(U)
+    right, left = coupling.side_by_side(V), coupling.side_by_side(U)
+    A, swapped, in_frames = [], [], []
+    for layer in layers:
+        J = layer.jacobian()
+        A.append(coupling.in_bases(U, J @ right))
+        in_frames.append(turned(J, F, K))
+        if swap:
+            swapped.append(coupling.in_bases(V, J @ left))
+    return torch.stack(A, 1), torch.stack(swapped, 1) if swap else None, torch.stack(in_frames, 1)
+
+
+def _measures(
+    A: Float[Tensor, "R L M K K"],
+    S: Float[Tensor, "R L K"],
+    S_bases: Float[Tensor, "R M K"],
+    layers: Sequence[Layer],
+    in_frames: Tensor,
+    U: Float[Tensor, "R M d K"],
+    V: Float[Tensor, "R M d K"],
+    ks: Sequence[int],
+) -> dict[str, Tensor]:
+    """Return the mis-couplings, and the null levels that are measured, (R, k, L, M)."""
     parts = []
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
         rows = slice(r, r + at_once)
-        values = _measures_by_k(A[rows], S[rows], S_bases[rows], U.shape[-2], ks)
-        if L is not None and len(layers) > L:
-            values = _both_conventions(values, L)
-        if swapped is not None:
-            swapped_values = _measures_by_k(swapped[rows], S[rows, :L], S_bases[rows, :L], U.shape[-2], ks)
-            values |= {f"{name}_vju": swapped_values[name] for name in MISCOUPLINGS}
-        parts.append(values)
-    values = {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
-    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in measures else {})
+        by_k = [
+            coupling.miscouplings(A[rows, ..., :k, :k], S[rows, ..., :k], U.shape[-2], S_bases[rows, ..., :k])
+            for k in ks
+        ]
+        parts.append({name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS})
+    values = {name: torch.cat([part[name] for part in parts]) for name in MISCOUPLINGS}
+    of_layers = moments_of_layers([layer.moments for layer in layers])
+    for name, level in mean_levels(in_frames, S, of_layers, U, V, ks).items():
+        values[f"{name}{LEVEL}"] = torch.where(values[name].isnan(), torch.nan, level)
+    return values
 
 
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
@@ -152,18 +192,6 @@ def _without_layer(values: Tensor, l: int) -> Tensor:
         after = values.narrow(axis, l + 1, values.shape[axis] - l - 1)
         values = torch.cat([values.narrow(axis, 0, l), after], axis)
     return values
-
-
-def _coupling_matrices(layers: Sequence[Layer], U: Tensor, V: Tensor) -> Float[Tensor, "R L M K K"]:
-    """Return A of every Jacobian in every basis."""
-    columns = coupling.side_by_side(V)
-    return torch.stack([coupling.in_bases(U, layer.jacobian() @ columns) for layer in layers], 1)
-
-
-def _measures_by_k(A: Tensor, S: Tensor, S_basis: Tensor, d: int, ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the mis-couplings, (R, k, L, M)."""
-    by_k = [coupling.miscouplings(A[..., :k, :k], S[..., :k], d, S_basis[..., :k]) for k in ks]
-    return {name: torch.stack([values[name] for values in by_k], 1) for name in by_k[0]}
 
 
 def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from tracker.common.values import Method
 from tracker.jacobians.elimination import MERGING
+from tracker.measures.rotations import entries_of_turned
 from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
 
@@ -63,8 +64,12 @@ class Plan:
 
     @property
     def bytes_of_pairs(self) -> int:
-        """The bytes of the matrices A of all pairs of blocks at one row, each block's and all together, and of the overlaps."""
-        return (2 * (self.of_row * self.K) ** 2 + 4 * self.of_row * self.K**2) * self.itemsize
+        """The bytes of what pairs of blocks need at one row.
+
+        These are the matrices A, each block's and all together, the overlaps, and three copies of the Jacobians in frames.
+        """
+        of_block = 4 * self.K**2 + 3 * entries_of_turned(self.d, self.K)
+        return (2 * (self.of_row * self.K) ** 2 + self.of_row * of_block) * self.itemsize
 
     @property
     def steps(self) -> int:

@@ -34,7 +34,15 @@ from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets, joined
 from tracker.linalg.transfer import to_arrays
-from tracker.measures.coupling import DEFINITIONS, OF_PAIRS, Moments, declared_parts, moments
+from tracker.measures.coupling import (
+    BY_ROTATIONS,
+    DEFINITIONS,
+    OF_PAIRS,
+    Moments,
+    declared_level,
+    declared_parts,
+    moments,
+)
 from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
 from tracker.measures.depthwise import pairs, parts_of_null_levels
 from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
@@ -61,23 +69,22 @@ def _declared() -> tuple[Measure, ...]:
         shared: dict[str, Any] = {"option": "tokenwise", "variant": kind}
         for definition in DEFINITIONS:
             name, shown = definition.name, "tokens" in definition.dashboard
-            measures.append(
-                Measure(
-                    f"{kind}_{name}",
-                    TOKEN_PAIR,
-                    f"{definition.label}, {text}",
-                    base=name,
-                    curve="token pairs",
-                    null=True,
-                    counted=True,
-                    metric=f"tokens/{kind}/{name}",
-                    logged=("", "_null"),
-                    dashboard=MINOR if shown else "",
-                    formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
-                    reference=f"{definition.reference}; across tokens: paper, section 3.1",
-                    **shared,
-                )
+            measure = Measure(
+                f"{kind}_{name}",
+                TOKEN_PAIR,
+                f"{definition.label}, {text}",
+                base=name,
+                curve="token pairs",
+                null=True,
+                counted=True,
+                metric=f"tokens/{kind}/{name}",
+                logged=("", "_null"),
+                dashboard=MINOR if shown else "",
+                formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
+                reference=f"{definition.reference}; across tokens: paper, section 3.1",
+                **shared,
             )
+            measures += [measure, *([declared_level(measure)] if name in BY_ROTATIONS else [])]
         tokens = TOKEN_PAIR[1:3]
         shared["reference"] = "paper, section 3.1"
         for name in ("residual", "complete"):

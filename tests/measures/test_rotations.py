@@ -1,0 +1,150 @@
+"""Null levels by rotations: against blocks that are turned one by one, many rotations drawn otherwise, and unrelated blocks.
+
+`test_formulas` compares those of measured models, in the same way.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tracker
+from tests.measures.formulas import Block, levels_by_rotations
+from tests.measures.test_null_levels import KINDS, planted
+from tests.models import neox, tokens
+from tracker.measures import coupling, rotations
+from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS
+
+D, L = 12, 3
+FORMULAS = {definition.name: definition.formula for definition in DEFINITIONS}
+
+
+def few_large(d, count, generator):
+    """Blocks with a trace and two large singular values."""
+    left, right = torch.randn(2, count, d, 2, generator=generator, dtype=torch.float64) / d**0.5
+    rest = torch.randn(count, d, d, generator=generator, dtype=torch.float64) / d**0.5
+    return -0.3 * torch.eye(d, dtype=torch.float64) + 3 * left @ right.mT + 0.02 * rest
+
+
+def levels_of(J, ks, signs=1.0):
+    """Levels of all pairs of Jacobians (rows, blocks, d, d), by definition: (rows, k, blocks, blocks)."""
+    K, d = max(ks), J.shape[-1]
+    U, s, Vh = torch.linalg.svd(J)
+    U, s, V = U[..., :K] * signs, s[..., :K], Vh[..., :K, :].mT * signs
+    F = rotations.frames(d, K).to(J)
+    T = torch.stack([rotations.turned(J[:, l], F, K) for l in range(J.shape[1])], 1)
+    return rotations.mean_levels(T, s, coupling.moments(J, s[..., 0]), U, V, ks)
+
+
+def values_of(J, K):
+    """Mis-couplings of all pairs, by definition: (rows, blocks, blocks)."""
+    U, s, Vh = torch.linalg.svd(J)
+    A = torch.einsum("rmdi,rlde,rmje->rlmij", U[..., :K], J, Vh[..., :K, :])
+    return {name: formula(A, s[..., None, :K]) for name, formula in FORMULAS.items()}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "few large"])
+@pytest.mark.parametrize("ks", [(1,), (2, 5), (6,), (3, 9), (12,)])
+def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
+    """Also with frames of a whole rotation, 2 K > d, and those that contain the frames for a smaller K."""
+    generator = torch.Generator().manual_seed(1)
+    J = few_large(D, L, generator) if kind == "few large" else torch.stack([planted(kind, D, 0.5, i) for i in range(L)])
+    found = levels_of(J[None], ks)
+    blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks, {}, None) for one in J]
+    for i, k in enumerate(ks):
+        for l, m in np.ndindex(L, L):
+            # Elsewhere V' has little or no part outside of the span of U', and the oracle no basis of it.
+            if 2 * k > D or kind in ("random", "with a trace", "few large"):
+                expected = levels_by_rotations(blocks[l], blocks[m], k)
+                for name in BY_ROTATIONS:
+                    assert float(found[name][0, i, l, m]) == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "few large"])
+@pytest.mark.parametrize("K", [1, 2, 3, 8])
+def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, monkeypatch):
+    d, draws = 24, 4000
+    J = torch.stack([planted(kind, d, 0.7, i) for i in (2, 3)]) if kind in KINDS else None
+    J = few_large(d, 2, torch.Generator().manual_seed(2)) if J is None else J
+    rotations.frames.cache_clear()
+    monkeypatch.setattr(rotations, "COLUMNS", 2000 * K)
+    found = levels_of(J[None], (K,))
+    rotations.frames.cache_clear()
+    U, _, Vh = torch.linalg.svd(J[1])
+    A = coupling.simulated(J[0], U[:, :K], Vh[:K].mT, draws, torch.Generator().manual_seed(3))
+    s = torch.linalg.svdvals(J[0])[:K]
+    for name in BY_ROTATIONS:
+        drawn = FORMULAS[name](A, s)
+        chance = 4.5 * float(drawn.std()) * (1 / draws + 1 / 2000) ** 0.5
+        assert abs(float(drawn.mean() - found[name][0, 0, 0, 1])) <= chance + 1e-12, name
+
+
+def test_unrelated_blocks_have_no_coupling():
+    """Means over 200 models with a trace and few large values. By the formulas eq. 14 has 0.04 at K = 2 and 0.02 at K = 5."""
+    generator, ks, count, blocks = torch.Generator().manual_seed(4), (2, 3, 10), 200, 5
+    J = few_large(40, count * blocks, generator).unflatten(0, (count, blocks))
+    levels, apart = levels_of(J, ks), ~torch.eye(blocks, dtype=torch.bool)
+    for i, k in enumerate(ks):
+        for name, values in values_of(J, k).items():
+            if name in BY_ROTATIONS:
+                by_model = (levels[name][:, i] - values)[:, apart].mean(1)
+                assert abs(float(by_model.mean())) <= 0.003 + 3 * float(by_model.std()) / count**0.5, (name, k)
+    by_model = (levels["offdiag_normalized"][:, 0] - values_of(J, 2)["offdiag_normalized"])[:, apart].mean(1)
+    assert float(by_model.std()) / count**0.5 < 0.006, "so that the bound above finds the 0.04 of the formulas"
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=4, max_size=4),
+    scale=st.floats(1e-25, 1e20),
+    order=st.permutations(range(L)),
+)
+def test_signs_of_vectors_scale_and_order_of_blocks_do_not_matter(signs, scale, order):
+    J = torch.stack([planted("with a trace", D, 0.5, i) for i in range(L)])[None]
+    plain, changed = levels_of(J, (2, 4)), levels_of(scale * J[:, order], (2, 4), torch.tensor(signs))
+    for name, values in plain.items():
+        expected = values[:, :, order][..., order] * (scale if name == "offdiag" else 1.0)
+        torch.testing.assert_close(changed[name], expected, rtol=1e-9, atol=0)
+
+
+def test_levels_in_float32_and_of_zero_jacobians():
+    J = torch.stack([planted("random", D, 0.5, i) for i in range(L)])[None]
+    for name, values in levels_of(J.float(), (4,)).items():
+        torch.testing.assert_close(values.double(), levels_of(J, (4,))[name], rtol=0, atol=1e-5)
+    J[:, 1] = 0
+    for values in levels_of(J, (4,)).values():
+        assert values[0, 0, 1].isnan().all() and values[0, 0, 0, [0, 2]].isfinite().all()
+
+
+def test_rows_and_frames_in_parts(monkeypatch):
+    J = torch.stack([torch.stack([planted("random", D, 0.5, L * r + i) for i in range(L)]) for r in range(4)])
+    whole = levels_of(J, (2, 8))
+    monkeypatch.setattr(rotations, "AT_ONCE", 1)
+    for name, values in levels_of(J, (2, 8)).items():
+        torch.testing.assert_close(values, whole[name], rtol=1e-12, atol=0)
+
+
+def test_frames_are_haar_and_leave_the_global_generator_alone():
+    state = torch.get_rng_state()
+    rotations.frames.cache_clear()
+    F = rotations.frames(16, 3)
+    assert F.shape == (math.ceil(rotations.COLUMNS / 3), 16, 6)
+    torch.testing.assert_close(F.mT @ F, torch.eye(6, dtype=F.dtype).expand(len(F), 6, 6))
+    assert abs(F.diagonal(dim1=-2, dim2=-1).mean()) < 0.05, "QR alone gives a diagonal of one sign"
+    rotations.frames.cache_clear()
+    assert torch.equal(F, rotations.frames(16, 3)) and torch.equal(state, torch.get_rng_state())
+    assert rotations.frames(16, 9).shape == (math.ceil(rotations.COLUMNS / 16), 16, 16)
+
+
+def test_the_same_weights_have_the_same_levels_whatever_is_measured_with_them():
+    model, ids = neox(), tokens(4)
+    state = torch.get_rng_state()
+    whole, part = (tracker.measure(model, ids[:n], k=(2, 5)) for n in (4, 2))
+    full = tracker.measure(model, ids, k=(2, 5), svd="full")
+    assert torch.equal(state, torch.get_rng_state())
+    for name in (f"{name}_level" for name in BY_ROTATIONS):
+        np.testing.assert_allclose(whole[name][:2], part[name], atol=2e-5)
+        np.testing.assert_allclose(whole[name], full[name], atol=2e-5)

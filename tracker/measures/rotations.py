@@ -1,0 +1,194 @@
+"""Null levels: the mean of each mis-coupling over rotations that are drawn.
+
+`coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The value of
+a pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square, or of a ratio of
+mean squares, lies above the mean of roots. Frames stand for rotations, step by step:
+
+1.  A pair that is turned has A = (Q U')^T J (Q V'), with U', V' (d, K) of block l'. So Q acts on the span of [U', V'] alone.
+2.  With G = U'^T V', the columns of V' - U' G are orthogonal to U', and their products are H^T H = I - G^T G. H is the
+    symmetric root (K, K), which no choice of signs or order changes. So V' = U' G + W H, and [U', W] is orthonormal where
+    2 K <= d.
+3.  Q [U', W] is a Haar frame [F_1, F_2]: 2 K orthonormal columns whose law no rotation changes. It does not depend on U' and V'.
+4.  A = F_1^T J (F_1 G + F_2 H). All pairs share the frames, so that each J is multiplied with F_1 once, while it is at
+    hand, and F_1^T J [F_1, F_2] (K, 2 K) is all that its pairs need of it.
+5.  Where 2 K > d, the frame is a whole rotation: A = U'^T (F^T J F) V'.
+
+A frame for the largest K contains those for each smaller k: k of its columns as F_1, and the next k, in a cycle, as F_2.
+
+Control variates reduce what a mean over few frames leaves of chance. With
+
+    t = |A|^2,   o = t - sum_k A_kk^2,   r = E o / E t,   w_k = 0.4 / sqrt(E A_kk^2)
+    y = 1 + (t - 2 sum_k s_k A_kk) / |s|^2 for the page's, and with |A_kk| for the release's,   y_0: by its formula, squared
+
+the means of t, o, A_kk and A_kk^2 are known exactly (`coupling.Entries`). So the following terms have mean 0, and the first-order
+expansion of the definition as their weight; 0.4 is the slope of |z| against z^2 for a normal z:
+
+    miscoupling           sqrt(y) - (y - y_0) / (2 sqrt(y_0))
+    miscoupling_release   sqrt(y) - (t - E t - 2 sum_k s_k w_k (A_kk^2 - E A_kk^2)) / (2 sqrt(y_0) |s|^2)
+    offdiag               sqrt(o) - (o - E o) / (2 sqrt(E o))
+    offdiag_normalized    sqrt(o / t) - (o - r t) / (2 sqrt(r) E t)
+
+Frames are the same in every measurement, so that curves are smooth. Signs of singular vectors are arbitrary: each pair (u_k, v_k)
+is taken with the sign for which u_k has a positive product with a fixed vector.
+
+Cost: a product of J with `COLUMNS` columns, 1 / 12 of `COLUMNS` / d of what forming J takes, and n K^2 L^2 numbers for n frames.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.linalg import vector_norm
+
+from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, null_levels, overlap, side_by_side
+
+COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
+AT_ONCE = 1 << 17  # entries of A
+SLOPE = 0.4
+SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
+
+Turned = Float[Tensor, "R L n rows r"]  # F_1^T J F of every row, block and frame
+Bases = Float[Tensor, "R M d K"]
+
+
+@lru_cache(maxsize=4)
+def frames(d: int, K: int) -> Float[Tensor, "n d r"]:
+    """Return Haar frames for numbers of singular vectors up to K, in float64, always the same: r = 2 K, or d if that is less."""
+    generator = torch.Generator().manual_seed(0)
+    n = -(-COLUMNS // _rows(d, K))
+    orthonormal, triangle = torch.linalg.qr(torch.randn(n, d, min(2 * K, d), generator=generator, dtype=torch.float64))
+    return orthonormal * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+
+
+def _rows(d: int, K: int) -> int:
+    """Return how many columns of a frame J^T is multiplied with."""
+    return K if 2 * K <= d else d
+
+
+def entries_of_turned(d: int, K: int) -> int:
+    """Return the number of entries of `turned` for one Jacobian."""
+    rows = _rows(d, K)
+    return -(-COLUMNS // rows) * rows * min(2 * K, d)
+
+
+def turned(J: Float[Tensor, "R d d"], F: Float[Tensor, "n d r"], K: int) -> Float[Tensor, "R n rows r"]:
+    """Return F_1^T J F, for frames for up to K singular vectors."""
+    first = F[..., : _rows(F.shape[-2], K)]
+    products = first.transpose(-2, -1).flatten(0, 1) @ J  # (R, n rows, d)
+    return products.unflatten(1, (len(F), -1)) @ F
+
+
+def mean_levels(
+    T: Turned,
+    s: Float[Tensor, "R L K"],
+    of: Moments,
+    U: Bases,
+    V: Bases,
+    ks: Sequence[int],
+) -> dict[str, Float[Tensor, "R k L M"]]:
+    """Return the levels of `BY_ROTATIONS` for every pair of Jacobian and basis; NaN where the Jacobian is zero.
+
+    Args:
+        T: `turned` of the Jacobians, with the `frames` for the largest of `ks`.
+        s: top singular values of the Jacobians.
+        of: moments of the Jacobians, (R, L).
+        U, V: singular vectors of the bases.
+    """
+    at_once = max(1, AT_ONCE // (T.shape[1] * U.shape[1] * max(ks) ** 2))
+    rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
+    parts = [
+        _of_rows(T[r], s[r], Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]), U[r], V[r], ks)
+        for r in rows
+    ]
+    return {name: torch.cat([part[name] for part in parts]) for name in BY_ROTATIONS}
+
+
+def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence[int]) -> dict[str, Tensor]:
+    """Return the `mean_levels` of rows whose pairs are computed at once."""
+    K, d = max(ks), U.shape[-2]
+    signs = _signs(U[..., :K])
+    U, V = U[..., :K] * signs, V[..., :K] * signs
+    scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)  # the squares of tiny entries underflow
+    s, T = s / scale[..., None], T / scale[..., None, None, None]
+    of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
+    overlaps = overlap(U, V, ks)
+    of_ks: list[Tensor] = []
+    for i, k in enumerate(ks):
+        of_k, left, right = _at(T, d, K, k), *_coordinates(U[..., :k], V[..., :k])
+        controls = _Controls(s[..., :k], of, overlaps.at(i, k), d)
+        at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
+        sums = [controls.sums(_matrices(frames_at_once, left, right)) for frames_at_once in of_k.split(at_once, 2)]
+        of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
+    levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
+    return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
+
+
+class _Controls:
+    """Sums over frames of the definitions, less their control variates."""
+
+    def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
+        entries, tiny = Entries(of, basis, d), torch.finfo(s.dtype).tiny
+        page, release = null_levels(["miscoupling", "miscoupling_release"], s, of, basis, d)
+        off, square = entries.off_square, entries.square.clamp_min(tiny)
+        self.s, self.norm = s, vector_norm(s, dim=-1)[..., None]  # the others (R, L, M)
+        self.square, self.off, self.page = square, off, page
+        self.share = off / square
+        self.of_page, self.of_release = (1 / (2 * root.clamp_min(SMALLEST)) for root in (page, release))
+        self.of_off = 1 / (2 * off.sqrt().clamp_min(tiny))
+        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * square)
+        self.diagonal_squares = entries.diagonal_squares()  # (R, L, M, K)
+        self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(tiny).sqrt()
+
+    def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
+        """Return the sums over frames, in the order of `BY_ROTATIONS`."""
+        at = {name: values.unsqueeze(2) for name, values in vars(self).items()}
+        s, norm = at["s"][..., None, :], at["norm"]
+        total, diagonal = A.square().sum((3, 5)), A.diagonal(dim1=3, dim2=5)  # (R, L, n, M), (R, L, n, M, K)
+        squares = diagonal.square()
+        off = (total - squares.sum(-1)).clamp_min(0)
+        page = 1 + (total - 2 * (diagonal * s).sum(-1)) / norm**2
+        release = 1 + (total - 2 * (diagonal.abs() * s).sum(-1)) / norm**2
+        change = total - at["square"] - 2 * (at["weights"] * (squares - at["diagonal_squares"])).sum(-1)
+        values = (
+            page.clamp_min(0).sqrt() - (page - at["page"] ** 2) * at["of_page"],
+            release.clamp_min(0).sqrt() - change / norm**2 * at["of_release"],
+            off.sqrt() - (off - at["off"]) * at["of_off"],
+            (off / total).sqrt() - (off - at["share"] * total) * at["of_share"],
+        )
+        return torch.stack([of_definition.sum(2) for of_definition in values])
+
+
+def _at(T: Turned, d: int, K: int, k: int) -> Turned:
+    """Return what the frames for k singular vectors give, of those for K."""
+    rows = T.shape[-2]
+    if 2 * k > d:
+        return T
+    cyclic = torch.cat([T, T[..., : 2 * k]], -1)
+    parts = [cyclic[..., at : at + k, at : at + 2 * k] for at in range(0, rows - k + 1, k)]
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Bases]:
+    """Return U and V in the columns of their frame; None for U where these are its first ones."""
+    d, k = U.shape[-2:]
+    if 2 * k > d:
+        return U, V
+    G = (U.mT @ V).nan_to_num()  # LAPACK may end the process if it is given NaN
+    rest, vectors = torch.linalg.eigh(torch.eye(k, dtype=torch.float64) - (G.mT @ G).double().cpu())
+    H = vectors * rest.clamp_min(0).sqrt()[..., None, :] @ vectors.mT
+    return None, torch.cat([G, H.to(G)], -2)
+
+
+def _matrices(T: Turned, left: Bases | None, right: Bases) -> Float[Tensor, "R L n K M K"]:
+    """Return A of every pair and frame."""
+    products = (T.flatten(1, 3) @ side_by_side(right)).unflatten(1, T.shape[1:4])
+    products = products.unflatten(-1, (right.shape[1], -1))  # (R, L, n, rows, M, K)
+    return products if left is None else torch.einsum("rmdi,rlndmj->rlnimj", left, products)
+
+
+def _signs(U: Bases) -> Float[Tensor, "R M 1 K"]:
+    """Return the signs that singular vectors are taken with."""
+    fixed = frames(*U.shape[-2:])[0, :, :1].to(U)
+    return torch.where((U * fixed).sum(-2, keepdim=True) < 0, -1.0, 1.0).to(U)
