@@ -164,9 +164,9 @@ def record_call(
             sample.ids = ids
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
     read = measure_states(replica, recording, final_norm, valid, window, settings)
-    for sample, values, at, digest in zip(samples, read, valid, recording.sample_seeds, strict=True):
+    for sample, values, at, own in zip(samples, read, valid, recording.sample_seeds, strict=True):
         sample.values |= values
-        sample.digest = digest
+        sample.digest = own
         sample.basis_layers, sample.random_seed = basis_layers, recording.seed
         if basis_layers:
             sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)

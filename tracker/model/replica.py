@@ -181,8 +181,6 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
     A block may read what the model leaves for it in a global variable. A span runs that part of the model, too.
     """
     finding = f"{observation}: it is random or keeps state between calls, so it has no Jacobian to measure"
-    if description.spans:
-        return UsageError(finding)
     return BlocksNotFound(finding, chained(description), remedy="")
 
 
