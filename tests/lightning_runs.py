@@ -231,6 +231,10 @@ def main():
     parser.add_argument("--terminate_at", type=int, help="send SIGTERM to this process while it measures this step")
     parser.add_argument("--fail_at", type=int, help="raise on rank 1 while it measures this step")
     parser.add_argument("--resume", type=Path)
+    parser.add_argument("--plain", action="store_true", help="train without the callback")
+    parser.add_argument(
+        "--random", action="store_true", help="train with dropout and noise; such a run is not resumed alike"
+    )
     given = parser.parse_args()
 
     def forward(module, batch):
@@ -251,19 +255,21 @@ def main():
         save_dir=given.out / "store",
     )
     keep = lightning.pytorch.callbacks.ModelCheckpoint(given.out, every_n_train_steps=1, save_top_k=-1)
-    strategy, module = given.strategy, partial(Classifier, drop=0.0)
+    drop = 0.1 if given.random else 0.0
+    strategy, module = given.strategy, partial(Classifier, drop=drop)
     if strategy == "fsdp2":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(
             data_parallel_size=given.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
         )
-        module = partial(Sharded, drop=0.0)
+        module = partial(Sharded, drop=drop)
+    callbacks = [keep] if given.plain else [watch, keep]
     fit(
-        trainer([watch, keep], devices=given.devices, strategy=strategy, enable_checkpointing=True),
+        trainer(callbacks, devices=given.devices, strategy=strategy, enable_checkpointing=True),
         module,
-        # One batch is the whole data and nothing is random: Lightning does not restore the random state of a resumed run.
-        data=Noisy(noise=0.0),
+        # One batch is the whole data, and by default nothing is random: Lightning does not restore the random state of a run.
+        data=Noisy(noise=1.0 if given.random else 0.0),
         batch=64,
         shuffle=False,
         ckpt_path=given.resume,

@@ -382,6 +382,23 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
         assert_same_units(store.read(step), expected, 1e-7)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_training_on_two_ranks_is_bit_identical(tmp_path, strategy):
+    trained = []
+    for kind in ("watched", "plain"):
+        out = tmp_path / kind
+        flags = ["--plain"] if kind == "plain" else []
+        ran = run_process("--out", out, "--strategy", strategy, "--devices", 2, "--random", *flags)
+        assert ran.returncode == 0, ran.stderr
+        assert (out / "store").exists() == (kind == "watched")
+        (file,) = out.glob("*step=8.ckpt")
+        trained.append(torch.load(file, weights_only=False))
+    weights, others = (checkpoint["state_dict"] for checkpoint in trained)
+    assert weights.keys() == others.keys() and len(weights) > 10
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
 # Probes and targets.
 
 

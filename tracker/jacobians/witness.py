@@ -123,9 +123,7 @@ class Witness:
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
         self.wrong: dict[int, float] = {}  # layers whose values differ from the recorded ones, and by how much
         self.undecided: list[int] = []  # layers whose differences do not converge
-        self.unsteady: dict[
-            int, float
-        ] = {}  # layers whose J^T u differs by no more than rounding explains, and by how much
+        self.unsteady: dict[int, float] = {}  # layers whose J^T u differs by what rounding explains, and by how much
         self.seed = seed
         self.rows, self.valid = rows, valid
         self.failed = ""  # why not even the replica was asked
@@ -167,9 +165,7 @@ class Witness:
         unsteady = ""
         if self.unsteady:
             largest = max(self.unsteady.values())
-            unsteady = (
-                f"; in {len(self.unsteady)} blocks J^T u differs by up to {largest:.1e}, as roundings change it as much"
-            )
+            unsteady = f"; in {len(self.unsteady)} blocks J^T u differs by up to {largest:.1e}, as roundings change it"
         copy = f"not asked: {self.unasked}; its copy " if self.unasked else ""
         return f"{copy}agrees at one row of each block; errors: {errors}{undecided}{unsteady}"
 
@@ -204,9 +200,7 @@ class Witness:
             moved: how far the states and u are moved, relative to their entries.
         """
         passes, leaf = self.passes, torch.empty(0)
-        found: dict[
-            int, tuple[Tensor, ...]
-        ] = {}  # at the row: x, output, rounded u, gradient; and the values at all rows
+        found: dict[int, tuple[Tensor, ...]] = {}  # of each block, the fields of `_Backward` but for the first
         least: dict[int, int] = {}
 
         def disturbed(t: Tensor) -> Tensor:
