@@ -367,7 +367,7 @@ def test_reliable_measures_are_listed():
     assert (
         lines[0].startswith("test accuracy: not reliable, 0.") and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
     )
-    assert "off-diagonal, normalized (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
+    assert "mis-coupling, eq. 14 (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
     nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
     assert "coupling of the class token: none reliable" in nothing and "needs more seeds" in nothing[-1]
     assert reliable_measures(reliabilities(synthetic_grid())) == [
@@ -388,7 +388,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     assert float(rows[0]["coupling/last patch/offdiag_normalized/k10/mean_offdiag"]) == pytest.approx(coupling)
     assert (
         f"<td>{coupling:.4g}</td>" in page
-        and "<th>coupling (off-diagonal, normalized), K = 10, l ≠ l', last patch</th>" in page
+        and "<th>coupling (mis-coupling, eq. 14), K = 10, l ≠ l', last patch</th>" in page
     )
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
