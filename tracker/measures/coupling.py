@@ -381,28 +381,19 @@ def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, 
 
 def null_levels(definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
     """Return the `null_level` of several definitions; what two of them need is computed once."""
+    if unknown := {*definitions} - {definition.name for definition in DEFINITIONS}:
+        raise ValueError(f"no null level is known for {', '.join(sorted(unknown))}")
     s = torch.where(s[..., :1] > 0, s, torch.nan)
     norm, entries = vector_norm(s, dim=-1)[..., None], Entries(of, basis, d)
     defined = torch.where(norm > 0, 1.0, torch.nan)
-    release: list[Pairs] = []  # the size of the diagonal takes most of the time
-
-    def level(definition: str) -> Pairs:
-        if definition == "miscoupling":
-            return (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
-        if definition == "miscoupling_release":
-            if not release:
-                overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
-                release.append((1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt())
-            return release[0]
-        if definition == "miscoupling_release_trace":
-            return level("miscoupling_release") * norm / s.sum(-1)[..., None]
-        if definition == "offdiag":
-            return entries.off_square.sqrt() * defined
-        if definition == "offdiag_normalized":
-            return (entries.off_square / entries.square).sqrt() * defined
-        raise ValueError(f"no null level is known for {definition!r}")
-
-    return [level(definition) for definition in definitions]
+    page = (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
+    off = entries.off_square.sqrt() * defined
+    levels = {"miscoupling": page, "offdiag": off, "offdiag_normalized": off / entries.square.sqrt()}
+    if {"miscoupling_release", OF_TRACE} & {*definitions}:  # the size of the diagonal takes most of the time
+        overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
+        release = (1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
+        levels |= {"miscoupling_release": release, OF_TRACE: release * norm / s.sum(-1)[..., None]}
+    return [levels[definition] for definition in definitions]
 
 
 def spread(s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
