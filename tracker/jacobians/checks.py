@@ -209,11 +209,11 @@ def require_finite(finite: bool, call: BlockCall) -> None:
         )
 
 
-def call_key(call: BlockCall) -> tuple[int, tuple[Any, ...]]:
-    """Return what the validity of a check depends on: the block, and how it is called."""
+def check_key(call: BlockCall) -> Any:
+    """Return the key of a check's validity: the block, with or without final norm, its dtype, arguments and attention masks."""
     types = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return id(call.block), (call.final_norm is None, types, attention)
+    return call.layer, call.final_norm is None, call.x.dtype, types, attention
 
 
 NARROWEST = 2  # tokens of a window

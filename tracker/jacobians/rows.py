@@ -6,8 +6,8 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-Values and differences of them (`independent`) are compared at every requested row, the derivative in the full sequence in two
-blocks of each kind (`kinds`) and way of calling it (`checks.call_key`).
+Values and differences of them (`independent`) are compared at every requested row, the derivative in the full sequence once per
+block and way of calling it (`checks.check_key`).
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
 block's weights, where it pays in the order that costs least (`elimination`).
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
-    call_key,
+    check_key,
     derivative_error,
     find_mixing,
     quality,
@@ -43,7 +43,6 @@ from tracker.jacobians.independent import (
     differ_from_values,
     settle,
 )
-from tracker.jacobians.kinds import Kinds
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
@@ -70,55 +69,30 @@ Result = TypeVar("Result")
 
 
 class CheckCache:
-    """Checks of the code of recorded blocks, made in two blocks of each kind (`kinds`), by kind and way of calling it."""
+    """Results of checks of recorded blocks, by block and way of calling it."""
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self.seed = 0  # draws a block of each kind that is checked beside the first: another one for other weights
-        self.checked = False  # whether the first one was checked in an earlier measurement
-        self._results: dict[Any, Any] = {}  # by check, block, dtype and way of calling it
-        self._passed: dict[
-            Any, int
-        ] = {}  # by check, kind, dtype and way of calling it: the block that is to be checked, too
-        self._kinds: Kinds | None = None
+        self._results: dict[Any, Any] = {}  # of checks that are made once: by check, way of calling it and `check_key`
 
-    def _of_kind(
-        self, check: tuple[Any, ...], call: BlockCall, run: Callable[[], Result], passes: Callable[[Result], bool]
-    ) -> Result | None:
-        """Return a check's result; None if it is not made in this block because another one of its kind has passed it."""
-        block, form = call_key(call)
-        if (key := (*check, block, *form)) in self._results:
-            return self._results[key]
-        if self._kinds is None:
-            self._kinds = Kinds(call.replica.blocks)
-        kind = self._kinds.of(call.block)
-        of_kind = (*check, kind, *form)
-        if kind is not None and self.checked:
-            self._passed.setdefault(of_kind, self._kinds.drawn(kind, self.seed))
-        if kind is not None and self._passed.get(of_kind, block) != block:
-            return None
-        result = self._results[key] = run()
-        if kind is not None and of_kind not in self._passed and passes(result):
-            self._passed[of_kind] = self._kinds.drawn(kind, self.seed, without=call.block)
-        return result
+    def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
+        if key not in self._results:
+            self._results[key] = check()
+        return self._results[key]
 
     def derivative_error(
         self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, attached: bool
-    ) -> float | None:
-        """Return `checks.derivative_error` of a path; None if it is not made in this block."""
+    ) -> float:
+        """Return `checks.derivative_error` of a path."""
         if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
             return derivative_error(call, rows, row_attention, attached)
-        check = ("derivative", path, rows.source is None, call.x.dtype)
-        allowed = tolerance(call.x.dtype, rounded=False)
-        run = partial(derivative_error, call, rows, row_attention, attached)
-        return self._of_kind(check, call, run, lambda error: error <= allowed)
+        key = ("derivative", path, rows.source is None, *check_key(call))
+        return self._once(key, lambda: derivative_error(call, rows, row_attention, attached))
 
     def reproduces_recorded_output(self, call: BlockCall) -> bool:
         """Return `checks.reproduces_recorded_output`."""
-        key = ("reproduced", call.x.dtype, call_key(call))
-        if key not in self._results:
-            self._results[key] = reproduces_recorded_output(call, self.recorded_dtype)
-        return self._results[key]
+        key = ("reproduced", *check_key(call))
+        return self._once(key, lambda: reproduces_recorded_output(call, self.recorded_dtype))
 
     def require_independent_samples(self, call: BlockCall, rows: Rows) -> None:
         """Check that the samples of a batch are independent.
@@ -126,10 +100,10 @@ class CheckCache:
         Raises:
             UsageError: if the block mixes them.
         """
+        layer, _, *arguments = check_key(call)  # independent of the dtype
         if len(call.x) == 1:
             return
-        mixing = self._of_kind(("mixing",), call, partial(find_mixing, call, rows), lambda found: not found)
-        if mixing:
+        if mixing := self._once(("mixing", layer, *arguments), lambda: find_mixing(call, rows)):
             raise UsageError(
                 f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
                 "else is in the batch; give the samples one at a time"
@@ -142,9 +116,7 @@ class CheckResults:
 
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
-    derivative_error: (
-        float  # NaN for the full sequence, which is the reference, and where another block of its kind passed
-    )
+    derivative_error: float  # NaN for the full sequence, which is the reference
     independent_errors: tuple[float, ...]  # of each row, against differences of values; NaN where they were not used
 
     @property
@@ -203,10 +175,6 @@ class Jacobians:
     @property
     def _attached(self) -> bool:
         return self.derivative == "values"
-
-    def draw_checks(self, seed: int, checked: bool) -> None:
-        """Set what draws the blocks whose code is checked, and whether the first of each kind was checked before."""
-        self._checks.seed, self._checks.checked = seed, checked
 
     @contextmanager
     def with_more_memory(self, size: int) -> Iterator[None]:
@@ -375,11 +343,11 @@ class Jacobians:
             if not value_error <= tolerance(self.replica.dtype, allowed):
                 raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
             error = self._checks.derivative_error(path, PATHS[path], call, rows, self._attached)
-            if error is not None and not error <= tolerance(x.dtype, allowed):
+            if not error <= tolerance(x.dtype, allowed):
                 raise _check_failed("derivative", error, x.dtype, block.rounded)
             if rounded and not self._checks.reproduces_recorded_output(call):
                 raise NotSliceable("the block does not reproduce the recorded output when it runs again")
-            derivative_errors.append(nan if error is None else error)
+            derivative_errors.append(error)
             if path == "own code":
                 keys += sum(len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
         if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products

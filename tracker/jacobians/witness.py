@@ -37,7 +37,7 @@ from tracker.devices import is_allocation_failure, raise_device_errors
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
 from tracker.linalg.precision import EPSILON, Roundings
-from tracker.linalg.transfer import to_device
+from tracker.linalg.transfer import SEED, to_device
 from tracker.model.guard import copy_nested
 from tracker.model.hidden_state import bind_arguments, hidden_state, with_hidden_state
 from tracker.model.inputs import Batch
@@ -48,6 +48,7 @@ from tracker.model.replica import Replica, StopForward
 from tracker.model.undisturbed import undisturbed
 from tracker.model.weights import is_plain
 from tracker.model.wrappers import innermost, module_named
+from tracker.provenance import digest
 from tracker.spans.calls import at_boundaries
 
 # By bytes of the numbers that the model computes with: the allowed errors, relative to the residual function, to J^T u and to
@@ -74,7 +75,7 @@ class Answer:
     bytes: int  # of the numbers that the block computes with
     u: Float[Tensor, " d"]
     gradient: Float[Tensor, " d"]  # u^T d(block) / dx along every path
-    beside: float  # |u^T d(block) / dx_1| along what the model computed from the first state x_1 before block 1 began
+    beside: float  # |u^T d(block) / dx_1| at the token, along what was computed from the first state x_1 before block 1 began
     v: Float[Tensor, " d"]
     size: float  # |x|
     growth: float  # |output| / |x|
@@ -94,7 +95,7 @@ class _Backward:
     y: Float[Tensor, " d"]
     u: Float[Tensor, " d"]  # rounded as it was in the pass
     gradient: Float[Tensor, " d"]
-    beside: Float[Tensor, ""]  # size of the gradient to the first state along ways that are not the block's own state
+    beside: Float[Tensor, ""]  # as in `Answer`
     values: Float[Tensor, "3 B n"]  # at all rows: |f - the recorded f|, |f| recorded, |output|
 
 
@@ -107,24 +108,18 @@ class Witness:
         recording: of this call.
         rows: its rows that are measured.
         valid: the positions of each sample that are not padding.
-        seed: draws the rows and the directions.
     """
 
     def __init__(
-        self,
-        replica: Replica,
-        batch: Batch,
-        recording: Recording,
-        rows: Rows,
-        valid: Sequence[Sequence[int]],
-        seed: int,
+        self, replica: Replica, batch: Batch, recording: Recording, rows: Rows, valid: Sequence[Sequence[int]]
     ) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
         self.wrong: dict[int, float] = {}  # layers whose values differ from the recorded ones, and by how much
         self.undecided: list[int] = []  # layers whose differences do not converge
         self.unsteady: dict[int, float] = {}  # layers whose J^T u differs by what rounding explains, and by how much
-        self.seed = seed
+        # Other weights have other states, and are asked about other rows.
+        self.seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
         self.rows, self.valid = rows, valid
         self.failed = ""  # why not even the replica was asked
         self.unasked = _why_not(replica)
@@ -218,7 +213,7 @@ class Witness:
             token, u = questions[l]
             row, (cotangent,) = (passes.at, token), to_device(y.device, disturbed(u).to(y.dtype))
             product = (y[row] * cotangent).sum()
-            gradient, beside = passes.gradients(product, leaf)
+            gradient, beside = passes.gradients(product, leaf, row)
             x, y = leaf.detach(), y.detach()
             f = passes.recorded(l, y, torch.float64) - passes.recorded(l - 1, y, torch.float64)
             values = torch.stack([_norms(y.double() - x.double() - f), _norms(f), _norms(y)])
@@ -311,7 +306,9 @@ class Witness:
         """
         most = DERIVATIVE[answer.bytes] * _norm(JTu)
         later = any(
-            other.beside > DERIVATIVE[other.bytes] * _norm(other.gradient) for l, other in self.answers.items() if l > 1
+            other.beside > DERIVATIVE[other.bytes] * _norm(other.gradient - other.u)
+            for l, other in self.answers.items()
+            if l > 1
         )
         if answer.beside > most and not later and not self.passes.replica.description.fixed:
             part = answer.beside / max(_norm(JTu), torch.finfo(torch.float64).tiny)
@@ -325,6 +322,9 @@ class Witness:
         The backward pass of a saturated softmax can amplify a rounding to percents of its result.
         """
         question, moved = {l: (answer.token, answer.u)}, EPSILON[answer.bytes]
+        again = self._pass_backward(question)[l].gradient
+        if _ratio(again - answer.gradient, JTu) > DERIVATIVE[answer.bytes]:
+            return 0.0  # what changes without a move is no rounding
         found = [self._pass_backward(question, moved)[l].gradient for _ in range(MOVES)]
         return max(_ratio(gradient - answer.gradient, JTu) for gradient in found)
 
@@ -430,9 +430,9 @@ class _Passes:
         state = self.calls[l].x if l < self.L else self.calls[-1].y
         return state[self.samples].to(like.device, dtype or like.dtype, copy=True)
 
-    def gradients(self, product: Tensor, leaf: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient to a block's state, and the size of that to the first state along what was computed from it
-        before block 1 began, which the leaf does not reach.
+    def gradients(self, product: Tensor, leaf: Tensor, row: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return the gradient to a block's state, and the size of that to a row of the first state along what was computed from
+        it before block 1 began, which the leaf does not reach.
         """
         first = self.first is not None and self.first.requires_grad
         inputs = [leaf, self.first] if first else [leaf]
@@ -441,7 +441,9 @@ class _Passes:
             gradient, *beside = torch.autograd.grad(
                 product, inputs, retain_graph=first, materialize_grads=True, allow_unused=True
             )
-        return gradient, _norms(beside[0].flatten()) if beside else gradient.new_zeros((), dtype=torch.float64)
+        if not first:
+            return gradient, gradient.new_zeros((), dtype=torch.float64)
+        return gradient, torch.linalg.vector_norm(self.replica.oriented(beside[0])[row], dtype=torch.float64)
 
     def run(self, begin: State, end: Left, last: int) -> None:
         """Run the model up to the end of block `last`."""

@@ -21,7 +21,6 @@ from tracker.common.values import FinalNorm
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.jacobians.witness import Witness
-from tracker.linalg.transfer import SEED
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
@@ -38,7 +37,6 @@ from tracker.model.padding import read_padding
 from tracker.model.recorder import record
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
-from tracker.provenance import digest
 from tracker.spans.recording import record_spans
 
 
@@ -230,13 +228,10 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
                 warn_of_missing_norm(recording, replica.description)
             if not settings.checked:
                 check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-                check_chain(replica, recording, batch)
-            # Other weights have other states, so that other rows and blocks are checked.
-            seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
-            jacobians.draw_checks(seed, settings.checked)
+            check_chain(replica, recording, batch)  # a block whose projections begin at zero shows itself later
             if settings.witness == "model":
                 valid = [sample.valid for sample in of_batch]
-                jacobians.witness = Witness(replica, batch, recording, rows, valid, seed)
+                jacobians.witness = Witness(replica, batch, recording, rows, valid)
                 if not settings.includes("coupling"):  # else its answers are judged when Jacobians are formed
                     jacobians.witness.require_all_values()
         samples += of_batch
