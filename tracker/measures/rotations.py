@@ -129,17 +129,19 @@ class _Controls:
     """Sums over frames of the definitions, less their control variates."""
 
     def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
-        entries, tiny = Entries(of, basis, d), torch.finfo(s.dtype).tiny
+        entries = Entries(of, basis, d)
         page, release = null_levels(["miscoupling", "miscoupling_release"], s, of, basis, d)
-        off, square = entries.off_square, entries.square.clamp_min(tiny)
+        off, square = entries.off_square, entries.square
+        # E o, E t and E A_kk^2 may be 0 but for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
+        least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
         self.s, self.norm = s, vector_norm(s, dim=-1)[..., None]  # the others (R, L, M)
         self.square, self.off, self.page = square, off, page
-        self.share = off / square
+        self.share = off / square.clamp_min(least)
         self.of_page, self.of_release = (1 / (2 * root.clamp_min(SMALLEST)) for root in (page, release))
-        self.of_off = 1 / (2 * off.sqrt().clamp_min(tiny))
-        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * square)
+        self.of_off = 1 / (2 * off.clamp_min(least).sqrt())
+        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
         self.diagonal_squares = entries.diagonal_squares()  # (R, L, M, K)
-        self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(tiny).sqrt()
+        self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(least[..., None]).sqrt()
 
     def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
         """Return the sums over frames, in the order of `BY_ROTATIONS`."""
