@@ -150,6 +150,15 @@ def test_prompts_of_several_sources_and_one_prompt():
     assert one[["low", "high"]].isna().all(axis=None) and "There are no intervals" in repr(one)
 
 
+def test_prompts_without_a_value_do_not_change_the_interval_of_a_median():
+    ds = tracker.measure(neox(), tokens(6), k=2, measures="trajectory")
+    undefined = tracker.summary(ds.assign(lss=ds.lss.where(ds.prompt < 4)))
+    left_out = tracker.summary(ds.isel(prompt=slice(4)))
+    row = undefined.loc["lss", "median of tokens"]
+    assert_ends(row, left_out.loc["lss", "median of tokens"][["low", "high"]].astype(float))
+    assert row.low < row.value < row.high
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_coverage_of_the_interval_of_a_median(spread):
     """Of prompts that differ, and of tokens that have a heavy tail, as expodistance has."""

@@ -46,7 +46,8 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
         layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
         the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs: `m_below` (prompt), how
-        many values of a prompt are below the median beyond half of them, relative to the mean number of values, and
+        many values of a prompt are below the median beyond half of them, relative to the mean number of values of prompts that
+        have any, and
         `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept; the attribute
         `levels_of_formulas` names the mis-couplings whose null level is approximate.
     """
@@ -113,7 +114,8 @@ def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
     middle = median(values, over)
     below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum("position")
     number = defined.sum("position")
-    shares = below / (number.sum("prompt") / values.sizes["prompt"]).where(number.sum("prompt") > 0)
+    prompts = (number > 0).sum("prompt")
+    shares = below * prompts / number.sum("prompt").where(prompts > 0)
     return {
         "_below": shares.where(number > 0),
         "_percentiles": quantiles(values, over, PERCENTILES, "percentile"),
