@@ -146,8 +146,13 @@ def test_prompts_of_several_sources_and_one_prompt():
     assert_ends(clustered, interval_of_median(ds.lss, np.array(list("aabbcc"))))
     assert (alone.over, clustered.over) == ("samples", "3 clusters of samples")
     assert clustered.value == pytest.approx(alone.value)
-    one = tracker.summary(ds.isel(prompt=[0]))
-    assert one[["low", "high"]].isna().all(axis=None) and "There are no intervals" in repr(one)
+    assert "a t test over the pairs of blocks and the samples." in repr(tracker.summary(ds))
+    for alike in (ds.isel(prompt=[0]), ds.isel(prompt=[0, 0])):  # one, and two that are equal
+        one = tracker.summary(alike)
+        assert one[["low", "high"]].isna().all(axis=None)
+        assert "There are no intervals, since they are over independent samples" in repr(one)
+        assert "low and high" not in repr(one) and "a t test over the pairs of blocks." in repr(one)
+        assert "low and high" in repr(tracker.summary({"one": alike, "all": ds}))
 
 
 def test_prompts_without_a_value_do_not_change_the_interval_of_a_median():

@@ -337,7 +337,7 @@ def _of_steps(result: _Result) -> Summary:
         title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
     where = f" at step {result.best:,}" if several else ""
     notes = [
-        _of_intervals(units[steps[-1]]),
+        _of_intervals([units[steps[-1]]]),
         *_of_coupling(list(units.values()), columns, k, pair, where),
         *doubts(curve, result.skipped),
     ]
@@ -368,7 +368,10 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             if at in columns[first]
         }
     title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
-    notes = [_of_intervals(units[first]), *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}")]
+    notes = [
+        _of_intervals(list(units.values())),
+        *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}"),
+    ]
     equal = {name: describe_equal_blocks(unit) for name, unit in units.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
     notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
@@ -400,10 +403,18 @@ def _title(unit: xr.Dataset, k: int | None) -> str:
     return f"{short_name(unit)}: {counted(unit.sizes['prompt'], _kind(unit))}" + ("" if k is None else f", K = {k}")
 
 
-def _of_intervals(unit: xr.Dataset) -> str:
-    if unit.sizes["prompt"] < 2:
-        return f"There are no intervals, since they are over {_kind(unit)}s: measure several."
-    clusters = "" if sources(unit) is None else f" Equal {_kind(unit)}s, and those of one source, are a cluster."
+def _independent(unit: xr.Dataset) -> int:
+    """Return the number of independent prompts."""
+    clusters = sources(unit)
+    return unit.sizes["prompt"] if clusters is None else len(set(clusters))
+
+
+def _of_intervals(units: Sequence[xr.Dataset]) -> str:
+    kind = _kind(units[0])
+    if not any(_independent(unit) > 1 for unit in units):
+        return f"There are no intervals, since they are over independent {kind}s: measure several."
+    in_clusters = any(sources(unit) is not None for unit in units)
+    clusters = f" Equal {kind}s, and those of one source, are a cluster." if in_clusters else ""
     quantity = "of the coupling, or of the value where there is no null level"
     return f"low and high: 95 % interval {quantity}, over what is named. It holds for these weights alone.{clusters}"
 
@@ -430,7 +441,8 @@ def _of_coupling(
             rest = " All pairs of the same two modules are one pair of it."
         elif not post_norm:
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
-        yield f"answer: a t test over the pairs of blocks and the {_kind(units[0])}s.{rest}"
+        prompts = f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
+        yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
     if post_norm:
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 
