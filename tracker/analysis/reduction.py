@@ -49,7 +49,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         many values of a prompt are below the median beyond half of them, relative to the mean number of values of prompts that
         have any, and
         `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept; the attribute
-        `levels_of_formulas` names the mis-couplings whose null level is approximate.
+        `levels_of_formulas`, a coordinate where steps differ, names the mis-couplings whose null level is approximate.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
@@ -84,8 +84,11 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
-    approximate = [name for name in measured if is_approximate(results, name)]
-    return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: ", ".join(approximate)})
+    units = [results.isel(step=[i]) for i in range(results.sizes["step"])] if "step" in results.dims else [results]
+    approximate = [", ".join(name for name in measured if is_approximate(unit, name)) for unit in units]
+    if len(set(approximate)) > 1:
+        return xr.Dataset(summary, coords | {LEVELS_OF_FORMULAS: ("step", approximate)}, results.attrs)
+    return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: approximate[0]})
 
 
 def has_approximate_level(curve: xr.Dataset, name: str) -> bool:
