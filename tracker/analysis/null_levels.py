@@ -91,7 +91,7 @@ def level_variable(name: str) -> str:
 
 
 def is_approximate(results: xr.Dataset, name: str) -> bool:
-    """Whether the null level of a mis-coupling is of a formula that may be further than 0.003 from the mean."""
+    """Whether the null level of a mis-coupling is of a formula that may be further than 0.004 from the mean."""
     return (BY_NAME[name].base or name) in APPROXIMATE and not _is_measured(results, name)
 
 
