@@ -1,14 +1,15 @@
 """Null levels: the mean of each mis-coupling over rotations that are drawn.
 
 `coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The value of
-a pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square, or of a ratio of
-mean squares, lies above the mean of roots. Frames stand for rotations, step by step:
+a pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square lies above the mean
+of roots, and that of a ratio of mean squares may. Frames stand for rotations, step by step:
 
 1.  A pair that is turned has A = (Q U')^T J (Q V'), with U', V' (d, K) of block l'. So Q acts on the span of [U', V'] alone.
 2.  With G = U'^T V', the columns of V' - U' G are orthogonal to U', and their products are H^T H = I - G^T G. H is the
     symmetric root (K, K), which no choice of signs or order changes. So V' = U' G + W H, and [U', W] is orthonormal where
     2 K <= d.
-3.  Q [U', W] is a Haar frame [F_1, F_2]: 2 K orthonormal columns whose law no rotation changes. It does not depend on U' and V'.
+3.  Q [U', W] is a Haar frame [F_1, F_2]: 2 K orthonormal columns whose law no rotation changes, and which does not depend on U'
+    and V'.
 4.  A = F_1^T J (F_1 G + F_2 H). All pairs share the frames, so that each J is multiplied with F_1 once, while it is at
     hand, and F_1^T J [F_1, F_2] (K, 2 K) is all that its pairs need of it.
 5.  Where 2 K > d, the frame is a whole rotation: A = U'^T (F^T J F) V'.
@@ -20,18 +21,19 @@ Control variates reduce what a mean over few frames leaves of chance. With
     t = |A|^2,   o = t - sum_k A_kk^2,   r = E o / E t,   w_k = 0.4 / sqrt(E A_kk^2)
     y = 1 + (t - 2 sum_k s_k A_kk) / |s|^2 for the page's, and with |A_kk| for the release's,   y_0: by its formula, squared
 
-the means of t, o, A_kk and A_kk^2 are known exactly (`coupling.Entries`). So the following terms have mean 0, and the first-order
-expansion of the definition as their weight; 0.4 is the slope of |z| against z^2 for a normal z:
+the means of t, o, A_kk and A_kk^2 are known exactly (`coupling.Entries`). So the terms that are subtracted here have mean 0.
+Their weights are those of the first-order expansion of the definition; 0.4 is the slope of |z| against z^2 for a normal z:
 
     miscoupling           sqrt(y) - (y - y_0) / (2 sqrt(y_0))
     miscoupling_release   sqrt(y) - (t - E t - 2 sum_k s_k w_k (A_kk^2 - E A_kk^2)) / (2 sqrt(y_0) |s|^2)
     offdiag               sqrt(o) - (o - E o) / (2 sqrt(E o))
     offdiag_normalized    sqrt(o / t) - (o - r t) / (2 sqrt(r) E t)
 
-Frames are the same in every measurement, so that curves are smooth. Signs of singular vectors are arbitrary: each pair (u_k, v_k)
-is taken with the sign for which u_k has a positive product with a fixed vector.
+Frames are the same in all measurements of one width and one largest K, so that curves are smooth. Signs of singular
+vectors are arbitrary: each pair (u_k, v_k) is taken with the sign for which u_k has a positive product with a fixed vector.
 
-Cost: a product of J with `COLUMNS` columns, 1 / 12 of `COLUMNS` / d of what forming J takes, and n K^2 L^2 numbers for n frames.
+Cost: a product of J with `COLUMNS` columns, and n K^2 L^2 numbers for n frames. The product takes `COLUMNS` d^2 multiplications;
+to form J takes d products with a block of about 12 d^2 weights, 12 d^3.
 """
 
 from collections.abc import Sequence
