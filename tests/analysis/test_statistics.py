@@ -116,11 +116,15 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     unit = tracker.measure(neox(), padded(7, 4), k=[2, 4], measures=measures, pair_tokens=4)
     ours, theirs = reduced(unit), curves(unit, CURVES)
     names = [name for name in theirs.data_vars if name in ours]
-    assert {"self_miscoupling", "self_miscoupling_null", "fixed_output_offdiag", "miscoupling_vju"} <= set(names)
+    assert {
+        "self_miscoupling",
+        "self_miscoupling_null",
+        "fixed_output_offdiag",
+        "miscoupling_vju",
+        "miscoupling_coupling",
+    } <= set(names)
     for name in names:
-        # The page also draws the coupling of each prompt.
-        of_all = ours[name].mean("prompt") if name.endswith("_coupling") else ours[name]
-        xr.testing.assert_allclose(of_all, theirs[name], rtol=1e-12)
+        xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
     last = ours["noise_similarity_ends"].isel(end=-1, drop=True)
     np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
     # With swapped bases a block's own are not trivial: their null stands on the diagonal too.

@@ -44,12 +44,12 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
 
     Returns:
         The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
-        layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
-        the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs: `m_below` (prompt), how
-        many values of a prompt are below the median beyond half of them, relative to the mean number of values of prompts that
-        have any, and
-        `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept; the attribute
-        `levels_of_formulas`, a coordinate where steps differ, names the mis-couplings whose null level is approximate.
+        layer, layer_other), the null level, means over prompts and tokens; `m_coupling_by_prompt` (k, pairs, prompt), the
+        null level minus the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs:
+        `m_below` (prompt), how many values of a prompt are below the median beyond half of them, relative to the mean number of
+        values of prompts that have any, and `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and
+        coordinates are kept; the attribute `levels_of_formulas`, a coordinate where steps differ, names the mis-couplings whose
+        null level is approximate.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
@@ -61,7 +61,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         summary[f"{name}_matrix"], summary[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
         by_prompt, null = over_pairs(matrices, counted), over_pairs(null, counted)
         summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
-        summary[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
+        summary[f"{name}_coupling_by_prompt"] = mean(null - by_prompt, ["token"])
     for name in (name for name in OF_PATHS if name in results):
         summary |= {f"{name}{part}": values for part, values in _of_median(in_float64(results, name)).items()}
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):

@@ -130,9 +130,7 @@ class _Result:
 def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
     k, name = _chosen(curve, k)
     steps = [int(step) for step in curve["step"].values]
-    coupling = (
-        curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean("prompt").values if name else [0.0] * len(steps)
-    )
+    coupling = curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values if name else [0.0] * len(steps)
     return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: curve.sel(step=steps))
 
 
@@ -266,7 +264,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
-            by_prompt = none if approximate else at[f"{name}_coupling"].sel(pairs=pairs).values
+            by_prompt = none if approximate else at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
             cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
@@ -290,7 +288,7 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
         return f"no test: {UNDEFINED_VALUE}"
     if (count := np.isfinite(pairs).sum()) < FEWEST_PAIRS:
         return f"no test: {counted(int(count), 'pair')} of blocks"
-    prompts = unit[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values
+    prompts = unit[f"{name}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").values
     above = coupled(pairs[None], prompts[None], sources(unit), (1 - CONFIDENCE) / 2 / tests)
     return ABOVE if above[0] else f"not {ABOVE}"
 
