@@ -142,6 +142,10 @@ def test_results_side_by_side(store, tmp_path):
     samples = [coupled[1][:4], coupled[0]]
     expected = stats.ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
     assert_ends(row, [expected.low, expected.high])
+    assert row.over == "prompts"
+    sources = fewer.assign_coords(prompt_source=("prompt", list("aabb")))
+    row = tracker.summary({"a": first, "b": sources}).loc["miscoupling", "all pairs", "b − a"]
+    assert row.over == "2 clusters of prompts and prompts"
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
 
 

@@ -210,12 +210,11 @@ class _Cell:
         else:  # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
             ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
         answer = UNDEFINED_VALUE if np.isnan(self.value) else self.answer
-        return [self.value, self.null_level, coupling, *ends, self.over(ends), answer]
+        return [self.value, self.null_level, coupling, *ends, "" if np.isnan(ends).any() else self.over, answer]
 
-    def over(self, ends: Sequence[float]) -> str:
-        """Say what an interval is over."""
-        if np.isnan(ends).any():
-            return ""
+    @property
+    def over(self) -> str:
+        """What an interval is over, where there is one."""
         return f"{self.kind}s" if self.clusters is None else f"{len(set(self.clusters))} clusters of {self.kind}s"
 
     def quantile(self, share: float) -> float:
@@ -244,7 +243,9 @@ class _Cell:
         middle = value if np.isnan(coupling) else coupling
         margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
         ends = [middle - margin, middle + margin]
-        return [value, null_level, coupling, *ends, self.over(ends), UNDEFINED_VALUE if np.isnan(value) else ""]
+        over = " and ".join(dict.fromkeys([self.over] if paired else [self.over, other.over]))
+        answer = UNDEFINED_VALUE if np.isnan(value) else ""
+        return [value, null_level, coupling, *ends, "" if np.isnan(ends).any() else over, answer]
 
 
 Cells = dict[tuple[str, str], _Cell]  # by measure and of what
