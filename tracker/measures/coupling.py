@@ -275,11 +275,20 @@ def _declared() -> tuple[Measure, ...]:
     return tuple(measures)
 
 
+def level_name(name: str, base: str) -> str:
+    """Return the name of the variable that holds the null level of a mis-coupling, or of the release's other norm.
+
+    Args:
+        name: of a variant of the definition `base`.
+    """
+    start, end = name.split(base)
+    return f"{start}{'miscoupling_release' if base == OF_TRACE else base}{LEVEL}{end}"
+
+
 def declared_level(of: Measure) -> Measure:
     """Return the variable that holds the null level of a mis-coupling."""
-    start, end = of.name.split(of.base or of.name)
     return Measure(
-        f"{start}{of.base or of.name}{LEVEL}{end}",
+        level_name(of.name, of.base or of.name),
         of.dims,
         f"{of.label}: null level",
         option=of.option,
