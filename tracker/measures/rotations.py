@@ -111,15 +111,15 @@ def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence
     """Return the `mean_levels` of rows whose pairs are computed at once."""
     K, d = max(ks), U.shape[-2]
     signs = _signs(U[..., :K])
-    U, V = U[..., :K] * signs, V[..., :K] * signs
+    signed_U, signed_V = U[..., :K] * signs, V[..., :K] * signs
     scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)  # the squares of tiny entries underflow
-    s, T = s / scale[..., None], T / scale[..., None, None, None]
-    of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
-    overlaps = overlap(U, V, ks)
+    unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
+    unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
+    overlaps = overlap(signed_U, signed_V, ks)
     of_ks: list[Tensor] = []
     for i, k in enumerate(ks):
-        of_k, left, right = _at(T, d, K, k), *_coordinates(U[..., :k], V[..., :k])
-        controls = _Controls(s[..., :k], of, overlaps.at(i, k), d)
+        of_k, left, right = _at(unit_T, d, K, k), *_coordinates(signed_U[..., :k], signed_V[..., :k])
+        controls = _Controls(unit_s[..., :k], unit_of, overlaps.at(i, k), d)
         at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
         sums = [controls.sums(_matrices(frames_at_once, left, right)) for frames_at_once in of_k.split(at_once, 2)]
         of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
@@ -128,7 +128,10 @@ def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence
 
 
 class _Controls:
-    """Sums over frames of the definitions, less their control variates."""
+    """Sums over frames of the definitions, less their control variates.
+
+    All fields have an axis of frames: (R, L, 1, M), and those of each singular vector (R, L, 1, M, K).
+    """
 
     def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
         entries = Entries(of, basis, d)
@@ -136,30 +139,28 @@ class _Controls:
         off, square = entries.off_square, entries.square
         # E o, E t and E A_kk^2 may be 0 but for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
         least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
-        self.s, self.norm = s, vector_norm(s, dim=-1)[..., None]  # the others (R, L, M)
-        self.square, self.off, self.page = square, off, page
-        self.share = off / square.clamp_min(least)
-        self.of_page, self.of_release = (1 / (2 * root.clamp_min(SMALLEST)) for root in (page, release))
-        self.of_off = 1 / (2 * off.clamp_min(least).sqrt())
-        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
-        self.diagonal_squares = entries.diagonal_squares()  # (R, L, M, K)
-        self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(least[..., None]).sqrt()
+        share, diagonal_squares = off / square.clamp_min(least), entries.diagonal_squares()
+        of_share = 1 / (2 * share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
+        weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
+        self.s, self.norm = s[:, :, None, None], vector_norm(s, dim=-1)[..., None, None]  # of each Jacobian: M = 1
+        self.square, self.off, self.page, self.share = (one.unsqueeze(2) for one in (square, off, page, share))
+        self.of_page, self.of_release = (1 / (2 * root.unsqueeze(2).clamp_min(SMALLEST)) for root in (page, release))
+        self.of_off, self.of_share = (1 / (2 * off.clamp_min(least).sqrt())).unsqueeze(2), of_share.unsqueeze(2)
+        self.diagonal_squares, self.weights = diagonal_squares.unsqueeze(2), weights.unsqueeze(2)
 
     def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
         """Return the sums over frames, in the order of `BY_ROTATIONS`."""
-        at = {name: values.unsqueeze(2) for name, values in vars(self).items()}
-        s, norm = at["s"][..., None, :], at["norm"]
         total, diagonal = A.square().sum((3, 5)), A.diagonal(dim1=3, dim2=5)  # (R, L, n, M), (R, L, n, M, K)
         squares = diagonal.square()
         off = (total - squares.sum(-1)).clamp_min(0)
-        page = 1 + (total - 2 * (diagonal * s).sum(-1)) / norm**2
-        release = 1 + (total - 2 * (diagonal.abs() * s).sum(-1)) / norm**2
-        change = total - at["square"] - 2 * (at["weights"] * (squares - at["diagonal_squares"])).sum(-1)
+        page = 1 + (total - 2 * (diagonal * self.s).sum(-1)) / self.norm**2
+        release = 1 + (total - 2 * (diagonal.abs() * self.s).sum(-1)) / self.norm**2
+        change = total - self.square - 2 * (self.weights * (squares - self.diagonal_squares)).sum(-1)
         values = (
-            page.clamp_min(0).sqrt() - (page - at["page"] ** 2) * at["of_page"],
-            release.clamp_min(0).sqrt() - change / norm**2 * at["of_release"],
-            off.sqrt() - (off - at["off"]) * at["of_off"],
-            (off / total).sqrt() - (off - at["share"] * total) * at["of_share"],
+            page.clamp_min(0).sqrt() - (page - self.page**2) * self.of_page,
+            release.clamp_min(0).sqrt() - change / self.norm**2 * self.of_release,
+            off.sqrt() - (off - self.off) * self.of_off,
+            (off / total).sqrt() - (off - self.share * total) * self.of_share,
         )
         return torch.stack([of_definition.sum(2) for of_definition in values])
 
