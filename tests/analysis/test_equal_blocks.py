@@ -72,7 +72,7 @@ def assert_means(ds, counted):
         for found in (points, at):
             assert float(found.offdiag.sel(pairs=name)) == pytest.approx(by_prompt.mean(), rel=1e-6)
             assert float(found.offdiag_null.sel(pairs=name)) == pytest.approx(level.mean(), rel=1e-6)
-        coupling = at.offdiag_coupling.sel(pairs=name)
+        coupling = at.offdiag_coupling_by_prompt.sel(pairs=name)
         np.testing.assert_allclose(coupling, (level - by_prompt).mean(1), rtol=1e-5)
 
 

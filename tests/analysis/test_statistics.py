@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
 import tracker
@@ -11,6 +12,7 @@ from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_laye
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
 from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
+from tracker.model.inputs import Batch
 from tracker.store import open_results
 
 
@@ -114,11 +116,15 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     unit = tracker.measure(neox(), padded(7, 4), k=[2, 4], measures=measures, pair_tokens=4)
     ours, theirs = reduced(unit), curves(unit, CURVES)
     names = [name for name in theirs.data_vars if name in ours]
-    assert {"self_miscoupling", "self_miscoupling_null", "fixed_output_offdiag", "miscoupling_vju"} <= set(names)
+    assert {
+        "self_miscoupling",
+        "self_miscoupling_null",
+        "fixed_output_offdiag",
+        "miscoupling_vju",
+        "miscoupling_coupling",
+    } <= set(names)
     for name in names:
-        # The page also draws the coupling of each prompt.
-        of_all = ours[name].mean("prompt") if name.endswith("_coupling") else ours[name]
-        xr.testing.assert_allclose(of_all, theirs[name], rtol=1e-12)
+        xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
     last = ours["noise_similarity_ends"].isel(end=-1, drop=True)
     np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
     # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
@@ -162,12 +168,31 @@ def test_the_digest_of_a_prompt_is_of_what_the_model_received():
     ds = tracker.measure(model, ids[[0, 1, 0, 2]], k=2)
     digests = ds.prompt_digest.values
     assert digests[0] == digests[2] and len(set(digests.tolist())) == 3
+    assert digests.max() >= 2**32, "of more bits than a seed has"
     again = tracker.measure(model, ids, k=2).prompt_digest.values
     assert again.tolist() == digests[[0, 1, 3]].tolist()
     repeated = tracker.summary(tracker.measure(model, ids[[0, 1, 2] * 4], k=2)).loc["miscoupling", "all pairs"]
     once = tracker.summary(tracker.measure(model, ids, k=2)).loc["miscoupling", "all pairs"]
     assert repeated.over == "3 clusters of samples"
     np.testing.assert_allclose(repeated[["low", "high"]].astype(float), once[["low", "high"]].astype(float), rtol=1e-4)
+
+
+def test_the_digest_of_a_prompt_is_of_all_of_its_inputs():
+    """Such as one text with several images, or several samples at one time."""
+    first, other = torch.tensor([[1, 2, 0], [1, 2, 0]]), torch.tensor([[[0.0]], [[1.0]]])
+
+    def digests(*arguments, valid=((0, 1, 2),) * 2, n=3, **keywords):
+        found = Batch(arguments, keywords, [""] * 2).sample_digests(valid, n)
+        assert all(0 < one < 2**63 for one in found)
+        return found
+
+    assert len(set(digests(first, other))) == len(set(digests(first, images=[other]))) == 2
+    assert len(set(digests(first, other[[0, 0]]))) == len(set(digests(first, torch.arange(5)))) == 1
+    assert digests(first, torch.arange(5)) != digests(first, torch.arange(1, 6)), "belongs to every sample"
+    padded = torch.tensor([[1, 2, 0], [1, 2, 7]])
+    assert len(set(digests(padded))) == 2 and len(set(digests(padded, valid=((0, 1),) * 2))) == 1
+    assert len(set(digests(padded, n=1, valid=((0,),) * 2))) == 2, "one token of three numbers"
+    assert Batch((), {"length": 4}, [""] * 2).sample_digests(((0,),) * 2, 1) == [0, 0]
 
 
 @pytest.mark.slow

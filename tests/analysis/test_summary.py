@@ -11,9 +11,9 @@ from scipy import stats
 import tracker
 from tests.analysis.test_regression import assert_covers
 from tests.models import Size, neox, tokens
-from tests.stores import generated
+from tests.stores import generated, stored
 from tracker.analysis.curves import curves
-from tracker.analysis.reduction import reduced
+from tracker.analysis.reduction import read_reduced, reduced
 from tracker.analysis.summary import _Cell, summary_of_reduced
 from tracker.common.errors import UsageError
 from tracker.store import Store, open_results
@@ -110,6 +110,20 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
         pd.testing.assert_frame_equal(pd.DataFrame(other), pd.DataFrame(table), rtol=1e-6)
 
 
+def test_a_step_of_an_earlier_version_withholds_its_own_intervals_alone(store, tmp_path):
+    """As a table of the store, of its Dataset and of reduced units."""
+    units = {step: Store(store).read(step) for step in STEPS}
+    units[0] = units[0].drop_vars([name for name in units[0].data_vars if "_level" in name])
+    mixed = stored(tmp_path / "mixed", units)
+    table = tracker.summary(mixed)
+    rows = table.loc["offdiag_normalized", "all pairs"]
+    assert rows.low.isna().tolist() == [True] + [False] * (len(rows) - 1)
+    assert (rows.answer == "no test: the null level is approximate").tolist() == rows.low.isna().tolist()
+    for other in (open_results(mixed.path), reduced(open_results(mixed.path)), read_reduced(mixed.path)):
+        found = tracker.summary(other) if "miscoupling_matrix" not in other else summary_of_reduced({"": other})
+        pd.testing.assert_frame_equal(pd.DataFrame(found), pd.DataFrame(table), rtol=1e-6)
+
+
 def test_results_side_by_side(store, tmp_path):
     other = generated(tmp_path / "other", [10], layers=5, prompts=6, seed=1)
     table = tracker.summary([store, other])
@@ -128,6 +142,10 @@ def test_results_side_by_side(store, tmp_path):
     samples = [coupled[1][:4], coupled[0]]
     expected = stats.ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
     assert_ends(row, [expected.low, expected.high])
+    assert row.over == "prompts"
+    sources = fewer.assign_coords(prompt_source=("prompt", list("aabb")))
+    row = tracker.summary({"a": first, "b": sources}).loc["miscoupling", "all pairs", "b − a"]
+    assert row.over == "2 clusters of prompts and prompts"
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
 
 
@@ -146,8 +164,22 @@ def test_prompts_of_several_sources_and_one_prompt():
     assert_ends(clustered, interval_of_median(ds.lss, np.array(list("aabbcc"))))
     assert (alone.over, clustered.over) == ("samples", "3 clusters of samples")
     assert clustered.value == pytest.approx(alone.value)
-    one = tracker.summary(ds.isel(prompt=[0]))
-    assert one[["low", "high"]].isna().all(axis=None) and "There are no intervals" in repr(one)
+    assert "a t test over the pairs of blocks and the samples." in repr(tracker.summary(ds))
+    for alike in (ds.isel(prompt=[0]), ds.isel(prompt=[0, 0])):  # one, and two that are equal
+        one = tracker.summary(alike)
+        assert one[["low", "high"]].isna().all(axis=None)
+        assert "There are no intervals, since they are over independent samples" in repr(one)
+        assert "low and high" not in repr(one) and "a t test over the pairs of blocks." in repr(one)
+        assert "low and high" in repr(tracker.summary({"one": alike, "all": ds}))
+
+
+def test_prompts_without_a_value_do_not_change_the_interval_of_a_median():
+    ds = tracker.measure(neox(), tokens(6), k=2, measures="trajectory")
+    undefined = tracker.summary(ds.assign(lss=ds.lss.where(ds.prompt < 4)))
+    left_out = tracker.summary(ds.isel(prompt=slice(4)))
+    row = undefined.loc["lss", "median of tokens"]
+    assert_ends(row, left_out.loc["lss", "median of tokens"][["low", "high"]].astype(float))
+    assert row.low < row.value < row.high
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])

@@ -119,6 +119,23 @@ def test_levels_in_float32_and_of_zero_jacobians():
         assert values[0, 0, 1].isnan().all() and values[0, 0, 0, [0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("basis", ["symmetric", "antisymmetric"])
+def test_expected_squares_that_are_zero_but_for_rounding(basis, K, seed):
+    """The mean of squares of entries is 0 there, so that weights are of rounding errors, unless they are bounded."""
+    generator = torch.Generator().manual_seed(seed)
+    first, other = torch.randn(2, 24, 24, generator=generator)
+    J = torch.stack([first - first.mT, other + other.mT if basis == "symmetric" else other - other.mT])
+    U, s, Vh = torch.linalg.svd(J)
+    found = levels_of(J[None], (K,))
+    draws = coupling.simulated(J[0].double(), U[1, :, :K].double(), Vh[1, :K].mT.double(), 2000, generator)
+    for name in ("miscoupling", "miscoupling_release", "offdiag"):
+        expected = FORMULAS[name](draws, s[0, :K].double())
+        chance = 5 * float(expected.std()) * (1 / len(draws) + 1 / rotations.COLUMNS * K) ** 0.5
+        assert abs(float(found[name][0, 0, 0, 1] - expected.mean())) <= chance + 1e-3 * float(s[0, 0]), name
+
+
 def test_rows_and_frames_in_parts(monkeypatch):
     J = torch.stack([torch.stack([planted("random", D, 0.5, L * r + i) for i in range(L)]) for r in range(4)])
     whole = levels_of(J, (2, 8))

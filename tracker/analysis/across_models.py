@@ -289,7 +289,7 @@ def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
     ends = []
     for ds in compared.values():
-        by_prompt = ds[f"{measure}_coupling"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
+        by_prompt = ds[f"{measure}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
         ends.append(mean_interval(by_prompt.values, sources(ds)))
     return [np.array(end) for end in zip(*ends, strict=True)]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tracker.analysis.variables import in_float64, labelled
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
-from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap
+from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap, level_name
 from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED, Measure
 from tracker.measures.registry import BY_NAME, KINDS, MISCOUPLINGS
@@ -85,13 +85,11 @@ def level_variable(name: str) -> str:
     >>> level_variable("miscoupling_release_trace_normed"), level_variable("self_offdiag")
     ('miscoupling_release_level_normed', 'self_offdiag_level')
     """
-    base = BY_NAME[name].base or name
-    start, end = name.split(base)
-    return f"{start}{'miscoupling_release' if base == OF_TRACE else base}{LEVEL}{end}"
+    return level_name(name, BY_NAME[name].base or name)
 
 
 def is_approximate(results: xr.Dataset, name: str) -> bool:
-    """Whether the null level of a mis-coupling is of a formula that may be further than 0.003 from the mean."""
+    """Whether the null level of a mis-coupling is of a formula that may be further than 0.004 from the mean."""
     return (BY_NAME[name].base or name) in APPROXIMATE and not _is_measured(results, name)
 
 

@@ -44,11 +44,12 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
 
     Returns:
         The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
-        layer, layer_other), the null level, means over prompts and tokens; `m_coupling` (k, pairs, prompt), the null level minus
-        the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs: `m_below` (prompt), how
-        many values of a prompt are below the median beyond half of them, relative to the mean number of values, and
-        `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and coordinates are kept; the attribute
-        `levels_of_formulas` names the mis-couplings whose null level is approximate.
+        layer, layer_other), the null level, means over prompts and tokens; `m_coupling_by_prompt` (k, pairs, prompt), the
+        null level minus the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs:
+        `m_below` (prompt), how many values of a prompt are below the median beyond half of them, relative to the mean number of
+        values of prompts that have any, and `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and
+        coordinates are kept; the attribute `levels_of_formulas`, a coordinate where steps differ, names the mis-couplings whose
+        null level is approximate.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
@@ -60,7 +61,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         summary[f"{name}_matrix"], summary[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
         by_prompt, null = over_pairs(matrices, counted), over_pairs(null, counted)
         summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
-        summary[f"{name}_coupling"] = mean(null - by_prompt, ["token"])
+        summary[f"{name}_coupling_by_prompt"] = mean(null - by_prompt, ["token"])
     for name in (name for name in OF_PATHS if name in results):
         summary |= {f"{name}{part}": values for part, values in _of_median(in_float64(results, name)).items()}
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
@@ -83,8 +84,11 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
-    approximate = [name for name in measured if is_approximate(results, name)]
-    return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: ", ".join(approximate)})
+    units = [results.isel(step=[i]) for i in range(results.sizes["step"])] if "step" in results.dims else [results]
+    approximate = [", ".join(name for name in measured if is_approximate(unit, name)) for unit in units]
+    if len(set(approximate)) > 1:
+        return xr.Dataset(summary, coords | {LEVELS_OF_FORMULAS: ("step", approximate)}, results.attrs)
+    return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: approximate[0]})
 
 
 def has_approximate_level(curve: xr.Dataset, name: str) -> bool:
@@ -113,7 +117,8 @@ def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
     middle = median(values, over)
     below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum("position")
     number = defined.sum("position")
-    shares = below / (number.sum("prompt") / values.sizes["prompt"]).where(number.sum("prompt") > 0)
+    prompts = (number > 0).sum("prompt")
+    shares = below * prompts / number.sum("prompt").where(prompts > 0)
     return {
         "_below": shares.where(number > 0),
         "_percentiles": quantiles(values, over, PERCENTILES, "percentile"),

@@ -130,9 +130,7 @@ class _Result:
 def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
     k, name = _chosen(curve, k)
     steps = [int(step) for step in curve["step"].values]
-    coupling = (
-        curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").mean("prompt").values if name else [0.0] * len(steps)
-    )
+    coupling = curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values if name else [0.0] * len(steps)
     return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: curve.sel(step=steps))
 
 
@@ -212,12 +210,11 @@ class _Cell:
         else:  # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
             ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
         answer = UNDEFINED_VALUE if np.isnan(self.value) else self.answer
-        return [self.value, self.null_level, coupling, *ends, self.over(ends), answer]
+        return [self.value, self.null_level, coupling, *ends, "" if np.isnan(ends).any() else self.over, answer]
 
-    def over(self, ends: Sequence[float]) -> str:
-        """Say what an interval is over."""
-        if np.isnan(ends).any():
-            return ""
+    @property
+    def over(self) -> str:
+        """What an interval is over, where there is one."""
         return f"{self.kind}s" if self.clusters is None else f"{len(set(self.clusters))} clusters of {self.kind}s"
 
     def quantile(self, share: float) -> float:
@@ -246,7 +243,9 @@ class _Cell:
         middle = value if np.isnan(coupling) else coupling
         margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
         ends = [middle - margin, middle + margin]
-        return [value, null_level, coupling, *ends, self.over(ends), UNDEFINED_VALUE if np.isnan(value) else ""]
+        over = " and ".join(dict.fromkeys([self.over] if paired else [self.over, other.over]))
+        answer = UNDEFINED_VALUE if np.isnan(value) else ""
+        return [value, null_level, coupling, *ends, "" if np.isnan(ends).any() else over, answer]
 
 
 Cells = dict[tuple[str, str], _Cell]  # by measure and of what
@@ -266,7 +265,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
-            by_prompt = none if approximate else at[f"{name}_coupling"].sel(pairs=pairs).values
+            by_prompt = none if approximate else at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
             cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
@@ -290,7 +289,7 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
         return f"no test: {UNDEFINED_VALUE}"
     if (count := np.isfinite(pairs).sum()) < FEWEST_PAIRS:
         return f"no test: {counted(int(count), 'pair')} of blocks"
-    prompts = unit[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values
+    prompts = unit[f"{name}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").values
     above = coupled(pairs[None], prompts[None], sources(unit), (1 - CONFIDENCE) / 2 / tests)
     return ABOVE if above[0] else f"not {ABOVE}"
 
@@ -337,7 +336,7 @@ def _of_steps(result: _Result) -> Summary:
         title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
     where = f" at step {result.best:,}" if several else ""
     notes = [
-        _of_intervals(units[steps[-1]]),
+        _of_intervals([units[steps[-1]]]),
         *_of_coupling(list(units.values()), columns, k, pair, where),
         *doubts(curve, result.skipped),
     ]
@@ -368,7 +367,10 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             if at in columns[first]
         }
     title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
-    notes = [_of_intervals(units[first]), *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}")]
+    notes = [
+        _of_intervals(list(units.values())),
+        *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}"),
+    ]
     equal = {name: describe_equal_blocks(unit) for name, unit in units.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
     notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
@@ -400,10 +402,18 @@ def _title(unit: xr.Dataset, k: int | None) -> str:
     return f"{short_name(unit)}: {counted(unit.sizes['prompt'], _kind(unit))}" + ("" if k is None else f", K = {k}")
 
 
-def _of_intervals(unit: xr.Dataset) -> str:
-    if unit.sizes["prompt"] < 2:
-        return f"There are no intervals, since they are over {_kind(unit)}s: measure several."
-    clusters = "" if sources(unit) is None else f" Equal {_kind(unit)}s, and those of one source, are a cluster."
+def _independent(unit: xr.Dataset) -> int:
+    """Return the number of independent prompts."""
+    clusters = sources(unit)
+    return unit.sizes["prompt"] if clusters is None else len(set(clusters))
+
+
+def _of_intervals(units: Sequence[xr.Dataset]) -> str:
+    kind = _kind(units[0])
+    if not any(_independent(unit) > 1 for unit in units):
+        return f"There are no intervals, since they are over independent {kind}s: measure several."
+    in_clusters = any(sources(unit) is not None for unit in units)
+    clusters = f" Equal {kind}s, and those of one source, are a cluster." if in_clusters else ""
     quantity = "of the coupling, or of the value where there is no null level"
     return f"low and high: 95 % interval {quantity}, over what is named. It holds for these weights alone.{clusters}"
 
@@ -430,7 +440,8 @@ def _of_coupling(
             rest = " All pairs of the same two modules are one pair of it."
         elif not post_norm:
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
-        yield f"answer: a t test over the pairs of blocks and the {_kind(units[0])}s.{rest}"
+        prompts = f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
+        yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
     if post_norm:
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 

@@ -5,7 +5,8 @@ With J = U S V^T that of the block, J_A of the attention and J_M of the MLP, K t
     gains               |J_A|_F / sqrt(d), |J_M|_F / sqrt(d)
     shares              sum_k u_k . J_A v_k / sum_k s_k, and of J_M         of what the block does along its top K directions;
                         they add up to 1 where the halves are parallel
-    miscoupling         mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; null level as of blocks
+    miscoupling         mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; the null
+                        level is the root of the mean square over rotations (`coupling.null_level`)
     alignment plots     U^T J_A V, U^T J_M V, of the top K                  (Li and Papyan, 2023)
                         diagonal where a half acts along the block's own directions
 

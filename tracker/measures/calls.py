@@ -162,7 +162,7 @@ def record_call(
             sample.ids = ids
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
     read = measure_states(replica, recording, final_norm, valid, window, settings)
-    for sample, values, at, own in zip(samples, read, valid, recording.sample_seeds, strict=True):
+    for sample, values, at, own in zip(samples, read, valid, batch.sample_digests(valid, n), strict=True):
         sample.values |= values
         sample.digest = own
         sample.basis_layers, sample.random_seed = basis_layers, recording.seed

@@ -27,7 +27,8 @@ the entries of A = (Q U')^T J (Q V') have exactly the mean and the variance
     E A_ij     = tau G_ij
     sigma_ij^2 = |S0|^2 (1 + (1 - 2/d) G_ij^2) / ((d - 1)(d + 2)) + |A0|^2 (1 - G_ij^2) / (d (d - 1))
 
-The null level of a mis-coupling is the root of its expected square:
+The null level of a mis-coupling is its mean over Q. `rotations` measures it, and the measurement stores it. The root of the
+expected square has a formula, which serves control variates of that mean, halves of blocks, and results of earlier versions:
 
     miscoupling                 sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 tau sum_k s_k G_kk) / |s|_2^2)
     miscoupling_release         sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 sum_k s_k E|A_kk|) / |s|_2^2)
@@ -35,10 +36,9 @@ The null level of a mis-coupling is the root of its expected square:
     offdiag                     sqrt(sum_{i != j} (tau^2 G_ij^2 + sigma_ij^2))
     offdiag_normalized          the root of that sum over the same sum over all i, j
 
-`miscoupling` and `offdiag` are exact; `offdiag_normalized` is a ratio of expectations, and E|A_kk| that of a normal variable.
-
-The levels need few numbers of each block: the `Moments` of its Jacobian and the `Overlap` of its singular vectors. These are
-stored, and the levels of all pairs are computed from them when they are read. Derivation: docs/measurements.md.
+Those of `miscoupling` and `offdiag` are exact; that of `offdiag_normalized` is of a ratio of expectations, and E|A_kk| that of a
+normal variable. They need few numbers of each block, which are stored: the `Moments` of its Jacobian and the `Overlap` of its
+singular vectors. Derivation: docs/measurements.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -275,11 +275,20 @@ def _declared() -> tuple[Measure, ...]:
     return tuple(measures)
 
 
+def level_name(name: str, base: str) -> str:
+    """Return the name of the variable that holds the null level of a mis-coupling, or of the release's other norm.
+
+    Args:
+        name: of a variant of the definition `base`.
+    """
+    start, end = name.split(base)
+    return f"{start}{'miscoupling_release' if base == OF_TRACE else base}{LEVEL}{end}"
+
+
 def declared_level(of: Measure) -> Measure:
     """Return the variable that holds the null level of a mis-coupling."""
-    start, end = of.name.split(of.base or of.name)
     return Measure(
-        f"{start}{of.base or of.name}{LEVEL}{end}",
+        level_name(of.name, of.base or of.name),
         of.dims,
         f"{of.label}: null level",
         option=of.option,
@@ -367,7 +376,7 @@ def overlap(U: Float[Tensor, "*batch d K"], V: Float[Tensor, "*batch d K"], ks: 
 
 
 def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
-    """Return the null level of a mis-coupling for every pair of Jacobian and basis; NaN where the Jacobian is zero.
+    """Return the formula of a null level for every pair of Jacobian and basis; NaN where the Jacobian is zero.
 
     Args:
         definition: a name of `coupling.DEFINITIONS`.
@@ -380,7 +389,7 @@ def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, 
 
 
 def null_levels(definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
-    """Return the `null_level` of several definitions; what two of them need is computed once."""
+    """Return the formulas of `null_level` for several definitions; what two of them need is computed once."""
     if unknown := {*definitions} - {definition.name for definition in DEFINITIONS}:
         raise ValueError(f"no null level is known for {', '.join(sorted(unknown))}")
     s = torch.where(s[..., :1] > 0, s, torch.nan)

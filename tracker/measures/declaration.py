@@ -115,7 +115,7 @@ COORDINATES = {
     "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text"),
     "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from"),
     "prompt_digest": Coordinate(
-        "hash of the prompt's inputs", "of its token ids, or its first tensor, without padding"
+        "hash of the prompt's inputs", "of all tensors that the model receives, without padding"
     ),
     "difficulty": Coordinate("difficulty of the prompt", "as its source rates it"),
     "random_seed": Coordinate(

@@ -125,32 +125,32 @@ def pairs(
     bases = [layer.triplets for layer in layers] if bases is None else bases
     U, V, S_bases = (torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS")
     S = torch.stack([layer.triplets.S for layer in layers], 1)
-    A, swapped, in_frames = _products(layers, U, V, "vju" in measures)
+    A, swapped, in_frames = _products(layers, U, V, "vju" in measures, L)
     values = _measures(A, S, S_bases, layers, in_frames, U, V, ks)
     if L is not None and len(layers) > L:
         values = _both_conventions(values, L)
     if swapped is not None:
         alone = slice(0, L)
-        of_swapped = swapped[:, alone, alone], S[:, alone], S_bases[:, alone], layers[alone], in_frames[:, alone]
+        of_swapped = swapped, S[:, alone], S_bases[:, alone], layers[alone], in_frames[:, alone]
         values_of_swapped = _measures(*of_swapped, V[:, alone], U[:, alone], ks)
         values |= {f"{name}_vju": value for name, value in values_of_swapped.items()}
     return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in measures else {})
 
 
 def _products(
-    layers: Sequence[Layer], U: Tensor, V: Tensor, swap: bool
+    layers: Sequence[Layer], U: Tensor, V: Tensor, swap: bool, L: int | None
 ) -> tuple[Float[Tensor, "R L M K K"], Float[Tensor, "R L M K K"] | None, Tensor]:
-    """Return A of every Jacobian in every basis, A with the sides swapped, and every Jacobian in frames."""
+    """Return A of every Jacobian in every basis, A with the sides swapped of the first L, and every Jacobian in frames."""
     d, K = U.shape[-2:]
     F = frames(d, K).to(U)
-    right, left = coupling.side_by_side(V), coupling.side_by_side(U)
+    right, left = coupling.side_by_side(V), coupling.side_by_side(U[:, :L])
     A, swapped, in_frames = [], [], []
-    for layer in layers:
+    for l, layer in enumerate(layers):
         J = layer.jacobian()
         A.append(coupling.in_bases(U, J @ right))
         in_frames.append(turned(J, F, K))
-        if swap:
-            swapped.append(coupling.in_bases(V, J @ left))
+        if swap and l < (L or len(layers)):
+            swapped.append(coupling.in_bases(V[:, :L], J @ left))
     return torch.stack(A, 1), torch.stack(swapped, 1) if swap else None, torch.stack(in_frames, 1)
 
 

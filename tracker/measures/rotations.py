@@ -1,14 +1,15 @@
 """Null levels: the mean of each mis-coupling over rotations that are drawn.
 
 `coupling` defines unrelated blocks: one of them is turned, J' -> Q J' Q^T, with a random rotation Q (Haar measure). The value of
-a pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square, or of a ratio of
-mean squares, lies above the mean of roots. Frames stand for rotations, step by step:
+a pair is that of one Q, and a level is the mean of the definition itself over Q: the root of a mean square lies above the mean
+of roots, and that of a ratio of mean squares may. Frames stand for rotations, step by step:
 
 1.  A pair that is turned has A = (Q U')^T J (Q V'), with U', V' (d, K) of block l'. So Q acts on the span of [U', V'] alone.
 2.  With G = U'^T V', the columns of V' - U' G are orthogonal to U', and their products are H^T H = I - G^T G. H is the
     symmetric root (K, K), which no choice of signs or order changes. So V' = U' G + W H, and [U', W] is orthonormal where
     2 K <= d.
-3.  Q [U', W] is a Haar frame [F_1, F_2]: 2 K orthonormal columns whose law no rotation changes. It does not depend on U' and V'.
+3.  Q [U', W] is a Haar frame [F_1, F_2]: 2 K orthonormal columns whose law no rotation changes, and which does not depend on U'
+    and V'.
 4.  A = F_1^T J (F_1 G + F_2 H). All pairs share the frames, so that each J is multiplied with F_1 once, while it is at
     hand, and F_1^T J [F_1, F_2] (K, 2 K) is all that its pairs need of it.
 5.  Where 2 K > d, the frame is a whole rotation: A = U'^T (F^T J F) V'.
@@ -20,18 +21,19 @@ Control variates reduce what a mean over few frames leaves of chance. With
     t = |A|^2,   o = t - sum_k A_kk^2,   r = E o / E t,   w_k = 0.4 / sqrt(E A_kk^2)
     y = 1 + (t - 2 sum_k s_k A_kk) / |s|^2 for the page's, and with |A_kk| for the release's,   y_0: by its formula, squared
 
-the means of t, o, A_kk and A_kk^2 are known exactly (`coupling.Entries`). So the following terms have mean 0, and the first-order
-expansion of the definition as their weight; 0.4 is the slope of |z| against z^2 for a normal z:
+the means of t, o, A_kk and A_kk^2 are known exactly (`coupling.Entries`). So the terms that are subtracted here have mean 0.
+Their weights are those of the first-order expansion of the definition; 0.4 is the slope of |z| against z^2 for a normal z:
 
     miscoupling           sqrt(y) - (y - y_0) / (2 sqrt(y_0))
     miscoupling_release   sqrt(y) - (t - E t - 2 sum_k s_k w_k (A_kk^2 - E A_kk^2)) / (2 sqrt(y_0) |s|^2)
     offdiag               sqrt(o) - (o - E o) / (2 sqrt(E o))
     offdiag_normalized    sqrt(o / t) - (o - r t) / (2 sqrt(r) E t)
 
-Frames are the same in every measurement, so that curves are smooth. Signs of singular vectors are arbitrary: each pair (u_k, v_k)
-is taken with the sign for which u_k has a positive product with a fixed vector.
+Frames are the same in all measurements of one width and one largest K, so that curves are smooth. Signs of singular
+vectors are arbitrary: each pair (u_k, v_k) is taken with the sign for which u_k has a positive product with a fixed vector.
 
-Cost: a product of J with `COLUMNS` columns, 1 / 12 of `COLUMNS` / d of what forming J takes, and n K^2 L^2 numbers for n frames.
+Cost: a product of J with `COLUMNS` columns, and n K^2 L^2 numbers for n frames. The product takes `COLUMNS` d^2 multiplications;
+to form J takes d products with a block of about 12 d^2 weights, 12 d^3.
 """
 
 from collections.abc import Sequence
@@ -109,15 +111,15 @@ def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence
     """Return the `mean_levels` of rows whose pairs are computed at once."""
     K, d = max(ks), U.shape[-2]
     signs = _signs(U[..., :K])
-    U, V = U[..., :K] * signs, V[..., :K] * signs
+    signed_U, signed_V = U[..., :K] * signs, V[..., :K] * signs
     scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)  # the squares of tiny entries underflow
-    s, T = s / scale[..., None], T / scale[..., None, None, None]
-    of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
-    overlaps = overlap(U, V, ks)
+    unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
+    unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
+    overlaps = overlap(signed_U, signed_V, ks)
     of_ks: list[Tensor] = []
     for i, k in enumerate(ks):
-        of_k, left, right = _at(T, d, K, k), *_coordinates(U[..., :k], V[..., :k])
-        controls = _Controls(s[..., :k], of, overlaps.at(i, k), d)
+        of_k, left, right = _at(unit_T, d, K, k), *_coordinates(signed_U[..., :k], signed_V[..., :k])
+        controls = _Controls(unit_s[..., :k], unit_of, overlaps.at(i, k), d)
         at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
         sums = [controls.sums(_matrices(frames_at_once, left, right)) for frames_at_once in of_k.split(at_once, 2)]
         of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
@@ -126,36 +128,39 @@ def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence
 
 
 class _Controls:
-    """Sums over frames of the definitions, less their control variates."""
+    """Sums over frames of the definitions, less their control variates.
+
+    All fields have an axis of frames: (R, L, 1, M), and those of each singular vector (R, L, 1, M, K).
+    """
 
     def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
-        entries, tiny = Entries(of, basis, d), torch.finfo(s.dtype).tiny
+        entries = Entries(of, basis, d)
         page, release = null_levels(["miscoupling", "miscoupling_release"], s, of, basis, d)
-        off, square = entries.off_square, entries.square.clamp_min(tiny)
-        self.s, self.norm = s, vector_norm(s, dim=-1)[..., None]  # the others (R, L, M)
-        self.square, self.off, self.page = square, off, page
-        self.share = off / square
-        self.of_page, self.of_release = (1 / (2 * root.clamp_min(SMALLEST)) for root in (page, release))
-        self.of_off = 1 / (2 * off.sqrt().clamp_min(tiny))
-        self.of_share = 1 / (2 * self.share.sqrt().clamp_min(SMALLEST) * square)
-        self.diagonal_squares = entries.diagonal_squares()  # (R, L, M, K)
-        self.weights = SLOPE * s[..., None, :] / self.diagonal_squares.clamp_min(tiny).sqrt()
+        off, square = entries.off_square, entries.square
+        # E o, E t and E A_kk^2 may be 0 but for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
+        least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
+        share, diagonal_squares = off / square.clamp_min(least), entries.diagonal_squares()
+        of_share = 1 / (2 * share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
+        weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
+        self.s, self.norm = s[:, :, None, None], vector_norm(s, dim=-1)[..., None, None]  # of each Jacobian: M = 1
+        self.square, self.off, self.page, self.share = (one.unsqueeze(2) for one in (square, off, page, share))
+        self.of_page, self.of_release = (1 / (2 * root.unsqueeze(2).clamp_min(SMALLEST)) for root in (page, release))
+        self.of_off, self.of_share = (1 / (2 * off.clamp_min(least).sqrt())).unsqueeze(2), of_share.unsqueeze(2)
+        self.diagonal_squares, self.weights = diagonal_squares.unsqueeze(2), weights.unsqueeze(2)
 
     def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
         """Return the sums over frames, in the order of `BY_ROTATIONS`."""
-        at = {name: values.unsqueeze(2) for name, values in vars(self).items()}
-        s, norm = at["s"][..., None, :], at["norm"]
         total, diagonal = A.square().sum((3, 5)), A.diagonal(dim1=3, dim2=5)  # (R, L, n, M), (R, L, n, M, K)
         squares = diagonal.square()
         off = (total - squares.sum(-1)).clamp_min(0)
-        page = 1 + (total - 2 * (diagonal * s).sum(-1)) / norm**2
-        release = 1 + (total - 2 * (diagonal.abs() * s).sum(-1)) / norm**2
-        change = total - at["square"] - 2 * (at["weights"] * (squares - at["diagonal_squares"])).sum(-1)
+        page = 1 + (total - 2 * (diagonal * self.s).sum(-1)) / self.norm**2
+        release = 1 + (total - 2 * (diagonal.abs() * self.s).sum(-1)) / self.norm**2
+        change = total - self.square - 2 * (self.weights * (squares - self.diagonal_squares)).sum(-1)
         values = (
-            page.clamp_min(0).sqrt() - (page - at["page"] ** 2) * at["of_page"],
-            release.clamp_min(0).sqrt() - change / norm**2 * at["of_release"],
-            off.sqrt() - (off - at["off"]) * at["of_off"],
-            (off / total).sqrt() - (off - at["share"] * total) * at["of_share"],
+            page.clamp_min(0).sqrt() - (page - self.page**2) * self.of_page,
+            release.clamp_min(0).sqrt() - change / self.norm**2 * self.of_release,
+            off.sqrt() - (off - self.off) * self.of_off,
+            (off / total).sqrt() - (off - self.share * total) * self.of_share,
         )
         return torch.stack([of_definition.sum(2) for of_definition in values])
 

@@ -18,6 +18,7 @@ from tracker.common.errors import UsageError, warn_caller
 from tracker.model.huggingface import huggingface_owner, token_embedding
 from tracker.model.random_numbers import seed_of
 from tracker.model.wrappers import unwrap
+from tracker.provenance import digest
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,25 @@ class Batch:
         ):  # tokens; several inputs for each where a model downsamples them
             samples = [x[:: len(x) // n][at] for x, at in zip(samples, valid, strict=True)]
         return [seed_of([x], {}) for x in samples]
+
+    def sample_digests(self, valid: Sequence[Sequence[int]], n: int) -> list[int]:
+        """Return a hash of 63 bits of all tensors that the model receives for each sample, without padding; 0: not known.
+
+        Tensors that do not divide into samples belong to each of them. Arguments as for `sample_seeds`.
+        """
+        B = len(self.labels)
+        leaves = tree_leaves((self.arguments, self.keywords))
+        tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, Tensor)]
+        if not any(tensor.shape[:1] == (B,) for tensor in tensors):
+            return [0] * B
+
+        def of_sample(tensor: Tensor, b: int) -> Tensor:
+            if tensor.shape[:1] != (B,):
+                return tensor
+            by_token = tensor.dim() > 1 and tensor.shape[1] > 0 and tensor.shape[1] % n == 0
+            return tensor[b].unflatten(0, (n, -1))[list(valid[b])] if by_token else tensor[b]
+
+        return [int(digest([of_sample(tensor, b) for tensor in tensors])[:16], 16) >> 1 for b in range(B)]
 
 
 def select_samples(values: Any, samples: slice, B: int) -> Any:

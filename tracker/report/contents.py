@@ -263,7 +263,7 @@ def _texts(ds: xr.Dataset, name: str) -> list[str] | None:
 
 def _coupling(ds: xr.Dataset, name: str) -> xr.DataArray:
     """Return the coupling of each prompt, means over l != l'."""
-    return ds[f"{name}_coupling"].sel(pairs="mean_offdiag")
+    return ds[f"{name}_coupling_by_prompt"].sel(pairs="mean_offdiag")
 
 
 def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
