@@ -83,7 +83,7 @@ def draw(name: str, results: Results, k: int | None = None, target: "Axes | None
     layers = shared(results, "layer")
     for layer in choices.layers or ():
         _require_shared("layer", layer, layers)
-    if choices.paper and not choices.layers and {*figure.paper_layers} <= {*layers}:
+    if choices.paper and not choices.layers and _has_paper_layers(declaration, results):
         choices = replace(choices, layers=figure.paper_layers)
     if "measure" in figure.takes and (differences := describe_differences(results)):
         warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
@@ -113,6 +113,16 @@ def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:
         raise UsageError(f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
     needs = [measure if measure and name in VARIANTS else choices.variable(name) for name in figure.needs]
     return replace(figure, needs=tuple(dict.fromkeys(needs)))
+
+
+def _has_paper_layers(figure: FigureSpec, results: Results) -> bool:
+    """Whether the paper's figure shows certain blocks, and all results have a value of what the figure needs at each of them."""
+    shown = {*figure.paper_layers}
+    if not shown or not shown <= {*shared(results, "layer")}:
+        return False
+    at = {"layer": list(figure.paper_layers)}
+    needed = [ds[name].sel(at) for ds in results.values() for name in figure.needs]
+    return all(values.notnull().any([dim for dim in values.dims if dim != "layer"]).all() for values in needed)
 
 
 def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
