@@ -536,6 +536,30 @@ def test_definitions(several, tmp_path):
     close([row.r, row.p], [fit.rvalue, fit.pvalue], rtol=1e-5)
 
 
+def scored(count=4, steps=(0,)):
+    """Return results of models of different widths, with scores."""
+    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    results = {}
+    for i in range(count):
+        torch.manual_seed(i)
+        ds = tracker.measure(neox(size=Size(32 + 8 * i, 3)), inputs, k=K)
+        ds["score"] = xr.DataArray([0.1 * i, 0.3], {"task": ["arc", "wino"]}, "task")
+        results[f"model{i}"] = xr.concat([ds.assign_coords(step=step) for step in steps], "step")
+    return results
+
+
+def test_definitions_by_the_paper_s_convention_are_minus_the_mis_coupling():
+    results = scored()
+    figure, table = draw("definitions", results, K, convention="paper")
+    (row,) = table[(table.measure == "miscoupling_release") & (table.pairs == "mean")].itertuples()
+    negative = [-float(ds.miscoupling_release.mean()) for ds in results.values()]
+    scores = [float(ds.score.mean()) for ds in results.values()]
+    close(row.r, stats.linregress(negative, scores).rvalue, rtol=1e-5)
+    assert "r of minus mis-coupling and score" in figure.axes[-1].get_ylabel()
+    figure, ours = draw("definitions", results, K)
+    assert abs(ours.r[row.Index] - row.r) > 1e-3 and "r of coupling and score" in figure.axes[-1].get_ylabel()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "unknown, message",

@@ -133,11 +133,12 @@ def architecture(ds: xr.Dataset) -> str:
     return str(ds.attrs["model_class"]).rpartition(".")[2]
 
 
-def final_couplings(points: Results) -> xr.DataArray:
+def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
     """Collect couplings, null level minus mis-coupling, after the last step, for the measures and K that all results have.
 
     Args:
         points: for each result, the Dataset of `curves.curves` or of the page's summary.
+        below_null: False for minus mis-coupling.
 
     Returns:
         Coupling, (result, measure, k, pairs).
@@ -154,7 +155,10 @@ def final_couplings(points: Results) -> xr.DataArray:
             "the results share no K and measure of coupling; measure again with the same --k and --measures"
         )
     pairs = {"k": ks, "pairs": list(PAIRS)}
-    chosen = [xr.Dataset({name: ds[f"{name}_null"] - ds[name] for name in names}).sel(pairs) for ds in last]
+    chosen = [
+        xr.Dataset({name: (ds[f"{name}_null"] if below_null else 0) - ds[name] for name in names}).sel(pairs)
+        for ds in last
+    ]
     chosen = [couplings.to_array("measure") for couplings in chosen]
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 

@@ -143,26 +143,30 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     return figure, fits
 
 
-def definitions(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def definitions(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
-    couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
+    points = {name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()}
+    couplings = final_couplings(points, below_null=not choices.paper)
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     labels = {name: BY_NAME[name].label for name in measures}
-    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target)
+    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target, coupling_word(choices))
     _annotate(figure, results, target=target)
     return figure, table
 
 
-def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = None) -> "Figure":
+def correlation_heatmap(
+    table: pd.DataFrame, y: str, target: "Axes | None" = None, coupling: str = "coupling"
+) -> "Figure":
     """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
 
     Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
 
     Args:
         table: the rows of `statistics.correlations`.
+        coupling: what they hold of a mis-coupling, in words.
     """
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
@@ -180,7 +184,7 @@ def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = Non
     labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
     bar = figure.colorbar(image, ax=axes)
-    bar.set_label(f"Correlation r of coupling and {y}\n(*: p < 0.05, corrected)")
+    bar.set_label(f"Correlation r of {coupling} and {y}\n(*: p < 0.05, corrected)")
     return figure
 
 
