@@ -43,7 +43,7 @@ def test_the_paper_s_coupling_is_minus_the_mis_coupling_over_all_pairs_with_the_
     figure, table = of("1b", course, convention="paper")
     np.testing.assert_allclose(table["minus mis-coupling"], expected.mean("prompt"), rtol=1e-6)
     level = null_level(course, "offdiag_normalized_normed").sel(k=K).mean(("prompt", "token", "layer", "layer_other"))
-    np.testing.assert_allclose(table.null, -level, rtol=1e-6)
+    np.testing.assert_allclose(table.unrelated, -level, rtol=1e-6)
     label = figure.axes[0].get_ylabel().replace("\n", " ").replace("\u00a0", " ")
     assert label == "Minus mis-coupling, eq. 14, with the final norm, all pairs, K = 4"
     _, table = of("9", course, convention="paper")

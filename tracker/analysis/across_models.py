@@ -25,6 +25,7 @@ import xarray as xr
 
 from tracker.analysis.curves import correlations, sources
 from tracker.analysis.doubts import describe_differences
+from tracker.analysis.reduction import has_approximate_level
 from tracker.analysis.regression import (
     MIN_POINTS,
     cluster_means,
@@ -233,7 +234,8 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         models: names of the results compared, in the order of every list; independence: a note on their clusters; benchmarks,
         score, sizes; size_fits: the fits of the score on each size; tests: the number of couplings tested.
         coupling: by measure, K and pairs, its values, their interval over prompts (for l != l'), fits of the score on it
-        (fit, exponential, controlled for sizes, subsets), and size_fits: its own on each size.
+        (fit, exponential, controlled for sizes, subsets), size_fits: its own on each size, and approximate: the results whose
+        null level is, which have no interval.
 
     Raises:
         UsageError: if fewer than `MIN_POINTS` results have scores and layer pairs, or these differ in their conventions.
@@ -263,6 +265,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         by_measure.setdefault(measure, {}).setdefault(int(k), {})[pairs] = {
             **_coupling_fits(rows, sizes),
             "interval": jsonable(interval),
+            "approximate": [name for name, ds in compared.items() if has_approximate_level(ds.isel(step=-1), measure)],
             "fit": _line_json(rows, "coupling", "score") | {"p_holm": jsonable(fit["p_holm"])},
         }
     return {
@@ -290,11 +293,16 @@ def _coupling_fits(rows: pd.DataFrame, sizes: list[str]) -> dict[str, Any]:
 
 
 def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
-    """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
+    """Return the lower and the upper ends of the intervals over prompts, one of each per result.
+
+    NaN where the null level is approximate: an interval over prompts would miss its error.
+    """
     ends = []
     for ds in compared.values():
         by_prompt = ds[f"{measure}_coupling"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
-        ends.append(mean_interval(by_prompt.values, sources(ds)))
+        low, high = mean_interval(by_prompt.values, sources(ds))
+        approximate = has_approximate_level(ds.isel(step=-1), measure)
+        ends.append((np.nan, np.nan) if approximate else (low, high))
     return [np.array(end) for end in zip(*ends, strict=True)]
 
 

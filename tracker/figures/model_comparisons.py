@@ -35,8 +35,9 @@ from tracker.analysis.curves import correlations, curves, sources
 from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
-from tracker.figures.coupling import coupling_of_prompts, coupling_word
+from tracker.figures.coupling import coupling_of_prompts, coupling_word, has_approximate_level
 from tracker.figures.drawing import (
+    APPROXIMATE_LEVEL,
     BLUE,
     DIVERGING,
     FEWEST_POINTS,
@@ -67,7 +68,8 @@ def score_against_coupling(
 ) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
     coupling, properties = _coupling_and_score(results, choices)
-    return _scatter(results, properties, [(coupling, "score")], target, exponential)
+    note = _note_on_levels(results, choices)
+    return _scatter(results, properties, [(coupling, "score")], target, note, exponential)
 
 
 def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -79,7 +81,7 @@ def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axe
         coupling, of_k = _coupling_and_score(results, replace(choices, k=k))
         properties |= of_k
         shown.append((coupling, "score"))
-    return _scatter(results, properties, shown, target)
+    return _scatter(results, properties, shown, target, _note_on_levels(results, choices))
 
 
 def score_against_sizes(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -91,7 +93,7 @@ def score_against_sizes(results: Results, choices: Choices, target: "Axes | None
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, _in_table(results, table), text, target)
+    _annotate(figure, _in_table(results, table), [text, _note_on_levels(results, choices)], target)
     return figure, table
 
 
@@ -99,7 +101,8 @@ def against_training_tokens(results: Results, choices: Choices, target: "Axes | 
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
-    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target)
+    note = _note_on_levels(results, choices)
+    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target, note)
 
 
 def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -139,7 +142,7 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     ]
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
-    _annotate(figure, _in_table(results, table), target=target)
+    _annotate(figure, _in_table(results, table), [_note_on_levels(results, choices)], target)
     return figure, fits
 
 
@@ -153,7 +156,7 @@ def definitions(results: Results, choices: Choices, target: "Axes | None" = None
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     labels = {name: BY_NAME[name].label for name in measures}
     figure = correlation_heatmap(table.replace({"measure": labels}), "score", target, coupling_word(choices))
-    _annotate(figure, results, target=target)
+    _annotate(figure, results, [_note_on_levels(results, choices, measures)], target)
     return figure, table
 
 
@@ -193,12 +196,14 @@ def _scatter(
     properties: Mapping[str, Property],
     shown: Sequence[tuple[str, str]],
     target: "Axes | None" = None,
+    note: str = "",
     exponential: bool = False,
 ) -> "Plotted":
     """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
 
     Args:
         properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
+        note: a text below the figure.
     """
     table = _properties(results, properties)
     figure, axes = panels(len(shown), target, sharey=len({y for _, y in shown}) == 1)
@@ -218,13 +223,24 @@ def _scatter(
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
         panel.set(title=text, xlabel=x_name, ylabel=y_name)
-    _annotate(figure, _in_table(results, table), target=target)
+    _annotate(figure, _in_table(results, table), [note], target)
     return figure, table
 
 
-def _annotate(figure: "Figure", compared: Results, text: str = "", target: "Axes | None" = None) -> None:
-    """Write a text below a figure or the given axes, and a note on the independence of the results compared."""
-    _note(figure, [text, independence_note(compared)], target)
+def _annotate(figure: "Figure", compared: Results, texts: Sequence[str], target: "Axes | None") -> None:
+    """Write texts below a figure or the given axes, and a note on the independence of the results compared."""
+    _note(figure, [*texts, independence_note(compared)], target)
+
+
+def _note_on_levels(results: Results, choices: Choices, measures: Sequence[str] = ()) -> str:
+    """State which results have an approximate null level of the measure shown, or of one of several; "" without any."""
+    shown = [replace(choices, measure=measure) for measure in measures] or [choices]
+    approximate = [
+        name
+        for name, ds in results.items()
+        if any(has_approximate_level(ds.isel(step=[-1]), of) for of in shown if not of.measure or of.measure in ds)
+    ]
+    return f"{APPROXIMATE_LEVEL}: {', '.join(approximate)}." if approximate else ""
 
 
 def _note(figure: "Figure", lines: Sequence[str], target: "Axes | None") -> None:
@@ -275,6 +291,8 @@ def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[s
         return coupling_of_prompts(ds.isel(step=[-1]), choices).transpose("step", "prompt")
 
     def interval(ds: xr.Dataset, end: int) -> float:
+        if has_approximate_level(ds.isel(step=[-1]), choices):
+            return float("nan")
         return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
 
     name = f"{coupling_word(choices)}, K = {choices.k}"
