@@ -83,7 +83,8 @@ def _read_directory(directory: Path) -> xr.Dataset:
             unfinished.append(f"{cell.name}: no results of {'; '.join(by_cause(skipped))}")
             continue
         recipe, images = result["recipe"], result["images"]["test"]
-        chance = {"chance": result["chance"]} if "chance" in result else {}
+        if "chance" in result:
+            chance = {"chance": result["chance"]}
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
         first = first or (cell, recipe)
         _require_same(recipe, first[1], cell, first[0])

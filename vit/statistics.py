@@ -263,7 +263,7 @@ def _fits(grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str) -> 
     fits = []
     for x, of_x in zip(means, reliable, strict=True):
         fit = linear_fit(x, mean_y, groups) | _beside(of_x, reliable_y)
-        if not np.isfinite(x).all():
+        if not np.isfinite([x, mean_y]).all():
             fit = _undefined(fit, "values are missing")
         elif why or np.isnan(fit["r"]):
             fit = _undefined(fit, why or "the values are equal")

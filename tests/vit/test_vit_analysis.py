@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -325,6 +326,27 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     ] * size[1]
 
 
+def test_a_missing_outcome_is_not_called_equal():
+    grid = synthetic_grid()
+    grid.loss[3] = np.nan
+    table = correlations(grid)
+    assert (table[(table.outcome == "loss") & (table.drop_path == "fixed")].why == "values are missing").all()
+    assert (table[(table.outcome == "accuracy") & (table.drop_path == "fixed")].why == "").all()
+
+
+def test_reliability_is_unknown_for_the_reason_there_is():
+    """Of accuracies that are equal between weight decays, with several seeds."""
+    grid = with_seeds(3, effect=0.5)
+    of_rate_and_seed = 0.9 - 0.05 * grid.drop_path.values + 0.01 * grid.seed.values
+    first = named_tests(grid.assign(accuracy=("cell", of_rate_and_seed)))
+    row = first.iloc[0].to_dict() | {"why": "", "r": 0.1, "p": 0.5, "attainable": 1.0, "detectable": 0.8}
+    assert np.isnan(row["reliability_y"])
+    assert (
+        "Reliability is unknown: it takes several seeds, and weight decays that differ."
+        in answers(pd.DataFrame([row]))[0]
+    )
+
+
 def test_accuracy_at_chance_or_constant_has_a_line():
     grid = with_seeds(2, effect=0)
     assert cautions(grid) == []
@@ -367,7 +389,7 @@ def test_reliable_measures_are_listed():
     assert (
         lines[0].startswith("test accuracy: not reliable, 0.") and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
     )
-    assert "off-diagonal, normalized (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
+    assert "mis-coupling, eq. 14 (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
     nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
     assert "coupling of the class token: none reliable" in nothing and "needs more seeds" in nothing[-1]
     assert reliable_measures(reliabilities(synthetic_grid())) == [
@@ -388,7 +410,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     assert float(rows[0]["coupling/last patch/offdiag_normalized/k10/mean_offdiag"]) == pytest.approx(coupling)
     assert (
         f"<td>{coupling:.4g}</td>" in page
-        and "<th>coupling (off-diagonal, normalized), K = 10, l ≠ l', last patch</th>" in page
+        and "<th>coupling (mis-coupling, eq. 14), K = 10, l ≠ l', last patch</th>" in page
     )
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
@@ -402,7 +424,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     ):
         assert text in page
     assert "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)" in page
-    assert "Reliability is unknown, because there is one seed." in page
+    assert "Reliability is unknown: it takes several seeds, and weight decays that differ." in page
     assert "8 weight decays find a measured |r| ≥ 0.83 with 80 % power" in page
     assert "One seed answers no question across rates" in page and "--seeds 0,1,2 adds 128 trainings" in page
     for name in (
@@ -472,8 +494,8 @@ def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
     return directory
 
 
-def write_cell(directory: Path, accuracy: float, **recipe) -> None:
-    result = {"status": "finished", "accuracy": accuracy, "loss": 1.0, "images": {"test": 100}}
+def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe) -> None:
+    result = {"status": "finished", "accuracy": accuracy, "loss": 1.0, "images": {"test": 100}, **more}
     (directory / "recipe.json").write_text("{}")
     (directory / "result.json").write_text(json.dumps({**result, "recipe": {"seed": 0, "data": "x"} | recipe}))
 
@@ -546,6 +568,14 @@ def test_cells_of_two_recipes_are_refused(measured, tmp_path, capsys):
     write_grid(read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})), tmp_path / "grid.nc")
     assert main([str(measured), str(tmp_path / "grid.nc")]) == 2
     assert "differ in data; analyse cells of one recipe" in capsys.readouterr().err
+
+
+def test_chance_is_that_of_any_cell_that_recorded_it(tmp_path):
+    """Cells of an earlier version did not."""
+    for cell, recorded in (("a", {"chance": 0.25}), ("b", {})):
+        generated(tmp_path / cell / "coupling", [0], ks=(10,), tokens="cls")
+        write_cell(tmp_path / cell, 0.5, recorded, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls")
+    assert read_grid(tmp_path).attrs["chance"] == 0.25
 
 
 def test_tokens_that_the_measurement_chose_have_its_name(tmp_path):
