@@ -226,8 +226,8 @@ def plot(
         step: the training step of a "heatmap", or the one that "curves" and "1b" mark; None for the last.
         layers: the blocks that "3", "28" and "29" show, or the block of "4", "18" and "19"; None for those of the figure.
         axis: the scale of training steps: "linear", "log", or "auto" for a linear one if they are evenly spaced.
-        convention: "paper" for the paper's: minus mis-coupling, mean over all pairs of blocks, and values with the final norm
-            where they are stored (docs/figures.md).
+        convention: "paper" for the paper's: minus mis-coupling, mean over all pairs of blocks, and variables that count the
+            final norm, where there are such; results without them are refused (docs/figures.md).
         ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:
