@@ -45,9 +45,8 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
-from tracker.analysis.regression import CONFIDENCE, detectable_correlation, holm, linear_fit
+from tracker.analysis.regression import CONFIDENCE, FEWEST_POINTS, detectable_correlation, holm, linear_fit
 from tracker.common.text import counted
-from tracker.figures.drawing import FEWEST_POINTS
 
 # The primary test. K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"

@@ -16,12 +16,12 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, inverse_fit, middle_layers
+from tracker.analysis.regression import FEWEST_POINTS
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
     BLUE,
-    FEWEST_POINTS,
     ORANGE,
     at_step,
     colour_map,

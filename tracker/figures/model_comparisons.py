@@ -32,7 +32,7 @@ from tracker.analysis.across_models import (
     tokens_seen,
 )
 from tracker.analysis.curves import correlations, curves, sources
-from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
+from tracker.analysis.regression import FEWEST_POINTS, MIN_POINTS, exponential_fit, holm, mean_interval
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.coupling import coupling_of_prompts, coupling_word, has_approximate_level
@@ -40,7 +40,6 @@ from tracker.figures.drawing import (
     APPROXIMATE_LEVEL,
     BLUE,
     DIVERGING,
-    FEWEST_POINTS,
     GREY,
     ORANGE,
     PAIR_WORDS,
