@@ -178,6 +178,12 @@ def test_runs_of_different_steps_are_even_each_by_itself():
     assert axes.get_xscale() == "symlog"
 
 
+def test_an_axis_of_step_0_alone_is_linear():
+    axes = Figure().subplots()
+    training_axis(axes, [0], scale="log")
+    assert axes.get_xscale() == "linear" and axes.get_xlabel() == "Training step"
+
+
 def test_an_axis_is_chosen_by_name(course):
     assert of("27", course)[0].axes[0].get_xlabel() == "Training step"
     assert tracker.plot({"toy": course}, "27", axis="log").axes[0].get_xlabel() == "Training step (log scale)"

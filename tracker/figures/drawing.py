@@ -166,7 +166,8 @@ def training_axis(
     every = np.concatenate([*(np.asarray(steps, float) for steps in runs), np.asarray(also, float)])
     shown = np.unique(every[np.isfinite(every)])
     later = shown[shown > 0]
-    logarithmic = scale == "log" or (scale == "auto" and not all(map(evenly_measured, runs)))
+    uneven = not all(map(evenly_measured, runs))
+    logarithmic = len(later) > 0 and (scale == "log" or (scale == "auto" and uneven))
     if len(later):
         if logarithmic:
             # matplotlib divides linscale by 1 - 1 / base.
