@@ -44,8 +44,8 @@ CAPTIONS = {
 COUPLING_IS = {
     "coupling": "Coupling is the null level, the mis-coupling of unrelated blocks, minus mis-coupling: 0 (dotted) for unrelated "
     "blocks, and higher the more the blocks share one basis.",
-    "minus mis-coupling": "This grid holds no null level of this definition, so that minus mis-coupling stands for coupling: it "
-    "has no zero, and is higher the more the blocks share one basis.",
+    "minus mis-coupling": "This grid holds no exact null level of this definition, so that minus mis-coupling stands for "
+    "coupling: it has no zero, and is higher the more the blocks share one basis.",
 }
 OF_TESTS = {  # columns of the page, and their headings
     "question": "question",
@@ -98,6 +98,7 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
     Returns:
         The path of the page.
     """
+    from tracker.analysis.regression import FEWEST_POINTS
     from tracker.figures.drawing import css_variables
     from vit.answers import answers, cautions, exploratory, reliable_measures
     from vit.figures import described
@@ -124,6 +125,7 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         coupling=html.escape(COUPLING_IS[quantity(grid, at)]),
         answers=_items(cautions(grid) + answers(tests)),
         limits=_limits(grid),
+        fewest=FEWEST_POINTS,
         tests=_table(_worded_tests(tests), OF_TESTS, 2),
         outcomes=shown["accuracy"] + shown["loss"],
         rates=shown["rates"],

@@ -79,7 +79,7 @@ def _power(row: dict[str, Any]) -> str:
         return f"{power}."
     of = {LABELS.get(row[axis], row[axis]): interval(row, f"reliability_{axis}") for axis in ("x", "y")}
     if not all(of.values()):
-        return f"Reliability is unknown, because there is one seed. {power}."
+        return f"Reliability is unknown: it takes several seeds, and weight decays that differ. {power}."
     reliable = ", ".join(f"{name} {text}" for name, text in of.items())
     true = row["detectable_true"]
     of_true = f"a true |r| ≥ {true:.2f}" if true == true else "not even a true |r| of 1"

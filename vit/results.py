@@ -28,10 +28,10 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
 
     Returns:
         `accuracy` (cell), in [0, 1], and `loss`, of the test; `miscoupling` and its `null` level (cell, step, token, measure,
-        k, pairs), NaN in a file that was made without it; `training_loss` (cell, step), NaN where it was not recorded; along
-        `cell` the coordinates weight_decay, drop_path and seed. The attribute `unfinished` lists the cells left out and why,
-        `recipe` is what all cells share, `chance` the accuracy of
-        one answer for all test images, if it was recorded.
+        k, pairs), NaN where it is approximate and in a file that was made without it; `training_loss` (cell, step), NaN where it
+        was not recorded; along `cell` the coordinates weight_decay, drop_path and seed. The attribute `unfinished` lists the
+        cells left out and why, `recipe` is what all cells share, `chance` the accuracy of one answer for all test images, if it
+        was recorded.
 
     Raises:
         FileNotFoundError: if no finished cell has coupling.
@@ -83,12 +83,13 @@ def _read_directory(directory: Path) -> xr.Dataset:
             unfinished.append(f"{cell.name}: no results of {'; '.join(by_cause(skipped))}")
             continue
         recipe, images = result["recipe"], result["images"]["test"]
-        chance = {"chance": result["chance"]} if "chance" in result else {}
+        if "chance" in result:
+            chance = {"chance": result["chance"]}
         varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
         first = first or (cell, recipe)
         _require_same(recipe, first[1], cell, first[0])
         store = Store(cell / "coupling")
-        points = read_miscouplings(store.path)
+        points = _with_exact_levels(read_miscouplings(store.path))
         tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]  # what the measurement chose
         losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
         finished[cell.name] = points.assign_coords(
@@ -111,6 +112,11 @@ def _read_directory(directory: Path) -> xr.Dataset:
     return grid.drop_sel(pairs="mean").assign_attrs(
         unfinished=unfinished, images=images, data=recipe["data"], recipe=json.dumps(recipe, sort_keys=True), **chance
     )
+
+
+def _with_exact_levels(points: xr.Dataset) -> xr.Dataset:
+    """Leave out approximate null levels: cells of an earlier version have them, which others of the same grid may not have."""
+    return points.drop_vars("approximate").assign(null=points["null"].where(~points["approximate"]))
 
 
 def _require_same(recipe: dict, other: dict, where: Path, elsewhere: Path) -> None:

@@ -45,9 +45,8 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
-from tracker.analysis.regression import CONFIDENCE, detectable_correlation, holm, linear_fit
+from tracker.analysis.regression import CONFIDENCE, FEWEST_POINTS, detectable_correlation, holm, linear_fit
 from tracker.common.text import counted
-from tracker.figures.drawing import FEWEST_POINTS
 
 # The primary test. K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
@@ -263,7 +262,7 @@ def _fits(grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str) -> 
     fits = []
     for x, of_x in zip(means, reliable, strict=True):
         fit = linear_fit(x, mean_y, groups) | _beside(of_x, reliable_y)
-        if not np.isfinite(x).all():
+        if not np.isfinite([x, mean_y]).all():
             fit = _undefined(fit, "values are missing")
         elif why or np.isnan(fit["r"]):
             fit = _undefined(fit, why or "the values are equal")

@@ -1,5 +1,7 @@
 """What is chosen of a figure: the paper's convention, blocks, and the axis of training steps."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -41,7 +43,7 @@ def test_the_paper_s_coupling_is_minus_the_mis_coupling_over_all_pairs_with_the_
     figure, table = of("1b", course, convention="paper")
     np.testing.assert_allclose(table["minus mis-coupling"], expected.mean("prompt"), rtol=1e-6)
     level = null_level(course, "offdiag_normalized_normed").sel(k=K).mean(("prompt", "token", "layer", "layer_other"))
-    np.testing.assert_allclose(table.null, -level, rtol=1e-6)
+    np.testing.assert_allclose(table.unrelated, -level, rtol=1e-6)
     label = figure.axes[0].get_ylabel().replace("\n", " ").replace("\u00a0", " ")
     assert label == "Minus mis-coupling, eq. 14, with the final norm, all pairs, K = 4"
     _, table = of("9", course, convention="paper")
@@ -110,12 +112,37 @@ def test_blocks_are_chosen(course):
     assert INTEGERS("9-11,3,-1") == [9, 10, 11, 3, -1]
 
 
+def test_one_block_is_chosen_that_is_compared_with_another():
+    ds = tracker.measure(neox(size=Size(32, L)), tokens(1), k=K, measures="coupling,matrices,tokenwise")
+    ds = ds.expand_dims(step=[0])
+    assert set(of("4", ds, layers=[4])[1].block) == {4}
+    for layers in ([L], [2, 3]):  # the last block is compared with none
+        with pytest.raises(UsageError, match=f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$"):
+            of("4", ds, layers=layers)
+
+
 def test_the_paper_s_blocks_are_shown_where_the_model_has_them(course, monkeypatch):
     assert FIGURES["3"].paper_layers == tuple(range(9, 17)) and FIGURES["28"].paper_layers == (5, 15, 30)
     assert set(of("3", course, convention="paper")[1].block) == {1, 2, 3, 4, 5}
     monkeypatch.setitem(FIGURES, "3", type(FIGURES["3"])(**(vars(FIGURES["3"]) | {"paper_layers": (2, 3)})))
     assert set(of("3", course, convention="paper")[1].block) == {2, 3}
     assert set(of("3", course, convention="paper", layers=[4])[1].block) == {4}
+
+
+def test_the_paper_s_blocks_are_shown_where_all_have_a_value(course, monkeypatch):
+    """Windows end before the last block; and no other figure has an empty choice of blocks."""
+    for layers, shown in (((2, 4), {2, 4}), ((2, L), {1, 3, 4})):
+        monkeypatch.setitem(FIGURES, "28", replace(FIGURES["28"], paper_layers=layers))
+        assert set(of("28", course, convention="paper")[1].layer) == shown
+    chosen = []
+
+    def drawn(results, choices, target):
+        chosen.append(choices.layers)
+        return Figure(), None
+
+    monkeypatch.setitem(FIGURES, "29", replace(FIGURES["29"], draw=drawn))
+    of("29", course, convention="paper")
+    assert chosen == [None]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +176,12 @@ def test_runs_of_different_steps_are_even_each_by_itself():
     assert axes.get_xscale() == "linear"
     training_axis(axes, [0, 20, 40], [0, 30, 90])
     assert axes.get_xscale() == "symlog"
+
+
+def test_an_axis_of_step_0_alone_is_linear():
+    axes = Figure().subplots()
+    training_axis(axes, [0], scale="log")
+    assert axes.get_xscale() == "linear" and axes.get_xlabel() == "Training step"
 
 
 def test_an_axis_is_chosen_by_name(course):

@@ -265,7 +265,7 @@ class TestNumbers:
         drawn = named(shown(page, "prompts"), "prompts")["y"]
         above = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).where(apart)
         np.testing.assert_allclose(numbers(drawn), above.mean(("token", "layer", "layer_other")), atol=1e-6)
-        assert named(shown(page, "prompts"), "null level")["y"] == [0, 0]
+        assert named(shown(page, "prompts"), "unrelated blocks")["y"] == [0, 0]
         points = curves(tracker.open_results(results)).sel(k=4, pairs="mean_offdiag")
         drawn = named(shown(page, "scatter"), "a point a step")["y"]
         np.testing.assert_allclose(numbers(drawn), points.miscoupling_null - points.miscoupling)

@@ -5,6 +5,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pandas as pd
@@ -12,8 +13,10 @@ import pytest
 import xarray as xr
 from scipy import stats
 
+import tracker
+from tests.models import build
 from tests.report.test_report import CHROMIUM, browser_test
-from tests.stores import generated
+from tests.stores import generated, stored
 from tests.vit.simulation import false_positives
 from tracker.analysis.regression import linear_fit
 from tracker.measures.registry import MISCOUPLINGS
@@ -325,6 +328,27 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     ] * size[1]
 
 
+def test_a_missing_outcome_is_not_called_equal():
+    grid = synthetic_grid()
+    grid.loss[3] = np.nan
+    table = correlations(grid)
+    assert (table[(table.outcome == "loss") & (table.drop_path == "fixed")].why == "values are missing").all()
+    assert (table[(table.outcome == "accuracy") & (table.drop_path == "fixed")].why == "").all()
+
+
+def test_reliability_is_unknown_for_the_reason_there_is():
+    """Of accuracies that are equal between weight decays, with several seeds."""
+    grid = with_seeds(3, effect=0.5)
+    of_rate_and_seed = 0.9 - 0.05 * grid.drop_path.values + 0.01 * grid.seed.values
+    first = named_tests(grid.assign(accuracy=("cell", of_rate_and_seed)))
+    row = first.iloc[0].to_dict() | {"why": "", "r": 0.1, "p": 0.5, "attainable": 1.0, "detectable": 0.8}
+    assert np.isnan(row["reliability_y"])
+    assert (
+        "Reliability is unknown: it takes several seeds, and weight decays that differ."
+        in answers(pd.DataFrame([row]))[0]
+    )
+
+
 def test_accuracy_at_chance_or_constant_has_a_line():
     grid = with_seeds(2, effect=0)
     assert cautions(grid) == []
@@ -402,7 +426,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     ):
         assert text in page
     assert "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)" in page
-    assert "Reliability is unknown, because there is one seed." in page
+    assert "Reliability is unknown: it takes several seeds, and weight decays that differ." in page
     assert "8 weight decays find a measured |r| ≥ 0.83 with 80 % power" in page
     assert "One seed answers no question across rates" in page and "--seeds 0,1,2 adds 128 trainings" in page
     for name in (
@@ -472,8 +496,8 @@ def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
     return directory
 
 
-def write_cell(directory: Path, accuracy: float, **recipe) -> None:
-    result = {"status": "finished", "accuracy": accuracy, "loss": 1.0, "images": {"test": 100}}
+def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe) -> None:
+    result = {"status": "finished", "accuracy": accuracy, "loss": 1.0, "images": {"test": 100}, **more}
     (directory / "recipe.json").write_text("{}")
     (directory / "result.json").write_text(json.dumps({**result, "recipe": {"seed": 0, "data": "x"} | recipe}))
 
@@ -546,6 +570,28 @@ def test_cells_of_two_recipes_are_refused(measured, tmp_path, capsys):
     write_grid(read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})), tmp_path / "grid.nc")
     assert main([str(measured), str(tmp_path / "grid.nc")]) == 2
     assert "differ in data; analyse cells of one recipe" in capsys.readouterr().err
+
+
+def test_chance_is_that_of_any_cell_that_recorded_it(tmp_path):
+    """Cells of an earlier version did not."""
+    for cell, recorded in (("a", {"chance": 0.25}), ("b", {})):
+        generated(tmp_path / cell / "coupling", [0], ks=(10,), tokens="cls")
+        write_cell(tmp_path / cell, 0.5, recorded, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls")
+    assert read_grid(tmp_path).attrs["chance"] == 0.25
+
+
+def test_a_grid_with_approximate_levels_has_minus_mis_coupling(tmp_path):
+    """Of every cell, where one is of an earlier version: their levels differ."""
+    unit = tracker.measure(*build("vit"), k=2, measures="coupling").assign_coords(step=0)
+    old = unit.drop_vars([name for name in unit.data_vars if "_level" in name])
+    for cell, of in (("a", unit), ("b", old)):
+        stored(tmp_path / cell / "coupling", {0: of})
+        write_cell(tmp_path / cell, 0.5, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls")
+    grid = read_grid(tmp_path)
+    words = quantities(grid)
+    assert words["offdiag_normalized", 2] == "minus mis-coupling" and words["miscoupling", 2] == "coupling"
+    at = {"measure": "offdiag_normalized", "k": 2, "pairs": "mean_offdiag", "token": grid.token.values[0]}
+    np.testing.assert_allclose(final_coupling(grid, at), -grid.miscoupling.isel(step=-1).sel(at))
 
 
 def test_tokens_that_the_measurement_chose_have_its_name(tmp_path):

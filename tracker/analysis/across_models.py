@@ -25,6 +25,7 @@ import xarray as xr
 
 from tracker.analysis.curves import correlations, sources
 from tracker.analysis.doubts import describe_differences
+from tracker.analysis.reduction import has_approximate_level
 from tracker.analysis.regression import (
     MIN_POINTS,
     cluster_means,
@@ -133,11 +134,12 @@ def architecture(ds: xr.Dataset) -> str:
     return str(ds.attrs["model_class"]).rpartition(".")[2]
 
 
-def final_couplings(points: Results) -> xr.DataArray:
+def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
     """Collect couplings, null level minus mis-coupling, after the last step, for the measures and K that all results have.
 
     Args:
         points: for each result, the Dataset of `curves.curves` or of the page's summary.
+        below_null: False for minus mis-coupling.
 
     Returns:
         Coupling, (result, measure, k, pairs).
@@ -154,7 +156,10 @@ def final_couplings(points: Results) -> xr.DataArray:
             "the results share no K and measure of coupling; measure again with the same --k and --measures"
         )
     pairs = {"k": ks, "pairs": list(PAIRS)}
-    chosen = [xr.Dataset({name: ds[f"{name}_null"] - ds[name] for name in names}).sel(pairs) for ds in last]
+    chosen = [
+        xr.Dataset({name: (ds[f"{name}_null"] if below_null else 0) - ds[name] for name in names}).sel(pairs)
+        for ds in last
+    ]
     chosen = [couplings.to_array("measure") for couplings in chosen]
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 
@@ -229,7 +234,8 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         models: names of the results compared, in the order of every list; independence: a note on their clusters; benchmarks,
         score, sizes; size_fits: the fits of the score on each size; tests: the number of couplings tested.
         coupling: by measure, K and pairs, its values, their interval over prompts (for l != l'), fits of the score on it
-        (fit, exponential, controlled for sizes, subsets), and size_fits: its own on each size.
+        (fit, exponential, controlled for sizes, subsets), size_fits: its own on each size, and approximate: the results whose
+        null level is, which have no interval.
 
     Raises:
         UsageError: if fewer than `MIN_POINTS` results have scores and layer pairs, or these differ in their conventions.
@@ -259,6 +265,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         by_measure.setdefault(measure, {}).setdefault(int(k), {})[pairs] = {
             **_coupling_fits(rows, sizes),
             "interval": jsonable(interval),
+            "approximate": [name for name, ds in compared.items() if has_approximate_level(ds.isel(step=-1), measure)],
             "fit": _line_json(rows, "coupling", "score") | {"p_holm": jsonable(fit["p_holm"])},
         }
     return {
@@ -286,11 +293,16 @@ def _coupling_fits(rows: pd.DataFrame, sizes: list[str]) -> dict[str, Any]:
 
 
 def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
-    """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
+    """Return the lower and the upper ends of the intervals over prompts, one of each per result.
+
+    NaN where the null level is approximate: an interval over prompts would miss its error.
+    """
     ends = []
     for ds in compared.values():
         by_prompt = ds[f"{measure}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
-        ends.append(mean_interval(by_prompt.values, sources(ds)))
+        low, high = mean_interval(by_prompt.values, sources(ds))
+        approximate = has_approximate_level(ds.isel(step=-1), measure)
+        ends.append((np.nan, np.nan) if approximate else (low, high))
     return [np.array(end) for end in zip(*ends, strict=True)]
 
 

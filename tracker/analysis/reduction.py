@@ -204,7 +204,7 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
 
     Returns:
         `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
-        `tracker.analysis.curves.curves`.
+        `tracker.analysis.curves.curves`. `approximate` (measure): whether the level is, at some step.
 
     Raises:
         FileNotFoundError: if there are no units.
@@ -223,4 +223,5 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     }
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     dims = ("step", "token", "measure", "k", "pairs")
+    means["approximate"] = xr.DataArray([is_approximate(read, name) for name in names], dims="measure")
     return xr.Dataset(means).assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)

@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--convention",
         type=Convention,
         default="package",
-        help="paper: minus mis-coupling, mean over all pairs, and values with the final norm where they are stored",
+        help="paper: minus mis-coupling, mean over all pairs, and variables that count the final norm, where there are such; "
+        "results without them are refused",
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)

@@ -23,7 +23,7 @@ class Choices:
         axis: the scale of training steps.
         convention: "package": coupling is the null level minus the mis-coupling, mean over pairs of different blocks, and the
             final norm is left out. "paper": minus the mis-coupling, mean over all pairs, l = l' and pairs of one module among
-            them, and variables count the final norm where they are stored with it.
+            them, and variables that count the final norm, where there are such; results without them are refused.
         layers: the blocks to show; None for those of the figure.
     """
 

@@ -24,6 +24,7 @@ from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.variables import evenly_spaced
 from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
+    APPROXIMATE_LEVEL,
     BLUE,
     GREEN,
     GREY,
@@ -250,15 +251,15 @@ def over_training(results: Results, choices: Choices, target: "Axes | None" = No
         coupling, null = (values.transpose("step", "prompt") for values in _coupling_and_null(ds, choices))
         began = _onset(ds, choices)
         null = null.mean("prompt").values
-        mean = mean_line(panel, coupling, source, BLUE)
-        panel.plot(steps, null, color=GREY, ls=":", label="null level")
+        mean = mean_line(panel, coupling, source, BLUE, approximate=has_approximate_level(ds, choices))
+        panel.plot(steps, null, color=GREY, ls=":", label="unrelated blocks")
         _mark_onset(panel, began)
         training_axis(panel, steps, scale=choices.axis, also=[began.low])
         mark_step(panel, choices.step)
         panel.set_title(name)
         legend_below(panel)
         columns = {"step": steps, coupling_word(choices): mean["mean"], "low": mean["low"], "high": mean["high"]}
-        columns |= {"null": null, "onset_after": began.earlier, "onset_by": began.later}
+        columns |= {"unrelated": null, "onset_after": began.earlier, "onset_by": began.later}
         columns |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns}))
     label_y(axes, _label(choices))
@@ -340,7 +341,7 @@ def by_layer(results: Results, choices: Choices, target: "Axes | None" = None) -
         # The paper counts the pairs of one module.
         apart = matrices["layer"] != matrices["layer_other"]
         others = (matrices.where(apart) if choices.paper else where_counted(matrices, ds)).mean("layer_other")
-        columns = mean_line(axes, others, sources(ds), colour, name)
+        columns = mean_line(axes, others, sources(ds), colour, name, has_approximate_level(ds.isel(step=[-1]), choices))
         columns = {"layer": columns["layer"], coupling_word(choices): columns.pop("mean"), **columns}
         rows.append(pd.DataFrame({"result": name, **columns}))
     axes.set(xlabel="Block l", ylabel=_label(choices))
@@ -363,6 +364,8 @@ def by_prompt(results: Results, choices: Choices, target: "Axes | None" = None) 
         count = len(set(tables[name]["source"])) if "source" in tables[name] else 0
         if count > 1:
             text += f"\np treats prompts of {count} sources as independent"
+        if has_approximate_level(results[name].isel(step=[-1]), choices):
+            text += f"\n{APPROXIMATE_LEVEL}"
         panel.set(title=f"{name}\n{text}", xlabel=AGAINST[against])
     label_y(axes, _label(choices))
     if target is None and not any(x == "difficulty" for _, x in shown):
@@ -385,6 +388,11 @@ def _prompt_columns(ds: xr.Dataset, choices: Choices) -> dict[str, np.ndarray]:
 def coupling_of_prompts(ds: xr.Dataset, choices: Choices) -> xr.DataArray:
     """Return the coupling of each prompt, the mean over pairs of blocks and tokens."""
     return _coupling_and_null(ds, choices)[0]
+
+
+def has_approximate_level(ds: xr.Dataset, choices: Choices) -> bool:
+    """Whether the coupling shown is less an approximate null level, so that an interval over prompts would miss its error."""
+    return not choices.paper and is_approximate(ds, _measure(choices))
 
 
 def coupling_word(choices: Choices) -> str:

@@ -74,6 +74,7 @@ DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 t
 
 LETTERS_OF_LABEL = 34
 LETTERS_OF_LEGEND = 44  # of a line
+APPROXIMATE_LEVEL = "null level approximate, measure again"
 MOST_MARKERS = 60  # of a line
 PER_ROW = 4  # panels, at most
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
@@ -165,7 +166,8 @@ def training_axis(
     every = np.concatenate([*(np.asarray(steps, float) for steps in runs), np.asarray(also, float)])
     shown = np.unique(every[np.isfinite(every)])
     later = shown[shown > 0]
-    logarithmic = scale == "log" or (scale == "auto" and not all(map(evenly_measured, runs)))
+    uneven = not all(map(evenly_measured, runs))
+    logarithmic = len(later) > 0 and (scale == "log" or (scale == "auto" and uneven))
     if len(later):
         if logarithmic:
             # matplotlib divides linscale by 1 - 1 / base.
@@ -246,12 +248,24 @@ def quartile_line(
 
 
 def mean_line(
-    axes: "Axes", by_prompt: xr.DataArray, sources: np.ndarray | None, color: Any, label: str | None = None
+    axes: "Axes",
+    by_prompt: xr.DataArray,
+    sources: np.ndarray | None,
+    color: Any,
+    label: str | None = None,
+    approximate: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval."""
+    """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval.
+
+    Args:
+        approximate: whether the values are less an approximate null level; then there is no interval, and the label says so.
+    """
     along = next(str(dim) for dim in by_prompt.dims if dim != "prompt")
     values = by_prompt.transpose(along, "prompt").values
     (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
+    if approximate:
+        low, high = (np.full_like(mean, np.nan) for _ in range(2))
+        label = "\n".join([label] * (label is not None) + [APPROXIMATE_LEVEL])
     banded_line(axes, by_prompt[along], mean, low, high, color, label)
     return {along: by_prompt[along].values, "mean": mean, "low": low, "high": high}
 

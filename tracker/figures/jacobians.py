@@ -16,12 +16,12 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, inverse_fit, middle_layers
+from tracker.analysis.regression import FEWEST_POINTS
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
     BLUE,
-    FEWEST_POINTS,
     ORANGE,
     at_step,
     colour_map,
@@ -92,7 +92,7 @@ def _layer_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> 
 
 def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> MatrixGrid:
     variant = variable.removesuffix("_matrix")
-    l, other = (layers[0], int(at["pair_layer_other"].sel(layer=layers[0]))) if layers else middle_layers(at)
+    l, other = _compared_block(at, layers) if layers else middle_layers(at)
     positions = at["pair_position"].dropna("pair_token").values.astype(int)
     labels = positions[:MAX_TILES]
     part = slice(len(labels))
@@ -106,6 +106,18 @@ def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> 
     rows, columns = jacobian.format("t") + f", in block {l}", f"basis: {jacobian}, in block {other}".format("t'")
     common = {"block": l, "block_other": other}
     return MatrixGrid(A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common)
+
+
+def _compared_block(at: xr.Dataset, layers: Sequence[int]) -> tuple[int, int]:
+    """Return the one block chosen and the block that it is compared with across tokens."""
+    others = at["pair_layer_other"].dropna("layer")
+    compared = others["layer"].values.tolist()
+    if len(layers) != 1 or layers[0] not in compared:
+        raise UsageError(
+            f"layers {','.join(map(str, layers))}: this figure shows one block that is compared with another; choose from "
+            f"{', '.join(map(str, compared)) or 'none'}"
+        )
+    return layers[0], int(others.sel(layer=layers[0]))
 
 
 def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:

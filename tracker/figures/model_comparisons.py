@@ -32,14 +32,14 @@ from tracker.analysis.across_models import (
     tokens_seen,
 )
 from tracker.analysis.curves import correlations, curves, sources
-from tracker.analysis.regression import MIN_POINTS, exponential_fit, holm, mean_interval
+from tracker.analysis.regression import FEWEST_POINTS, MIN_POINTS, exponential_fit, holm, mean_interval
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
-from tracker.figures.coupling import coupling_of_prompts, coupling_word
+from tracker.figures.coupling import coupling_of_prompts, coupling_word, has_approximate_level
 from tracker.figures.drawing import (
+    APPROXIMATE_LEVEL,
     BLUE,
     DIVERGING,
-    FEWEST_POINTS,
     GREY,
     ORANGE,
     PAIR_WORDS,
@@ -67,7 +67,8 @@ def score_against_coupling(
 ) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
     coupling, properties = _coupling_and_score(results, choices)
-    return _scatter(results, properties, [(coupling, "score")], target, exponential)
+    note = _note_on_levels(results, choices)
+    return _scatter(results, properties, [(coupling, "score")], target, note, exponential)
 
 
 def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -79,7 +80,7 @@ def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axe
         coupling, of_k = _coupling_and_score(results, replace(choices, k=k))
         properties |= of_k
         shown.append((coupling, "score"))
-    return _scatter(results, properties, shown, target)
+    return _scatter(results, properties, shown, target, _note_on_levels(results, choices))
 
 
 def score_against_sizes(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -91,7 +92,7 @@ def score_against_sizes(results: Results, choices: Choices, target: "Axes | None
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, _in_table(results, table), text, target)
+    _annotate(figure, _in_table(results, table), [text, _note_on_levels(results, choices)], target)
     return figure, table
 
 
@@ -99,7 +100,8 @@ def against_training_tokens(results: Results, choices: Choices, target: "Axes | 
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
-    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target)
+    note = _note_on_levels(results, choices)
+    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target, note)
 
 
 def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -139,30 +141,34 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     ]
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
-    _annotate(figure, _in_table(results, table), target=target)
+    _annotate(figure, _in_table(results, table), [_note_on_levels(results, choices)], target)
     return figure, fits
 
 
-def definitions(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def definitions(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
-    couplings = final_couplings({name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()})
+    points = {name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()}
+    couplings = final_couplings(points, below_null=not choices.paper)
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     labels = {name: BY_NAME[name].label for name in measures}
-    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target)
-    _annotate(figure, results, target=target)
+    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target, coupling_word(choices))
+    _annotate(figure, results, [_note_on_levels(results, choices, measures)], target)
     return figure, table
 
 
-def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = None) -> "Figure":
+def correlation_heatmap(
+    table: pd.DataFrame, y: str, target: "Axes | None" = None, coupling: str = "coupling"
+) -> "Figure":
     """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
 
     Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
 
     Args:
         table: the rows of `statistics.correlations`.
+        coupling: what they hold of a mis-coupling, in words.
     """
     ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
@@ -180,7 +186,7 @@ def correlation_heatmap(table: pd.DataFrame, y: str, target: "Axes | None" = Non
     labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
     bar = figure.colorbar(image, ax=axes)
-    bar.set_label(f"Correlation r of coupling and {y}\n(*: p < 0.05, corrected)")
+    bar.set_label(f"Correlation r of {coupling} and {y}\n(*: p < 0.05, corrected)")
     return figure
 
 
@@ -189,12 +195,14 @@ def _scatter(
     properties: Mapping[str, Property],
     shown: Sequence[tuple[str, str]],
     target: "Axes | None" = None,
+    note: str = "",
     exponential: bool = False,
 ) -> "Plotted":
     """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
 
     Args:
         properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
+        note: a text below the figure.
     """
     table = _properties(results, properties)
     figure, axes = panels(len(shown), target, sharey=len({y for _, y in shown}) == 1)
@@ -214,13 +222,24 @@ def _scatter(
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
         panel.set(title=text, xlabel=x_name, ylabel=y_name)
-    _annotate(figure, _in_table(results, table), target=target)
+    _annotate(figure, _in_table(results, table), [note], target)
     return figure, table
 
 
-def _annotate(figure: "Figure", compared: Results, text: str = "", target: "Axes | None" = None) -> None:
-    """Write a text below a figure or the given axes, and a note on the independence of the results compared."""
-    _note(figure, [text, independence_note(compared)], target)
+def _annotate(figure: "Figure", compared: Results, texts: Sequence[str], target: "Axes | None") -> None:
+    """Write texts below a figure or the given axes, and a note on the independence of the results compared."""
+    _note(figure, [*texts, independence_note(compared)], target)
+
+
+def _note_on_levels(results: Results, choices: Choices, measures: Sequence[str] = ()) -> str:
+    """State which results have an approximate null level of the measure shown, or of one of several; "" without any."""
+    shown = [replace(choices, measure=measure) for measure in measures] or [choices]
+    approximate = [
+        name
+        for name, ds in results.items()
+        if any(has_approximate_level(ds.isel(step=[-1]), of) for of in shown if not of.measure or of.measure in ds)
+    ]
+    return f"{APPROXIMATE_LEVEL}: {', '.join(approximate)}." if approximate else ""
 
 
 def _note(figure: "Figure", lines: Sequence[str], target: "Axes | None") -> None:
@@ -271,6 +290,8 @@ def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[s
         return coupling_of_prompts(ds.isel(step=[-1]), choices).transpose("step", "prompt")
 
     def interval(ds: xr.Dataset, end: int) -> float:
+        if has_approximate_level(ds.isel(step=[-1]), choices):
+            return float("nan")
         return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
 
     name = f"{coupling_word(choices)}, K = {choices.k}"

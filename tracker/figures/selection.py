@@ -83,7 +83,7 @@ def draw(name: str, results: Results, k: int | None = None, target: "Axes | None
     layers = shared(results, "layer")
     for layer in choices.layers or ():
         _require_shared("layer", layer, layers)
-    if choices.paper and not choices.layers and {*figure.paper_layers} <= {*layers}:
+    if choices.paper and not choices.layers and _has_paper_layers(declaration, results):
         choices = replace(choices, layers=figure.paper_layers)
     if "measure" in figure.takes and (differences := describe_differences(results)):
         warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
@@ -113,6 +113,16 @@ def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:
         raise UsageError(f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
     needs = [measure if measure and name in VARIANTS else choices.variable(name) for name in figure.needs]
     return replace(figure, needs=tuple(dict.fromkeys(needs)))
+
+
+def _has_paper_layers(figure: FigureSpec, results: Results) -> bool:
+    """Whether the paper's figure shows certain blocks, and all results have a value of what the figure needs at each of them."""
+    shown = {*figure.paper_layers}
+    if not shown or not shown <= {*shared(results, "layer")}:
+        return False
+    at = {"layer": list(figure.paper_layers)}
+    needed = [ds[name].sel(at) for ds in results.values() for name in figure.needs]
+    return all(values.notnull().any([dim for dim in values.dims if dim != "layer"]).all() for values in needed)
 
 
 def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
@@ -216,8 +226,8 @@ def plot(
         step: the training step of a "heatmap", or the one that "curves" and "1b" mark; None for the last.
         layers: the blocks that "3", "28" and "29" show, or the block of "4", "18" and "19"; None for those of the figure.
         axis: the scale of training steps: "linear", "log", or "auto" for a linear one if they are evenly spaced.
-        convention: "paper" for the paper's: minus mis-coupling, mean over all pairs of blocks, and values with the final norm
-            where they are stored (docs/figures.md).
+        convention: "paper" for the paper's: minus mis-coupling, mean over all pairs of blocks, and variables that count the
+            final norm, where there are such; results without them are refused (docs/figures.md).
         ax: the axes to draw into, for a figure of one panel; the figure returned is theirs.
 
     Raises:

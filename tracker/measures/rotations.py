@@ -165,7 +165,7 @@ class _Controls:
         return torch.stack([of_definition.sum(2) for of_definition in values])
 
 
-def _at(T: Turned, d: int, K: int, k: int) -> Turned:
+def _at(T: Turned, d: int, K: int, k: int) -> Float[Tensor, "R L m p q"]:
     """Return what the frames for k singular vectors give, of those for K."""
     rows = T.shape[-2]
     if 2 * k > d:
@@ -175,7 +175,7 @@ def _at(T: Turned, d: int, K: int, k: int) -> Turned:
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
-def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Bases]:
+def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p K"]]:
     """Return U and V in the columns of their frame; None for U where these are its first ones."""
     d, k = U.shape[-2:]
     if 2 * k > d:

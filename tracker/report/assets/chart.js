@@ -9,8 +9,9 @@ const width = () => (printing ? PAPER : window.innerWidth);
 const narrow = () => width() < 760;
 const stepName = (step) => step.toLocaleString("en");
 
-// A logarithmic axis has no 0: step 0 stands at half the first positive step, and steps between the two in between.
 const several = data.models.length > 1;
+
+// A logarithmic axis has no 0: step 0 stands at half the first positive step, and steps between the two in between.
 const positive = all((m) => m.steps).filter((step) => step > 0);
 const earliest = positive.length ? Math.min(...positive) : 2;
 const left = earliest / 2;
@@ -233,8 +234,8 @@ function download(id) {
 }
 
 // The chart as a picture: as it is on the page and on its colour, below its title.
-const LINE = 18, // pixels: the height of a line of the title, and the width of a letter
-  LETTER = 7.5;
+const LINE = 18, // pixels: the height of a line of the title
+  LETTER = 7.5; // pixels: the width of a letter
 
 function wrapped(text, letters) {
   const lines = [""];
@@ -248,9 +249,9 @@ function wrapped(text, letters) {
 function picture(id, format) {
   draw(id);
   const { data: lines, layout, _fullLayout } = $(id),
-    lines_of_title = wrapped(figures[id].title().replaceAll("<", "&lt;"), layout.width / LETTER),
-    above = 12 + LINE * lines_of_title.length,
-    title = { text: lines_of_title.join("<br>"), font: { size: 14 }, x: 0.01, xanchor: "left", y: 1, yanchor: "top", yref: "container", pad: { t: 8 } },
+    linesOfTitle = wrapped(figures[id].title().replaceAll("<", "&lt;"), layout.width / LETTER),
+    above = 12 + LINE * linesOfTitle.length,
+    title = { text: linesOfTitle.join("<br>"), font: { size: 14 }, x: 0.01, xanchor: "left", y: 1, yanchor: "top", yref: "container", pad: { t: 8 } },
     height = layout.height + above,
     margin = { ...layout.margin, t: _fullLayout._size.t + above };
   const shown = { ...layout, title, height, margin, paper_bgcolor: css("--paper") };

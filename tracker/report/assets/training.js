@@ -107,7 +107,7 @@ const above = (values, levels) => values.map((value, i) => (value === null || le
   value));
 const noCoupling = (x) => {
   const there = x.filter(Number.isFinite);
-  return { x: [Math.min(...there), Math.max(...there)], y: [0, 0], name: "null level", mode: "lines", hoverinfo: "skip",
+  return { x: [Math.min(...there), Math.max(...there)], y: [0, 0], name: "unrelated blocks", mode: "lines", hoverinfo: "skip",
     line: { color: css("--faint"), dash: "dot", width: 2 } };
 };
 
