@@ -124,7 +124,7 @@ def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
     assert at["values"].count(None) == 1
     fits = [at["fit"], at["fit"]["averaged"], at["controlled"]["averaged"], at["size_fits"]["width"]["averaged"]]
     assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]
-    table = definitions(unknown, 4)[1].set_index(["measure", "k", "pairs"])
+    table = definitions(unknown, Choices(4))[1].set_index(["measure", "k", "pairs"])
     assert table.loc[("miscoupling", 4, "mean"), ["r2", "cluster_r2"]].isna().all()
     assert table.loc[("offdiag_normalized", 4, "mean"), ["r2", "cluster_r2"]].notna().all()
 

@@ -265,7 +265,7 @@ def mean_line(
     (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
     if approximate:
         low, high = (np.full_like(mean, np.nan) for _ in range(2))
-        label = "\n".join([label] * (label is not None) + [APPROXIMATE_LEVEL])
+        label = f"{label}\n{APPROXIMATE_LEVEL}" if label else APPROXIMATE_LEVEL
     banded_line(axes, by_prompt[along], mean, low, high, color, label)
     return {along: by_prompt[along].values, "mean": mean, "low": low, "high": high}
 
