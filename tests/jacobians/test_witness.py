@@ -325,6 +325,26 @@ class Mixing(Model):
         return x
 
 
+class Little(Block):
+    def forward(self, x: Tensor, first: Tensor) -> Tensor:
+        return x + 0.05 * self.f(x) + 0.002 * first
+
+
+class MixingLittle(Mixing):
+    """As `Mixing`, with coefficients as small as those that trainings learn."""
+
+    def __init__(self):
+        Model.__init__(self, Little)
+
+
+class ShiftedGate(GateOfTheFirst):
+    """Block 1 alone is given a gate, which at each token depends on the token before: it is no part of J of one token."""
+
+    def step(self, l: int, x: Tensor) -> Tensor:
+        before = nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
+        return self.blocks[l](x, torch.ones_like(x) if l else (4 * self.outside[l](before)).sigmoid())
+
+
 class Looped(Model):
     def __init__(self):
         super().__init__(depth=1)
@@ -340,6 +360,8 @@ SOUND = {
     "compiled blocks": lambda: (model := Model(), [block.compile() for block in model.blocks])[0],
     "reentrant checkpoints": Checkpointed,
     "a first state mixed in": Mixing,
+    "a little of the first state mixed in": MixingLittle,
+    "a gate from the token before": ShiftedGate,
     "one module three times": Looped,
     "data parallel": lambda: nn.DataParallel(Model()),
     "weights that need no gradient": lambda: Model().requires_grad_(False),

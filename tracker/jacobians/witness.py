@@ -187,19 +187,22 @@ class Witness:
             else:
                 self.wrong[l] = error
 
-    def _pass_backward(self, questions: dict[int, tuple[int, Tensor]], moved: float = 0.0) -> dict[int, "_Backward"]:
+    def _pass_backward(self, questions: dict[int, tuple[int, Tensor]], moved: int = 0) -> dict[int, "_Backward"]:
         """Run the model, and the backward pass of some blocks from their outputs at a token, weighted by u, to their states.
 
         Args:
             questions: by layer, the token and u.
-            moved: how far the states and u are moved, relative to their entries.
+            moved: bytes of the numbers by whose roundings the states and u are moved; 0: not at all.
         """
         passes, leaf = self.passes, torch.empty(0)
         found: dict[int, tuple[Tensor, ...]] = {}  # of each block, the fields of `_Backward` but for the first
         least: dict[int, int] = {}
 
         def disturbed(t: Tensor) -> Tensor:
-            return t * (1 + moved * torch.randn(t.shape, generator=self.generator).to(t)) if moved else t
+            if not moved:
+                return t
+            rounding = torch.finfo(t.dtype).eps if t.itemsize == moved else EPSILON[moved]
+            return t * (1 + rounding * torch.randn(t.shape, generator=self.generator).to(t))
 
         def begin(l: int, state: Tensor) -> Tensor:
             nonlocal leaf
@@ -211,7 +214,7 @@ class Witness:
                 return
             least[l] = min(y.itemsize, roundings.least)
             token, u = questions[l]
-            row, (cotangent,) = (passes.at, token), to_device(y.device, disturbed(u).to(y.dtype))
+            row, (cotangent,) = (passes.at, token), to_device(y.device, disturbed(u.to(y.dtype)))
             product = (y[row] * cotangent).sum()
             gradient, beside = passes.gradients(product, leaf, row)
             x, y = leaf.detach(), y.detach()
@@ -321,11 +324,11 @@ class Witness:
 
         The backward pass of a saturated softmax can amplify a rounding to percents of its result.
         """
-        question, moved = {l: (answer.token, answer.u)}, EPSILON[answer.bytes]
+        question = {l: (answer.token, answer.u)}
         again = self._pass_backward(question)[l].gradient
         if _ratio(again - answer.gradient, JTu) > DERIVATIVE[answer.bytes]:
             return 0.0  # what changes without a move is no rounding
-        found = [self._pass_backward(question, moved)[l].gradient for _ in range(MOVES)]
+        found = [self._pass_backward(question, answer.bytes)[l].gradient for _ in range(MOVES)]
         return max(_ratio(gradient - answer.gradient, JTu) for gradient in found)
 
     def _judge_differences(self, call: BlockCall, answer: Answer, Jv: Tensor, least: int, exact: bool) -> None:
