@@ -139,7 +139,7 @@ def pairs(
 
 def _products(
     layers: Sequence[Layer], U: Tensor, V: Tensor, swap: bool, L: int | None
-) -> tuple[Float[Tensor, "R L M K K"], Float[Tensor, "R L M K K"] | None, Tensor]:
+) -> tuple[Float[Tensor, "R L M K K"], Float[Tensor, "R l m K K"] | None, Tensor]:
     """Return A of every Jacobian in every basis, A with the sides swapped of the first L, and every Jacobian in frames."""
     d, K = U.shape[-2:]
     F = frames(d, K).to(U)
