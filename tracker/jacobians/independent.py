@@ -163,9 +163,8 @@ def _settle(
 ) -> Independent:
     """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
     residual = rows.source is None
-    if (
-        formed is not None and call.x.dtype != torch.float64
-    ):  # a smaller step decides of most units that change their sign
+    # Within a smaller step, few units change their sign.
+    if formed is not None and call.x.dtype != torch.float64:
         with _in(call.x.dtype, call) as own, suppress(NotSliceable):
             if known := _agrees_with(function_of(own), rows.select_sources(own.x), residual, *formed, STEPS[4][-1]):
                 return known

@@ -18,7 +18,8 @@ J^T u and J v are compared with products of the Jacobian that was formed, at a r
 
 A model whose weights are sharded, offloaded or quantized, or that is on another device than the measurement, is not asked
 (`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the
-model does. Cost: one pass of two samples with gradients and two without. Memory: the graph of one block.
+model does. Cost: one pass of two samples with gradients and two without. Memory: the graph of one block, and of what precedes
+block 1.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -548,7 +549,11 @@ class _Passes:
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
         dtype = next(weights, value.dtype) if self.cast and value.is_floating_point() else value.dtype
         copy = value.to(self.replica.device, dtype, copy=True)
-        if torch.is_grad_enabled() and copy.is_floating_point() and copy.numel() == self.recorded(0, copy).numel():
+        if (
+            torch.is_grad_enabled()
+            and copy.is_floating_point()
+            and copy.numel() == self.calls[0].x[self.samples].numel()
+        ):
             return copy.requires_grad_().clone()  # it may be the first state
         return copy
 

@@ -229,7 +229,7 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
             if not settings.checked:
                 check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             check_chain(replica, recording, batch)  # a block whose projections begin at zero shows itself later
-            if settings.witness == "model":
+            if settings.witness == "model" and not settings.checked:
                 valid = [sample.valid for sample in of_batch]
                 jacobians.witness = Witness(replica, batch, recording, rows, valid)
                 if not settings.includes("coupling"):  # else its answers are judged when Jacobians are formed

@@ -229,7 +229,8 @@ class Settings:
     pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
-    # Of a training run alone: whether a model with the same modules and hooks was measured at an earlier step.
+    # Of a training run alone: whether a model with the same modules and hooks was measured at an earlier step, and so was asked
+    # about its blocks, which reach its output.
     checked: bool = False
 
     def __post_init__(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracker.common.errors import UsageError
-from tracker.model.boundaries import as_python, chain
+from tracker.model.boundaries import Span, as_python, chain
 from tracker.model.description import Blocks
 
 HOW_TO_NAME = (
@@ -36,21 +36,21 @@ def chained(blocks: Blocks) -> list[Proposal]:
 
     What the model does before a block belongs to its span.
     """
-    if blocks.spans:
-        return []
-    spans = chain(blocks.names)
-    return [
-        Proposal(
-            as_python(spans),
-            blocks.between_boundaries(spans),
-            f"spans from the {spans[0][0]} to the {spans[-1][1]}",
-            f"{len(spans)} spans, each with all that the model does after the one before",
-        )
-    ]
+    return [] if blocks.spans else [in_spans(blocks, chain(blocks.names))]
+
+
+def in_spans(blocks: Blocks, spans: Sequence[Span]) -> Proposal:
+    """Propose spans, each of which begins where the one before ended, in the place of blocks or of other spans."""
+    return Proposal(
+        as_python(spans),
+        blocks.between_boundaries(spans),
+        f"spans from the {spans[0][0]} to the {spans[-1][1]}",
+        f"{len(spans)} spans, each with all that the model does after the one before",
+    )
 
 
 class BlocksNotFound(UsageError):
-    """No blocks, or several lists of blocks, were found.
+    """No blocks or several lists of blocks were found, or those that were can't be measured as they are.
 
     Args:
         finding: what was found instead, and what blocks need.

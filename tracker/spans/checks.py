@@ -29,7 +29,7 @@ from tracker.linalg.precision import TOLERANCE, relative_error
 from tracker.linalg.transfer import SEED
 from tracker.model.boundaries import Boundary, as_python
 from tracker.model.hidden_state import floating_tensors, hidden_state
-from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.proposals import BlocksNotFound, Proposal, in_spans
 from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible, require_stateless
 from tracker.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
 
@@ -256,13 +256,7 @@ class WholeStateCheck:
         if source:
             start = Boundary("output", source)
             spans = [(start, description.spans[0][1]), *description.spans[1:]]
-            line = Proposal(
-                as_python(spans),
-                description.between_boundaries(spans),
-                f"spans from the {start} to the {spans[-1][1]}",
-                f"{len(spans)} spans, each with all that the model does after the one before",
-            )
-            return BlocksNotFound(finding, [line])
+            return BlocksNotFound(finding, [in_spans(description, spans)])
         # The residual around a wrong boundary comes from the state before it.
         if not beside or norm or (l and self.boundary(l - 1) in states):
             return UsageError(finding)

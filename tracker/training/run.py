@@ -344,7 +344,7 @@ class TrainingRun:
         device = together(_measuring_device, device)
         probe, settings, form = self.probe, self.measured, form_of(model)
         if form == self.asked:
-            settings = replace(settings, witness="off", checked=True)
+            settings = replace(settings, checked=True)
         samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
         self.asked = form
         unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
