@@ -116,9 +116,7 @@ def _read_directory(directory: Path) -> xr.Dataset:
 
 def _with_exact_levels(points: xr.Dataset) -> xr.Dataset:
     """Leave out approximate null levels: cells of an earlier version have them, which others of the same grid may not have."""
-    return points.drop_vars(["approximate", "created"], errors="ignore").assign(
-        null=points["null"].where(~points["approximate"])
-    )
+    return points.drop_vars("approximate").assign(null=points["null"].where(~points["approximate"]))
 
 
 def _require_same(recipe: dict, other: dict, where: Path, elsewhere: Path) -> None:

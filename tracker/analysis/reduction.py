@@ -224,4 +224,6 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     dims = ("step", "token", "measure", "k", "pairs")
     means["approximate"] = xr.DataArray([is_approximate(read, name) for name in names], dims="measure")
-    return xr.Dataset(means).assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)
+    # The provenance of a step, such as when it was measured, is a coordinate only where steps differ in it.
+    points = xr.Dataset(means).reset_coords(drop=True)
+    return points.assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)
