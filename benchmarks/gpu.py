@@ -39,7 +39,7 @@ _VIT = "--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --p
 STEPS = {  # seconds after which it is stopped, and what `python -m` runs, the important ones first
     "machine": (60, "benchmarks.gpu --run machine"),
     "12b-float32": (120, f"{_12B} --repeats 2"),
-    "tests": (400, "benchmarks.gpu --run tests"),
+    "tests": (200, "benchmarks.gpu --run tests"),
     "12b-tf32": (90, f"{_12B} --precision tf32 --repeats 2 --memory false"),
     "deit-ti": (60, f"{_COUPLING} --shape deit-ti --prompts 64 --repeats 3"),
     "callback": (100, f"benchmarks.callback {_VIT}"),
@@ -59,7 +59,7 @@ SMALL = {  # options that make a step small
 }
 CHECK = """
 import sys
-import lightning, pytest, timm, transformers, tracker.common.parser, tracker.store
+import lightning, pytest, timm, transformers, xdist, tracker.common.parser, tracker.store
 from tracker.provenance import usable_device
 usable_device(sys.argv[1], f"--device {sys.argv[1]}")
 """
@@ -216,6 +216,7 @@ def machine(device: str, small: bool, out: Path) -> int:
 def tests(device: str, small: bool, out: Path) -> int:
     """Run the tests of a GPU; write the outcome of each as it ends, with the errors that it states."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # PyTorch's deterministic mode asks for it
+    os.environ["OMP_NUM_THREADS"] = "1"  # of each worker: six workers with 16 threads each took 275 s
     import pytest
 
     from benchmarks.machine import save
@@ -234,7 +235,8 @@ def tests(device: str, small: bool, out: Path) -> int:
 
     chosen = ["-k", "values_vectors_and_certificate"] if small else []
     marked = "not gpu" if device == "cpu" else "gpu"
-    options = ["-m", marked, "-p", "no:cacheprovider", "--tb=short", "--durations=10"]
+    workers = "0" if device == "cpu" else "12"  # small models leave most of a GPU idle
+    options = ["-m", marked, "-p", "no:cacheprovider", "--tb=short", "--durations=10", "--numprocesses", workers]
     return pytest.main(["tests/gpu", *options, *chosen], [Outcomes()])
 
 

@@ -49,6 +49,7 @@ from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, n
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
 AT_ONCE = 1 << 17  # entries of A
 SLOPE = 0.4
+ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
 
 Turned = Float[Tensor, "R L n rows r"]  # F_1^T J F of every row, block and frame
@@ -150,9 +151,12 @@ class _Controls:
 
     def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
         """Return the sums over frames, in the order of `BY_ROTATIONS`."""
-        total, diagonal = A.square().sum((3, 5)), A.diagonal(dim1=3, dim2=5)  # (R, L, n, M), (R, L, n, M, K)
-        squares = diagonal.square()
-        off = (total - squares.sum(-1)).clamp_min(0)
+        diagonal = A.diagonal(dim1=3, dim2=5)  # (R, L, n, M, K)
+        squares, of_entries = diagonal.square(), A.square()
+        # Without a difference of sums: the root of its rounding is no level of a pair whose A is diagonal.
+        of_entries.diagonal(dim1=3, dim2=5).zero_()
+        off = of_entries.sum((3, 5))  # (R, L, n, M)
+        total = off + squares.sum(-1)
         page = 1 + (total - 2 * (diagonal * self.s).sum(-1)) / self.norm**2
         release = 1 + (total - 2 * (diagonal.abs() * self.s).sum(-1)) / self.norm**2
         change = total - self.square - 2 * (self.weights * (squares - self.diagonal_squares)).sum(-1)
@@ -182,7 +186,9 @@ def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p
         return U, V
     G = (U.mT @ V).nan_to_num()  # LAPACK may end the process if it is given NaN
     rest, vectors = torch.linalg.eigh(torch.eye(k, dtype=torch.float64) - (G.mT @ G).double().cpu())
-    H = vectors * rest.clamp_min(0).sqrt()[..., None, :] @ vectors.mT
+    # V' is in the span of U' where J' is symmetric or antisymmetric; the root of what rounding leaves there is no small number.
+    rest = torch.where(rest > ROUNDINGS * k * torch.finfo(U.dtype).eps, rest, 0.0)
+    H = vectors * rest.sqrt()[..., None, :] @ vectors.mT
     return None, torch.cat([G, H.to(G)], -2)
 
 
