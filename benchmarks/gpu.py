@@ -37,19 +37,19 @@ _12B = f"{_COUPLING} --shape 12b --weights float16 --memory_budget 40000000000" 
 _160M = "benchmarks.coupling --shape 160m --blocks 2 --repeats 2 --memory false"
 _VIT = "--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed"
 STEPS = {  # seconds after which it is stopped, and what `python -m` runs, the important ones first
-    "machine": (60, "benchmarks.gpu --run machine"),
+    "machine": (45, "benchmarks.gpu --run machine"),
     "12b-float32": (120, f"{_12B} --repeats 2"),
-    "tests": (200, "benchmarks.gpu --run tests"),
+    "tests": (240, "benchmarks.gpu --run tests"),
     "12b-tf32": (90, f"{_12B} --precision tf32 --repeats 2 --memory false"),
-    "deit-ti": (60, f"{_COUPLING} --shape deit-ti --prompts 64 --repeats 3"),
+    "deit-ti": (45, f"{_COUPLING} --shape deit-ti --prompts 64 --repeats 3"),
     "callback": (100, f"benchmarks.callback {_VIT}"),
     "12b-float32-8": (120, f"{_12B} --prompts 8 --repeats 1 --memory false"),
     "12b-tf32-8": (90, f"{_12B} --precision tf32 --prompts 8 --repeats 1 --memory false"),
     "410m": (90, "benchmarks.coupling --shape 410m --blocks 4 --repeats 2"),
-    "synchronizations": (60, "benchmarks.gpu --run synchronizations"),
-    "160m-tf32": (60, f"{_160M} --precision tf32"),
-    "160m-bfloat16": (60, f"{_160M} --precision bfloat16"),
-    "deit-ti-224": (60, f"{_COUPLING} --shape deit-ti-224 --prompts 64 --repeats 3"),
+    "synchronizations": (45, "benchmarks.gpu --run synchronizations"),
+    "160m-tf32": (45, f"{_160M} --precision tf32"),
+    "160m-bfloat16": (45, f"{_160M} --precision bfloat16"),
+    "deit-ti-224": (45, f"{_COUPLING} --shape deit-ti-224 --prompts 64 --repeats 3"),
     "12b-tf32-32": (180, f"{_12B} --precision tf32 --prompts 32 --repeats 1 --memory false"),
 }
 SMALL = {  # options that make a step small

@@ -16,6 +16,7 @@ CHECKS = (
     "diagnostics_residual",
     "diagnostics_value_error",
     "diagnostics_derivative_error",
+    "diagnostics_independent_error",
 )  # rounding errors themselves
 CASES = [(name,) for name in FAMILIES]
 
