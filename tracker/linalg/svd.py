@@ -290,7 +290,11 @@ def _refined(A: Tensor, U: Tensor, S: Tensor) -> Tensor:
     squares = torch.maximum(
         S, SQUARABLE * S[..., :1]
     ).square()  # in place of small ones, by which rounding would be divided
-    return torch.linalg.qr(U + outside / squares[..., None, :]).Q
+    W = U + outside / squares[..., None, :]
+    # Its columns are orthonormal but for LAPACK's residuals, so that one Cholesky factor suffices. cuSOLVER's QR takes one matrix
+    # after another: 50 ms for 768 matrices of 192 rows.
+    L, _ = torch.linalg.cholesky_ex(W.mT @ W)
+    return torch.linalg.solve_triangular(L, W.mT, upper=False).mT
 
 
 def _squared(J: Tensor) -> Tensor:
