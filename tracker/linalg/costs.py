@@ -5,10 +5,10 @@ relative to a product. For flat singular values, iteration and K eigenvectors of
 K = 10 and d = 1400 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition, and all of it for K = d / 4.
 
 The accelerators' are derived; on an H200 they chose the faster method, or one that takes a fifth longer (docs/gpu.md). Products
-there cost next to nothing beside what stays with the host: launching them, some 27 launches of 5 us for a step of 16 columns, and
-the small problems of each full basis, which the host's cores solve in float64 (eigh of J J^T takes half of the CPU's figure, which
-is that of an SVD). Eigenvectors of J J^T are LAPACK's, on the same cores, and so is a full decomposition up to d = 512; for larger
-matrices cuSOLVER takes them one by one.
+there cost next to nothing beside what stays with the host: launching them, some 27 launches of 5 us for a step of 16 columns,
+and the small problems of each full basis, which the host's cores solve in float64 (eigh of J J^T takes half of the CPU's figure,
+which is that of an SVD). Eigenvectors of J J^T are LAPACK's, on the same cores, and so is a full decomposition up to d = 512; for
+larger matrices cuSOLVER takes them one by one.
 """
 
 from dataclasses import dataclass
