@@ -21,7 +21,11 @@ def executed(suite, tmp_path_factory):
     (parameters,) = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     parameters.source = (
         "from checkpoints import nano\n"
-        f"model_name, cache, last, walked, out = 'block-coupling/nano', {str(suite)!r}, 8, '0,8', {str(out)!r}"
+        "from checkpoints.fetch import cached_snapshot\n"
+        "from checkpoints.load import load\n"
+        f"untrained_model, tokenizer = load(cached_snapshot(nano.REPO, 'step0', {str(suite)!r}))\n"
+        f"trained_model, _ = load(cached_snapshot(nano.REPO, 'step8', {str(suite)!r}))\n"
+        f"model_name, last, walked, out = 'block-coupling/nano', 8, '0,8', {str(out)!r}"
     )
     environment = {**os.environ, "HF_HUB_CACHE": str(suite), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of tqdm, where Jupyter's widgets are not installed
@@ -49,12 +53,14 @@ def test_every_figure_is_drawn_and_the_page_is_there(executed):
 def test_the_walk_repeats_what_was_measured_by_hand(executed):
     """The numbers that the notebook prints, computed from what its walk has stored."""
     notebook, out = executed
-    (printed,) = [cell.outputs[0].text for cell in notebook.cells if "null level {" in cell.source]
+    (printed,) = [cell.outputs[0].text for cell in notebook.cells if "tracker.summary(" in cell.source]
+    lines = iter(printed.splitlines())
+    rows = [next(line for line in lines if f" {name} " in line) for name in ("untrained", "trained")]  # of the first measure
     stored = tracker.open_results(out)
     values = stored.miscoupling.isel(k=0).mean(("prompt", "token")).values
     off = ~np.eye(values.shape[-1], dtype=bool)
-    for line, value in zip(printed.splitlines()[::2], values, strict=True):
-        assert f"miscoupling         {value[off].mean():.3f}," in line
+    for row, value in zip(rows, values, strict=True):
+        assert row.split(" trained ")[-1].split(" untrained ")[-1].split()[0] == f"{value[off].mean():.3f}"
 
 
 def test_what_is_committed_is_small_and_was_run():
