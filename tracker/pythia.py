@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
     """Walk the checkpoints; return the exit status."""
-    from checkpoints.suites import find_suite
+    from checkpoints.suites import find_files, find_suite
     from tracker.loggers import announce, prepare
     from tracker.loggers.protocol import LoggedRun, parse_log
     from tracker.walk.units import Units
@@ -67,7 +67,10 @@ def run(walk: Walk) -> int:
         try:
             log = parse_log(walk.log)
             openers = [] if walk.dry_run else prepare(walk.wandb)
-            suite = find_suite(walk.model, walk.revisions, walk.stage, walk.module is not None, notify)
+            if walk.files:
+                suite = find_files(walk.files, walk.revisions, walk.stage)
+            else:
+                suite = find_suite(walk.model, walk.revisions, walk.stage, walk.module is not None, notify)
             logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
             announce(openers, logged)
             plan = make_plan(walk, suite, notify)
