@@ -243,11 +243,12 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
             "with a group named step"
         )
     suite = _suite(root.name, str(path), checkpoints, stage)
-    first, last = suite.checkpoints[0], suite.checkpoints[-1]
-    steps = f"steps are read from names: {first.name} is step {first.step}, {last.name} is step {last.step}"
-    others = {str(file) for file in found} - {checkpoint.source for checkpoint in checkpoints}
-    left_out = f"; left out, without a step: {join_names(sorted(Path(file).name for file in others))}" if others else ""
-    return replace(suite, notice="; ".join(filter(None, [suite.notice, steps + left_out])))
+    shown = (suite.checkpoints[0], suite.checkpoints[-1])
+    steps = ", ".join(f"{os.path.relpath(c.source, root)} is step {c.step}" for c in dict.fromkeys(shown))
+    notices = [suite.notice, f"steps are read from names: {steps}"]
+    if others := sorted({str(file) for file in found} - {checkpoint.source for checkpoint in checkpoints}):
+        notices.append(f"left out, without a step: {join_names(os.path.relpath(file, root) for file in others)}")
+    return replace(suite, notice="; ".join(filter(None, notices)))
 
 
 def _content(directory: Path) -> str:
@@ -387,7 +388,8 @@ def _suite(name: str, source: str, checkpoints: list[Checkpoint], stage: str | N
     for a, b in pairwise(ascending):
         if a.step == b.step:
             raise ValueError(
-                f"{name}: {a.name} and {b.name} are both step {a.step}; distinguish them with --revisions, by a group "
+                f"{name}: {a.revision or a.source} and {b.revision or b.source} are both step {a.step}; distinguish them with "
+                "--revisions, by a group "
                 "(?P<stage>...) or a pattern that matches only one"
             )
     return Suite(name, source, tuple(ascending), notice=notice)
