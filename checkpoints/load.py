@@ -34,8 +34,8 @@ CURES = {
     "torch.load(path, map_location='cpu', weights_only=False)",
     "Can't get attribute": "the file names a class of the program that wrote it: import the class, and for '__main__' also "
     "set it there (import __main__; __main__.NAME = NAME)",
-    '"_orig_mod.': "torch.compile adds this prefix: take it off the names, name.removeprefix('_orig_mod.')",
-    '"module.': "DistributedDataParallel adds this prefix: take it off the names, name.removeprefix('module.')",
+    '"_orig_mod.': "torch.compile adds the prefix _orig_mod. to names: take it off, name.removeprefix('_orig_mod.')",
+    '"module.': "DistributedDataParallel adds the prefix module. to names: take it off, name.removeprefix('module.')",
 }
 # Legacy pickles contain constant causal masks and rotary frequencies, which the model computes itself.
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
