@@ -30,7 +30,7 @@ from checkpoints.hub import TEXT, File, Listing, missing_shards
 from checkpoints.retries import Notify
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common import files
-from tracker.common.errors import CheckpointError, Unreachable
+from tracker.common.errors import CheckpointError, Unreachable, UsageError
 from tracker.common.text import first_line, join_names
 
 if TYPE_CHECKING:
@@ -167,7 +167,10 @@ def files_digest(directory: Path, listing: Listing | None = None) -> str:
         return files.sha256(directory)[:16]
     if listing is None or not all(file.sha256 for file in listing.weights):
         listing = files_in(directory)
-    lines = [f"{file.name} {file.sha256 or files.sha256(directory / file.name)}\n" for file in listing.weights]
+    lines = [
+        f"{file.name} {file.sha256 or files.sha256(directory / file.name)}\n"
+        for file in listing.weights or listing.files
+    ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
@@ -253,12 +256,12 @@ def load_copy(load: Callable[[Path], Loaded], source: Path) -> Loaded:
         _copy(source, copy)
         try:
             return load(copy)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(copy), str(source))) from error
+        except (CheckpointError, UsageError) as error:
+            raise type(error)(str(error).replace(str(copy), str(source))) from error
 
 
 def _copy(source: Path, copy: Path) -> None:
-    """Copy what loading reads; other files, such as an optimizer's state, are links."""
+    """Copy what loading reads; other files, such as an optimizer's state, and directories are links."""
     files = _read_by_loading(source)
     try:
         size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(copy.parent).free
@@ -271,7 +274,7 @@ def _copy(source: Path, copy: Path) -> None:
         for file in files:
             shutil.copyfile(file, copy / file.name)
         for file in source.iterdir():
-            if file.is_file() and file not in files:
+            if file not in files:
                 (copy / file.name).symlink_to(file.absolute())
     except OSError as error:
         raise CheckpointError(
@@ -281,10 +284,16 @@ def _copy(source: Path, copy: Path) -> None:
 
 
 def _read_by_loading(source: Path) -> list[Path]:
-    """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer."""
+    """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer.
+
+    Where no file has the name of weights, only the user's code knows which has them: all are read.
+    """
     if source.is_file():
         return [source]
-    return [file for file in source.iterdir() if file.name.endswith((*WEIGHTS, *TEXT)) and file.is_file()]
+    files = [file for file in source.iterdir() if file.is_file()]
+    if not any(file.name.endswith(WEIGHTS) for file in files):
+        return files
+    return [file for file in files if file.name.endswith((*WEIGHTS, *TEXT))]
 
 
 def _identity(file: Path) -> tuple[int, ...] | None:

@@ -5,16 +5,18 @@ Without `trust_remote_code=False`, transformers runs a checkpoint's Python files
 
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_configuration, check_index, require_size, weights_in
 from checkpoints.hub import describe_cache, list_branches
-from tracker.common.errors import CheckpointError, panics_as_errors
-from tracker.common.text import first_line
+from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
+from tracker.common.text import first_line, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +28,15 @@ TOKENIZER_REMEDY = (
     "of prompts, saved with torch.save"
 )
 DAMAGED = "if a file is missing or damaged, download it again"
+# By a part of what torch.load and load_state_dict say: what to do in a function that loads a user's file.
+CURES = {
+    "Weights only load failed": "the file holds other objects than tensors, whose pickles can run code: if it is your own, call "
+    "torch.load(path, map_location='cpu', weights_only=False)",
+    "Can't get attribute": "the file names a class of the program that wrote it: import the class, and for '__main__' also "
+    "set it there (import __main__; __main__.NAME = NAME)",
+    '"_orig_mod.': "torch.compile adds the prefix _orig_mod. to names: take it off, name.removeprefix('_orig_mod.')",
+    '"module.': "DistributedDataParallel adds the prefix module. to names: take it off, name.removeprefix('module.')",
+}
 # Legacy pickles contain constant causal masks and rotary frequencies, which the model computes itself.
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
 
@@ -131,25 +142,74 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
         module: the class, as package.module:Class.
 
     Raises:
-        ValueError: if there is no such class. The loader raises CheckpointError for a file that does not fit the class.
+        ValueError: if there is no such class. The loader raises as that of `users_loader`.
     """
-    where, _, name = module.partition(":")
     try:
-        load_from_checkpoint = getattr(importlib.import_module(where), name).load_from_checkpoint
+        load_from_checkpoint = _imported(module).load_from_checkpoint
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"--module {module}: no such LightningModule ({first_line(error)}); give package.module:Class, in a package that "
             "Python can import"
         ) from error
+    remedy = "hyperparameters are read from the checkpoint: does the class call save_hyperparameters()?"
+    return _reporting(partial(load_from_checkpoint, map_location="cpu"), module, remedy)
 
-    def load_file(file: Path) -> "nn.Module":
+
+def users_loader(load: "str | Callable[[Path], nn.Module]") -> "Callable[[Path], nn.Module]":
+    """Return the user's function that loads a checkpoint's file or directory, with errors that say what is wrong.
+
+    Args:
+        load: the function, or its name as module:function.
+
+    Raises:
+        ValueError: if there is no such function. The loader raises UsageError for whatever the function raises, and if it
+            returns no model.
+    """
+    if not isinstance(load, str):
+        return _reporting(load, name_of_loader(load), "")
+    try:
+        function = _imported(load)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--load {load}: no such function ({first_line(error)}); give module:function, in a module that Python can import "
+            f"from {Path.cwd()}"
+        ) from error
+    return _reporting(function, load, "")
+
+
+def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
+    """Return the name of a function that loads checkpoints, as module:function."""
+    return load if isinstance(load, str) else f"{load.__module__}:{load.__qualname__}"
+
+
+def _imported(name: str) -> Any:
+    """Import an object by its name, module:object, from what Python knows and from the working directory."""
+    if str(Path.cwd()) not in sys.path:  # which `python -m` adds, and a script that pip has installed does not
+        sys.path.append(str(Path.cwd()))
+    module, _, within = name.partition(":")
+    return getattr(importlib.import_module(module), within)
+
+
+def _reporting(load: "Callable[[Path], nn.Module]", name: str, remedy: str) -> "Callable[[Path], nn.Module]":
+    import torch
+
+    def load_file(path: Path) -> "nn.Module":
         try:
-            return load_from_checkpoint(file, map_location="cpu").eval()
-        except (UnpicklingError, OSError, RuntimeError, EOFError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{file} can't be loaded as {module} ({type(error).__name__}: {first_line(error)}); hyperparameters are read "
-                "from the checkpoint: does the class call save_hyperparameters()?"
+            model = load(path)
+        except (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # the user's code may raise errors of any type
+            cure = next((cure for part, cure in CURES.items() if part in str(error)), "")
+            text, cure = printable(str(error), 80 if cure else 500), cure or remedy
+            raise UsageError(
+                f"{path} can't be loaded by {name} ({type(error).__name__}: {text})" + (f"; {cure}" if cure else "")
             ) from error
+        if not isinstance(model, torch.nn.Module):
+            raise UsageError(
+                f"{name} returns a {type(model).__name__} for {path}, and a model is measured, a torch.nn.Module: build it, "
+                "give it the weights with load_state_dict, and return it"
+            )
+        return model
 
     return load_file
 

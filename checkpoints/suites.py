@@ -7,16 +7,21 @@ tokens per step. For other repositories the branches are listed, for directories
 pattern are ignored.
 """
 
+import json
+import os
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from glob import glob
+from itertools import pairwise, takewhile
 from pathlib import Path
+from shlex import quote
 
 from checkpoints import hub, nano
 from checkpoints.configuration import Shape, pythia_shapes
 from checkpoints.retries import Notify
-from tracker.common.text import join_names
+from tracker.common.text import counted, join_names
 
 PYTHIA_SIZES = tuple(pythia_shapes())
 PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
@@ -44,6 +49,27 @@ OLMO_2 = Family(
 )
 ANY = Family(r".*", r"(?:step|checkpoint)[-_=]?(?P<step>\d+)")
 FAMILIES = (OLMO_2, OLMO, ANY)
+LAST_NUMBER = r"^.*(?<!\d)(?<!\d\.)(?P<step>\d+)(?!\.?\d)"  # whole: in epoch_10_loss_2.34 it is 10
+WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar")
+# What is said of files that only the user's code can load: what they are, a module, a pattern.
+OWN_CODE = """{what}. Load them with a function of your own, in my_module.py where the command runs:
+
+{code}
+
+and walk these {kind}s: python -m tracker.pythia --files {files} --load my_module:load --inputs FILE"""
+STATE_DICT = """    import torch
+    from your_module import GPT, GPTConfig
+
+    def load(path):
+        model = GPT(GPTConfig())
+        model.load_state_dict(torch.load(path, map_location="cpu")["model"])  # the name under which your program keeps them
+        return model"""
+ADAPTER = """    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def load(path):
+        base = AutoModelForCausalLM.from_pretrained({base!r})
+        return PeftModel.from_pretrained(base, path)"""
 # What is said of Lightning checkpoints without the flags that they need.
 LIGHTNING = "checkpoints of Lightning need --module package.module:Class, and --tokenizer NAME or --inputs FILE"
 REPOSITORY = r"[\w-][\w.-]*/[\w-][\w.-]*"  # ORG/NAME
@@ -54,7 +80,7 @@ class Checkpoint:
     """A checkpoint: its source and its training step."""
 
     step: int  # within its stage
-    source: str  # a repository id, a directory, or a Lightning checkpoint file
+    source: str  # a repository id, a directory or a file
     revision: str | None  # None for a directory or a file
     tokens: int | None = None  # training tokens so far, if the name states them
     stage: str = ""
@@ -169,8 +195,14 @@ def find_suite(
         checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
         return Suite(pythia, repo, checkpoints, default="paper", shape=pythia_shapes()[pythia.split("-")[1]])
     if not pythia and Path(model).is_file():
-        remedy = LIGHTNING if model.endswith(".ckpt") else "give the directory of a checkpoint, or one of several"
+        remedy = "give the directory of a checkpoint, or one of several"
+        if model.endswith(".ckpt"):
+            remedy = LIGHTNING
+        elif model.endswith(WEIGHTS):
+            remedy = "--files takes files that a function of yours loads (--load my_module:load)"
         raise ValueError(f"{model} is a file: {remedy}")
+    if set("*?[") & set(model):
+        raise ValueError(f"--model {model!r} is a pattern: --files takes one, with --load my_module:load")
     if pythia or re.fullmatch(REPOSITORY, model):
         return _repository(f"EleutherAI/{pythia}" if pythia else model, pattern, stage, notify)
     if "/" in model or model.startswith("."):
@@ -179,6 +211,60 @@ def find_suite(
         f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; with a suffix such as -deduped), a "
         "repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
     )
+
+
+def find_files(files: str, revisions: str | None = None, stage: str | None = None) -> Suite:
+    """Find the suite of the files or directories that a glob pattern matches, which a function of the user loads.
+
+    Args:
+        files: the pattern; `**` matches directories of any depth.
+        revisions: as in `find_suite`, for names without the directory that the pattern begins with. Default: the last whole
+            number, but of a file's extension.
+        stage: as in `find_suite`.
+
+    Raises:
+        ValueError: if nothing matches, no name has a step, or two have the same.
+    """
+    path = Path(os.path.abspath(Path(files).expanduser()))
+    root = Path(*takewhile(lambda part: not set("*?[") & set(part), path.parent.parts))
+    found = [path] if path.exists() else sorted(map(Path, glob(str(path), recursive=True)))
+    if not found:
+        raise ValueError(f"--files {files!r}: no file or directory matches it; there is {_content(root)}")
+    pattern = _pattern(revisions or LAST_NUMBER)
+    names = {file: str(file.relative_to(root)) for file in found}
+    if not revisions:
+        names = {file: str(Path(name).with_suffix("")) if file.is_file() else name for file, name in names.items()}
+    if found == [path]:
+        return _single(path, names[path], pattern)
+    checkpoints = _parse_all(((name, str(file), None) for file, name in names.items()), pattern)
+    if not checkpoints:
+        raise ValueError(
+            f"--files {files!r}: no step in the names of its files, {join_names(names.values())}; --revisions takes a pattern "
+            "with a group named step"
+        )
+    suite = _suite(root.name, str(path), checkpoints, stage)
+    shown = (suite.checkpoints[0], suite.checkpoints[-1])
+    steps = ", ".join(f"{os.path.relpath(c.source, root)} is step {c.step}" for c in dict.fromkeys(shown))
+    notices = [suite.notice, f"steps are read from names: {steps}"]
+    if others := sorted({str(file) for file in found} - {checkpoint.source for checkpoint in checkpoints}):
+        notices.append(f"left out, without a step: {join_names(os.path.relpath(file, root) for file in others)}")
+    return replace(suite, notice="; ".join(filter(None, notices)))
+
+
+def _content(directory: Path) -> str:
+    if not directory.is_dir():
+        return f"no directory {directory}"
+    return f"{join_names(sorted(file.name for file in directory.iterdir())) or 'nothing'} in {directory}"
+
+
+def _single(path: Path, name: str, pattern: re.Pattern[str]) -> Suite:
+    """Return the suite of one checkpoint, whose name need not state its step."""
+    parsed = _parse(name, str(path), None, pattern)
+    notice = (
+        "" if parsed else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
+    )
+    suite = path.stem if path.is_file() else path.name
+    return Suite(suite, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
 
 
 def _pattern(revisions: str) -> re.Pattern[str]:
@@ -212,15 +298,8 @@ def _variants() -> str:
 
 
 def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightning: bool) -> Suite:
-    name = path.stem if path.is_file() else path.name
     if path.is_file() if lightning else (path / "config.json").is_file():
-        parsed = _parse(path.name, str(path), None, pattern)
-        notice = (
-            ""
-            if parsed
-            else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
-        )
-        return Suite(name, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
+        return _single(path, path.name, pattern)
     children = [path, *sorted(path.glob("*"))]
     directories = [child for child in children if (child / "config.json").is_file()]
     files = path.rglob("*.ckpt") if lightning else directories
@@ -232,7 +311,7 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         copies = () if lightning else (c for c in children[1:] if c not in directories and not c.is_file())
         incomplete = _parse_all(((copy.name, str(copy), None) for copy in copies), pattern)
         checkpoints += [checkpoint for checkpoint in incomplete if (checkpoint.stage, checkpoint.step) not in complete]
-        return _suite(name, str(path), checkpoints, stage)
+        return _suite(path.name, str(path), checkpoints, stage)
     if cached := hub.describe_cache(path, "--model"):
         raise ValueError(cached)
     if lightning:
@@ -241,8 +320,25 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
     else:
         reason = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
         files = sorted(file.name for file in path.rglob("*.ckpt"))
-        other = f"it holds {join_names(files)}: {LIGHTNING}" if files else ""
+        other = f"it holds {join_names(files)}: {LIGHTNING}" if files else _for_own_code(path, children)
     raise ValueError(f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}")
+
+
+def _for_own_code(path: Path, children: Sequence[Path]) -> str:
+    """Say how files of a directory are walked that transformers does not load; "" without any."""
+    adapters = [child for child in children if (child / "adapter_config.json").is_file()]
+    if adapters:
+        base = json.loads((adapters[0] / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        what = f"{join_names(adapter.name for adapter in adapters)} are adapters (PEFT) of the model {base}"
+        files = path if adapters == [path] else path / f"{os.path.commonprefix([a.name for a in adapters])}*"
+        return OWN_CODE.format(what=what, kind="adapter", code=ADAPTER.format(base=base), files=quote(str(files)))
+    weights = sorted(file for file in path.rglob("*") if file.suffix in WEIGHTS and file.is_file())
+    if not weights:
+        return ""
+    suffix = Counter(file.suffix for file in weights).most_common(1)[0][0]
+    within = "" if all(file.parent == path for file in weights) else "**/"
+    what = f"it holds {counted(len(weights), 'file')} of no known form, {join_names(file.name for file in weights)}"
+    return OWN_CODE.format(what=what, kind="file", code=STATE_DICT, files=quote(f"{path}/{within}*{suffix}"))
 
 
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:
@@ -292,7 +388,8 @@ def _suite(name: str, source: str, checkpoints: list[Checkpoint], stage: str | N
     for a, b in pairwise(ascending):
         if a.step == b.step:
             raise ValueError(
-                f"{name}: {a.name} and {b.name} are both step {a.step}; distinguish them with --revisions, by a group "
+                f"{name}: {a.revision or a.source} and {b.revision or b.source} are both step {a.step}; distinguish them with "
+                "--revisions, by a group "
                 "(?P<stage>...) or a pattern that matches only one"
             )
     return Suite(name, source, tuple(ascending), notice=notice)

@@ -54,8 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @reports_errors(interrupted=RESUME, usage=(UsageError,))
 def run(walk: Walk) -> int:
-    """Walk the checkpoints; return the exit status."""
-    from checkpoints.suites import find_suite
+    """Walk the checkpoints, as the command does, and return its exit status.
+
+    From Python, `Walk(files=..., load=..., inputs=...)` takes a function and tensors, and `options` what `tracker.measure` takes.
+    """
+    from checkpoints.suites import find_files, find_suite
     from tracker.loggers import announce, prepare
     from tracker.loggers.protocol import LoggedRun, parse_log
     from tracker.walk.units import Units
@@ -67,7 +70,10 @@ def run(walk: Walk) -> int:
         try:
             log = parse_log(walk.log)
             openers = [] if walk.dry_run else prepare(walk.wandb)
-            suite = find_suite(walk.model, walk.revisions, walk.stage, walk.module is not None, notify)
+            if walk.files:
+                suite = find_files(walk.files, walk.revisions, walk.stage)
+            else:
+                suite = find_suite(walk.model, walk.revisions, walk.stage, walk.module is not None, notify)
             logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
             announce(openers, logged)
             plan = make_plan(walk, suite, notify)
@@ -86,16 +92,23 @@ def run(walk: Walk) -> int:
                 f"{file.parents[1] / 'damaged'}",
                 file=sys.stderr,
             )
-        return _walk(walk, plan, units, openers, logged)
+        with _remembered_interrupts() as interrupts:
+            return _walk(walk, plan, units, openers, logged, interrupts)
 
 
-def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
+def _walk(
+    walk: Walk,
+    plan: WalkPlan,
+    units: "Units",
+    openers: "Sequence[Opener]",
+    logged: "LoggedRun",
+    interrupts: Sequence[int],
+) -> int:
     from checkpoints import nano
     from tracker.loggers import opened
     from tracker.netcdf import DamagedFile
     from tracker.skipped import Skipped
 
-    interrupts = _remember_interrupts()
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
     missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in units.known]
     skipped = Skipped(store, partial(print, file=sys.stderr))
@@ -143,8 +156,9 @@ def _dry_run(walk: Walk, plan: WalkPlan) -> int:
     return OK
 
 
-def _remember_interrupts() -> list[int]:
-    """Raise KeyboardInterrupt on each signal in STOPS, and collect the signals in the list returned.
+@contextmanager
+def _remembered_interrupts() -> Iterator[list[int]]:
+    """Raise KeyboardInterrupt on each signal in STOPS, and collect the signals in a list.
 
     A KeyboardInterrupt raised in the wrong place (a destructor, a callback from C) is swallowed; the list is not.
     """
@@ -154,9 +168,12 @@ def _remember_interrupts() -> list[int]:
         received.append(number)
         raise KeyboardInterrupt
 
-    for number in STOPS:
-        signal.signal(number, stop)
-    return received
+    before = {number: signal.signal(number, stop) for number in STOPS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _check_selection(plan: WalkPlan, units: "Units") -> None:

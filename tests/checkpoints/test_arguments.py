@@ -19,7 +19,7 @@ def test_the_help_of_a_walk_begins_with_what_most_people_need(capsys):
         parse(["--help"])
     usage, _, text = capsys.readouterr().out.partition("\n\n")
     first = ["--model", "--steps", "--k", "--measures", "--out", "--wandb"]
-    assert usage == "usage: python -m tracker.pythia --model MODEL [flags]"
+    assert usage == "usage: python -m tracker.pythia (--model MODEL | --files PATTERN --load FUNCTION) [flags]"
     groups = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)[1:]
     names = (re.findall(r"^  (?:-h, )?(--\w+)", body, re.MULTILINE) for body in groups[1::2])
     flags = dict(zip(groups[::2], names, strict=True))
@@ -73,7 +73,18 @@ ERRORS = [
     (figures, ["1b", "DIR", "--k", "a"], "--k a; give a whole number\n("),
     (checkpoints.main, ["list"], "the following arguments are required: model"),
     (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2\n"),
-    (parse, [], "the following arguments are required: --model\n"),
+    (parse, [], "the following arguments are required: --model, or --files and --load\n"),
+    (parse, ["--files", "a_*.pt"], "--files 'a_*.pt' takes --load module:function, and neither --model nor --module\n"),
+    (
+        parse,
+        ["--model", "nano", "--load", "a:b"],
+        "--load loads what --files matches: give a pattern of files in place of",
+    ),
+    (
+        parse,
+        ["--files", "a.py", str(ROOT / "README.md")],
+        f"unrecognized arguments: {ROOT / 'README.md'}; a pattern of files",
+    ),
     (parse, ["--model", "nano", "--tokenzer", "x"], "unrecognized arguments: --tokenzer x; did you mean --tokenizer?"),
     (parse, ["--model", "nano", "--dry-rum"], "unrecognized arguments: --dry_rum; did you mean --dry_run?"),
 ]

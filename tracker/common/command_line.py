@@ -11,7 +11,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
 
-from tracker.common.errors import CheckpointError, MissingExtraError, missing_extra
+from tracker.common.errors import CheckpointError, MissingExtraError, Note, missing_extra
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
@@ -96,11 +96,11 @@ def _brief_warnings() -> Iterator[None]:
     before, printed = warnings.showwarning, set()
 
     def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **options: Any) -> None:
-        if category is not UserWarning or not filename.startswith(OWN):
+        if category not in (UserWarning, Note) or not filename.startswith(OWN):
             before(message, category, filename, *where, **options)
         elif str(message) not in printed:
             printed.add(str(message))
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            print(f"{'note' if category is Note else 'warning'}: {message}", file=sys.stderr, flush=True)
 
     warnings.showwarning = show
     try:

@@ -108,7 +108,11 @@ LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")  # begin t
 FRAMEWORKS = (*LIGHTNING, "transformers.", "accelerate.", "torch.", "contextlib.", "jaxtyping.", "beartype.")
 
 
-def warn_caller(message: str) -> None:
+class Note(UserWarning):
+    """A warning of nothing that is wrong: commands print it as a note."""
+
+
+def warn_caller(message: str, category: type[UserWarning] = UserWarning) -> None:
     """Warn at the innermost line that belongs neither to this package nor to a framework that calls it.
 
     Python shows the same warning once for each such line, so a training run that measures often warns once.
@@ -116,7 +120,7 @@ def warn_caller(message: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_internal(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _is_internal(file: str, module: str) -> bool:

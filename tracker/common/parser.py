@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser
@@ -89,6 +90,10 @@ class Parser(ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             close = [name for one in re.findall(r"--[\w]+", message) for name in get_close_matches(one, flags, 1)]
             message += f"; did you mean {' or '.join(close)}?" if close else ""
+            expanded = any(Path(word).exists() for word in message.split())
+            message += (
+                "; a pattern of files stands in quotes, or the shell replaces it by their names" if expanded else ""
+            )
         self.exit(USAGE, f"error: {message}\n({self.prog} --help lists the options)\n")
 
 

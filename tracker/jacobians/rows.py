@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.common.errors import UsageError, warn_caller
+from tracker.common.errors import Note, UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
     check_key,
@@ -134,6 +134,11 @@ class CheckResults:
 # reverse mode for one row of d = 512, or 16 of d = 192. On an H200, one row of d = 5120 took 38 ms in TF32, whose products take
 # 3: the rest is launching.
 WORTHWHILE = {True: 1 << 27, False: 1 << 39}
+# Why single rows of a block without attention that is recognised do not give its values.
+OWN_ATTENTION = (
+    "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
+    "mask and softmax; with F.scaled_dot_product_attention, single rows are used"
+)
 PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
 
 
@@ -254,9 +259,11 @@ class Jacobians:
         J, value_error, rounded = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory, self._attached)
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
+            n = call.x.shape[1]
             warn_caller(
-                f"block {call.layer} ({call.name}): computed over the full sequence (exact, slower), because {reason}; "
-                "the Dataset's attribute 'fallbacks' lists all such blocks"
+                f"block {call.layer} ({call.name}) is measured over the full sequence, as exact as single rows and with up to "
+                f"{n} times the operations ({n} tokens): {reason}. The Dataset's attribute 'fallbacks' lists all such blocks",
+                Note,
             )
         self.fallbacks[call.layer] = reason
         errors = torch.empty(len(rows))
@@ -341,6 +348,8 @@ class Jacobians:
         derivative_errors = []
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(self.replica.dtype, allowed):
+                if not call.attention and not block.rounded:
+                    raise NotSliceable(OWN_ATTENTION)
                 raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
             error = self._checks.derivative_error(path, PATHS[path], call, rows, self._attached)
             if not error <= tolerance(x.dtype, allowed):

@@ -3,8 +3,9 @@
 It is what a walk imports first, so a user's file that hides the package `checkpoints` is named here.
 """
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,7 @@ DISK_BUDGET = (
 GROUPS = {
     "most used": ("model", "steps", "k", "measures", "out", "wandb"),
     "before a walk": ("dry_run", "config", "print_config"),
-    "checkpoints": ("revisions", "stage", "untrained", "allow_suspect", "scores", "module"),
+    "checkpoints": ("files", "load", "revisions", "stage", "untrained", "allow_suspect", "scores", "module"),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
     "measurement": (
         "tokens",
@@ -52,20 +53,23 @@ class Walk:
     Exit status: 0 all measured; 1 some revision failed (listed at the end, the others kept); 2 bad usage.
 
     Args:
+        files: in place of MODEL, a pattern of files or directories that --load loads, such as 'runs/epoch_*.pt', in quotes.
+            Their steps are the last whole numbers of their names.
+        load: function of yours for --files, as module:function; it takes a path and returns the model.
         model: nano (trained here where it is absent), a Pythia size (14m to 12b, perhaps with -deduped, -seedN,
             -data-seedN or -weight-seedN after it), a Hugging Face repository id, or a directory of checkpoints.
         steps: paper (Fig. 1b), all, log2, scores (those with benchmark results), or numbers such as 128,512. Default:
             paper for Pythia, all for others.
         revisions: a regular expression with a group named step (and perhaps tokens, in billions, and stage), where
-            branches or directories are not spelled like step128 or checkpoint-128.
+            branches or directories are not spelled like step128 or checkpoint-128, or for the names of --files.
         stage: stage of a suite that was trained in several, such as OLMo 2. Default: the first.
         untrained: seed; measure also the model at a random initialisation with this seed, as step 0, where none is published.
         allow_suspect: measure also revisions whose weights seem not to be those of their step; their points are marked.
         scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
         module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
-        tokenizer: tokenizer of the prompts, a directory or a repository, in place of each checkpoint's own. Lightning
-            checkpoints need one; the module's forward takes its output.
-        inputs: .pt file with the inputs of the model's forward, instead of prompts.
+        tokenizer: tokenizer of the prompts, a directory or a repository, in place of each checkpoint's own. --files and
+            Lightning checkpoints need one, or --inputs; the model's forward takes its output.
+        inputs: .pt file with the inputs of the model's forward, instead of prompts; from Python also the inputs themselves.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
             gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with
             "prompt" and perhaps "difficulty" and "source".
@@ -83,17 +87,19 @@ class Walk:
         options: measurement options, as `tracker.measure` takes them.
     """
 
-    model: str
+    model: str = ""
     steps: int | str | None = None
     revisions: str | None = None
     stage: str | None = None
+    files: str | None = None
+    load: str | Callable[[Path], Any] | None = None
     untrained: int | None = None
     allow_suspect: bool = False
     disk_budget: int | None = None
     scores: Path | None = None
     module: str | None = None
     tokenizer: str | None = None
-    inputs: Path | None = None
+    inputs: Path | Any | None = None
     prompts: str = "builtin"
     suffix: str = ""
     max_tokens: int | None = None
@@ -108,6 +114,23 @@ class Walk:
     debug: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not self.model and not self.files:
+            raise ValueError("the following arguments are required: --model, or --files and --load")
+        if self.files and (self.model or self.module or not self.load):
+            raise ValueError(f"--files {self.files!r} takes --load module:function, and neither --model nor --module")
+        if self.load and not self.files:
+            raise ValueError(
+                f"--load loads what --files matches: give a pattern of files in place of --model {self.model}"
+            )
+
+    @property
+    def own_code(self) -> str:
+        """The name of the user's code that loads the checkpoints, or ""."""
+        from checkpoints.load import name_of_loader
+
+        return name_of_loader(self.load) if self.load else self.module or ""
+
 
 def parse(arguments: Sequence[str] | None) -> Walk:
     """Read a command line."""
@@ -121,9 +144,13 @@ def parse(arguments: Sequence[str] | None) -> Walk:
     add_flags(parser, DEFAULTS)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
     parser.arrange(GROUPS)
+    parser.usage = "%(prog)s (--model MODEL | --files PATTERN --load FUNCTION) [flags]"
     parsed = parser.parse_args(arguments).as_dict()
     walk = {one.name: parsed[one.name] for one in fields(Walk) if one.name != "options"}
-    return Walk(**walk, options=given_options(parsed))
+    try:
+        return Walk(**walk, options=given_options(parsed))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def of_worker(walk: Walk, on_gpu: bool) -> Walk:
@@ -133,8 +160,10 @@ def of_worker(walk: Walk, on_gpu: bool) -> Walk:
     changed: dict[str, Any] = {"workers": 0, "address": None, "wandb": "off"}
     for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
         value = getattr(walk, name)
-        if value and value not in ("nano", "builtin", *SETS) and Path(value).exists():
+        if isinstance(value, (str, Path)) and value not in ("", "nano", "builtin", *SETS) and Path(value).exists():
             changed[name] = type(value)(Path(value).resolve())
+    if walk.files:
+        changed["files"] = os.path.abspath(Path(walk.files).expanduser())
     if on_gpu and walk.device:
         changed["device"] = "cuda"
     return replace(walk, **changed)

@@ -161,9 +161,9 @@ def _timed(plan: WalkPlan, missing: Sequence[Checkpoint], tokenizer: str | None)
     checkpoint = next((c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0])
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
-        if (source / "config.json").is_file():
+        if not measurement.own_code:
             return _from_config(source, weights_in(source), with_tokenizer, replacement)
-        model, own = measurement.load(source)  # a file of Lightning, whose class makes the model with its weights
+        model, own = measurement.load(source)  # the user's code makes the model with its weights
         return _Timed(model, model, own, f"loaded from {source}")
     directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
     cached = (directory / "config.json").is_file()

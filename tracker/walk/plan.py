@@ -112,6 +112,7 @@ class Measurement:
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
     max_tokens: int | None
     device: "torch.device"
+    own_code: bool = False  # whether the user's code loads
     asked: set[Any] = field(
         default_factory=set
     )  # forms of models (`witness.form_of`) that were asked about their blocks
@@ -178,7 +179,7 @@ def _measurement(walk: Walk) -> Measurement:
     device = usable_device(device, f"--device {device}")
     settings = settings_from(walk.options, "walk")
     budget = walk.options.get("memory_budget")
-    return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device)
+    return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device, bool(walk.own_code))
 
 
 def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> SelectedCheckpoints:
@@ -188,9 +189,9 @@ def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable
     if walk.untrained is not None:
         if not 0 <= walk.untrained < 2**63:
             raise ValueError(f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1")
-        if walk.module:
+        if walk.own_code:
             raise ValueError(
-                f"--untrained {walk.untrained}: only its own code knows how {walk.module} is initialised; leave it out"
+                f"--untrained {walk.untrained}: only its own code knows how {walk.own_code} is initialised; leave it out"
             )
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
@@ -226,8 +227,8 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     if identity["k"]:
         identity["k"] = sorted(set(identity["k"]))
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
-    if walk.module:
-        identity |= {"module": walk.module, "tokenizer": walk.tokenizer}
+    if walk.own_code:
+        identity |= {"load" if walk.load else "module": walk.own_code, "tokenizer": walk.tokenizer}
     elif walk.tokenizer and walk.inputs is None:
         directory = Path(walk.tokenizer)
         identity |= {"tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer}
@@ -248,6 +249,8 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
         return prompts_digest(prompts), [prompt.text for prompt in prompts], labels
     import torch
 
+    if not isinstance(walk.inputs, (str, Path)):
+        return digest(walk.inputs)[:16], walk.inputs, {}
     form = "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
@@ -269,9 +272,14 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     from checkpoints import load
 
     if walk.inputs is None and walk.tokenizer is None:
-        if walk.module:
-            raise ValueError("--module needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
+        if walk.own_code:
+            flag = "--load" if walk.load else "--module"
+            raise ValueError(f"{flag} needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
         return load.load
-    load_file = load.lightning_loader(walk.module) if walk.module else load.load_model
+    load_file = load.load_model
+    if walk.load:
+        load_file = load.users_loader(walk.load)
+    elif walk.module:
+        load_file = load.lightning_loader(walk.module)
     tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
     return lambda file: (load_file(file), tokenizer)

@@ -75,7 +75,7 @@ def _measure_files(
     unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
     unit.attrs["settings_sha256"] = output.settings_sha256
     files = "in their files" if checkpoint.revision is not None else "in a copy of their files"
-    in_files = directory.is_dir() and trained
+    in_files = trained and not measurement.own_code
     unit.attrs["weights_kept"] = "on the device" if resident else files if in_files else "in memory"
     return unit
 

@@ -1,0 +1,352 @@
+"""Walks over files that a function of the user loads: three ways in which small programs save, written by a program that ran."""
+
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+
+import tracker
+from checkpoints.load import users_loader
+from checkpoints.suites import find_files, find_suite
+from tests.checkpoints.test_suites import holding
+from tests.processes import ROOT
+from tracker import pythia
+from tracker.common.errors import UsageError
+from tracker.walk.command import Walk
+
+MODEL = """
+import math
+
+import torch
+from torch import nn
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads, context):
+        super().__init__()
+        self.heads, self.dropout = heads, nn.Dropout(0.1)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("mask", torch.tril(torch.ones(context, context)))
+
+    def forward(self, x):
+        batch, tokens, width = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(width // self.heads)
+        weights = scores.masked_fill(self.mask[:tokens, :tokens] == 0, float("-inf")).softmax(-1)
+        return self.out((self.dropout(weights) @ v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads, context):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, context)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, vocabulary=17, width=16, heads=2, depth=3, context=16):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads, context) for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+"""
+TRAIN = """
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from gpt import GPT
+
+
+@dataclass
+class Config:
+    width: int = 16
+    depth: int = 3
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = GPT(**asdict(Config()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ids = torch.randint(17, (8, 13))
+    torch.save(ids[:2, :9], "ids.pt")
+    for name in ("state", "compiled", "whole"):
+        Path(name).mkdir()
+    for step in range(1, 11):
+        loss = torch.nn.functional.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step in (1, 2, 10):
+            content = {"model_state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "config": Config()}
+            torch.save(content, f"state/epoch_{step}_loss_{loss.item():.3f}.pt")
+            torch.save(torch.compile(model).state_dict(), f"compiled/step{step}.pth")
+            torch.save(model, f"whole/model-{step}.bin")
+    torch.save(model.state_dict(), "compiled/best.pth")
+"""
+LOADING = """
+import __main__
+import torch
+from gpt import GPT
+from train import Config
+
+__main__.Config = Config
+
+
+def state(path):
+    content = torch.load(path, map_location="cpu", weights_only=False)
+    model = GPT(width=content["config"].width, depth=content["config"].depth)
+    model.load_state_dict(content["model_state_dict"])
+    return model
+
+
+def compiled(path):
+    model = GPT()
+    weights = torch.load(path, map_location="cpu")
+    model.load_state_dict({name.removeprefix("_orig_mod."): tensor for name, tensor in weights.items()})
+    return model
+
+
+def whole(path):
+    return torch.load(path, map_location="cpu", weights_only=False)
+"""
+SERIES = {"state": "state/epoch_*.pt", "compiled": "compiled/*.pth", "whole": "whole/model-*.bin"}
+
+
+def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run a Python command in a directory, as its user does."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    """The directory of a program that has trained a model written by hand, and has saved it at three steps, in three ways."""
+    directory = tmp_path_factory.mktemp("program")
+    for name, text in (("gpt", MODEL), ("train", TRAIN), ("loading", LOADING)):
+        (directory / f"{name}.py").write_text(text)
+    trained = run(directory, "train.py")
+    assert trained.returncode == 0, trained.stderr
+    return directory
+
+
+@pytest.fixture
+def loading(program, monkeypatch):
+    """The user's module, imported from the working directory."""
+    monkeypatch.chdir(program)
+    monkeypatch.syspath_prepend(program)
+    import loading  # type: ignore[import-not-found]
+
+    return loading
+
+
+def brute_force(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
+    """Return the singular values of each block's residual Jacobian at the last token, (prompt, layer, d)."""
+    model, found = model.double().eval(), []
+    for sample in ids:
+        X, of_layers = (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach(), []
+        for block in model.blocks:
+            whole = torch.autograd.functional.jacobian(block, X)
+            J = whole[0, -1, :, 0, -1]
+            of_layers.append(torch.linalg.svdvals(J - torch.eye(len(J), dtype=J.dtype)))
+            X = block(X).detach()
+        found.append(torch.stack(of_layers))
+    return torch.stack(found).numpy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SERIES)
+def test_a_series_is_walked_from_the_command_line(way, program, loading, tmp_path):
+    """Neither transformers nor Lightning knows these files; one note, and no warning, says how they are measured."""
+    flags = (
+        "--inputs",
+        "ids.pt",
+        "--k",
+        "4",
+        "--final_norm",
+        "exclude",
+        "--wandb",
+        "offline",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    walk = ("-m", "tracker.pythia", "--files", SERIES[way], "--load", f"loading:{way}", *flags)
+    walked = run(program, *walk)
+    assert walked.returncode == 0, walked.stderr
+    assert "warning" not in walked.stderr and walked.stderr.count("with up to 9 times the operations (9 tokens)") == 1
+    assert ("left out, without a step: best.pth" in walked.stdout) is (way == "compiled")
+    store = tracker.open_results(tmp_path / "out")
+    assert list(store.step.values) == [1, 2, 10] and len(set(store.files_sha256.values)) == 3
+    assert (tmp_path / "out" / "report.html").is_file() and list((tmp_path / "out").rglob("*.wandb"))
+    (file,) = (file for file in program.glob(SERIES[way]) if file.name.startswith(("epoch_10", "step10", "model-10")))
+    ids, unit = torch.load(program / "ids.pt"), store.sel(step=10)
+    measured = tracker.measure(getattr(loading, way)(file), ids, k=4, final_norm="exclude")
+    np.testing.assert_allclose(unit.miscoupling, measured.miscoupling, rtol=1e-5)
+    expected = brute_force(getattr(loading, way)(file), ids)[..., :4]
+    np.testing.assert_allclose(unit.singular_value.squeeze("token"), expected, rtol=1e-5)
+    assert "3 already measured" in run(program, *walk).stdout
+
+
+def test_a_function_walks_from_python_too(program, loading, tmp_path, capsys):
+    ids = torch.load(program / "ids.pt")
+    walk = Walk(
+        files=str(program / SERIES["state"]), load=loading.state, inputs=ids, wandb="off", out=tmp_path / "out",
+        options={"k": (4,)},
+    )  # fmt: skip
+    assert pythia.run(walk) == 0 and pythia.run(walk) == 0
+    assert "3 checkpoints, 3 already measured" in capsys.readouterr().out
+    assert list(tracker.open_results(tmp_path / "out").step.values) == [1, 2, 10]
+    walk.load = loading.compiled  # another function may load other weights of the same files
+    assert pythia.run(walk) == 2
+    assert "loading:compiled" in capsys.readouterr().err
+
+
+FAULTS = {
+    "weights only": (lambda path, loading: torch.load(path), "state/epoch_1_*", "UnpicklingError.*weights_only=False"),
+    "prefix": (
+        lambda path, loading: loading.GPT().load_state_dict(torch.load(path)),
+        "compiled/step1.pth",
+        r"RuntimeError: Error.* loading state_dict .*removeprefix\('_orig_mod.'\)",
+    ),
+    "key": (lambda path, loading: torch.load(path)["model"], "compiled/step1.pth", r"\(KeyError: 'model'\)$"),
+    "tensors": (
+        lambda path, loading: torch.load(path),
+        "compiled/step1.pth",
+        "returns a OrderedDict .*load_state_dict",
+    ),
+    "nothing": (lambda path, loading: None, "compiled/step1.pth", "returns a NoneType .*and return it"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_mistake_in_the_function_is_named_with_its_cure(fault, program, loading):
+    load, pattern, message = FAULTS[fault]
+    (file,) = program.glob(pattern)
+    with pytest.raises(UsageError, match=message) as raised:
+        users_loader(lambda path: load(path, loading))(file)
+    assert str(file) in str(raised.value) and len(str(raised.value)) < 700
+
+
+@pytest.mark.slow
+def test_classes_of_the_program_that_wrote_a_file_are_asked_for(program, tmp_path):
+    """Its own name was __main__, which now is the walk's."""
+    (tmp_path / "forgetful.py").write_text(LOADING.replace("__main__.Config = Config", ""))
+    flags = ("--inputs", "ids.pt", "--wandb", "off", "--out", str(tmp_path / "out"))
+    os.symlink(tmp_path / "forgetful.py", program / "forgetful.py")
+    walked = run(program, "-m", "tracker.pythia", "--files", SERIES["state"], "--load", "forgetful:state", *flags)
+    assert walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr  # all fail alike: the walk ends
+
+
+@pytest.mark.parametrize("name", ["none:load", "loading:none", "loading", "loading."])
+def test_a_function_that_is_not_there(name, loading, program):
+    with pytest.raises(ValueError, match=f"--load {name}: no such function .*give module:function.* from {program}$"):
+        users_loader(name)
+
+
+NAMES = {
+    "epoch_{}.pt": (1, 2, 10),
+    "epoch_{}_loss_2.345.pt": (1, 2, 10),
+    "loss0.25-iter{}k_final.pth": (1, 2, 10),
+    "v2/0.5B.{}.pt": (1, 2, 10),
+    "step_{}/model.pt": (1, 2, 10),
+    "00{}.mp4": (1, 2, 10),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_step_is_the_last_whole_number_of_a_name(name, tmp_path, monkeypatch):
+    holding(tmp_path / "run7", *(name.format(step) for step in NAMES[name]))
+    monkeypatch.chdir(tmp_path)
+    suite = find_files(f"run7/{name.format('*')}")
+    assert suite.steps == NAMES[name] and [checkpoint.source for checkpoint in suite.checkpoints] == [
+        str(tmp_path / "run7" / name.format(step)) for step in NAMES[name]
+    ]
+    assert suite.name == ("v2" if name.startswith("v2") else "run7")
+    last = f"{name.format(10)} is step 10".removeprefix("v2/")
+    assert suite.notice == f"steps are read from names: {name.format(1)} is step 1, {last}".replace(
+        "names: v2/", "names: "
+    )
+
+
+def test_steps_of_other_names(tmp_path):
+    holding(tmp_path, "a1_e3.pt", "a2_e3.pt", "best.pt", "one/x.pt")
+    with pytest.raises(ValueError, match=f"{tmp_path}/a1_e3.pt and {tmp_path}/a2_e3.pt are both step 3; .*--revisions"):
+        find_files(f"{tmp_path}/*.pt")
+    suite = find_files(f"{tmp_path}/*.pt", revisions=r"a(?P<step>\d)_e3\.pt$")
+    assert suite.steps == (1, 2) and suite.notice.endswith("left out, without a step: best.pt")
+    with pytest.raises(ValueError, match="no step in the names of its files, best, one/x; --revisions"):
+        find_files(f"{tmp_path}/**/[bx]*.pt")
+    with pytest.raises(ValueError, match=f"no file or directory matches it; there is a1_e3.pt, .*one in {tmp_path}$"):
+        find_files(f"{tmp_path}/*.pth")
+    with pytest.raises(ValueError, match=f"there is no directory {tmp_path}/nowhere"):
+        find_files(f"{tmp_path}/nowhere/*.pth")
+    assert find_files(f"{tmp_path}/best.pt").steps == (1,)
+
+
+def test_directories_of_files_of_no_known_form_say_how_they_are_walked(tmp_path):
+    files = holding(tmp_path / "my runs", *(f"epoch_{i}.pt" for i in range(20)), "log.txt")
+    with pytest.raises(
+        ValueError, match=r"holds 20 files of no known form, epoch_0\.pt, .*….*, epoch_9\.pt\."
+    ) as raised:
+        find_suite(str(files))
+    assert f"--files '{files}/*.pt' --load my_module:load" in str(raised.value)
+    assert "    def load(path):" in str(raised.value)
+    holding(tmp_path / "deep", "step1/model.safetensors", "step1/optimizer.bin", "step2/model.safetensors")
+    with pytest.raises(ValueError, match=r"deep/\*\*/\*\.safetensors' --load"):
+        find_suite(str(tmp_path / "deep"))
+    for given in (f"{files}/epoch_0.pt", f"{files}/*.pt"):
+        with pytest.raises(ValueError, match="--files takes .*--load my_module:load"):
+            find_suite(given)
+
+
+SIZES = ("hidden_size", "intermediate_size")
+
+
+@pytest.mark.slow
+def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path):
+    """Each is copied and hashed as other weights are, although only the user's function reads it."""
+    config = transformers.LlamaConfig(
+        **dict.fromkeys(SIZES, 32), vocab_size=97, num_hidden_layers=3, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    for step in (2, 4, 6):
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        lora = peft.LoraConfig(target_modules=["q_proj"], r=4, task_type="CAUSAL_LM", init_lora_weights=False)
+        peft.get_peft_model(base, lora).save_pretrained(tmp_path / "out" / f"checkpoint-{step}")
+    torch.save(torch.randint(97, (2, 9)), tmp_path / "FILE")
+    with pytest.raises(ValueError, match="checkpoint-2, checkpoint-4, checkpoint-6 are adapters") as raised:
+        find_suite(str(tmp_path / "out"))
+    code, _, command = str(raised.value).split("\n\n", 1)[1].rpartition("\n\n")
+    (tmp_path / "my_module.py").write_text(textwrap.dedent(code))
+    walk = shlex.split(command.partition("python ")[2])
+    walked = run(tmp_path, *walk, "--wandb", "off", "--k", "4", "--out", str(tmp_path / "store"))
+    assert walked.returncode == 0, walked.stderr
+    store = tracker.open_results(tmp_path / "store")
+    assert list(store.step.values) == [2, 4, 6]
+    assert len(set(store.files_sha256.values)) == len(set(store.fingerprint.values)) == 3
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "checkpoint-4")
+    measured = tracker.measure(model, torch.load(tmp_path / "FILE"), k=4)
+    np.testing.assert_allclose(store.miscoupling.sel(step=4), measured.miscoupling, rtol=1e-5)
