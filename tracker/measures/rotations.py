@@ -47,7 +47,7 @@ from torch.linalg import vector_norm
 from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, null_levels, overlap, side_by_side
 
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
-AT_ONCE = {True: 1 << 17, False: 1 << 22}  # entries of A; on a CPU few, which its caches hold
+AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold
 SLOPE = 0.4
 ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
@@ -99,7 +99,9 @@ def mean_levels(
         of: moments of the Jacobians, (R, L).
         U, V: singular vectors of the bases.
     """
-    at_once = max(1, AT_ONCE[T.device.type == "cpu"] // (T.shape[1] * U.shape[1] * max(ks) ** 2))
+    of_row = T.shape[1] * U.shape[1] * max(ks) ** 2
+    # An accelerator takes all rows at once, one frame after another: as much memory as the coupling matrices themselves.
+    at_once = max(1, AT_ONCE // of_row) if T.device.type == "cpu" else len(T)
     rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
     parts = [
         _of_rows(T[r], s[r], Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]), U[r], V[r], ks)
@@ -121,7 +123,7 @@ def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence
     for i, k in enumerate(ks):
         of_k, left, right = _at(unit_T, d, K, k), *_coordinates(signed_U[..., :k], signed_V[..., :k])
         controls = _Controls(unit_s[..., :k], unit_of, overlaps.at(i, k), d)
-        at_once = max(1, AT_ONCE[T.device.type == "cpu"] // (len(T) * T.shape[1] * U.shape[1] * k**2))
+        at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
         sums = [controls.sums(_matrices(frames_at_once, left, right)) for frames_at_once in of_k.split(at_once, 2)]
         of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
     levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
