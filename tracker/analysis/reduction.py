@@ -168,7 +168,7 @@ def _states(results: xr.Dataset) -> xr.Dataset:
         chosen = at[evenly_spaced(len(at), PATHS)]
         summary["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
         coords["path"] = _renamed(results.coords.variables["position"].isel(position=chosen), "position", "path")
-    if "noise_similarity" in results:
+    if "noise_similarity" in results and results.sizes["depth"] > 1:
         ends = in_float64(results, "noise_similarity").isel(depth=[1, -1])
         summary["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")
         coords["end"] = _renamed(results.variables["depth"].isel(depth=[1, -1]), "depth", "end")
@@ -181,9 +181,10 @@ def _renamed(values: xr.Variable, dim: str, to: str) -> xr.Variable:
 
 def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
-    if f"{DIAGNOSTICS}residual" not in results:
+    names = {name: f"{DIAGNOSTICS}{name}" for name in (*CHECKED, "sliced", "complete")}
+    if not all(name in results for name in names.values()):
         return {}
-    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete")}
+    checks = {name: results.variables[of] for name, of in names.items()}
     measured = checks["residual"].notnull()
     counts = {
         "jacobians": measured,
@@ -193,7 +194,7 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     return counted | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
 
 
-COORDINATES = ("k", "layer", "layer_other")
+COORDINATES = ("k", "layer", "layer_other", "rank")
 
 
 def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:
