@@ -32,11 +32,12 @@ from tracker.analysis.pairs import (
     is_one_module,
     where_counted,
 )
-from tracker.analysis.reduction import OF_PATHS, PERCENTILES, has_approximate_level, read_miscouplings, reduced
+from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, has_approximate_level, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
+from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import Result, Store, by_name, require_steps, short_name
 
@@ -171,7 +172,7 @@ def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
     """
     name = next((name for name in SHOWN if name in ds or f"{name}_matrix" in ds), "")
     if not name:
-        if not any(path in ds for path in OF_PATHS):
+        if not any(path in ds for path in IN_SUMMARY):
             raise UsageError("the results hold no mis-couplings and no paths; measure 'coupling' or 'trajectory'")
         return None, ""
     known = [int(other) for other in np.atleast_1d(ds["k"].values)]
@@ -273,10 +274,11 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
             cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(value, null, none, None, kind)
-    for name in (name for name in OF_PATHS if f"{name}_below" in unit):
+    for name in (name for name in IN_SUMMARY if f"{name}_below" in unit):
         value, below = float(unit[name].sel(statistic="median")), unit[f"{name}_below"].values
         percentiles = unit[f"{name}_percentiles"].values
-        cells[name, "median of tokens"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
+        of = "tokens" if BY_NAME[name].dims == POSITION else "tokens and blocks"
+        cells[name, f"median of {of}"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
     return cells
 
 

@@ -42,6 +42,8 @@ class Measure:
         counted: whether its undefined values are counted.
         metric: its name in logs; "" if its curve is not logged.
         logged: the parts of its curve that loggers record: "" for the value, "_q25", "_q75", "_null".
+        headline: whether the median of its curve is a headline number, which training runs log by default.
+        summary: whether the summary has the median of its values, with an interval; its curve is "quartiles" then.
         dashboard: the section of the W&B dashboard that has its panel; "" for none.
         text: its definition in a sentence, the caption of its charts.
         charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
@@ -66,6 +68,8 @@ class Measure:
     counted: bool = False
     metric: str = ""
     logged: tuple[str, ...] = ()
+    headline: bool = False
+    summary: bool = False
     dashboard: str = ""
     text: str = ""
     charts: tuple[Chart, ...] = ()
