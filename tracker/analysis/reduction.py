@@ -113,7 +113,7 @@ def read_reduced(
 
 
 def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
-    within = [dim for dim in values.dims if dim not in ("step", "prompt")]
+    within = [str(dim) for dim in values.dims if dim not in ("step", "prompt")]
     over, defined = ("prompt", *within), values.notnull()
     middle = median(values, over)
     below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum(within)
