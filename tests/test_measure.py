@@ -75,6 +75,10 @@ def test_a_mapping_or_list_as_the_one_argument_is_measured():
     for batch in (given, BatchEncoding(given)):
         _assert_equal_measures(tracker.measure(OfOne(net), {"batch": batch}, k=4), expected)
     unpadded = tracker.measure(net, given["input_ids"], k=4)
+    without_mask = OfOne(net)
+    without_mask.forward = lambda batch: net(batch["input_ids"])
+    positions = tracker.measure(without_mask, {"batch": given}, k=4).token_position
+    assert positions.values.tolist() == [[4], [2]]  # the last token that the caller's mask leaves
     listed = [given["input_ids"], torch.ones(2, 5, dtype=torch.long)]
     _assert_equal_measures(tracker.measure(OfOne(net), {"batch": listed}, k=4), unpadded)
     with pytest.raises(

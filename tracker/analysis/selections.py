@@ -56,7 +56,7 @@ def opened(result: Result) -> xr.Dataset:
     restored = {dim: result.variables[dim].set_dims({dim: 1}) for dim in added}
     for name, declared in changed.items():
         sizes = {dim: result.sizes.get(dim, 1) for dim in declared}
-        restored[name] = result.variables[name].set_dims(sizes).transpose(*declared)
+        restored[name] = result.variables[name].set_dims(sizes)
     coords = {name: values for name, values in restored.items() if name in result.coords}
     measured = {name: values for name, values in restored.items() if name not in coords}
     return result.drop_vars(coords).assign_coords(coords).assign(measured)
