@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import timm
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import ASTConfig, ASTModel, PreTrainedTokenizerFast, modeling_utils
+from transformers import ASTConfig, ASTModel, BatchEncoding, PreTrainedTokenizerFast, modeling_utils
 
 import tracker
 from tests import home_made
@@ -52,6 +53,45 @@ def test_padding_in_a_mapping_changes_nothing():
     plain, masked = (tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded))
     np.testing.assert_allclose(masked.miscoupling.values[:, :5], plain.miscoupling.values, atol=1e-9)
     assert np.isnan(masked.lss.values[:, 5:]).all() and masked.sizes["token"] == 5
+
+
+class OfOne(nn.Module):
+    """A model whose forward takes one mapping, or a list of ids and mask."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, batch):
+        given = batch if isinstance(batch, Mapping) else dict(zip(("input_ids", "attention_mask"), batch, strict=True))
+        return self.net(**given)
+
+
+def test_a_mapping_or_list_as_the_one_argument_is_measured():
+    """As the tensors in it, with their mask."""
+    net, _ = build("llama, grouped keys")
+    given = {"input_ids": tokens(2, 5), "attention_mask": torch.tensor([[1] * 5, [1] * 3 + [0] * 2])}
+    expected = tracker.measure(net, given, k=4)
+    for batch in (given, BatchEncoding(given)):
+        _assert_equal_measures(tracker.measure(OfOne(net), {"batch": batch}, k=4), expected)
+    unpadded = tracker.measure(net, given["input_ids"], k=4)
+    without_mask = OfOne(net)
+    without_mask.forward = lambda batch: net(batch["input_ids"])
+    positions = tracker.measure(without_mask, {"batch": given}, k=4).token_position
+    assert positions.values.tolist() == [[4], [2]]  # the last token that the caller's mask leaves
+    listed = [given["input_ids"], torch.ones(2, 5, dtype=torch.long)]
+    _assert_equal_measures(tracker.measure(OfOne(net), {"batch": listed}, k=4), unpadded)
+    with pytest.raises(
+        UsageError, match=r"missing .*'batch'; if batch is one mapping of them, give {'batch': {'input_ids': ...}}"
+    ):
+        tracker.measure(OfOne(net), given)
+    with pytest.raises(UsageError, match=r"holds no tensor for the model, .* but \['batch'\]"):
+        tracker.measure(OfOne(net), {"batch": {"attention_mask": torch.ones(2, 5)}})
+
+
+def _assert_equal_measures(ds, expected):
+    for name in ("miscoupling", "lss", "token_position"):
+        np.testing.assert_allclose(ds[name], expected[name], rtol=1e-4, err_msg=name)
 
 
 def test_one_token_prompts():

@@ -114,7 +114,7 @@ def test_the_summary_names_equal_blocks(looped):
     assert ds.attrs["equal_blocks"] == "equal weights: 1 2 3 4"
     said = repr(tracker.summary(ds))
     assert "equal weights (1, 2, 3, 4): they are coupled by construction" in said and ONE_IN_40 not in said
-    assert counted_pairs(ds).values.sum() == 12
+    assert (counted_pairs(ds).values > 0).sum() == 12
     both = repr(tracker.summary({"looped": looped, "copies": ds}))
     assert "looped: Some blocks are one module" in both and "copies: Some blocks have equal weights" in both
     assert ONE_IN_40 not in both

@@ -35,6 +35,7 @@ from tracker.analysis.regression import (
     mean_interval,
     partial_correlation,
 )
+from tracker.analysis.selections import number_of_blocks
 from tracker.analysis.variables import PAIRS
 from tracker.common.errors import UsageError
 from tracker.measures.registry import VARIANTS
@@ -93,7 +94,7 @@ Results = Mapping[str, xr.Dataset]
 Property = Callable[[xr.Dataset], float]
 
 SIZES: dict[str, Property] = {
-    "blocks": lambda ds: float(ds.sizes["layer"]),
+    "blocks": lambda ds: float(number_of_blocks(ds)),
     "width": lambda ds: float(ds.attrs["width"]),
     "parameters": lambda ds: float(ds.attrs["parameters"]),
 }

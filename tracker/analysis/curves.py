@@ -25,7 +25,9 @@ from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.regression import cluster_means, holm, linear_fit
+from tracker.analysis.selections import number_of_blocks, opened, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
+from tracker.common.errors import UsageError
 from tracker.measures import trajectory
 from tracker.measures.dataset import compared_tokens
 from tracker.measures.declaration import Measure, Reduction, point_label
@@ -39,6 +41,7 @@ from tracker.measures.registry import (
     UNDEFINED_COUNT,
     headline_names,
 )
+from tracker.store import Result
 
 USUAL = (*MISCOUPLINGS, *(measure.name for measure in trajectory.DECLARED if measure.curve))
 CURVES = tuple(measure.name for measure in MEASURES if measure.curve)
@@ -46,10 +49,11 @@ SAMPLES = ("prompt", "token")
 ACROSS = ("layer", "pair_token", "pair_token_other")  # the dimensions of pairs of tokens
 
 
-def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
-    """Return the curve points of a Dataset, with or without a `step` dimension.
+def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
+    """Return the curve points of a result, with or without a `step` dimension.
 
     Args:
+        results: a Dataset of `measure` or `open_results`, or a part of one; or a store or its directory.
         measures: names of measures that have a curve; those that the results lack are left out.
 
     Returns:
@@ -58,11 +62,15 @@ def curves(results: xr.Dataset, measures: Sequence[str] = USUAL) -> xr.Dataset:
         over (k): means over layers and the token pairs of `compared_tokens`. For each other `m`: `m` (statistic: q25, median,
         q75) over all prompts and positions; `entropy` and products of blocks only of the last state or block;
         `noise_similarity` (noise): the mean over the positions and prompts of the last state. Scores are passed on.
+
+    Raises:
+        UsageError: for what is no result, and for a part of one without what a curve needs.
     """
+    results = opened(results)
     out: dict[str, xr.Variable] = {}
     for name in measures:
         reduction = BY_NAME[name].curve
-        if name in results and reduction is not None:
+        if name in results and reduction is not None and _has_last(results, BY_NAME[name]):
             parts = REDUCTIONS[reduction](results, BY_NAME[name])
             out |= {f"{name}{part}": values for part, values in parts.items()}
     if "score" in results:
@@ -113,9 +121,19 @@ REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.Vari
 }
 
 
+def _has_last(results: xr.Dataset, measure: Measure) -> bool:
+    """Whether the results hold the last state, or block, where the curve is of that."""
+    of_last = measure.curve in ("last quartiles", "last mean")
+    return not of_last or int(results[_along_depth(measure)][-1]) == number_of_blocks(results)
+
+
+def _along_depth(measure: Measure) -> str:
+    return "depth" if "depth" in measure.dims else "layer"
+
+
 def _last_state(results: xr.Dataset, measure: Measure) -> xr.Variable:
     """Return the values of the last state, or of the last block."""
-    return in_float64(results, measure.name).isel({"depth" if "depth" in measure.dims else "layer": -1})
+    return in_float64(results, measure.name).isel({_along_depth(measure): -1})
 
 
 def _band(values: xr.Variable, over: Sequence[str]) -> dict[str, xr.Variable]:
@@ -232,13 +250,21 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
     return {"inverse": inverse, "fitted": intercept + fit["slope"] * layers, **line}
 
 
-def scalars(unit: xr.Dataset) -> dict[str, float]:
+def scalars(unit: Result) -> dict[str, float]:
     """Return the curve points of one step that loggers record, by metric name.
 
     The mis-coupling off the diagonal at the smallest K and its null level have short names of their own
     (`tracker.measures.registry`). The number of undefined values is there if there are any.
+
+    Raises:
+        UsageError: for several steps, and as `curves`.
     """
-    return scalars_by_step(unit.expand_dims("step"))[0]
+    results = with_steps(opened(unit), 0)
+    if results.sizes["step"] > 1:
+        raise UsageError(
+            f"scalars are of one step, and these are {results.sizes['step']}; select one: results.isel(step=-1)"
+        )
+    return scalars_by_step(results)[0]
 
 
 def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
@@ -272,8 +298,9 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
             flat[BY_NAME["miscoupling"].point(part, k=_smallest_k(results), pairs="mean_offdiag")]
             for part in ("", "_null")
         )
-    counts = results.variables[UNDEFINED]
-    return flat | {UNDEFINED_COUNT: counts.values.sum(counts.dims.index("quantity"))}
+    if UNDEFINED in results:
+        flat[UNDEFINED_COUNT] = results.variables[UNDEFINED].sum("quantity").values
+    return flat
 
 
 def headlines(unit: xr.Dataset) -> tuple[str, ...]:

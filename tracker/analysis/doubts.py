@@ -73,8 +73,10 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
         lines += describe_equal_blocks(ds)
     if "jacobians_count" in ds:
         lines += _certificates(ds)
-    undefined = ds[UNDEFINED].sum("step")
-    counts = [f"{int(n):,} of {q}" for q, n in zip(ds["quantity"].values, undefined.values, strict=True) if n > 0]
+    undefined = ds[UNDEFINED].sum("step") if UNDEFINED in ds else xr.DataArray([], {"quantity": []}, "quantity")
+    counts = [
+        f"{int(n):,} of {q}" for q, n in zip(undefined["quantity"].values, undefined.values, strict=True) if n > 0
+    ]
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
     return lines

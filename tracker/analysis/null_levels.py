@@ -15,13 +15,16 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from tracker.analysis.selections import as_selected, opened, require_labels
 from tracker.analysis.variables import in_float64, labelled
 from tracker.common.errors import UsageError
+from tracker.common.text import join_names
 from tracker.measures import coupling
 from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap, level_name
 from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED, Measure
 from tracker.measures.registry import BY_NAME, KINDS, MISCOUPLINGS
+from tracker.store import Result
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
 VALID = 9  # the spread holds for K <= d / 9
@@ -38,11 +41,11 @@ APPROXIMATE = tuple(name for name in MISCOUPLINGS if name != "miscoupling")  # f
 Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
 
 
-def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
+def null_level(results: Result, name: str) -> xr.DataArray:
     """Return the null level of a mis-coupling: the value that unrelated blocks would give, on average.
 
     Args:
-        results: a Dataset of `measure`, or opened results.
+        results: a Dataset of `measure` or `open_results`, or a part of one; or a store or its directory.
         name: a mis-coupling of the Dataset, such as "miscoupling", "offdiag_normalized_normed" or "self_miscoupling".
 
     Returns:
@@ -50,9 +53,11 @@ def null_level(results: xr.Dataset, name: str) -> xr.DataArray:
         mis-coupling is 0 by definition (not with swapped sides, `_vju`).
 
     Raises:
-        UsageError: for another name, or where some blocks were left out of results of an earlier version.
+        UsageError: for another name, for a part without what the level is read from, or where some blocks were left out of
+            results of an earlier version.
     """
-    return labelled(levels(results, name), results)
+    whole = opened(results)
+    return as_selected(labelled(levels(whole, name), whole), results, name)
 
 
 def levels(results: xr.Dataset, name: str) -> xr.Variable:
@@ -69,14 +74,44 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
             raise UsageError(
                 f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
             )
-    found = {name: _measured(results, name) for name in names if level_variable(name) in results}
     others = [name for name in names if not _is_measured(results, name)]
+    for name in names:
+        _require_source(results, name, name not in others)
+    found = {name: _measured(results, name) for name in names if level_variable(name) in results}
     if not others:
         return found
     formula = partial(coupling.null_levels, [BY_NAME[name].base or name for name in others])
     for name, level in zip(others, _of_pairs(results, others, formula), strict=True):
         found[name] = found[name].fillna(level) if name in found else level
     return found
+
+
+def _require_source(results: xr.Dataset, name: str, measured: bool) -> None:
+    """Check that a part of results holds what the null level of a mis-coupling is read from."""
+    level, of_trace = level_variable(name), (BY_NAME[name].base or name) == OF_TRACE
+    parts = ["singular_value"] * of_trace if measured else ["singular_value", *OF_JACOBIANS, *OF_BASES]
+    missing = _missing(results, name, parts)
+    if missing and level not in results:
+        missing = [level, *_missing(results, name, parts[:1] * of_trace)]
+    _refuse(f"the null level of {name}", missing)
+
+
+def _missing(results: xr.Dataset, name: str, parts: Sequence[str]) -> list[str]:
+    """Return which of the variables that a mis-coupling's level may be computed from are not there."""
+    start, end = _affixes(BY_NAME[name])
+    return [part for part in (f"{start}{part}{end}" for part in parts) if part not in results]
+
+
+def _refuse(what: str, missing: Sequence[str]) -> None:
+    if missing:
+        raise UsageError(
+            f"{what} needs {join_names(missing)}, which this part of the results lacks; select them with it, or give the whole"
+        )
+
+
+def _affixes(measure: Measure) -> tuple[str, str]:
+    """Return how the names begin and end of the variables that a variant's level is computed from."""
+    return f"{measure.variant}_" * (measure.variant in KINDS), NORMED * (measure.variant == "normed")
 
 
 def level_variable(name: str) -> str:
@@ -99,7 +134,7 @@ def _is_measured(results: xr.Dataset, name: str) -> bool:
     return level in results and not bool((results.variables[level].isnull() & results.variables[name].notnull()).any())
 
 
-def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
+def null_spread(results: Result, name: str = "miscoupling") -> xr.DataArray:
     """Return the standard deviation of the mis-coupling m_K of unrelated blocks, over rotations of one against the other.
 
     Prompts and tokens of one pair of blocks share the rotation: their mean varies as much as one of them.
@@ -113,11 +148,13 @@ def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
     Raises:
         UsageError: for another name, or where K > d / 9, for which the formula does not hold.
     """
+    given, results = results, opened(results)
     measure = BY_NAME.get(name)
     if measure is None or (measure.base or name) != "miscoupling" or name not in results:
         raise UsageError(
             f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: coupling.simulated"
         )
+    _refuse(f"the spread of {name}", _missing(results, name, ["singular_value", *OF_JACOBIANS, *OF_BASES]))
     d, K = int(results.attrs["width"]), int(results["k"].max())
     if K * VALID > d:
         raise UsageError(
@@ -125,7 +162,7 @@ def null_spread(results: xr.Dataset, name: str = "miscoupling") -> xr.DataArray:
             "coupling.simulated"
         )
     (spread,) = _of_pairs(results, [name], lambda *arguments: [coupling.spread(*arguments)])
-    return labelled(spread, results)
+    return as_selected(labelled(spread, results), given, name)
 
 
 def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> list[xr.Variable]:
@@ -136,18 +173,17 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
         raise UsageError(
             "the results lack some blocks; compute the levels of all, and select blocks of what is returned"
         )
-    start, end = f"{measure.variant}_" * of_tokens, NORMED * (measure.variant == "normed")
+    start, end = _affixes(measure)
     core = ["layer", "pair_token"] if of_tokens else ["layer"]
     sample = [str(dim) for dim in results.variables[f"{start}isotropic{end}"].dims if dim not in core]
-    ks, d = np.atleast_1d(results.variables["k"].values).tolist(), int(results.attrs["width"])
+    ks, d = results.variables["k"].values.tolist(), int(results.attrs["width"])
 
     def read(variable: str, *more: str) -> Tensor:
         """Read a variable as (sample, core, more)."""
-        stored = in_float64(results, f"{start}{variable}{end}")
-        lacking = [dim for dim in more if dim not in stored.dims]
-        values = stored.set_dims([*lacking, *stored.dims]).transpose(*sample, *core, *more)
+        values = in_float64(results, f"{start}{variable}{end}").transpose(*sample, *core, *more)
         return torch.from_numpy(values.values.reshape(-1, *values.shape[len(sample) :]))
 
+    require_labels(results, "rank", range(1, max(ks) + 1), "a null level")
     s, of = read("singular_value", "rank"), [read(name) for name in OF_JACOBIANS]
     basis = [read(name, along) for name, along in OF_BASES.items()]
     if of_tokens:
@@ -186,8 +222,9 @@ def _measured(results: xr.Dataset, name: str) -> xr.Variable:
 
 def _ratio_of_norms(results: xr.Dataset, measure: Measure) -> xr.Variable:
     """Return |s|_2 / |s|_1 of the top K singular values, for every K."""
-    start, end = f"{measure.variant}_" * (measure.variant in KINDS), NORMED * (measure.variant == "normed")
+    start, end = _affixes(measure)
     s, ks = in_float64(results, f"{start}singular_value{end}"), results.variables["k"]
+    require_labels(results, "rank", range(1, int(ks.max()) + 1), "a null level")
     ranks = xr.Variable("rank", np.arange(1, s.sizes["rank"] + 1))
     s = s * (ranks <= ks)
     norm = s.sum("rank", skipna=False)
@@ -196,7 +233,7 @@ def _ratio_of_norms(results: xr.Dataset, measure: Measure) -> xr.Variable:
 
 def _as_measured(levels: xr.Variable, measured: xr.Variable) -> xr.Variable:
     """Return levels with the dimensions of a mis-coupling, NaN where that is."""
-    levels = (levels if "k" in measured.dims else levels.isel(k=0, missing_dims="ignore")).transpose(*measured.dims)
+    levels = levels.transpose(*measured.dims)
     return xr.Variable(levels.dims, np.where(np.isnan(measured.values), np.nan, levels.values))
 
 

@@ -14,22 +14,33 @@ from numpy import ndarray
 
 from tracker.analysis.onset import pairs_of_blocks
 from tracker.analysis.regression import clustered_mean
+from tracker.common.errors import UsageError
 from tracker.common.text import join_names
-from tracker.measures.dataset import compared_layers
 from tracker.measures.equal_blocks import ATTRIBUTE, EQUAL_WEIGHTS, NONE, ONE_MODULE, Groups, read_equal_blocks
 from tracker.store import attribute_values
 
 
 def counted_pairs(results: xr.Dataset) -> xr.Variable:
-    """Return which pairs (layer, layer_other) count where l = l' does not."""
+    """Return |l − l'| of the pairs (layer, layer_other) that count where l = l' does not, 0 of others.
+
+    Raises:
+        UsageError: if some blocks were selected along one of both dimensions alone.
+    """
+    listed, others = (results.variables[dim].values.tolist() for dim in ("layer", "layer_other"))
+    if listed != others:
+        raise UsageError(
+            f"pairs of blocks need the same blocks along layer {listed} and layer_other {others}; select both alike: "
+            "results.sel(layer=[1, 2], layer_other=[1, 2])"
+        )
     layer, other = (_modules(results, dim) for dim in ("layer", "layer_other"))
     of_two_modules = layer != other
-    return of_two_modules if of_two_modules.any() else compared_layers(results)
+    distance = abs(results.variables["layer"] - results.variables["layer_other"])
+    return distance * of_two_modules if of_two_modules.any() else distance
 
 
 def where_counted(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataArray:
     """Return values over (layer, layer_other), NaN for pairs that do not count."""
-    return matrices.where(xr.DataArray(counted_pairs(results)))
+    return matrices.where(xr.DataArray(counted_pairs(results) > 0))
 
 
 def independent_pairs(matrices: xr.DataArray, results: xr.Dataset) -> Float[ndarray, "*S pairs"]:

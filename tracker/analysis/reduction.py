@@ -36,7 +36,7 @@ CHECKED = ("residual", "value_error", "derivative_error")  # the errors of each 
 LEVELS_OF_FORMULAS = "levels_of_formulas"  # attribute
 KEPT = (UNDEFINED, "score")
 PERCENTILES = [percent / 100 for percent in range(101)]
-OF_PATHS = ("lss", "expodistance", "alpha_mean")
+IN_SUMMARY = tuple(measure.name for measure in MEASURES if measure.summary)
 
 
 def reduced(results: xr.Dataset) -> xr.Dataset:
@@ -45,7 +45,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     Returns:
         The curve points of `curves.curves`, of all measures. For each m of `registry.VARIANTS`: `m_matrix` and `m_level` (k,
         layer, layer_other), the null level, means over prompts and tokens; `m_coupling_by_prompt` (k, pairs, prompt), the
-        null level minus the mis-coupling, means over tokens. For each of `OF_PATHS` what the interval of its median needs:
+        null level minus the mis-coupling, means over tokens. For each of `IN_SUMMARY` what the interval of its median needs:
         `m_below` (prompt), how many values of a prompt are below the median beyond half of them, relative to the mean number of
         values of prompts that have any, and `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and
         coordinates are kept; the attribute `levels_of_formulas`, a coordinate where steps differ, names the mis-couplings whose
@@ -62,7 +62,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         by_prompt, null = over_pairs(matrices, counted), over_pairs(null, counted)
         summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
         summary[f"{name}_coupling_by_prompt"] = mean(null - by_prompt, ["token"])
-    for name in (name for name in OF_PATHS if name in results):
+    for name in (name for name in IN_SUMMARY if name in results):
         summary |= {f"{name}{part}": values for part, values in _of_median(in_float64(results, name)).items()}
     for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
@@ -113,10 +113,11 @@ def read_reduced(
 
 
 def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
-    over, defined = ("prompt", "position"), values.notnull()
+    within = [str(dim) for dim in values.dims if dim not in ("step", "prompt")]
+    over, defined = ("prompt", *within), values.notnull()
     middle = median(values, over)
-    below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum("position")
-    number = defined.sum("position")
+    below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum(within)
+    number = defined.sum(within)
     prompts = (number > 0).sum("prompt")
     shares = below * prompts / number.sum("prompt").where(prompts > 0)
     return {
@@ -168,7 +169,7 @@ def _states(results: xr.Dataset) -> xr.Dataset:
         chosen = at[evenly_spaced(len(at), PATHS)]
         summary["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
         coords["path"] = _renamed(results.coords.variables["position"].isel(position=chosen), "position", "path")
-    if "noise_similarity" in results:
+    if "noise_similarity" in results and results.sizes["depth"] > 1:
         ends = in_float64(results, "noise_similarity").isel(depth=[1, -1])
         summary["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")
         coords["end"] = _renamed(results.variables["depth"].isel(depth=[1, -1]), "depth", "end")
@@ -181,9 +182,10 @@ def _renamed(values: xr.Variable, dim: str, to: str) -> xr.Variable:
 
 def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     """Count by block how the Jacobians were computed, and take the largest errors of their checks."""
-    if f"{DIAGNOSTICS}residual" not in results:
+    names = {name: f"{DIAGNOSTICS}{name}" for name in (*CHECKED, "sliced", "complete")}
+    if not all(name in results for name in names.values()):
         return {}
-    checks = {name: results.variables[f"{DIAGNOSTICS}{name}"] for name in (*CHECKED, "sliced", "complete")}
+    checks = {name: results.variables[of] for name, of in names.items()}
     measured = checks["residual"].notnull()
     counts = {
         "jacobians": measured,
@@ -193,7 +195,7 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
     return counted | {f"{name}_max": checks[name].max((*SAMPLES, "layer")) for name in CHECKED}
 
 
-COORDINATES = ("k", "layer", "layer_other")
+COORDINATES = ("k", "layer", "layer_other", "rank")
 
 
 def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:

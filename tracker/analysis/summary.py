@@ -32,12 +32,14 @@ from tracker.analysis.pairs import (
     is_one_module,
     where_counted,
 )
-from tracker.analysis.reduction import OF_PATHS, PERCENTILES, has_approximate_level, read_miscouplings, reduced
+from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, has_approximate_level, read_miscouplings, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
+from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
+from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
-from tracker.store import Result, Store, by_name, open_results, require_steps, short_name
+from tracker.store import Result, Store, by_name, require_steps, short_name
 
 SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
@@ -84,8 +86,8 @@ def summary(results: Result | Mapping[str, Result] | Sequence[Result], k: int | 
     """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
 
     Args:
-        results: a Dataset of `measure` or `open_results`, a store or its directory; or several of these, by name or as a list, of
-            which the last steps are compared.
+        results: a Dataset of `measure` or `open_results`, or a part of one; a store or its directory; or several of these, by
+            name or as a list, of which the last steps are compared.
         k: number of singular vectors; the smallest measured by default.
 
     Returns:
@@ -94,7 +96,8 @@ def summary(results: Result | Mapping[str, Result] | Sequence[Result], k: int | 
 
     Raises:
         FileNotFoundError: if a directory holds no results.
-        UsageError: for a K that was not measured, or results without mis-couplings and without paths.
+        UsageError: for a K that was not measured, for results without mis-couplings and without paths, and for a part of results
+            without what the table needs.
     """
     return _of_results({name: _result(result, k) for name, result in by_name(results).items()})
 
@@ -136,11 +139,11 @@ def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
 
 def _result(result: Result, k: int | None) -> _Result:
     """Read of each step what tells its coupling, and nothing more."""
-    return _of_dataset(result, k) if isinstance(result, xr.Dataset) else _of_store(Store(result), k)
+    return _of_dataset(opened(result), k) if isinstance(result, xr.Dataset) else _of_store(Store(result), k)
 
 
 def _of_dataset(result: xr.Dataset, k: int | None) -> _Result:
-    ds = result if "step" in result.dims else result.drop_vars("step", errors="ignore").expand_dims(step=[0])
+    ds = with_steps(result, 0)
     k, name = _chosen(ds, k)
     coupling: Sequence[float] = [0.0] * ds.sizes["step"]
     if name:
@@ -169,7 +172,7 @@ def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
     """
     name = next((name for name in SHOWN if name in ds or f"{name}_matrix" in ds), "")
     if not name:
-        if not any(path in ds for path in OF_PATHS):
+        if not any(path in ds for path in IN_SUMMARY):
             raise UsageError("the results hold no mis-couplings and no paths; measure 'coupling' or 'trajectory'")
         return None, ""
     known = [int(other) for other in np.atleast_1d(ds["k"].values)]
@@ -271,10 +274,11 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
             cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(value, null, none, None, kind)
-    for name in (name for name in OF_PATHS if f"{name}_below" in unit):
+    for name in (name for name in IN_SUMMARY if f"{name}_below" in unit):
         value, below = float(unit[name].sel(statistic="median")), unit[f"{name}_below"].values
         percentiles = unit[f"{name}_percentiles"].values
-        cells[name, "median of tokens"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
+        of = "tokens" if BY_NAME[name].dims == POSITION else "tokens and blocks"
+        cells[name, f"median of {of}"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
     return cells
 
 
@@ -447,14 +451,17 @@ def _of_coupling(
 
 
 def to_frame(
-    results: xr.Dataset | str | PathLike[str], of: str | Sequence[str] = "miscoupling", null: bool = True
+    results: Result | Mapping[str, Result] | Sequence[Result],
+    of: str | Sequence[str] = "miscoupling",
+    null: bool = True,
 ) -> pd.DataFrame:
-    """Return variables of a Dataset as a tidy table, a row for each combination of their dimensions.
+    """Return variables of results as a tidy table, a row for each combination of their dimensions.
 
     `results.to_dataframe()` combines the dimensions of all variables: hundreds of millions of rows of a small store.
 
     Args:
-        results: a Dataset of `measure` or `open_results`, or a part of one; or a store or its directory.
+        results: a Dataset of `measure` or `open_results`, or a part of one; a store or its directory; or several of these, as a
+            list or as a mapping from names, which are the first column, `result`.
         of: a variable, or several with the same dimensions, such as ["lss", "expodistance", "alpha_mean"].
         null: add the null level of each mis-coupling, as the column NAME_null.
 
@@ -466,7 +473,14 @@ def to_frame(
     Raises:
         UsageError: for a name that is not in the Dataset, variables with different dimensions, or more than 50 million rows.
     """
-    results = open_results(results) if isinstance(results, str | PathLike) else results
+    if isinstance(results, str | PathLike | xr.Dataset):
+        return _frame(results, of, null)
+    tables = {name: _frame(result, of, null) for name, result in by_name(results).items()}
+    return pd.concat(tables, names=["result"]).reset_index("result").reset_index(drop=True)
+
+
+def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
+    results = opened(given)
     names = [of] if isinstance(of, str) else list(of)
     known = list(map(str, results.data_vars))
     if unknown := [name for name in names if name not in known]:
@@ -495,7 +509,6 @@ def to_frame(
     for index in positions:
         at = table.pop(f"{index}_position").astype(int)
         table.insert(list(table.columns).index(index) + 1, at.name, at)
-    for name in ("k", "step"):  # of which one was selected
-        if name in results.coords and not results[name].dims:
-            table.insert(0, name, results[name].item())
+    if "step" in results.coords and not results["step"].dims:  # one was selected
+        table.insert(0, "step", results["step"].item())
     return table

@@ -65,7 +65,7 @@ def over_pairs(matrices: xr.Variable, counted: xr.Variable) -> xr.Variable:
     """Average over layer pairs: dimensions (layer, layer_other) become `pairs`.
 
     Args:
-        counted: which pairs count where l = l' does not (`tracker.analysis.pairs`).
+        counted: the distances of pairs that count where l = l' does not (`tracker.analysis.pairs`).
     """
     matrices, counted = (values.transpose(..., "layer", "layer_other") for values in (matrices, counted))
     means = depth_means(torch.from_numpy(matrices.values), torch.from_numpy(counted.values))

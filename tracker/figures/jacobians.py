@@ -17,6 +17,7 @@ import xarray as xr
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, inverse_fit, middle_layers
 from tracker.analysis.regression import FEWEST_POINTS
+from tracker.analysis.selections import require_labels
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
@@ -96,6 +97,7 @@ def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> 
     positions = at["pair_position"].dropna("pair_token").values.astype(int)
     labels = positions[:MAX_TILES]
     part = slice(len(labels))
+    require_labels(at, "rank", (1,), "a matrix in units of the largest singular value")
     A = abs(at[variable].sel(layer=l)).transpose("pair_token", "pair_token_other", "row", "column").values
     largest = at[f"{variant}_singular_value"].sel(rank=1).sel(layer=l).values[part]
     jacobian = {
@@ -149,6 +151,7 @@ def singular_values(
         i = 0 if step == "first" else -1
         at = ds[variable].isel(step=i).median(("prompt", "token"))
         layers = at["layer"].values
+        require_labels(at, "rank", (1,), "a fit of 1 / s over depth")
         fit = inverse_fit(layers, at.sel(rank=1).values)
         for rank, s in _draw_ranks(values, at).items():
             columns = {"rank": rank, "layer": layers, "value": s, **(fit if rank == 1 else {})}

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from os import PathLike
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results, shared
 from tracker.analysis.doubts import describe_differences
+from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError, require, warn_caller
 from tracker.figures.choices import Axis, Choices, Convention
 from tracker.figures.drawing import STYLE
@@ -23,7 +23,7 @@ from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import BY_NAME, VARIANTS
 from tracker.measures.settings import CHOICE_NAMES, USUAL
-from tracker.store import GIVE, Result, by_name, open_results
+from tracker.store import Result, by_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -214,10 +214,10 @@ def plot(
     it.
 
     Args:
-        results: a Dataset of `tracker.measure` or `tracker.open_results`; a store or its directory; or several of them, as a list
-            or as a mapping from names, which the figure shows. A Dataset without training steps allows the figures that need
-            one step. Of several results that were measured by different conventions, "curves", "heatmap" and "1b" are drawn
-            with a warning.
+        results: a Dataset of `tracker.measure` or `tracker.open_results`, or a part of one; a store or its directory; or several
+            of them, as a list or as a mapping from names, which the figure shows. A Dataset without training steps allows the
+            figures that need one step. Of several results that were measured by different conventions, "curves", "heatmap" and
+            "1b" are drawn with a warning.
         name: "curves", "heatmap", or a figure of the paper such as "1b" (`python -m tracker.figures list` lists them). None
             draws "curves" if there are several training steps, else "heatmap".
         measure: the measure of pairs of blocks that "curves", "heatmap" and "1b" show, such as "offdiag" or
@@ -237,7 +237,7 @@ def plot(
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    several = {label: _with_steps(result) for label, result in by_name(results).items()}
+    several = {label: with_steps(opened(result), float("nan")) for label, result in by_name(results).items()}
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
@@ -247,16 +247,3 @@ def plot(
     chosen = {"measure": measure, "step": step, "layers": layers, "axis": axis, "convention": convention}
     figure, _ = draw(resolve(name), several, k, ax, **chosen)
     return figure
-
-
-def _with_steps(result: Result) -> xr.Dataset:
-    """Open a result with a `step` dimension; a measurement that does not state its training step has NaN there."""
-    ds = open_results(result) if isinstance(result, str | PathLike) else result
-    if "model_class" not in ds.attrs or "prompt" not in ds.dims:
-        raise UsageError(f"this Dataset is no result; {GIVE}")
-    if "k" in ds.coords and "k" not in ds.dims:
-        k = int(ds["k"])
-        raise UsageError(f"this result is the selection K = {k}; give the whole Dataset, and k={k}")
-    if "step" in ds.dims:
-        return ds
-    return ds.expand_dims("step" if "step" in ds.coords else {"step": [float("nan")]})

@@ -11,6 +11,7 @@ import pandas as pd
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import quartiles, sources
+from tracker.analysis.selections import require_labels
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
@@ -176,6 +177,7 @@ def noise_response(results: Results, _: Choices, target: "Axes | None" = None) -
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds["noise_similarity"].isel(step=-1)
+        require_labels(at, "depth", (0, 1), "the response to noise")
         for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
             by_prompt = at.sel(depth=depth, drop=True).mean("position")
             columns = mean_line(panel, by_prompt, sources(ds), colour, f"after block {depth}")

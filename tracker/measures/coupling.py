@@ -47,7 +47,7 @@ from math import pi, sqrt
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import matrix_norm, vector_norm
 
@@ -190,20 +190,20 @@ def miscouplings(
 
 
 def depth_means(
-    m: Float[Tensor, "*batch L L"], counted: Bool[Tensor, "L L"] | None = None
+    m: Float[Tensor, "*batch L L"], distance: Int[Tensor, "L L"] | None = None
 ) -> dict[str, Float[Tensor, "*batch"]]:
     """Return the means over all, off-diagonal and adjacent layer pairs. They leave out NaN entries (undefined pairs).
 
     Args:
-        counted: which of the pairs with l != l' count in the last two; None: all.
+        distance: |l - l'| of the pairs that count in the last two, 0 of others; None: all count.
     """
-    l = torch.arange(m.shape[-1], device=m.device)
-    distance = (l[:, None] - l).abs()
-    apart = distance > 0 if counted is None else counted & (distance > 0)
+    if distance is None:
+        l = torch.arange(m.shape[-1], device=m.device)
+        distance = (l[:, None] - l).abs()
     return {
         "mean": _mean_where(m, distance >= 0),
-        "mean_offdiag": _mean_where(m, apart),
-        "mean_adjacent": _mean_where(m, apart & (distance == 1)),
+        "mean_offdiag": _mean_where(m, distance > 0),
+        "mean_adjacent": _mean_where(m, distance == 1),
     }
 
 

@@ -42,6 +42,8 @@ class Measure:
         counted: whether its undefined values are counted.
         metric: its name in logs; "" if its curve is not logged.
         logged: the parts of its curve that loggers record: "" for the value, "_q25", "_q75", "_null".
+        headline: whether the median of its curve is a headline number, which training runs log by default.
+        summary: whether the summary has the median of its values, with an interval; its curve is "quartiles" then.
         dashboard: the section of the W&B dashboard that has its panel; "" for none.
         text: its definition in a sentence, the caption of its charts.
         charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
@@ -66,6 +68,8 @@ class Measure:
     counted: bool = False
     metric: str = ""
     logged: tuple[str, ...] = ()
+    headline: bool = False
+    summary: bool = False
     dashboard: str = ""
     text: str = ""
     charts: tuple[Chart, ...] = ()
@@ -102,32 +106,41 @@ OURS = "this package"
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A coordinate, or a variable that is no measure: the attributes that describe it."""
+    """A coordinate, or a variable that is no measure: the attributes that describe it.
+
+    Attributes:
+        dims: its dimensions, where it has others than its own name and `step`.
+    """
 
     label: str
     formula: str
     reference: str = OURS
     unit: str = "1"
+    dims: tuple[str, ...] = ()
 
 
 COORDINATES = {
     "prompt": Coordinate("prompt or input", "0, 1, …"),
-    "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text"),
-    "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from"),
+    "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text", dims=("prompt",)),
+    "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from", dims=("prompt",)),
     "prompt_digest": Coordinate(
-        "hash of the prompt's inputs", "of all tensors that the model receives, without padding"
+        "hash of the prompt's inputs", "of all tensors that the model receives, without padding", dims=("prompt",)
     ),
-    "difficulty": Coordinate("difficulty of the prompt", "as its source rates it"),
+    "difficulty": Coordinate("difficulty of the prompt", "as its source rates it", dims=("prompt",)),
     "random_seed": Coordinate(
-        "seed of the forward pass, which drew random numbers", "hash of its inputs; −1: drew none"
+        "seed of the forward pass, which drew random numbers", "hash of its inputs; −1: drew none", dims=("prompt",)
     ),
     "token": Coordinate("index among the chosen tokens", "0, 1, …"),
-    "token_text": Coordinate("text of the token", "the tokenizer's; empty beyond the prompt's last token"),
+    "token_text": Coordinate(
+        "text of the token", "the tokenizer's; empty beyond the prompt's last token", dims=("prompt", "position")
+    ),
     "position": Coordinate("position in the sequence", "t = 0, …, n − 1"),
     "k": Coordinate("number of top singular vectors", "K", "paper, eq. 10"),
     "layer": Coordinate("block l, whose Jacobian is expressed in a basis", "l = 1, …, L", "paper, eq. 10"),
     "layer_other": Coordinate("block l′, whose singular vectors are the basis", "l′ = 1, …, L", "paper, eq. 10"),
-    "pair_layer_other": Coordinate("block l′ of the basis, across tokens", "l′ of each l", "paper, section 3.1"),
+    "pair_layer_other": Coordinate(
+        "block l′ of the basis, across tokens", "l′ of each l", "paper, section 3.1", dims=("layer",)
+    ),
     "pair_token": Coordinate("token t of the Jacobian, among those compared", "0, 1, …", "paper, section 3.1"),
     "pair_token_other": Coordinate("token t′ of the basis, among those compared", "0, 1, …", "paper, section 3.1"),
     "rank": Coordinate("rank of the singular value", "k = 1, …, K; 1 is the largest"),
@@ -142,7 +155,9 @@ COORDINATES = {
     "component": Coordinate("principal axis", "1, 2", "paper, A.2.1"),
     "noise": Coordinate("length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"),
     "quantity": Coordinate("measure whose undefined values are counted", "name of the variable"),
-    f"{DIAGNOSTICS}undefined": Coordinate("number of undefined values of a measure", "NaN, but for padding"),
+    f"{DIAGNOSTICS}undefined": Coordinate(
+        "number of undefined values of a measure", "NaN, but for padding", dims=("quantity",)
+    ),
     "step": Coordinate("training step", "optimizer steps taken"),
     "repeats": Coordinate("earlier step with the same weights", "−1: none"),
     "tokens_seen": Coordinate("training tokens seen", "as the name of the checkpoint states", unit="tokens"),

@@ -10,8 +10,9 @@ To add a variable that is read off the states, write its formula and an entry of
 block's Jacobian, in `single_blocks`. To add a definition of mis-coupling, add it to
 `coupling.DEFINITIONS`.
 
-The headline numbers are what a training run logs by default, W&B shows by default and the saved workspace begins with. Each
-is the name of a metric of `curves.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
+The headline numbers are what a training run logs by default, W&B shows by default and the saved workspace begins with: those
+of couplings and noise, and the median of each measure that declares it (`headline`). Each is the name of a metric of
+`curves.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
 are left out. Walks and replays log also what the saved workspace draws, and each logs all metrics with `log="all"`.
 """
 
@@ -95,11 +96,13 @@ HEADLINES: Mapping[str, str] = {
     _NORMALIZED.point(k=_K, pairs="mean_offdiag"): f"{_NORMALIZED.label}, mean over l ≠ l′",
     _NORMALIZED.point("_null", k=_K, pairs="mean_offdiag"): "its null level",
     _NORMALIZED.point("_coupling", k=_K, pairs="mean_offdiag"): f"coupling: null level minus {_NORMALIZED.label}",
-    LSS: "line-shape score, median",
-    BY_NAME["expodistance"].point(statistic="median"): "expodistance, median",
-    BY_NAME["alpha_mean"].point(statistic="median"): "mean growth rate α, median",
-    BY_NAME["update_ratio"].point(statistic="median"): "update ratio, median",
-    BY_NAME["entropy"].point(statistic="median"): "entropy of the next token, nats, median",
+    **{
+        measure.point(
+            statistic="median"
+        ): f"{measure.label}{'' if measure.unit == '1' else f', {measure.unit}'}, median"
+        for measure in MEASURES
+        if measure.headline
+    },
     BY_NAME["noise_similarity"].point(noise=0.1): "cosine to the states without noise, noise of 10 %",
     **{
         BY_NAME[f"{kind}_offdiag_normalized"].point(k=_K): f"{_NORMALIZED.label}, {text}"

@@ -37,6 +37,7 @@ DECLARED = (
         counted=True,
         metric="trajectory/entropy",
         logged=("",),
+        headline=True,
         dashboard=MINOR,
         text="The prediction from each state, through the final norm and the unembedding.",
         charts=("depth",),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
 from tracker.common.errors import UsageError, warn_caller
 from tracker.model.huggingface import huggingface_owner, token_embedding
@@ -71,7 +71,7 @@ class Batch:
             is_flag = value is None or isinstance(value, (bool, int, float, str))
             return is_flag or (isinstance(value, Tensor) and value.shape[:1] == (len(self.labels),))
 
-        return all(map(divides, (*self.arguments, *self.keywords.values())))
+        return all(map(divides, tree_leaves((self.arguments, self.keywords))))
 
     def of_first_sample(self) -> "Batch":
         """Return the forward call of the first sample alone; the whole call if some argument may not divide into samples."""
@@ -129,8 +129,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
 
     Args:
         model: the model whose forward takes them.
-        inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments; NumPy arrays that the
-            forward does not take are left out.
+        inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments, which may hold tensors or
+            mappings and lists of them; NumPy arrays that the forward does not take are left out.
         tokenizer: of the prompts, a function of a text; it is checked.
         max_tokens: length to which prompts are cut, with a warning; None: prompts are not cut.
 
@@ -147,11 +147,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     if isinstance(inputs, Tensor):
         calls = [_batch(model, (inputs,), {}, inputs, None)]
     elif isinstance(inputs, Mapping):
-        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-        if not tensors.keys() - {"attention_mask"}:
-            raise UsageError(
-                f"the mapping given as inputs holds no tensor for the model, such as input_ids, but {shortened(list(inputs))}"
-            )
+        inputs = {name: _as_dict(value) for name, value in inputs.items()}
+        tensors = _named_tensors(inputs)
         preferred = [
             name for name in ("input_ids", "inputs_embeds", *tensors) if name in tensors and name != "attention_mask"
         ]
@@ -161,7 +158,7 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
         taken = {
             name: value for name, value in inputs.items() if not isinstance(value, np.ndarray) or _takes(model, name)
         }
-        calls = [_batch(model, (), taken, main, inputs.get("attention_mask"))]
+        calls = [_batch(model, (), taken, main, tensors.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None and inputs:
             raise UsageError(
@@ -177,6 +174,26 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     if not calls or not all(call.labels for call in calls):
         raise UsageError("no inputs: give at least one prompt or sample")
     return calls
+
+
+def _as_dict(value: Any) -> Any:
+    """Return a mapping, such as what a tokenizer returns, as a dict, whose tensors divide into samples; others as they are."""
+    return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
+
+
+def _named_tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a mapping by name; if none is the model's input, those of the mappings and lists in it as well."""
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    if tensors.keys() - {"attention_mask"}:
+        return tensors
+    for path, leaf in tree_flatten_with_path(inputs)[0]:
+        if isinstance(leaf, Tensor):
+            tensors.setdefault(str(getattr(path[-1], "key", keystr(path))), leaf)
+    if tensors.keys() - {"attention_mask"}:
+        return tensors
+    raise UsageError(
+        f"the mapping given as inputs holds no tensor for the model, such as input_ids, but {shortened(list(inputs))}"
+    )
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -247,10 +264,16 @@ def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, encoded: dict
 def _batch(
     model: nn.Module, arguments: tuple, keywords: dict, main: Tensor, mask: Any, labels: list[str] | None = None
 ) -> Batch:
+    signature = inspect.signature(model.forward)
     try:
-        inspect.signature(model.forward).bind(*arguments, **keywords)
+        signature.bind(*arguments, **keywords)
     except TypeError as error:
-        raise UsageError(f"the forward of {type(model).__name__} does not take these inputs: {error}") from error
+        first = next((name for name in signature.parameters if name not in keywords), "")
+        nested = f"{{{first!r}: {{{next(iter(keywords), '')!r}: ...}}}}"
+        remedy = f"; if {first} is one mapping of them, give {nested}" if keywords and first else ""
+        raise UsageError(
+            f"the forward of {type(model).__name__} does not take these inputs: {error}{remedy}"
+        ) from error
     _check_batch_axis(model, main)
     if not main.is_floating_point():
         _check_ids(model, main)

@@ -1,0 +1,221 @@
+"""Parts of results that a user selected: their analyses are those of the part with all its dimensions, or a sentence."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+import tracker
+from tests.models import Size, neox, tokens
+from tests.stores import stored
+from tracker.analysis.selections import opened
+from tracker.common.errors import UsageError
+from tracker.measures.settings import EVERYTHING
+from tracker.store import open_results
+
+
+@pytest.fixture(scope="module")
+def model():
+    return neox(size=Size(depth=4))
+
+
+@pytest.fixture(scope="module")
+def ds(model):
+    return measured(model, tokens(3))
+
+
+def measured(model, inputs):
+    return tracker.measure(model, inputs, k=[2, 3], measures=EVERYTHING, pair_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, ds):
+    """Opened results of two steps, the second more coupled."""
+    later = ds.assign(miscoupling=ds.miscoupling * 0.8)
+    return open_results(stored(tmp_path_factory.mktemp("selections") / "toy", {0: ds, 8: later}).path)
+
+
+ANALYSES = {
+    "summary": tracker.summary,
+    "curves": tracker.curves,
+    "null_level": lambda results: tracker.null_level(results, "miscoupling"),
+    "null_level of the trace": lambda results: tracker.null_level(results, "miscoupling_release_trace"),
+    "null_level of tokens": lambda results: tracker.null_level(results, "self_miscoupling"),
+    "null_spread": tracker.null_spread,
+    "to_frame": tracker.to_frame,
+    "to_frame of positions": lambda results: tracker.to_frame(results, "lss"),
+    "scalars": tracker.scalars,
+    "plot": tracker.plot,
+    "plot 1c": lambda results: tracker.plot(results, "1c"),
+    "plot 9": lambda results: tracker.plot(results, 9),
+    "plot 34": lambda results: tracker.plot(results, 34),
+    "plot table1": lambda results: tracker.plot(results, "table1"),
+}
+
+
+def assert_same(one, other):
+    """Compare two results of an analysis; dimensions may differ in order and length 1, figures by the rounding of float32."""
+    if isinstance(one, pd.DataFrame):
+        pd.testing.assert_frame_equal(one[sorted(one)], other[sorted(other)], check_dtype=False)
+        assert one.attrs == other.attrs
+    elif isinstance(one, xr.Dataset | xr.DataArray):
+        plain, expected = (values.squeeze().reset_coords(drop=True) for values in (one, other))
+        xr.testing.assert_equal(plain.transpose(*expected.dims), expected)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        np.testing.assert_array_equal(list(one.values()), list(other.values()))
+    else:
+        for axes, others in zip(one.axes, other.axes, strict=True):
+            assert axes.get_title() == others.get_title()
+            for drawn, as_well in zip(axes.lines, others.lines, strict=True):
+                np.testing.assert_allclose(drawn.get_xydata(), as_well.get_xydata(), rtol=1e-6)
+            for drawn, as_well in zip(axes.images, others.images, strict=True):
+                np.testing.assert_allclose(drawn.get_array(), as_well.get_array(), rtol=1e-6)
+        plt.close("all")
+
+
+@pytest.mark.parametrize("analysis", ANALYSES)
+@pytest.mark.parametrize(
+    ("selected", "kept"),
+    [
+        (lambda ds: ds.sel(k=3), {"k": [1]}),
+        (lambda ds: ds.isel(prompt=1), {"prompt": [1]}),
+        (lambda ds: ds.isel(token=0), {}),
+        (lambda ds: ds.squeeze(), {}),
+        (lambda ds: ds.isel(prompt=0).sel(k=2).squeeze(), {"prompt": [0], "k": [0]}),
+        (lambda ds: ds.sel(layer=[1, 2], layer_other=[1, 2]), {"layer": [0, 1], "layer_other": [0, 1]}),
+        (lambda ds: ds.transpose(*reversed(list(ds.dims))), {}),
+        (lambda ds: ds.assign_coords(topic=("prompt", ["a", "b", "c"])).isel(prompt=2), {"prompt": [2]}),
+    ],
+    ids=["K", "prompt", "token", "squeeze", "all", "blocks", "transposed", "own coordinate"],
+)
+def test_a_selected_label_is_a_dimension_of_length_1(ds, analysis, selected, kept):
+    """Equal to the part that keeps its dimensions, which `isel` with lists gives."""
+    analyse = ANALYSES[analysis]
+    try:
+        expected = analyse(ds.isel(kept))
+    except UsageError as error:  # what needs all blocks
+        with pytest.raises(UsageError) as found:
+            analyse(selected(ds))
+        assert str(found.value) == str(error)
+        return
+    assert_same(analyse(selected(ds)), expected)
+
+
+def test_a_selected_prompt_has_the_values_of_its_own_measurement(model, ds):
+    ours, other = tracker.summary(ds.isel(prompt=1)), tracker.summary(measured(model, tokens(3)[1:2]))
+    np.testing.assert_allclose(ours[["value", "null_level"]], other[["value", "null_level"]], rtol=1e-3, atol=1e-5)
+    assert ours.attrs["title"] == other.attrs["title"]
+
+
+def test_a_selected_step_and_a_directory(results, ds, tmp_path):
+    assert tracker.scalars(results.isel(step=0)) == tracker.scalars(ds)
+    last = results.isel(step=-1)
+    assert_same(tracker.summary(last), tracker.summary(results.isel(step=[-1])))
+    assert "step 8" in tracker.plot(last).axes[0].get_title()
+    path = stored(tmp_path / "toy", {8: ds}).path
+    for analyse in (tracker.curves, tracker.scalars, ANALYSES["null_level"], tracker.null_spread):
+        assert_same(analyse(path), analyse(open_results(path)))
+    with pytest.raises(UsageError, match=r"scalars are of one step, and these are 2; select one"):
+        tracker.scalars(results)
+    suspect = last.assign_coords(suspect="other weights")
+    assert "Step 8 is suspect" in repr(tracker.summary(suspect))
+
+
+def test_null_levels_have_the_dimensions_of_what_was_given(ds):
+    for part in (ds.sel(k=3), ds.isel(prompt=0), ds.squeeze(), ds.transpose(*reversed(list(ds.dims)))):
+        assert tracker.null_level(part, "miscoupling").dims == part.miscoupling.dims
+        whole = tracker.null_level(ds, "miscoupling")
+        found, expected = xr.align(tracker.null_level(part, "miscoupling"), whole.sel(_scalars(part)), join="exact")
+        np.testing.assert_array_equal(found, expected.transpose(*found.dims))
+
+
+def _scalars(part):
+    return {dim: part[dim].item() for dim in ("prompt", "token", "k") if dim not in part.dims}
+
+
+def test_neighbours_are_blocks_that_follow_each_other(ds):
+    kept = [1, 3, 4]
+    points = tracker.curves(ds.sel(layer=kept, layer_other=kept)).sel(k=2, pairs="mean_adjacent")
+    pair = ds.miscoupling.sel(k=2, layer=[3, 4], layer_other=[3, 4]).values
+    assert float(points.miscoupling) == pytest.approx(np.mean([pair[..., 0, 1], pair[..., 1, 0]]), rel=1e-6)
+
+
+def test_a_curve_of_the_last_state_needs_the_last_state(ds):
+    assert "entropy" in tracker.curves(ds, ["entropy"]) and "entropy" in tracker.curves(
+        ds.isel(depth=[-1]), ["entropy"]
+    )
+    assert "entropy" not in tracker.curves(ds.isel(depth=slice(0, 3)), ["entropy"])
+    assert "entropy" not in tracker.curves(ds.isel(depth=0), ["entropy"])
+
+
+@pytest.mark.parametrize("kind", ["netcdf", "float64"])
+@pytest.mark.parametrize("analysis", [name for name in ANALYSES if name != "null_spread"])
+def test_a_dataset_of_another_type_or_file(ds, analysis, kind, tmp_path):
+    ds = ds.drop_vars([name for name in ds.data_vars if ds[name].dtype == object])
+    if kind == "netcdf":
+        ds.to_netcdf(tmp_path / "own.nc")
+    other = xr.load_dataset(tmp_path / "own.nc") if kind == "netcdf" else ds.astype("float64")
+    assert_same(ANALYSES[analysis](other), ANALYSES[analysis](ds))
+
+
+REFUSED = {
+    "a mean": (lambda ds: ds.mean("prompt"), "lacks the dimension prompt: leave means to the analysis"),
+    "a dropped label": (lambda ds: ds.isel(k=0, drop=True), "lacks the dimension k: .* which keeps its label"),
+    "where": (lambda ds: ds.where(ds.prompt == 0), "has the dimension prompt, on which no measurement of it depends"),
+    "no attributes": (lambda ds: ds.drop_attrs(), "without the attribute model_class lost its attributes"),
+    "no labels": (lambda ds: ds.drop_vars("layer"), "has a dimension layer without the coordinate layer"),
+    "no texts": (lambda ds: ds.drop_vars("prompt_text"), "has a dimension prompt without the coordinate prompt_text"),
+    "none": (lambda ds: ds.isel(prompt=[]), "this selection has no prompt; select one at least"),
+    "another name": (lambda ds: ds.rename(layer="block"), "lacks the dimension layer"),
+    "an array": (lambda ds: ds.miscoupling, "DataArray is no result; give a Dataset"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("analysis", ANALYSES)
+def test_what_is_refused_at_the_door(ds, analysis, case):
+    selected, message = REFUSED[case]
+    with pytest.raises(UsageError, match=message):
+        ANALYSES[analysis](selected(ds))
+
+
+def test_what_a_part_lacks_is_named(ds):
+    alone = ds[["miscoupling"]]
+    for analyse in (tracker.summary, tracker.plot, tracker.to_frame, tracker.curves, ANALYSES["null_level"]):
+        with pytest.raises(
+            UsageError, match="the null level of miscoupling needs miscoupling_level, which this part .* lacks"
+        ):
+            analyse(alone)
+    with pytest.raises(UsageError, match="the spread of miscoupling needs singular_value, isotropic, "):
+        tracker.null_spread(alone)
+    with_level = ds[["miscoupling", "miscoupling_level"]]
+    rows, expected = (tracker.summary(of).loc["miscoupling"] for of in (with_level, ds))
+    pd.testing.assert_frame_equal(rows, expected, check_categorical=False)
+    assert_same(tracker.plot(with_level), tracker.plot(ds))
+    assert "coupling/undefined" not in tracker.scalars(with_level)
+    with pytest.raises(
+        UsageError, match=r"same blocks along layer \[1, 2\] and layer_other \[1, 2, 3, 4\]; select both"
+    ):
+        tracker.summary(ds.sel(layer=[1, 2]))
+    with pytest.raises(UsageError, match="a null level needs rank 1 to 3, and this part of the results has 2, 3"):
+        tracker.null_level(ds.isel(rank=[1, 2]), "miscoupling_release_trace")
+    with pytest.raises(UsageError, match="the response to noise needs depth 0 to 1"):
+        tracker.plot(ds.isel(depth=-1), 32)
+
+
+def test_runs_by_name_make_one_table(ds, results):
+    table = tracker.to_frame({"a": ds, "b": results.isel(step=-1).sel(k=3)}, "miscoupling")
+    assert table.columns[0] == "result" and table.index.is_unique
+    for name, part in table.groupby("result"):
+        of = {"a": ds, "b": results.isel(step=[-1]).sel(k=[3])}[name]
+        values = tracker.to_frame(of, "miscoupling").miscoupling
+        np.testing.assert_array_equal(part.miscoupling, values)
+    assert set(tracker.to_frame([ds, ds], "lss").result) == {"GPTNeoXForCausalLM (1)", "GPTNeoXForCausalLM (2)"}
+    with pytest.raises(UsageError, match="no results"):
+        tracker.to_frame({})
+
+
+def test_what_is_whole_is_returned_as_it_is(ds, results):
+    assert opened(ds) is ds and opened(results) is results
