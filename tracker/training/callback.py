@@ -98,7 +98,8 @@ class CouplingCallback(Callback):
             return
         self._check_others(trainer)
         self.run.target = None
-        if trainer.global_step < self.run.last_checked:  # of another run; a checkpoint's state is loaded after setup
+        # What it knows is of another run, or of this one's first attempt; a checkpoint's state is loaded after setup.
+        if trainer.global_step < self.run.last_checked or trainer.global_step == 0:
             self.run.forget()
         parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
         if not is_overridden("configure_model", pl_module, parent):
@@ -170,6 +171,11 @@ class CouplingCallback(Callback):
             else:
                 self._reach(trainer, pl_module, force=True)
         self.run.finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let a training that follows in this process begin again. One that the user has stopped keeps its units."""
+        if self.trains and isinstance(exception, Exception):
+            self.run.fail()
 
     def _check_others(self, trainer: Trainer) -> None:
         """Refuse a store that another of these callbacks writes."""

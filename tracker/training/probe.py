@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -283,7 +284,11 @@ def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: F
     if given is not None:
         if inputs_digest(given) == inputs_digest(held if own is None else own):
             return given
-        warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
+        kept = held if own is None else own
+        warn_caller(
+            f"the given probe, {describe(given)}, is not that of the checkpoint, {describe(kept)}: the checkpoint's is measured, so "
+            "that all steps of the run have the same inputs; for another probe, give a new run another save_dir"
+        )
     if own is not None:
         return own
     form = first_samples(take()) if given is None else given
@@ -377,6 +382,39 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
             f"{', '.join(map(str, named))}; give a function that runs a batch: forward=lambda module, batch: ..."
         )
     return batches(model, taken, None, None)
+
+
+def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
+    """Say that a model does not run on a probe: what failed, what the probe holds, and what to do."""
+    runs = f"the forward of {type(model).__name__}"
+    remedy = "If the training step prepares a batch for the model, or calls another part of it, do the same:"
+    if isinstance(model, WithForward):
+        runs, remedy = "the function given as forward=", "It takes the module and a batch like the probe:"
+    elif is_prompts(probe):
+        remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
+    failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"
+    return f"{failed.rstrip('.')}. {remedy} forward=lambda module, batch: ..."
+
+
+def describe(batch: Any) -> str:
+    """Say what a batch holds: names, shapes and dtypes.
+
+    >>> describe({"ids": torch.zeros(8, 5, dtype=torch.long), "texts": ["a", "b"], "scale": 0.5})
+    '{ids: int64 (8, 5), texts: 2 texts, scale: 0.5}'
+    """
+    if isinstance(batch, (Tensor, *ARRAYS)):
+        return f"{batch.dtype} {tuple(batch.shape)}".removeprefix("torch.")
+    if is_texts(batch):
+        return f"{len(batch)} texts"
+    if isinstance(batch, SCALARS):
+        return shortened(batch)
+    named = [f"{name}: {describe(entry)}" for name, entry in named_parts(batch).items()]
+    if isinstance(batch, dict):
+        return f"{{{', '.join(named)}}}"
+    if isinstance(batch, (tuple, list)):
+        listed = ", ".join(named or map(describe, batch))
+        return f"[{listed}]" if isinstance(batch, list) else f"({listed})"
+    return f"{type(batch).__name__}({', '.join(named)})" if named else type(batch).__name__
 
 
 def _with_tensors(batch: Any, tensors: Sequence[Tensor], changed: Sequence[Tensor]) -> Any:

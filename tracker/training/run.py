@@ -2,7 +2,7 @@
 
 `CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `TrainingRun`:
 
-    find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
+    find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish(), or fail()
 
 Each unit goes to the loggers, the trainer's metrics, the store and the caller's function. A scheduled step that can't be
 measured, or not be recorded in one of these places, is skipped there, and the training continues.
@@ -35,7 +35,7 @@ from tracker.skipped import Skipped
 from tracker.store import Store
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
-from tracker.training.claim import check_inputs, open_for_run, release
+from tracker.training.claim import Held, check_inputs, held, open_for_run, release
 from tracker.training.options import split
 from tracker.training.probe import Target, contents, find_target
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
@@ -101,7 +101,9 @@ class TrainingRun:
         self.overhead = Overhead(self.max_overhead)
         self.ranks = Ranks()
         self.open_store: Store | None = None
+        self.held: Held | None = None  # on rank 0, until the training has ended
         self.skipped = Skipped(None, warn_caller)
+        self.any_measured = False
         self.loggers: Sequence[Logger] = ()
         self.metrics: Metrics | None = None
         self.measured = self.settings  # the settings that continue the store
@@ -112,6 +114,7 @@ class TrainingRun:
             "ranks": Ranks(),
             "loggers": (),
             "metrics": None,
+            "held": None,
             "probe": None,
             "held_probe": self._probe_contents(),
         }
@@ -179,11 +182,13 @@ class TrainingRun:
         self.open_store = self.store if stores else None
         store = self.open_store if rank == 0 else None
         self.skipped = Skipped(store, warn_caller)
+        self.any_measured = False
         self.loggers, self.metrics = loggers, metrics
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
-            claim = partial(open_for_run, store, self.settings, shared, step, resumed)
+            claim = partial(open_for_run, store, self.settings, shared, step, resumed, self.held)
             self.measured = self.ranks.broadcast(self.ranks.together(claim, during="opened save_dir", fatal=FAILED))
+        self.held = held(store)
 
     def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
         """Choose what is measured: the probe of a checkpoint, else the given one, else samples of a batch.
@@ -241,10 +246,18 @@ class TrainingRun:
         self.overhead.warn_of_run()
         if self.open_store is not None and self.last_measured >= 0:
             self._attempt(self.last_measured, "not summarised", self._print_summary)
-        if self.ranks.rank == 0 and len(self.skipped.reasons) > len(self.skipped.lines()):
-            warn_caller(f"skipped: {'; '.join(self.skipped.lines())}")
+        if self.ranks.rank == 0 and (lines := self.skipped.lines()):
+            found = self._has_results()
+            if len(self.skipped.reasons) > len(lines) or not found:
+                warn_caller(f"{'' if found else 'this run has no results; '}skipped: {'; '.join(lines)}")
         self.ranks.close()
         release(self.open_store)
+        self.held = None
+
+    def fail(self) -> None:
+        """Note that the training has ended in an error: one that follows in this process may be the same run once more."""
+        if self.held is not None:
+            self.held.failed = True
 
     def _print_summary(self) -> None:
         store = self.open_store
@@ -263,7 +276,7 @@ class TrainingRun:
     ) -> xr.Dataset | None:
         """Measure a step and send it everywhere; skip what fails, on all ranks."""
         # At first no training time is lost yet, and later steps would fail too.
-        together = partial(self._together, step, fatal=MISTAKE if self.last_measured < 0 else LOST)
+        together = partial(self._together, step, fatal=MISTAKE if self._is_first else LOST)
         try:
             unit = self._measure(step, module(), device, together)
             row = self._together(step, self._row, unit, fatal=MISTAKE)
@@ -272,12 +285,12 @@ class TrainingRun:
             self._skip(step, str(failure), f"step {step} is not measured ({failure})")
             release_memory(device)
             return None
-        self.last_measured = step
+        self.last_measured, self.any_measured = step, True
+        self._attempt(step, "not stored", self._store, step, unit)
         if self.metrics is not None:
             # An undefined value would make Lightning's EarlyStopping end the run.
             self.metrics({self.prefix + name: value for name, value in row.scalars.items() if math.isfinite(value)})
         self._attempt(step, "not logged", self._log, row)
-        self._attempt(step, "not stored", self._store, step, unit)
         self._attempt(step, "on_measure failed", self._pass_on, unit)
         return unit
 
@@ -294,7 +307,11 @@ class TrainingRun:
     def _skip(self, step: int, reason: str, warning: str) -> None:
         """Record why a step has no results, or not everywhere; warn if it is the first for this cause."""
         if self.skipped.add(step, reason) is None and self.ranks.rank == 0:
-            warn_caller(f"{warning}; training continues")
+            warn_caller(f"{warning}; {'' if self._has_results() else 'no step has results yet; '}training continues")
+
+    def _has_results(self) -> bool:
+        """Whether the store has a unit; without a store, whether a step was measured."""
+        return self.any_measured if self.open_store is None else bool(self.open_store.steps())
 
     # Where results go.
 
@@ -345,7 +362,9 @@ class TrainingRun:
         probe, settings, form = self.probe, self.measured, form_of(model)
         if form == self.asked:
             settings = replace(settings, checked=True)
-        samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
+        samples = measure_probe(
+            self.ranks, together, model, blocks, probe, self.tokenizer, settings, device, self._is_first
+        )
         self.asked = form
         unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
         unit = unit.assign_coords(step=step)
@@ -355,6 +374,11 @@ class TrainingRun:
             "settings_sha256": settings_digest([self._identity(), unit.attrs["inputs_sha256"]]),
         }
         return unit
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether no step of the run has been measured, or tried."""
+        return self.last_measured < 0
 
     def _identity(self) -> dict[str, Any]:
         """Return the settings that all units of the store share."""

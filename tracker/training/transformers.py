@@ -1,5 +1,6 @@
 """TransformersCallback: measure a model while transformers' Trainer trains it, without changing the training."""
 
+import weakref
 from typing import Any, Unpack
 
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -79,6 +80,10 @@ class TransformersCallback(TrainerCallback):
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
         self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
+        if (
+            self.run.held is not None
+        ):  # the Trainer has no hook for errors: without this callback its training can't go on
+            weakref.finalize(self, setattr, self.run.held, "failed", True)
         self.run.settle_probe(lambda: _first_samples(context["train_dataloader"]), model)
         if self.run.last_checked < step:
             self._reach(args, state, model, force=self.run.last_checked < 0)

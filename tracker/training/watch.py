@@ -75,7 +75,7 @@ class Watch:
         Raises:
             UsageError: for a step before that of the last call, and at the first call as above.
         """
-        if step < self.run.last_checked:
+        if self.open and step < self.run.last_checked:
             raise UsageError(f"step {step} after step {self.run.last_checked}; make a new Watch for another training")
         parameter = next(model.parameters(), torch.empty(0))
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
@@ -99,9 +99,13 @@ class Watch:
         """Return self."""
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # after an error other ranks may be elsewhere
             self.close()
+            return
+        self.open = False
+        if issubclass(kind, Exception):  # a run that the user has stopped keeps its units
+            self.run.fail()
 
     def _start(self, step: int, model: nn.Module) -> None:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
