@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from tracker.common.errors import UsageError, warn_caller
-from tracker.loggers.lightning import LightningAdapter, classes, is_lightning
+from tracker.loggers.lightning import classes, is_lightning, logger_of
 from tracker.skipped import Skipped
 from tracker.training import probe as probes
 from tracker.training.options import RunOptions, accepts_run_options
@@ -138,7 +138,7 @@ class CouplingCallback(Callback):
             trainer.global_step,
             rank=trainer.global_rank,
             ranks=trainer.world_size,
-            loggers=[LightningAdapter(logger, self.run.prefix) for logger in trainer.loggers],
+            loggers=[logger_of(logger, self.run.prefix) for logger in trainer.loggers if trainer.is_global_zero],
             metrics=add_metrics,
             stores=not trainer.fast_dev_run,  # type: ignore[attr-defined]
         )

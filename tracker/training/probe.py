@@ -286,8 +286,8 @@ def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: F
             return given
         kept = held if own is None else own
         warn_caller(
-            f"the given probe, {describe(given)}, is not that of the checkpoint, {describe(kept)}: the checkpoint's is measured, so "
-            "that all steps of the run have the same inputs; for another probe, give a new run another save_dir"
+            f"the given probe, {describe(given)}, is not that of the checkpoint, {describe(kept)}: the checkpoint's is measured, "
+            "so that all steps have the same inputs; another probe needs a run and a save_dir of its own"
         )
     if own is not None:
         return own

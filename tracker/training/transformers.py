@@ -1,14 +1,17 @@
 """TransformersCallback: measure a model while transformers' Trainer trains it, without changing the training."""
 
 import weakref
+from functools import partial
 from typing import Any, Unpack
 
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import WandbCallback
 
 from tracker.common.errors import UsageError, warn_caller
-from tracker.loggers.protocol import FunctionLogger
+from tracker.loggers.protocol import FunctionLogger, Logger
+from tracker.loggers.wandb import OpenRun, open_run
 from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
@@ -26,8 +29,8 @@ class TransformersCallback(TrainerCallback):
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
         every_n_epochs: measure at the end of every n-th epoch instead.
-        trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only the
-            store and `on_measure` receive what is measured.
+        trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only W&B,
+            the store and `on_measure` receive what is measured.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, or a
             function model -> any of these. None: the first 8 samples of the training data, collated.
         **options: options of the run and of its measurements.
@@ -70,13 +73,16 @@ class TransformersCallback(TrainerCallback):
         check_whole(model)
         self.run.find(model)
         self.run.resume_at(step)
-        loggers = []
+        loggers: list[Logger] = []
+        others = [*args.report_to]
+        if "wandb" in others and (run := open_run()):  # the Trainer's callback for W&B knows neither axes nor pictures
+            others.remove("wandb")
+            loggers.append(OpenRun(run, self.run.prefix))
         if self.trainer is not None:
-            trainer = self.trainer
-            loggers = [FunctionLogger(lambda metrics, step: trainer.log(metrics), self.run.prefix)]
-        elif args.report_to and state.is_world_process_zero:
+            loggers.append(FunctionLogger(partial(_log, self.trainer, not loggers), self.run.prefix))
+        elif others and state.is_world_process_zero:
             warn_caller(
-                f"the metrics are not sent to {', '.join(args.report_to)}, because the callback does not know the Trainer: "
+                f"the metrics are not sent to {', '.join(others)}, because the callback does not know the Trainer: "
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
         self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
@@ -117,6 +123,17 @@ class TransformersCallback(TrainerCallback):
 
     def _reach(self, args: TrainingArguments, state: TrainerState, model: nn.Module, force: bool) -> None:
         self.run.reach(state.global_step, lambda: model, args.device, force=force)
+
+
+def _log(trainer: Trainer, to_wandb: bool, metrics: dict[str, float], step: int) -> None:
+    """Send metrics to the Trainer's history and its integrations, W&B among them or not."""
+    handler = trainer.callback_handler
+    listed = handler.callbacks
+    handler.callbacks = [one for one in listed if to_wandb or not isinstance(one, WandbCallback)]
+    try:
+        trainer.log(metrics)
+    finally:
+        handler.callbacks = listed
 
 
 def _first_samples(loader: Any) -> Any:
