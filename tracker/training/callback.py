@@ -103,12 +103,12 @@ class CouplingCallback(Callback):
             self.run.forget()
         parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
         if not is_overridden("configure_model", pl_module, parent):
-            self.run.find(pl_module)
+            self.run.find(pl_module, pl_module.device)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the blocks of a module that built them after setup; refuse weights that can't be read."""
         if self.run.target is None:
-            self.run.find(pl_module)
+            self.run.find(pl_module, pl_module.device)
         check_readable(self, trainer, pl_module, self.run.weights)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

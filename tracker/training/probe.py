@@ -80,9 +80,9 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
     owner = huggingface_owner(module, names[0])
     if forward is None and owner is not None:
         part = next(name for name, other in module.named_modules() if other is owner)
-    elif forward is None and not _runs(module):
+    elif forward is None and not runs(module):
         part = names[0].partition(".")[0]
-        if not _runs(module.get_submodule(part)):
+        if not runs(module.get_submodule(part)):
             raise UsageError(
                 f"{type(module).__name__} has no forward of its own, and neither has {part!r}, which contains its blocks: "
                 "define forward(self, batch), or give a function that runs a batch: forward=lambda module, batch: ..."
@@ -103,7 +103,7 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
     return Target(part, forward, find_blocks(model, spans, fixed=renamed[ends:]))
 
 
-def _runs(module: nn.Module) -> bool:
+def runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
     return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
 
@@ -272,12 +272,11 @@ def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: F
     """Return the probe measured before, `own` or `held`, else the given one, else the first samples of a batch.
 
     Args:
-        given: the probe passed to the callback, a function that returns it, or None.
+        given: the probe passed to the callback, or what the function that was passed returns, or None.
         own: the probe of the sanity check or of an earlier training, or None.
         held: the `contents` of a checkpoint's probe, or None. Their types are those of the given probe, or of a batch.
         take: returns the batch.
     """
-    given = given() if callable(given) else given
     given = None if given is None else cpu_copy(given)
     if own is None and held is None:
         return first_samples(take()) if given is None else given

@@ -27,9 +27,11 @@ from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
 from tracker.jacobians.witness import form_of
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
-from tracker.measurement import to_dataset
+from tracker.measurement import find_on_inputs, to_dataset
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
+from tracker.model.proposals import BlocksNotFound
+from tracker.model.wrappers import unwrap
 from tracker.provenance import has_float64, settings_digest
 from tracker.skipped import Skipped
 from tracker.store import Store
@@ -149,13 +151,35 @@ class TrainingRun:
 
     # The course of a training.
 
-    def find(self, module: nn.Module) -> None:
-        """Find the part of a module to measure, and its blocks.
+    def find(
+        self, module: nn.Module, device: torch.device, *arguments: Any, take: Callable[[], Any] | None = None
+    ) -> None:
+        """Find the part of a module to measure, and its blocks; by a forward pass where the module tree does not show them.
+
+        Args:
+            device: where the pass runs, as in `reach`.
+            arguments: of the function that returns the probe, if one was given.
+            take: returns a batch for the pass, if no probe is given. None: there is none yet.
 
         Raises:
             UsageError: for a module without residual blocks.
         """
-        self.target = find_target(module, self.blocks, self.forward)
+        try:
+            self.target = find_target(module, self.blocks, self.forward)
+        except BlocksNotFound:
+            known = self.given_probe is not None and (arguments or not callable(self.given_probe))
+            if self.forward is not None or not probes.runs(unwrap(module)) or not (known or take):
+                raise
+            with isolate_rng():
+                batch = self._given(*arguments)() if known else take()  # type: ignore[reportOptionalCall]
+                calls = probes.forward_calls(unwrap(module), batch, self.tokenizer)
+                blocks = find_on_inputs(unwrap(module), self.blocks, calls, self.settings, _measuring_device(device))
+            self.target = Target("", None, blocks)
+
+    def _given(self, *arguments: Any) -> Callable[[], Any]:
+        """Return the function of no arguments that returns the given probe."""
+        probe = self.given_probe
+        return partial(probe, *arguments) if callable(probe) else lambda: probe
 
     def start(
         self,
@@ -197,11 +221,10 @@ class TrainingRun:
             take: returns a batch, if none is given. An error it raises ends the training.
             arguments: of the function that returns the probe, if one was given.
         """
-        probe = self.given_probe
-        probe = partial(probe, *arguments) if callable(probe) else probe
+        given = self._given(*arguments)
 
         def resolve() -> Any:
-            return probes.resolve(probe, self.probe, self.held_probe, take, self.forward)
+            return probes.resolve(given(), self.probe, self.held_probe, take, self.forward)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)

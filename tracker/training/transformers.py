@@ -71,7 +71,11 @@ class TransformersCallback(TrainerCallback):
         """Find the blocks, claim the store, and measure before the first step."""
         model, step = context["model"], state.global_step
         check_whole(model)
-        self.run.find(model)
+
+        def take() -> Any:
+            return _first_samples(context["train_dataloader"])
+
+        self.run.find(model, args.device, model, take=take)
         self.run.resume_at(step)
         loggers: list[Logger] = []
         others = [*args.report_to]
@@ -86,11 +90,10 @@ class TransformersCallback(TrainerCallback):
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
         self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
-        if (
-            self.run.held is not None
-        ):  # the Trainer has no hook for errors: without this callback its training can't go on
+        if self.run.held is not None:
+            # The Trainer calls no callback after an error. Without this callback its training can't go on.
             weakref.finalize(self, setattr, self.run.held, "failed", True)
-        self.run.settle_probe(lambda: _first_samples(context["train_dataloader"]), model)
+        self.run.settle_probe(take, model)
         if self.run.last_checked < step:
             self._reach(args, state, model, force=self.run.last_checked < 0)
 

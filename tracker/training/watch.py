@@ -83,7 +83,7 @@ class Watch:
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         first = not self.open
         if first:
-            self._start(step, model)
+            self._start(step, model, device)
         force = force or (first and step > self.run.last_measured)
         return self.run.reach(step, lambda: model, device, force=force)
 
@@ -109,11 +109,11 @@ class Watch:
         if issubclass(kind, Exception):  # a run that the user has stopped keeps its units
             self.run.fail()
 
-    def _start(self, step: int, model: nn.Module) -> None:
+    def _start(self, step: int, model: nn.Module, device: torch.device) -> None:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
         check_whole(model)
-        self.run.find(model)
+        self.run.find(model, device, model)
         self.run.resume_at(step)
         loggers = [logger_of(self.log_to, self.run.prefix)] if self.log_to is not None and rank == 0 else []
         self.run.start(step, rank=rank, ranks=ranks, loggers=loggers)
