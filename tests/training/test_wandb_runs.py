@@ -114,6 +114,20 @@ def test_no_row_of_a_loop_is_lost(tmp_path, step_of, watched_first):
     assert all("val/coupling/mean_offdiag" in row and "val/coupling/seconds" in row for row in ours)
 
 
+@pytest.mark.slow
+def test_the_prefix_of_a_logger_of_lightning(tmp_path):
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True, prefix="mine")
+    with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
+        watch(0, neox())
+    wandb.finish()
+    metrics = {metric.get("name"): metric for metric in of("metric", records(offline_run(tmp_path)))}
+    assert (
+        metrics["mine-coupling/mean_offdiag"]["step_metric"]
+        == metrics["mine-coupling/heatmap/k2"]["step_metric"]
+        == AXIS
+    )
+
+
 def test_a_logger_of_lightning_in_a_loop(tmp_path):
     logger = lightning.fabric.loggers.TensorBoardLogger(tmp_path)
     with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:

@@ -65,7 +65,8 @@ def logger_of(target: Any, prefix: str = "") -> Logger:
         UsageError: for anything else.
     """
     if is_lightning(target, "loggers.WandbLogger"):
-        target = target.experiment
+        own = f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""  # Lightning has no public access
+        target, prefix = target.experiment, own + prefix
     if hasattr(type(target), "define_metric"):
         return OpenRun(target, prefix)
     if hasattr(target, "log_metrics"):

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import WandbCallback
+from transformers.integrations.integration_utils import WandbCallback
 
 from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger, Logger
@@ -78,7 +78,7 @@ class TransformersCallback(TrainerCallback):
         self.run.find(model, args.device, model, take=take)
         self.run.resume_at(step)
         loggers: list[Logger] = []
-        others = [*args.report_to]
+        others = [*(args.report_to or ())]
         if "wandb" in others and (run := open_run()):  # the Trainer's callback for W&B knows neither axes nor pictures
             others.remove("wandb")
             loggers.append(OpenRun(run, self.run.prefix))
