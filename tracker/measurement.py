@@ -136,6 +136,18 @@ def measure_samples(
         return measure_calls(replica, calls, settings, Progress())
 
 
+def find_on_inputs(
+    model: nn.Module, blocks: Named | Blocks | None, calls: Sequence[Batch], settings: Settings, device: torch.device
+) -> Blocks:
+    """Find the blocks as `measure` does, by a forward pass where the module tree does not show them.
+
+    Raises:
+        UsageError: if there are none; it lists the proposals that were tried on these inputs.
+    """
+    with _prepared(model, blocks, calls, settings, device) as replica:
+        return replica.description
+
+
 def measure_with_less_memory(
     model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
 ) -> list[Sample]:

@@ -28,7 +28,7 @@ from checkpoints.nano import quiet_lightning
 from tracker import CouplingCallback
 from tracker.common.files import write_atomic
 from tracker.common.text import first_line
-from tracker.loggers.wandb import finish, is_open, resolve_mode, run_settings, with_offline_fallback
+from tracker.loggers.wandb import finish, open_run, resolve_mode, run_settings, with_offline_fallback
 from tracker.provenance import describe, package_version
 from vit.cells import SCHEMA, check_settings, claim, finished_epochs, read, write
 from vit.data import Data, balanced, load
@@ -99,7 +99,7 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
         lightning.seed_everything(recipe.seed, verbose=False)
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         module = Classifier(recipe, len(data.classes), steps_per_epoch, show)
-        has_run = is_open()  # of the caller
+        has_run = open_run() is not None  # of the caller
         trainer = make_trainer(recipe, data, enable_progress_bar=show and sys.stdout.isatty())
         failed = True
         checkpoint = recipe.directory / "last.ckpt"

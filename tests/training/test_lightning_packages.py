@@ -9,12 +9,14 @@ import lightning
 import lightning.pytorch.callbacks
 import pytest
 import pytorch_lightning
+import wandb
 
 import tracker
 from tests.lightning_runs import Classifier, fit
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.common.errors import UsageError
-from tracker.loggers.lightning import LightningAdapter, classes
+from tracker.loggers.lightning import LightningAdapter, classes, logger_of
+from tracker.loggers.wandb import OpenRun
 from tracker.store import Store
 from tracker.training.callback import check_readable
 
@@ -106,7 +108,9 @@ def test_a_module_that_builds_its_blocks_later():
 def test_loggers_of_both_packages_are_known(tmp_path):
     for package in PACKAGES.values():
         assert LightningAdapter(package.loggers.TensorBoardLogger(tmp_path)).to_tensorboard
-        assert not LightningAdapter(package.loggers.CSVLogger(tmp_path)).to_wandb
+        assert not LightningAdapter(package.loggers.CSVLogger(tmp_path)).to_tensorboard
+        assert isinstance(logger_of(package.loggers.WandbLogger(save_dir=tmp_path, offline=True)), OpenRun)
+    wandb.finish()
     assert classes("Callback") == (lightning.pytorch.Callback, pytorch_lightning.Callback)
     assert classes("callbacks.NoSuchClass", "no_such_module.Callback") == ()
 

@@ -335,7 +335,7 @@ def test_a_probe_that_was_validated_in_another_form_than_trained_is_resumed_in_t
         skipping = resumable(tmp_path, 4, make, **options)
     assert not skipping.units and "'dict' object has no attribute 'x'" in skipping.skipped.reasons[4]
     assert_continued(first, resumable(tmp_path, 4, make, first.probe, **options))
-    with pytest.warns(UserWarning, match="not that of the checkpoint; the checkpoint's is measured"):
+    with pytest.warns(UserWarning, match="not that of the checkpoint, .*: the checkpoint's is measured"):
         assert_continued(first, resumable(tmp_path, 4, make, Local(X[:2] + 1), **options))
 
 

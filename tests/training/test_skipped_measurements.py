@@ -160,8 +160,8 @@ def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
         fit(trainer([watch]))
     said = [str(w.message) for w in caught if "not measured" in str(w.message) or "skipped" in str(w.message)]
     assert said == [
-        "step 0 is not measured (RuntimeError: no kernel for this shape); training continues",
-        "skipped: 5 steps (0, 2, 4, 6, 8), the last: RuntimeError: no kernel for this shape",
+        "step 0 is not measured (RuntimeError: no kernel for this shape); no step has results yet; training continues",
+        "this run has no results; skipped: 5 steps (0, 2, 4, 6, 8), the last: RuntimeError: no kernel for this shape",
     ]
     assert list(Store(tmp_path).skipped()) == [0, 2, 4, 6, 8] and not watch.units
 

@@ -1,4 +1,4 @@
-"""The loggers of a Lightning run as `protocol.Logger`, and Lightning's classes under both names of its package.
+"""The loggers of a training program as `protocol.Logger`, and Lightning's classes under both names of its package.
 
 Classes of `lightning.pytorch` and `pytorch_lightning` are not related. They are looked up in the modules that the program has
 imported, so that the package that it does not use is not imported.
@@ -7,10 +7,11 @@ imported, so that the package that it does not use is not imported.
 import sys
 from typing import Any
 
-from tracker.loggers.protocol import Row
-from tracker.loggers.wandb import AXIS, define_metrics
+from tracker.common.errors import UsageError
+from tracker.loggers.protocol import FunctionLogger, Logger, Row
+from tracker.loggers.wandb import OpenRun
 
-PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
 def is_lightning(value: Any, *names: str) -> bool:
@@ -30,39 +31,48 @@ def classes(*names: str) -> tuple[type, ...]:
 
 
 class LightningAdapter:
-    """A Lightning logger that receives rows: scalars in every logger, pictures in W&B and TensorBoard.
+    """A Lightning logger other than that of W&B: scalars in every logger, pictures in TensorBoard.
 
     Args:
-        logger: of either package of Lightning.
+        logger: of either package of Lightning, or of Fabric.
         prefix: put before the name of each metric, such as "val/".
     """
 
     def __init__(self, logger: Any, prefix: str = ""):
         self.logger, self.prefix = logger, prefix
-        self.to_wandb = is_lightning(logger, "loggers.WandbLogger")
         self.to_tensorboard = is_lightning(logger, "loggers.TensorBoardLogger")
-        self.defined: set[str] = set()  # metrics with an axis in W&B
 
     def images(self, row: Row) -> None:
         """Log the heat maps of a step, if the logger takes pictures."""
-        if not (self.to_wandb or self.to_tensorboard):
-            return
-        for name, picture in row.heatmaps().items():
-            if self.to_wandb:
-                self.logger.log_image(self.prefix + name, [picture], step=row.step)
-            else:
+        if self.to_tensorboard:
+            for name, picture in row.heatmaps().items():
                 self.logger.experiment.add_image(self.prefix + name, picture, row.step, dataformats="HWC")
 
     def log(self, row: Row) -> None:
-        """Log the scalars of a step; in W&B over the axis of walks, so that both are drawn in one panel."""
+        """Log the scalars of a step."""
         values = {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}
-        if self.to_wandb:
-            new = row.scalars.keys() - self.defined
-            define_metrics(self.logger.experiment, sorted(new), row.headline, self.prefix)
-            self.defined |= row.scalars.keys()
-            values[AXIS] = row.step
         self.logger.log_metrics(values, step=row.step)
 
     def finish(self) -> str:
-        """Do nothing: Lightning closes its loggers."""
+        """Do nothing: who opened the logger closes it."""
         return ""
+
+
+def logger_of(target: Any, prefix: str = "") -> Logger:
+    """Return the logger that sends rows to what a training program has: a W&B run, a logger of Lightning, or a function.
+
+    Raises:
+        UsageError: for anything else.
+    """
+    if is_lightning(target, "loggers.WandbLogger"):
+        own = f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""  # Lightning has no public access
+        target, prefix = target.experiment, own + prefix
+    if hasattr(type(target), "define_metric"):
+        return OpenRun(target, prefix)
+    if hasattr(target, "log_metrics"):
+        return LightningAdapter(target, prefix)
+    if callable(target):
+        return FunctionLogger(target, prefix)
+    raise UsageError(
+        f"log_to={target!r}; give the run that wandb.init returns, a logger of Lightning, or a function (metrics, step)"
+    )

@@ -100,9 +100,9 @@ def with_offline_fallback(start: Callable[[RunMode], Run], mode: RunMode) -> Run
         return start("offline")
 
 
-def is_open() -> bool:
-    """Whether this process has a run, which a logger would take for its own."""
-    return getattr(sys.modules.get("wandb"), "run", None) is not None
+def open_run() -> "wandb.Run | None":
+    """Return the run that this process has open, which a logger would take for its own."""
+    return getattr(sys.modules.get("wandb"), "run", None)
 
 
 def finish(run: "wandb.Run", failed: bool = False) -> str:
@@ -123,6 +123,45 @@ def define_metrics(run: "wandb.Run", names: Iterable[str], shown: Collection[str
     for name in names:
         summary = "min,last" if name == MEAN_OFFDIAG else None if name in shown else "none"
         run.define_metric(prefix + name, step_metric=AXIS, hidden=name not in shown, summary=summary)
+
+
+class OpenRun:
+    """A run that the training program has opened, and closes. A step is one of W&B's rows, together with what the program logs.
+
+    Rows are given the training's step, or W&B's own if that is ahead, so that no row of the program is refused as too late,
+    whether it gives W&B its steps or leaves them to be counted.
+
+    Args:
+        prefix: put before the name of each metric, such as "val/".
+    """
+
+    def __init__(self, run: "wandb.Run", prefix: str = ""):
+        self.run, self.prefix = run, prefix
+        self.defined: set[str] = set()  # metrics with an axis
+
+    def images(self, row: Row) -> None:
+        """Add the heat maps of a step."""
+        import wandb
+
+        pictures = {self.prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
+        for name in sorted(pictures.keys() - self.defined):
+            self.run.define_metric(name, step_metric=AXIS)
+        self.defined |= pictures.keys()
+        self._add(row.step, pictures)
+
+    def log(self, row: Row) -> None:
+        """Add the scalars of a step, over the axis of walks, so that both are drawn in one panel."""
+        define_metrics(self.run, sorted(row.scalars.keys() - self.defined), row.headline, self.prefix)
+        self.defined |= row.scalars.keys()
+        values = {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}
+        self._add(row.step, {AXIS: row.step, **values})
+
+    def finish(self) -> str:
+        """Do nothing: who opened the run closes it."""
+        return ""
+
+    def _add(self, step: int, values: Mapping[str, Any]) -> None:
+        self.run.log(dict(values), step=max(step, self.run.step), commit=False)
 
 
 class WandbRun:

@@ -39,7 +39,15 @@ from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_ten
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
-from tracker.model.weights import Gather, check_whole, gather_alone, is_plain, plain_class, plain_tensor
+from tracker.model.weights import (
+    Gather,
+    check_whole,
+    gather_alone,
+    is_plain,
+    noting_forward,
+    plain_class,
+    plain_tensor,
+)
 from tracker.model.wrappers import path_inside
 
 
@@ -410,7 +418,7 @@ class Replica:
             seed: of the random numbers that the pass may draw.
         """
         self.generators.seed(seed)
-        with self.guard():
+        with self.guard(), noting_forward(type(self.module).__name__):
             try:
                 return self.module(*arguments, **keywords)
             except StopForward as stopped:

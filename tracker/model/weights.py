@@ -41,6 +41,7 @@ FAILURES = (RuntimeError, ValueError, ArithmeticError, MemoryError)
 RUNNING, FAILED, OUT_OF_MEMORY = range(3)
 END = -1
 ON_RANK = "on rank "
+IN_FORWARD = "in the forward pass of "
 
 
 def gather_alone(tensor: Any) -> Tensor:
@@ -71,6 +72,28 @@ def gathering_together(model: nn.Module) -> Iterator[Gather]:
     ranks.end()
 
 
+def notes(error: Exception) -> Sequence[str]:
+    """Return the notes of an error."""
+    return getattr(error, "__notes__", ())
+
+
+@contextmanager
+def noting_forward(name: str) -> Iterator[None]:
+    """Note of an error that it is one of a model's forward pass on its inputs, unless memory or the device failed."""
+    try:
+        yield
+    except Exception as error:
+        own = not (isinstance(error, UsageError) or is_allocation_failure(error) or is_device_error(error))
+        if own and not fails_in_forward(error):
+            error.add_note(f"{IN_FORWARD}{name}")
+        raise
+
+
+def fails_in_forward(error: Exception) -> bool:
+    """Whether `noting_forward` has noted an error."""
+    return any(note.startswith(IN_FORWARD) for note in notes(error))
+
+
 def portable(error: Exception) -> Exception:
     """Return an error that can be sent to other ranks: of one of four types, without the frames and their tensors.
 
@@ -83,6 +106,8 @@ def portable(error: Exception) -> Exception:
         if isinstance(error, kind):
             sent = kind(str(error))
     sent.add_note(f"{ON_RANK}{torch.distributed.get_rank()}")
+    for note in filter(lambda note: note.startswith(IN_FORWARD), notes(error)):
+        sent.add_note(note)
     return sent
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from tracker.common.errors import UsageError, warn_caller
-from tracker.loggers.lightning import LightningAdapter, classes, is_lightning
+from tracker.loggers.lightning import classes, is_lightning, logger_of
 from tracker.skipped import Skipped
 from tracker.training import probe as probes
 from tracker.training.options import RunOptions, accepts_run_options
@@ -98,16 +98,17 @@ class CouplingCallback(Callback):
             return
         self._check_others(trainer)
         self.run.target = None
-        if trainer.global_step < self.run.last_checked:  # of another run; a checkpoint's state is loaded after setup
+        # What it knows is of another run, or of this one's first attempt; a checkpoint's state is loaded after setup.
+        if trainer.global_step < self.run.last_checked or trainer.global_step == 0:
             self.run.forget()
         parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
         if not is_overridden("configure_model", pl_module, parent):
-            self.run.find(pl_module)
+            self.run.find(pl_module, pl_module.device)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the blocks of a module that built them after setup; refuse weights that can't be read."""
         if self.run.target is None:
-            self.run.find(pl_module)
+            self.run.find(pl_module, pl_module.device)
         check_readable(self, trainer, pl_module, self.run.weights)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -137,7 +138,7 @@ class CouplingCallback(Callback):
             trainer.global_step,
             rank=trainer.global_rank,
             ranks=trainer.world_size,
-            loggers=[LightningAdapter(logger, self.run.prefix) for logger in trainer.loggers],
+            loggers=[logger_of(logger, self.run.prefix) for logger in trainer.loggers if trainer.is_global_zero],
             metrics=add_metrics,
             stores=not trainer.fast_dev_run,  # type: ignore[attr-defined]
         )
@@ -170,6 +171,11 @@ class CouplingCallback(Callback):
             else:
                 self._reach(trainer, pl_module, force=True)
         self.run.finish()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Let a training that follows in this process begin again. One that the user has stopped keeps its units."""
+        if self.trains and isinstance(exception, Exception):
+            self.run.fail()
 
     def _check_others(self, trainer: Trainer) -> None:
         """Refuse a store that another of these callbacks writes."""

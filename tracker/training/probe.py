@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from functools import partial
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,9 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
     owner = huggingface_owner(module, names[0])
     if forward is None and owner is not None:
         part = next(name for name, other in module.named_modules() if other is owner)
-    elif forward is None and not _runs(module):
+    elif forward is None and not runs(module):
         part = names[0].partition(".")[0]
-        if not _runs(module.get_submodule(part)):
+        if not runs(module.get_submodule(part)):
             raise UsageError(
                 f"{type(module).__name__} has no forward of its own, and neither has {part!r}, which contains its blocks: "
                 "define forward(self, batch), or give a function that runs a batch: forward=lambda module, batch: ..."
@@ -102,7 +103,7 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
     return Target(part, forward, find_blocks(model, spans, fixed=renamed[ends:]))
 
 
-def _runs(module: nn.Module) -> bool:
+def runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
     return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
 
@@ -271,19 +272,22 @@ def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: F
     """Return the probe measured before, `own` or `held`, else the given one, else the first samples of a batch.
 
     Args:
-        given: the probe passed to the callback, a function that returns it, or None.
+        given: the probe passed to the callback, or what the function that was passed returns, or None.
         own: the probe of the sanity check or of an earlier training, or None.
         held: the `contents` of a checkpoint's probe, or None. Their types are those of the given probe, or of a batch.
         take: returns the batch.
     """
-    given = given() if callable(given) else given
     given = None if given is None else cpu_copy(given)
     if own is None and held is None:
         return first_samples(take()) if given is None else given
     if given is not None:
         if inputs_digest(given) == inputs_digest(held if own is None else own):
             return given
-        warn_caller("the given probe is not that of the checkpoint; the checkpoint's is measured, as before")
+        kept = held if own is None else own
+        warn_caller(
+            f"the given probe, {describe(given)}, is not that of the checkpoint, {describe(kept)}: the checkpoint's is measured, "
+            "so that all steps have the same inputs; another probe needs a run and a save_dir of its own"
+        )
     if own is not None:
         return own
     form = first_samples(take()) if given is None else given
@@ -377,6 +381,39 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
             f"{', '.join(map(str, named))}; give a function that runs a batch: forward=lambda module, batch: ..."
         )
     return batches(model, taken, None, None)
+
+
+def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
+    """Say that a model does not run on a probe: what failed, what the probe holds, and what to do."""
+    runs = f"the forward of {type(model).__name__}"
+    remedy = "If the training step prepares a batch for the model, or calls another part of it, do the same:"
+    if isinstance(model, WithForward):
+        runs, remedy = "the function given as forward=", "It takes the module and a batch like the probe:"
+    elif is_prompts(probe):
+        remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
+    failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"
+    return f"{failed.rstrip('.')}. {remedy} forward=lambda module, batch: ..."
+
+
+def describe(batch: Any) -> str:
+    """Say what a batch holds: names, shapes and dtypes.
+
+    >>> describe({"ids": torch.zeros(8, 5, dtype=torch.long), "texts": ["a", "b"], "scale": 0.5})
+    '{ids: int64 (8, 5), texts: 2 texts, scale: 0.5}'
+    """
+    if isinstance(batch, (Tensor, *ARRAYS)):
+        return f"{batch.dtype} {tuple(batch.shape)}".removeprefix("torch.")
+    if is_texts(batch):
+        return f"{len(batch)} texts"
+    if isinstance(batch, SCALARS):
+        return shortened(batch)
+    named = [f"{name}: {describe(entry)}" for name, entry in named_parts(batch).items()]
+    if isinstance(batch, dict):
+        return f"{{{', '.join(named)}}}"
+    if isinstance(batch, (tuple, list)):
+        listed = ", ".join(named or map(describe, batch))
+        return f"[{listed}]" if isinstance(batch, list) else f"({listed})"
+    return f"{type(batch).__name__}({', '.join(named)})" if named else type(batch).__name__
 
 
 def _with_tensors(batch: Any, tensors: Sequence[Tensor], changed: Sequence[Tensor]) -> Any:

@@ -29,7 +29,7 @@ from tracker.measurement import measure_with_less_memory
 from tracker.measures.dataset import Sample
 from tracker.measures.settings import Settings
 from tracker.model.description import Blocks
-from tracker.model.weights import FAILURES, ON_RANK
+from tracker.model.weights import FAILURES, ON_RANK, fails_in_forward, notes, noting_forward
 from tracker.training import probe as probes
 
 DONE, FAILED, MISTAKE, LOST = range(4)
@@ -141,8 +141,8 @@ def _report(error: Exception, rank: int) -> Report:
     if outcome == MISTAKE and not isinstance(error, (UsageError, OSError)):  # a KeyError says little without its line
         line = extract_tb(error.__traceback__)[-1]
         message += f" ({Path(line.filename).name}, line {line.lineno})"
-    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(ON_RANK)]
-    return Report(outcome, type(error).__name__, message, notes[0] if notes else f"{ON_RANK}{rank}")
+    where = next((note for note in notes(error) if note.startswith(ON_RANK)), f"{ON_RANK}{rank}")
+    return Report(outcome, type(error).__name__, message, where)
 
 
 def measure_probe(
@@ -154,11 +154,14 @@ def measure_probe(
     tokenizer: Any,
     settings: Settings,
     device: torch.device,
+    first: bool,
 ) -> list[Sample]:
     """Measure the samples of a probe, shared by the ranks; every rank returns all samples in their order.
 
     Args:
         together: `ranks.together`, for this measurement.
+        first: whether this is the first measurement of the run. An error of the forward pass is then a mistake of the call,
+            whatever its type, because each later one would fail in the same way.
 
     Raises:
         Failure: on every rank, if any rank fails.
@@ -171,8 +174,14 @@ def measure_probe(
         if shared and ranks.rank >= probes.sample_count(probe):
             return []
         part = probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
-        calls = probes.forward_calls(model, part, tokenizer)
-        return measure_with_less_memory(model, blocks, calls, settings, device)
+        try:
+            with noting_forward(type(model).__name__):  # the tokenizer's errors, too
+                calls = probes.forward_calls(model, part, tokenizer)
+            return measure_with_less_memory(model, blocks, calls, settings, device)
+        except Exception as error:
+            if first and fails_in_forward(error):
+                raise UsageError(probes.refusal(model, probe, error)) from error
+            raise
 
     samples = together(measure_own, gathers=not shared)
     return probes.interleave(ranks.gather(samples)) if shared else samples

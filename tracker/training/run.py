@@ -2,7 +2,7 @@
 
 `CouplingCallback`, `TransformersCallback` and `Watch` translate what their caller says into calls of a `TrainingRun`:
 
-    find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish()
+    find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish(), or fail()
 
 Each unit goes to the loggers, the trainer's metrics, the store and the caller's function. A scheduled step that can't be
 measured, or not be recorded in one of these places, is skipped there, and the training continues.
@@ -27,15 +27,17 @@ from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
 from tracker.jacobians.witness import form_of
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
-from tracker.measurement import to_dataset
+from tracker.measurement import find_on_inputs, to_dataset
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
+from tracker.model.proposals import BlocksNotFound
+from tracker.model.wrappers import unwrap
 from tracker.provenance import has_float64, settings_digest
 from tracker.skipped import Skipped
 from tracker.store import Store
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
-from tracker.training.claim import check_inputs, open_for_run, release
+from tracker.training.claim import Held, check_inputs, held, open_for_run, release
 from tracker.training.options import split
 from tracker.training.probe import Target, contents, find_target
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
@@ -101,7 +103,9 @@ class TrainingRun:
         self.overhead = Overhead(self.max_overhead)
         self.ranks = Ranks()
         self.open_store: Store | None = None
+        self.held: Held | None = None  # on rank 0, until the training has ended
         self.skipped = Skipped(None, warn_caller)
+        self.any_measured = False
         self.loggers: Sequence[Logger] = ()
         self.metrics: Metrics | None = None
         self.measured = self.settings  # the settings that continue the store
@@ -112,6 +116,7 @@ class TrainingRun:
             "ranks": Ranks(),
             "loggers": (),
             "metrics": None,
+            "held": None,
             "probe": None,
             "held_probe": self._probe_contents(),
         }
@@ -146,13 +151,35 @@ class TrainingRun:
 
     # The course of a training.
 
-    def find(self, module: nn.Module) -> None:
-        """Find the part of a module to measure, and its blocks.
+    def find(
+        self, module: nn.Module, device: torch.device, *arguments: Any, take: Callable[[], Any] | None = None
+    ) -> None:
+        """Find the part of a module to measure, and its blocks; by a forward pass where the module tree does not show them.
+
+        Args:
+            device: where the pass runs, as in `reach`.
+            arguments: of the function that returns the probe, if one was given.
+            take: returns a batch for the pass, if no probe is given. None: there is none yet.
 
         Raises:
             UsageError: for a module without residual blocks.
         """
-        self.target = find_target(module, self.blocks, self.forward)
+        try:
+            self.target = find_target(module, self.blocks, self.forward)
+        except BlocksNotFound:
+            known = self.given_probe is not None and (arguments or not callable(self.given_probe))
+            if self.forward is not None or not probes.runs(unwrap(module)) or not (known or take):
+                raise
+            with isolate_rng():
+                batch = self._given(*arguments)() if known else take()  # type: ignore[reportOptionalCall]
+                calls = probes.forward_calls(unwrap(module), batch, self.tokenizer)
+                blocks = find_on_inputs(unwrap(module), self.blocks, calls, self.settings, _measuring_device(device))
+            self.target = Target("", None, blocks)
+
+    def _given(self, *arguments: Any) -> Callable[[], Any]:
+        """Return the function of no arguments that returns the given probe."""
+        probe = self.given_probe
+        return partial(probe, *arguments) if callable(probe) else lambda: probe
 
     def start(
         self,
@@ -179,11 +206,13 @@ class TrainingRun:
         self.open_store = self.store if stores else None
         store = self.open_store if rank == 0 else None
         self.skipped = Skipped(store, warn_caller)
+        self.any_measured = False
         self.loggers, self.metrics = loggers, metrics
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
-            claim = partial(open_for_run, store, self.settings, shared, step, resumed)
+            claim = partial(open_for_run, store, self.settings, shared, step, resumed, self.held)
             self.measured = self.ranks.broadcast(self.ranks.together(claim, during="opened save_dir", fatal=FAILED))
+        self.held = held(store)
 
     def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
         """Choose what is measured: the probe of a checkpoint, else the given one, else samples of a batch.
@@ -192,11 +221,10 @@ class TrainingRun:
             take: returns a batch, if none is given. An error it raises ends the training.
             arguments: of the function that returns the probe, if one was given.
         """
-        probe = self.given_probe
-        probe = partial(probe, *arguments) if callable(probe) else probe
+        given = self._given(*arguments)
 
         def resolve() -> Any:
-            return probes.resolve(probe, self.probe, self.held_probe, take, self.forward)
+            return probes.resolve(given(), self.probe, self.held_probe, take, self.forward)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)
@@ -241,10 +269,18 @@ class TrainingRun:
         self.overhead.warn_of_run()
         if self.open_store is not None and self.last_measured >= 0:
             self._attempt(self.last_measured, "not summarised", self._print_summary)
-        if self.ranks.rank == 0 and len(self.skipped.reasons) > len(self.skipped.lines()):
-            warn_caller(f"skipped: {'; '.join(self.skipped.lines())}")
+        if self.ranks.rank == 0 and (lines := self.skipped.lines()):
+            found = self._has_results()
+            if len(self.skipped.reasons) > len(lines) or not found:
+                warn_caller(f"{'' if found else 'this run has no results; '}skipped: {'; '.join(lines)}")
         self.ranks.close()
         release(self.open_store)
+        self.held = None
+
+    def fail(self) -> None:
+        """Note that the training has ended in an error: one that follows in this process may be the same run once more."""
+        if self.held is not None:
+            self.held.failed = True
 
     def _print_summary(self) -> None:
         store = self.open_store
@@ -263,7 +299,7 @@ class TrainingRun:
     ) -> xr.Dataset | None:
         """Measure a step and send it everywhere; skip what fails, on all ranks."""
         # At first no training time is lost yet, and later steps would fail too.
-        together = partial(self._together, step, fatal=MISTAKE if self.last_measured < 0 else LOST)
+        together = partial(self._together, step, fatal=MISTAKE if self._is_first else LOST)
         try:
             unit = self._measure(step, module(), device, together)
             row = self._together(step, self._row, unit, fatal=MISTAKE)
@@ -272,12 +308,12 @@ class TrainingRun:
             self._skip(step, str(failure), f"step {step} is not measured ({failure})")
             release_memory(device)
             return None
-        self.last_measured = step
+        self.last_measured, self.any_measured = step, True
+        self._attempt(step, "not stored", self._store, step, unit)
         if self.metrics is not None:
             # An undefined value would make Lightning's EarlyStopping end the run.
             self.metrics({self.prefix + name: value for name, value in row.scalars.items() if math.isfinite(value)})
         self._attempt(step, "not logged", self._log, row)
-        self._attempt(step, "not stored", self._store, step, unit)
         self._attempt(step, "on_measure failed", self._pass_on, unit)
         return unit
 
@@ -294,7 +330,11 @@ class TrainingRun:
     def _skip(self, step: int, reason: str, warning: str) -> None:
         """Record why a step has no results, or not everywhere; warn if it is the first for this cause."""
         if self.skipped.add(step, reason) is None and self.ranks.rank == 0:
-            warn_caller(f"{warning}; training continues")
+            warn_caller(f"{warning}; {'' if self._has_results() else 'no step has results yet; '}training continues")
+
+    def _has_results(self) -> bool:
+        """Whether the store has a unit; without a store, whether a step was measured."""
+        return self.any_measured if self.open_store is None else bool(self.open_store.steps())
 
     # Where results go.
 
@@ -345,7 +385,9 @@ class TrainingRun:
         probe, settings, form = self.probe, self.measured, form_of(model)
         if form == self.asked:
             settings = replace(settings, checked=True)
-        samples = measure_probe(self.ranks, together, model, blocks, probe, self.tokenizer, settings, device)
+        samples = measure_probe(
+            self.ranks, together, model, blocks, probe, self.tokenizer, settings, device, self._is_first
+        )
         self.asked = form
         unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
         unit = unit.assign_coords(step=step)
@@ -355,6 +397,11 @@ class TrainingRun:
             "settings_sha256": settings_digest([self._identity(), unit.attrs["inputs_sha256"]]),
         }
         return unit
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether no step of the run has been measured, or tried."""
+        return self.last_measured < 0
 
     def _identity(self) -> dict[str, Any]:
         """Return the settings that all units of the store share."""

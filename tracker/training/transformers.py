@@ -1,13 +1,17 @@
 """TransformersCallback: measure a model while transformers' Trainer trains it, without changing the training."""
 
+import weakref
+from functools import partial
 from typing import Any, Unpack
 
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations.integration_utils import WandbCallback
 
 from tracker.common.errors import UsageError, warn_caller
-from tracker.loggers.protocol import FunctionLogger
+from tracker.loggers.protocol import FunctionLogger, Logger
+from tracker.loggers.wandb import OpenRun, open_run
 from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
@@ -25,8 +29,8 @@ class TransformersCallback(TrainerCallback):
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
         every_n_epochs: measure at the end of every n-th epoch instead.
-        trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only the
-            store and `on_measure` receive what is measured.
+        trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only W&B,
+            the store and `on_measure` receive what is measured.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, or a
             function model -> any of these. None: the first 8 samples of the training data, collated.
         **options: options of the run and of its measurements.
@@ -67,19 +71,29 @@ class TransformersCallback(TrainerCallback):
         """Find the blocks, claim the store, and measure before the first step."""
         model, step = context["model"], state.global_step
         check_whole(model)
-        self.run.find(model)
+
+        def take() -> Any:
+            return _first_samples(context["train_dataloader"])
+
+        self.run.find(model, args.device, model, take=take)
         self.run.resume_at(step)
-        loggers = []
+        loggers: list[Logger] = []
+        others = [*(args.report_to or ())]
+        if "wandb" in others and (run := open_run()):  # the Trainer's callback for W&B knows neither axes nor pictures
+            others.remove("wandb")
+            loggers.append(OpenRun(run, self.run.prefix))
         if self.trainer is not None:
-            trainer = self.trainer
-            loggers = [FunctionLogger(lambda metrics, step: trainer.log(metrics), self.run.prefix)]
-        elif args.report_to and state.is_world_process_zero:
+            loggers.append(FunctionLogger(partial(_log, self.trainer, not loggers), self.run.prefix))
+        elif others and state.is_world_process_zero:
             warn_caller(
-                f"the metrics are not sent to {', '.join(args.report_to)}, because the callback does not know the Trainer: "
+                f"the metrics are not sent to {', '.join(others)}, because the callback does not know the Trainer: "
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
         self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
-        self.run.settle_probe(lambda: _first_samples(context["train_dataloader"]), model)
+        if self.run.held is not None:
+            # The Trainer calls no callback after an error. Without this callback its training can't go on.
+            weakref.finalize(self, setattr, self.run.held, "failed", True)
+        self.run.settle_probe(take, model)
         if self.run.last_checked < step:
             self._reach(args, state, model, force=self.run.last_checked < 0)
 
@@ -112,6 +126,17 @@ class TransformersCallback(TrainerCallback):
 
     def _reach(self, args: TrainingArguments, state: TrainerState, model: nn.Module, force: bool) -> None:
         self.run.reach(state.global_step, lambda: model, args.device, force=force)
+
+
+def _log(trainer: Trainer, to_wandb: bool, metrics: dict[str, float], step: int) -> None:
+    """Send metrics to the Trainer's history and its integrations, W&B among them or not."""
+    handler = trainer.callback_handler
+    listed = handler.callbacks
+    handler.callbacks = [one for one in listed if to_wandb or not isinstance(one, WandbCallback)]
+    try:
+        trainer.log(metrics)
+    finally:
+        handler.callbacks = listed
 
 
 def _first_samples(loader: Any) -> Any:

@@ -11,7 +11,7 @@ import xarray as xr
 from torch import nn
 
 from tracker.common.errors import UsageError
-from tracker.loggers.protocol import FunctionLogger, LogTo
+from tracker.loggers.lightning import logger_of
 from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
@@ -32,8 +32,8 @@ class Watch:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, a
             training batch, or a function model -> any of these.
-        log_to: a function (metrics, step), called on rank 0 with a dictionary of numbers for each measured step, such as
-            `lambda metrics, step: wandb.log(metrics, step=step)`.
+        log_to: what receives the metrics of each measured step on rank 0: a W&B run (`log_to=wandb.init(...)`) or a logger of
+            Lightning, with heat maps as in `CouplingCallback`, or a function (metrics, step) of a dictionary of numbers.
         **options: options of the run and of its measurements.
 
     Raises:
@@ -46,7 +46,7 @@ class Watch:
         every_n_steps: int | None = None,
         *,
         probe: Any,
-        log_to: LogTo | None = None,
+        log_to: Any = None,
         **options: Unpack[RunOptions],
     ):
         if probe is None:
@@ -55,6 +55,8 @@ class Watch:
             )
         self.run = TrainingRun(Watch, options, every_n_steps=every_n_steps, probe=probe)
         self.log_to = log_to
+        if log_to is not None:
+            logger_of(log_to)
         self.open = False
 
     @property
@@ -75,13 +77,13 @@ class Watch:
         Raises:
             UsageError: for a step before that of the last call, and at the first call as above.
         """
-        if step < self.run.last_checked:
+        if self.open and step < self.run.last_checked:
             raise UsageError(f"step {step} after step {self.run.last_checked}; make a new Watch for another training")
         parameter = next(model.parameters(), torch.empty(0))
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         first = not self.open
         if first:
-            self._start(step, model)
+            self._start(step, model, device)
         force = force or (first and step > self.run.last_measured)
         return self.run.reach(step, lambda: model, device, force=force)
 
@@ -92,24 +94,28 @@ class Watch:
             self.run.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy, or another process, has of this object: it begins anew at its next call."""
-        return vars(self) | {"open": False}
+        """Return what a copy, or another process, has of this object: it begins anew at its next call, without a logger."""
+        return vars(self) | {"open": False, "log_to": self.log_to if callable(self.log_to) else None}
 
     def __enter__(self) -> "Watch":
         """Return self."""
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:  # after an error other ranks may be elsewhere
             self.close()
+            return
+        self.open = False
+        if issubclass(kind, Exception):  # a run that the user has stopped keeps its units
+            self.run.fail()
 
-    def _start(self, step: int, model: nn.Module) -> None:
+    def _start(self, step: int, model: nn.Module, device: torch.device) -> None:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
         check_whole(model)
-        self.run.find(model)
+        self.run.find(model, device, model)
         self.run.resume_at(step)
-        loggers = [FunctionLogger(self.log_to, self.run.prefix)] if self.log_to is not None and rank == 0 else []
+        loggers = [logger_of(self.log_to, self.run.prefix)] if self.log_to is not None and rank == 0 else []
         self.run.start(step, rank=rank, ranks=ranks, loggers=loggers)
         self.open = True
         self.run.settle_probe(lambda: None, model)

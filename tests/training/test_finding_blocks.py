@@ -1,0 +1,126 @@
+"""A training finds the blocks that `tracker.measure` finds, and tries the same proposals, where it has inputs."""
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import tracker
+from tests import home_made
+from tests.blocks.test_proposals import TwoTowers
+from tests.lightning_runs import trainer
+from tests.training.test_transformers import make
+from tracker.common.errors import UsageError
+
+K = 2
+X = torch.randn(2, 4, home_made.WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Row(nn.Module):
+    """A module that moves no information between tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (nn.Linear(home_made.WIDTH, home_made.WIDTH) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class OtherList(nn.Module):
+    """Two lists of modules, of which a forward pass shows one as blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.mixers = nn.ModuleList(home_made.Flat() for _ in range(3))
+        self.rows = nn.ModuleList(Row() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.mixers:
+            x = block(x)
+        for row in self.rows:
+            x = row(x)
+        return x
+
+
+class InLightning(lightning.LightningModule):
+    """A module whose own modules are those of a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.forward_of = type(model).forward
+        self._modules |= model._modules
+
+    def forward(self, x):
+        return self.forward_of(self, x)
+
+    def training_step(self, batch, index):
+        return self(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def watched(model, probe) -> list:
+    with tracker.Watch(1, k=K, probe=probe) as watch:
+        return [watch(0, model)]
+
+
+def in_lightning(model, probe) -> list:
+    units = []
+    callback = tracker.CouplingCallback(1, k=K, probe=probe, on_measure=units.append)
+    trainer([callback], max_steps=1).fit(InLightning(model), DataLoader(X, 2))
+    return units
+
+
+@pytest.mark.parametrize(
+    ("train", "probe"),
+    [(watched, X), (watched, lambda model: X), (in_lightning, X)],
+    ids=["watch", "function", "lightning"],
+)
+def test_blocks_that_a_forward_pass_shows(train, probe):
+    torch.manual_seed(0)
+    model = OtherList()
+    with pytest.raises(UsageError, match="not tried"):
+        tracker.find_blocks(model)
+    state = torch.get_rng_state()
+    unit = train(model, probe)[0]
+    assert train is in_lightning or torch.equal(torch.get_rng_state(), state)
+    expected = tracker.measure(model, X, k=K)
+    assert unit.attrs["blocks"] == expected.attrs["blocks"] == "mixers.0, mixers.1, mixers.2"
+    np.testing.assert_array_equal(unit.miscoupling, expected.miscoupling)
+
+
+@pytest.mark.parametrize("train", [watched, in_lightning])
+def test_proposals_are_tried(train):
+    torch.manual_seed(0)
+    model = TwoTowers(home_made.Torch)
+    with pytest.raises(UsageError) as asked:
+        tracker.measure(model, X, k=K)
+    with pytest.raises(UsageError, match="each line was tried on these inputs") as refused:
+        train(model, X)
+    assert str(refused.value).replace("InLightning", "TwoTowers") == str(asked.value)
+
+
+def test_without_inputs_the_proposals_are_those_of_the_module_tree():
+    with pytest.raises(UsageError, match="These lines were not tried"):
+        in_lightning(TwoTowers(home_made.Torch), None)
+
+
+@pytest.mark.slow
+def test_the_first_samples_of_transformers_trainer(tmp_path):
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.towers = nn.Embedding(50, home_made.WIDTH), TwoTowers(home_made.Torch)
+
+        def forward(self, input_ids, labels=None):
+            return {"loss": self.towers(self.embed(input_ids)).square().mean()}
+
+    runner = make(tmp_path)
+    runner.model = runner.model_wrapped = Towers()
+    runner.add_callback(tracker.TransformersCallback(2, k=K))
+    with pytest.raises(UsageError, match="Tried on these inputs|each line was tried on these inputs"):
+        runner.train()

@@ -1,0 +1,187 @@
+"""A run that begins again in its process, after lack of memory, say, is the same run: its earlier units are set aside."""
+
+import warnings
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import find_executable_batch_size
+from transformers.trainer_callback import TrainerCallback
+
+import tracker
+from tests.lightning_runs import Classifier, fit, trainer
+from tests.models import neox, tokens
+from tests.training.test_callback import Watch
+from tests.training.test_transformers import make
+from tracker.common.errors import UsageError
+from tracker.store import Store
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
+AGAIN = "the run begins again: its {} units so far are set aside in .*superseded"
+
+
+class Scarce(TrainerCallback):
+    """Runs out of memory after a step, if the batch is larger than 3 samples."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **given):
+        if state.global_step == self.step and state.train_batch_size > 3:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+
+def superseded(store: Store) -> list[str]:
+    return sorted(file.name for file in (store.path / "superseded").iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [1, 3])
+def test_the_trainer_finds_a_batch_size(tmp_path, step):
+    """The Trainer calls the same callback again; after some steps its model has other weights at step 0."""
+    units = []
+    runner = make(tmp_path / "run", auto_find_batch_size=True)
+    runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), on_measure=units.append))
+    runner.add_callback(Scarce(step))
+    with pytest.warns(UserWarning, match=AGAIN.format(1 + step // 2)):
+        runner.train()
+    store, first = Store(tmp_path / "store"), 1 + step // 2
+    assert store.steps() == [0, 2, 4, 6] == [int(unit.step) for unit in units[first:]]
+    assert superseded(store) == [f"step0000000{i}.nc" for i in (0, 2)[:first]]
+    for unit in units[first:]:
+        np.testing.assert_array_equal(store.read(int(unit.step)).miscoupling, unit.miscoupling)
+    assert not np.array_equal(units[0].miscoupling, units[first].miscoupling)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_made_again(tmp_path):
+    """Trainer and callback refer to each other; with both gone, the training can't go on."""
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size):
+        runner = make(tmp_path / "run", per_device_train_batch_size=batch_size)
+        runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), trainer=runner))
+        runner.add_callback(Scarce(3))
+        runner.train()
+
+    with pytest.warns(UserWarning, match=AGAIN.format(2)):
+        train()
+    assert Store(tmp_path / "store").steps() == [0, 2, 4, 6]
+
+
+def test_two_callbacks_of_one_trainer_and_store_are_refused(tmp_path):
+    runner = make(tmp_path / "run")
+    for _ in range(2):
+        runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store")))
+    with pytest.raises(UsageError, match="holds the units of another run"):
+        runner.train()
+
+
+def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
+    """Train for four steps; raise at step 2 if the batch is larger than 2."""
+    model = neox()
+    with tracker.Watch(1, k=2, probe=tokens() if probe is None else probe, save_dir=str(directory)) as watch:
+        for step in range(4):
+            watch(step, model)
+            if step == 2 and batch_size > 2:
+                raise error
+
+
+def test_a_loop_that_runs_out_of_memory(tmp_path):
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size):
+        probe = torch.cat([tokens()] * 4)[:batch_size]  # what is measured may depend on the batch
+        loop(tmp_path, batch_size, torch.OutOfMemoryError(OUT_OF_MEMORY), probe)
+
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        train()
+    assert len([w for w in caught if "begins again: its 3 units" in str(w.message)]) == 6  # of 8, 7, ... 3 samples
+    assert Store(tmp_path).steps() == [0, 1, 2, 3] and len(superseded(Store(tmp_path))) == 18
+    assert not (tmp_path / ".training").exists()
+
+
+def test_the_same_watch_again(tmp_path):
+    watch, model = tracker.Watch(1, k=2, probe=tokens(), save_dir=str(tmp_path)), neox()
+    with pytest.raises(MemoryError), watch:
+        watch(0, model)
+        watch(1, model)
+        raise MemoryError
+    with pytest.warns(UserWarning, match=AGAIN.format(2)), watch:
+        watch(0, model)
+    assert Store(tmp_path).steps() == [0]
+
+
+REFUSED = {
+    "finished": lambda directory: loop(directory, 2, MemoryError()),
+    "stopped by the user": lambda directory: loop(directory, 8, KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_another_run_after_one_that_did_not_fail(tmp_path, case):
+    with pytest.raises(KeyboardInterrupt) if case != "finished" else warnings.catch_warnings():
+        REFUSED[case](tmp_path)
+    stored = Store(tmp_path).steps()
+    with pytest.raises(UsageError, match="holds the units of another run"):
+        loop(tmp_path, 2, MemoryError())
+    assert Store(tmp_path).steps() == stored != []
+
+
+def test_a_run_that_goes_on_keeps_its_store_from_another(tmp_path):
+    watch, model = tracker.Watch(1, k=2, probe=tokens(), save_dir=str(tmp_path)), neox()
+    watch(0, model)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="holds the units of another run"):
+            loop(tmp_path, 2, MemoryError())
+    watch(1, model)
+    assert Store(tmp_path).steps() == [0, 1] and (tmp_path / ".training").exists()
+    watch.close()
+
+
+def test_a_run_that_begins_again_with_other_settings(tmp_path):
+    with pytest.raises(MemoryError):
+        loop(tmp_path, 8, MemoryError())
+    with pytest.raises(UsageError, match=r"k was \[2\], now \[3\].*never mixed"):
+        tracker.Watch(1, k=3, probe=tokens(), save_dir=str(tmp_path))(0, neox())
+    assert Store(tmp_path).steps() == [0, 1, 2]
+
+
+class Filling(Classifier):
+    """A module that runs out of memory at a step, if the batch is larger than 4."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self.step = step
+
+    def training_step(self, batch, index):
+        if self.trainer.global_step == self.step and len(batch[0]) > 4:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return super().training_step(batch, index)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, 3])
+@pytest.mark.parametrize("same", [True, False], ids=["same callback", "another callback"])
+def test_fit_after_running_out_of_memory(tmp_path, step, same):
+    first = Watch(2, save_dir=tmp_path)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer([first]), lambda: Filling(step))
+    stored = [0, 2][: 1 + step // 2]
+    assert Store(tmp_path).steps() == stored == list(first.units)
+    watch = first if same else Watch(2, save_dir=tmp_path)
+    watch.units.clear()
+    with pytest.warns(UserWarning, match=AGAIN.format(len(stored))):
+        fit(trainer([watch]), lambda: Filling(step), batch=4)
+    assert list(watch.units) == [0, 2, 4, 6, 8] == Store(tmp_path).steps()
+    assert len(superseded(Store(tmp_path))) == len(stored)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_after_an_error_keeps_the_units_before(tmp_path):
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(trainer([Watch(1, save_dir=tmp_path / "store"), keep], enable_checkpointing=True), lambda: Filling(3))
+    watch = Watch(1, save_dir=tmp_path / "store")
+    fit(trainer([watch], max_steps=4), lambda: Filling(9), ckpt_path=tmp_path / "step=2.ckpt")
+    assert list(watch.units) == [3, 4] and Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]

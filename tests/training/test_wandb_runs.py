@@ -1,0 +1,145 @@
+"""A training logs the same metrics over the same axes to Weights & Biases, whichever program runs it."""
+
+import lightning
+import pytest
+import torch
+import wandb
+from torch.utils.data import DataLoader
+
+import tracker
+from tests.lightning_runs import trainer
+from tests.models import neox, tokens
+from tests.training.test_transformers import STEPS, data, make
+from tests.wandb_runs import of, offline_run, records
+from tracker.common.errors import UsageError
+
+OPTIONS = {"every_n_steps": 2, "k": (2, 4), "name": "val", "max_overhead": None}
+AXIS = "training/step"
+
+
+class Module(lightning.LightningModule):
+    """The model of transformers' Trainer, in Lightning."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, index):
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def in_lightning(directory, model, probe):
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=directory, offline=True)
+    callback = tracker.CouplingCallback(probe=probe, **OPTIONS)
+    runner = trainer([callback], max_steps=STEPS, logger=logger, log_every_n_steps=1)
+    runner.fit(Module(model), DataLoader(data(), 4))
+
+
+def in_transformers(directory, model, probe):
+    wandb.init(mode="offline", dir=directory)
+    runner = make(directory, report_to=["wandb"], logging_steps=1)
+    runner.add_callback(tracker.TransformersCallback(trainer=runner, probe=probe, **OPTIONS))
+    runner.train()
+    history = [row for row in runner.state.log_history if "val/coupling/mean_offdiag" in row]
+    assert [row["step"] for row in history] == [0, 2, 4, 6]
+
+
+def in_a_loop(directory, model, probe, step_of=lambda step: None, watched_first: bool = True):
+    run = wandb.init(mode="offline", dir=directory)
+    with tracker.Watch(probe=probe, log_to=run, **OPTIONS) as watch:
+        for step in range(STEPS + 1):
+            for part in ("watch", "log")[:: 1 if watched_first else -1]:
+                if part == "watch":
+                    watch(step, model, force=step == STEPS)
+                else:
+                    run.log({"loss": 1.0 + step}, step=step_of(step))
+
+
+def logged(train, directory) -> tuple[dict, list[dict], list[dict]]:
+    """Train; return the definition of each metric that is measured, the rows that have one, and all rows."""
+    directory.mkdir()
+    try:
+        train(directory, make(directory / "model").model, {"input_ids": tokens(3) % 50})
+    finally:
+        wandb.finish()
+    found = records(offline_run(directory))
+    rows = [row["item"] for row in of("history", found)]
+    ours = [row for row in rows if any(name.startswith("val/") for name in row)]
+    metrics = {metric["name"]: metric for metric in of("metric", found) if "name" in metric}
+    kept = ("step_metric", "options", "summary")
+    axes = {name: {key: metric.get(key) for key in kept} for name, metric in metrics.items() if name.startswith("val/")}
+    return axes | {AXIS: metrics[AXIS]["options"]}, ours, rows
+
+
+@pytest.mark.slow
+def test_the_three_log_the_same_metrics_over_the_same_axes(tmp_path):
+    programs = {"lightning": in_lightning, "transformers": in_transformers, "watch": in_a_loop}
+    found = {name: logged(train, tmp_path / name)[:2] for name, train in programs.items()}
+    axes, rows = found["watch"]
+    assert {f"val/coupling/heatmap/k{k}" for k in (2, 4)} | {
+        "val/coupling/mean_offdiag",
+        "val/coupling/share",
+    } < axes.keys()
+    assert all(axis["step_metric"] == AXIS for name, axis in axes.items() if name != AXIS) and len(axes) == 16
+    for name, (other_axes, other_rows) in found.items():
+        assert other_axes == axes, name
+        assert [row[AXIS] for row in other_rows] == [0, 2, 4, 6], name
+        for row, other in zip(rows, other_rows, strict=True):
+            measured = {key for key in row if key.startswith(("val/", AXIS))}
+            assert {key for key in other if key.startswith(("val/", AXIS))} == measured, name
+            assert not any(key.startswith("train/val") for key in other), name
+        first, other = rows[0]["val/coupling/mean_offdiag"], other_rows[0]["val/coupling/mean_offdiag"]
+        assert first == pytest.approx(other, rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watched_first", [True, False])
+@pytest.mark.parametrize(
+    "step_of", [lambda step: step, lambda step: None, lambda step: 100 + step], ids=["steps", "counted", "ahead"]
+)
+def test_no_row_of_a_loop_is_lost(tmp_path, step_of, watched_first):
+    """W&B drops a row whose step is less than that of a row before."""
+
+    def train(directory, model, probe):
+        in_a_loop(directory, model, probe, step_of, watched_first)
+
+    _, ours, rows = logged(train, tmp_path / "run")
+    assert [row["loss"] for row in rows if "loss" in row] == [1.0 + step for step in range(STEPS + 1)]
+    assert [row[AXIS] for row in ours] == [0, 2, 4, 6]
+    assert all("val/coupling/mean_offdiag" in row and "val/coupling/seconds" in row for row in ours)
+
+
+@pytest.mark.slow
+def test_the_prefix_of_a_logger_of_lightning(tmp_path):
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True, prefix="mine")
+    with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
+        watch(0, neox())
+    wandb.finish()
+    metrics = {metric.get("name"): metric for metric in of("metric", records(offline_run(tmp_path)))}
+    assert (
+        metrics["mine-coupling/mean_offdiag"]["step_metric"]
+        == metrics["mine-coupling/heatmap/k2"]["step_metric"]
+        == AXIS
+    )
+
+
+def test_a_logger_of_lightning_in_a_loop(tmp_path):
+    logger = lightning.fabric.loggers.TensorBoardLogger(tmp_path)
+    with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
+        watch(0, neox())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir).Reload().Tags()
+    assert events["images"] == ["coupling/heatmap/k2"] and "coupling/mean_offdiag" in events["scalars"]
+
+
+@pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])
+def test_what_takes_no_metrics_is_refused(target):
+    with pytest.raises(UsageError, match=r"log_to=.*give the run that wandb.init returns"):
+        tracker.Watch(1, probe=tokens(), log_to=target)
