@@ -3,7 +3,7 @@
 `measure_checkpoint` makes a unit. `Units` keeps what the walk must know of each unit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -55,7 +55,7 @@ def _measure_files(
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
-    with _fingerprint(model.state_dict().items(), measurement.device) as fingerprint:
+    with _fingerprint(model, measurement.device) as fingerprint:
         unit, resident = _measure(measurement, output.store.continued(measurement.settings), model, tokenizer)
     listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
@@ -81,14 +81,15 @@ def _measure_files(
 
 
 @contextmanager
-def _fingerprint(weights: "Iterable[tuple[str, torch.Tensor]]", device: "torch.device") -> Iterator[Future[str]]:
-    """Hash a model's weights; on an accelerator, while the model is measured in this context.
+def _fingerprint(model: "torch.nn.Module", device: "torch.device") -> Iterator[Future[str]]:
+    """Hash a model's weights and buffers; on an accelerator, while the model is measured in this context.
 
     Raises:
         CheckpointError: if the weights are not finite, in place of what the measurement makes of them.
     """
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     with ThreadPoolExecutor(1) as thread:
-        hashed = thread.submit(integrity.fingerprint, weights)
+        hashed = thread.submit(integrity.fingerprint, model.state_dict().items(), buffers)
         if device.type == "cpu":  # it would take the measurement's cores
             hashed.result()
         try:
