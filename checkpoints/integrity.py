@@ -6,24 +6,21 @@ all revisions that share the file are suspect: a wrong point in a curve is worse
 agree: a warm-up that starts at learning rate zero leaves the weights unchanged (EleutherAI/gpt-neox issue 1373).
 
 A training run may write to a user's directory at any time. A file that is read twice (weights to measure and to hash) is then
-two things, and a mapped file that another process cuts short ends this one by SIGBUS. So files are copied before they are
-mapped (`load_copy`), and compared with what they were once all is measured (`unchanged`). Files of the hub's cache are named by
-their hash, and nobody rewrites them: they need neither.
+two things. So files are copied before they are loaded (`copies.py`), and compared with what they were once all is measured
+(`unchanged`). Files of the hub's cache are named by their hash, and nobody rewrites them: they need neither.
 """
 
 import hashlib
 import os
-import shutil
-import tempfile
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from checkpoints import hub
 from checkpoints.hub import TEXT, File, Listing, missing_shards
@@ -31,7 +28,7 @@ from checkpoints.retries import Notify
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common import files
 from tracker.common.errors import CheckpointError, Unreachable
-from tracker.common.text import first_line, join_names
+from tracker.common.text import join_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +36,10 @@ if TYPE_CHECKING:
 DEFECTS = Path(__file__).parent / "data" / "defects.toml"
 COMPARED = 200  # up to this many revisions, all are compared
 HASH_THREADS = 4
-WEIGHTS = (".safetensors", ".bin")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+# Begins of names of what Trainer and accelerate save beside the weights.
+STATE = ("optimizer", "scheduler", "scaler", "sampler", "rng_state", "random_states", "training_args", "dl_state")
 HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
-
-Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -171,6 +168,13 @@ def files_digest(directory: Path, listing: Listing | None = None) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """List the weight files of a directory: those that transformers reads, or if there are none all of other names."""
+    listed = [directory / file.name for file in files_in(directory).weights]
+    others = (file for file in sorted(directory.iterdir()) if file.suffix in WEIGHTS and file.is_file())
+    return listed or [file for file in others if not file.name.startswith(STATE)]
+
+
 def files_in(directory: Path) -> Listing:
     """List the files of a directory, for checkpoints that are not on the hub."""
     return Listing("", tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()))
@@ -243,54 +247,11 @@ def unchanged(source: Path) -> Iterator[None]:
         raise failure
 
 
-def load_copy(load: Callable[[Path], Loaded], source: Path) -> Loaded:
-    """Load a checkpoint from a copy of its directory in `TMPDIR`, which keeps its name and is unlinked when it is loaded.
-
-    Mapped weights stay readable after that, and need no memory that the system can't take back. A single file is read as it
-    is: it is not mapped.
-
-    Raises:
-        CheckpointError: as `load`, with the directory's own path; if the copy can't be made.
-    """
-    if source.is_file():
-        return load(source)
-    with tempfile.TemporaryDirectory(prefix="tracker-", ignore_cleanup_errors=True) as temporary:
-        copy = Path(temporary) / source.resolve().name
-        _copy(source, copy)
-        try:
-            return load(copy)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(copy), str(source))) from error
-
-
-def _copy(source: Path, copy: Path) -> None:
-    """Copy what loading reads; other files, such as an optimizer's state, are links."""
-    files = _read_by_loading(source)
-    try:
-        size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(copy.parent).free
-        if size > free:
-            raise CheckpointError(
-                f"{source} is copied before it is measured, so that nobody changes it meanwhile, and {tempfile.gettempdir()} has "
-                f"no space for its {size / 1e9:.3g} GB ({free / 1e9:.3g} GB are free); set TMPDIR to a directory with more space"
-            )
-        copy.mkdir()
-        for file in files:
-            shutil.copyfile(file, copy / file.name)
-        for file in source.iterdir():
-            if file.is_file() and file not in files:
-                (copy / file.name).symlink_to(file.absolute())
-    except OSError as error:
-        raise CheckpointError(
-            f"{source} can't be copied to {tempfile.gettempdir()} ({first_line(error)}); it is copied before it is measured, so "
-            "that nobody changes it meanwhile: make it readable, or set TMPDIR to another directory"
-        ) from error
-
-
 def _read_by_loading(source: Path) -> list[Path]:
     """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer."""
     if source.is_file():
         return [source]
-    return [file for file in source.iterdir() if file.name.endswith((*WEIGHTS, *TEXT)) and file.is_file()]
+    return [file for file in source.iterdir() if file.name.endswith((".safetensors", ".bin", *TEXT)) and file.is_file()]
 
 
 def _identity(file: Path) -> tuple[int, ...] | None:

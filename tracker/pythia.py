@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracker.common.command_line import FAILED, INPUT_ERRORS, OK, CommandFailure, leaving_at_once, reports_errors
@@ -40,15 +41,16 @@ if TYPE_CHECKING:
     from tracker.walk.units import Units
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
-STOPS = (signal.SIGINT, signal.SIGTERM)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT = "finished revisions are kept, and the same command continues with the rest"
 RESUME = f"interrupted; {KEPT}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    # SIGTERM, which a cluster sends at the end of a job's time, is handled like Ctrl-C: until the walk starts, at once.
-    with leaving_at_once(STOPS, RESUME):
+    # SIGTERM, which a cluster sends at the end of a job's time, and SIGHUP, which a closed terminal does, are handled like
+    # Ctrl-C: until the walk starts, at once.
+    with leaving_at_once(_stops(), RESUME):
         return run(parse(arguments))
 
 
@@ -90,7 +92,7 @@ def run(walk: Walk) -> int:
 
 
 def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]", logged: "LoggedRun") -> int:
-    from checkpoints import nano
+    from checkpoints import copies, nano
     from tracker.loggers import opened
     from tracker.netcdf import DamagedFile
     from tracker.skipped import Skipped
@@ -107,6 +109,7 @@ def _walk(walk: Walk, plan: WalkPlan, units: "Units", openers: "Sequence[Opener]
         skipped.add(checkpoint.step, lacks)
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
+        copies.sweep(Path(checkpoint.source) for checkpoint in selection.checkpoints if checkpoint.revision is None)
         _check_selection(plan, units)
         if walk.model == "nano" and missing and not nano.is_trained():
             nano.train()
@@ -154,9 +157,14 @@ def _remember_interrupts() -> list[int]:
         received.append(number)
         raise KeyboardInterrupt
 
-    for number in STOPS:
+    for number in _stops():
         signal.signal(number, stop)
     return received
+
+
+def _stops() -> list[int]:
+    """Return the signals that end a walk: not those that its caller ignores, as `nohup` does."""
+    return [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _check_selection(plan: WalkPlan, units: "Units") -> None:

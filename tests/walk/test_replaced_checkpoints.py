@@ -1,6 +1,5 @@
 """Checkpoints that change while a walk measures them: no unit has numbers, hashes and fingerprint of different files."""
 
-import errno
 import json
 import os
 import shutil
@@ -12,8 +11,7 @@ import pytest
 import torch
 
 import tracker
-from checkpoints import integrity
-from checkpoints.integrity import load_copy, unchanged
+from checkpoints.integrity import unchanged
 from tests.walk.test_walk import commit, snapshots
 from tests.walk.test_walk_hub import Toy
 from tracker import pythia
@@ -137,48 +135,6 @@ def test_what_loading_reads_may_not_change_and_other_files_may(tmp_path):
         raise ValueError("what the missing file leads to")
     with pytest.raises(ValueError, match="of something else"), unchanged(tmp_path):
         raise ValueError("of something else")
-
-
-def test_the_copy_has_the_directorys_name_and_is_removed(tmp_path, monkeypatch):
-    run = tmp_path / "run" / "step8"
-    run.mkdir(parents=True)
-    for name in ("model.safetensors", "config.json", "optimizer.pt"):
-        (run / name).write_text(name)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    copies = []
-
-    def load(copy: Path) -> dict[str, str]:
-        copies.append(copy)
-        assert copy.name == "step8" and (copy / "optimizer.pt").is_symlink()
-        assert not any((copy / name).is_symlink() for name in ("model.safetensors", "config.json"))
-        return {str(file.relative_to(copy)): file.read_text() for file in copy.rglob("*") if file.is_file()}
-
-    names = ("model.safetensors", "config.json", "optimizer.pt")
-    assert load_copy(load, run) == {name: name for name in names}
-
-    def refuse(copy: Path):
-        raise CheckpointError(f"the weights in {copy} do not fit")
-
-    with pytest.raises(CheckpointError, match=f"^the weights in {run} do not fit$"):
-        load_copy(refuse, run)
-    assert not copies[0].exists() and [file.name for file in tmp_path.iterdir()] == ["run"]
-
-
-def test_a_copy_that_can_not_be_made_is_refused(tmp_path, monkeypatch):
-    run = tmp_path / "step8"
-    run.mkdir()
-    with open(run / "model.safetensors", "wb") as file:
-        file.truncate(1 << 43)
-    with pytest.raises(CheckpointError, match=r"has no space for its 8.8e\+03 GB .* set TMPDIR to a directory with"):
-        load_copy(Path.iterdir, run)
-    os.truncate(run / "model.safetensors", 1)
-
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(integrity.shutil, "copyfile", fail)
-    with pytest.raises(CheckpointError, match=r"can't be copied to .*Input/output error"):
-        load_copy(Path.iterdir, run)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ import numpy as np
 import xarray as xr
 
 from checkpoints import integrity, scores
-from checkpoints.integrity import load_copy, unchanged
+from checkpoints.copies import load_copy
+from checkpoints.integrity import unchanged
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import UNTRAINED, first_line
