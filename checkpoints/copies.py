@@ -1,9 +1,9 @@
-"""Copies of a user's checkpoints, from which they are loaded: nobody writes to what is measured.
+"""Copies of a user's checkpoints, which are loaded and hashed in their place: nobody writes to what is measured.
 
-A training run may write to a user's directory at any time, and a mapped file that another process cuts short ends this one by
-SIGBUS. So files are copied before they are loaded. The copy is unlinked once the model is loaded: mapped weights stay readable
-after that, and need no memory that the system can't take back. Files of the hub's cache are named by their hash, and nobody
-rewrites them: they need no copy.
+A training run may write to a user's directory at any time. A file that is read twice, as weights and to be hashed, is then two
+things, and a mapped file that another process cuts short ends this one by SIGBUS. So files are copied first. The copy is
+unlinked once the model is loaded: mapped weights stay readable after that, and need no memory that the system can't take back.
+Files of the hub's cache are named by their hash, and nobody rewrites them: they need no copy.
 
 Each copy has a directory of its own with a lock that its process holds. A killed process leaves the directory and no lock, and
 the next walk removes it (`sweep`).
@@ -19,9 +19,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from checkpoints.integrity import weight_files
+from checkpoints.integrity import files_digest, weight_files
 from checkpoints.load import TOKENIZER_FILES
-from tracker.common.errors import CheckpointError
+from tracker.common import files
+from tracker.common.errors import CheckpointError, UsageError
 from tracker.common.files import Lock
 from tracker.common.text import first_line
 
@@ -34,22 +35,26 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 Loaded = TypeVar("Loaded")
 
 
-def load_copy(load: Callable[[Path], Loaded], source: Path) -> Loaded:
+def load_copy(load: Callable[[Path], Loaded], source: Path) -> tuple[Loaded, str]:
     """Load a checkpoint, a directory or a file, from a copy that keeps its name and is removed when it is loaded.
 
+    Returns:
+        what was loaded, and the `files_digest` of the copy.
+
     Raises:
-        CheckpointError: as `load`, with the checkpoint's own path; if the copy can't be made.
+        CheckpointError: as `load`, with the checkpoint's own path; if the copy can't be made, or files change meanwhile.
+        UsageError: as `load`.
     """
     if not source.exists():
         raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
-    files = _read_by_loading(source)
-    with _directory(_place(source, sum(file.stat().st_size for file in files))) as directory:
+    read = _read_by_loading(source)
+    with _directory(_place(source, sum(file.stat().st_size for file in read))) as directory:
         copy = directory / source.resolve().name
-        _copy(source, files, copy)
+        hashes = _copy(source, read, copy)
         try:
-            return load(copy)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(copy), str(source))) from error
+            return load(copy), files_digest(copy, hash_of=lambda file: hashes[file.name])
+        except (CheckpointError, UsageError) as error:
+            raise type(error)(str(error).replace(str(copy), str(source))) from error
 
 
 def sweep(sources: Iterable[Path]) -> None:
@@ -131,18 +136,32 @@ def _is_in_memory(place: Path) -> bool:
     return any(mount.split()[2] == number and kind.split()[0] in IN_MEMORY for mount, _, kind in described)
 
 
-def _copy(source: Path, files: list[Path], copy: Path) -> None:
-    """Copy what loading reads; other files of a directory, such as an optimizer's state, are links."""
+def _copy(source: Path, read: list[Path], copy: Path) -> dict[str, str]:
+    """Copy what loading reads, and return hashes by name; the rest of a directory, such as an optimizer's state, is linked.
+
+    Raises:
+        CheckpointError: if the copy can't be made, or files change meanwhile.
+    """
     try:
-        if source.is_file():
-            shutil.copyfile(source, copy)
-            return
-        copy.mkdir()
-        for file in files:
-            shutil.copyfile(file, copy / file.name)
-        for file in source.iterdir():
-            if file.is_file() and file not in files:
-                (copy / file.name).symlink_to(file.absolute())
+        before = {file: files.identity(file) for file in read}
+        others = [entry for entry in source.iterdir() if entry not in before] if source.is_dir() else []
+        if source.is_dir():
+            copy.mkdir()
+        copied = {file: copy / file.name if source.is_dir() else copy for file in read}
+        for file, its_copy in copied.items():
+            shutil.copyfile(file, its_copy)
+        hashes = {file: files.hash_file(its_copy) for file, its_copy in copied.items()}
+        for file in read:
+            if files.identity(file) == before[file]:
+                files.note_sha256(file, before[file], hashes[file])
+            elif files.hash_file(file) != hashes[file]:  # a hard link or other permissions change no content
+                raise CheckpointError(
+                    f"{file} was changed while it was copied, and this checkpoint is not measured: when nothing writes there any "
+                    "more, run the same command again"
+                )
+        for other in others:
+            (copy / other.name).symlink_to(other.absolute())
+        return {copied[file].name: digest for file, digest in hashes.items()}
     except OSError as error:
         raise CheckpointError(
             f"{source} can't be copied to {copy.parents[1]} ({first_line(error)}); it is copied before it is measured, so that "
@@ -155,4 +174,4 @@ def _read_by_loading(source: Path) -> list[Path]:
     if source.is_file():
         return [source]
     texts = (file for file in source.iterdir() if file.name.endswith(CONFIGURATION) or file.name.startswith(TEXTS))
-    return [*weight_files(source), *(file for file in texts if file.is_file())]
+    return list(dict.fromkeys([*weight_files(source), *(file for file in texts if file.is_file())]))

@@ -1,29 +1,24 @@
-"""Integrity checks of checkpoints: file hashes before a download, tensor values after loading, files after measuring.
+"""Integrity checks of checkpoints: file hashes before a download and of what is measured, tensor values after loading.
 
 Two steps of a training run never have a weight file or shard in common, so a file that several revisions share belongs to
 at most one of them. A file shared with the last step is attributed to the last step. Otherwise the owner is unknown, and
 all revisions that share the file are suspect: a wrong point in a curve is worse than a gap. Steps 0 and 1 may legitimately
 agree: a warm-up that starts at learning rate zero leaves the weights unchanged (EleutherAI/gpt-neox issue 1373).
-
-A training run may write to a user's directory at any time. A file that is read twice (weights to measure and to hash) is then
-two things. So files are copied before they are loaded (`copies.py`), and compared with what they were once all is measured
-(`unchanged`). Files of the hub's cache are named by their hash, and nobody rewrites them: they need neither.
 """
 
 import hashlib
 import os
 import tomllib
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints import hub
-from checkpoints.hub import TEXT, File, Listing, missing_shards
+from checkpoints.hub import File, Listing, missing_shards
 from checkpoints.retries import Notify
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common import files
@@ -155,24 +150,32 @@ def _without_owner(steps: Sequence[int], last: int) -> set[int]:
     return set(steps) if len(steps) > 1 else set()
 
 
-def files_digest(directory: Path, listing: Listing | None = None) -> str:
+def files_digest(source: Path, listing: Listing | None = None, hash_of: Callable[[Path], str] = files.sha256) -> str:
     """Hash a checkpoint's weight files, using the hashes of the hub's listing if present, else the files.
 
     The digest reveals that a directory was retrained or that a branch moved since the measurement, without loading weights.
+
+    Args:
+        hash_of: what returns the SHA-256 of a file.
     """
-    if directory.is_file():
-        return files.sha256(directory)[:16]
-    if listing is None or not all(file.sha256 for file in listing.weights):
-        listing = files_in(directory)
-    lines = [f"{file.name} {file.sha256 or files.sha256(directory / file.name)}\n" for file in listing.weights]
+    if source.is_file():
+        return hash_of(source)[:16]
+    hashes = {file.name: file.sha256 for file in listing.weights} if listing is not None else {}
+    if not hashes or not all(hashes.values()):
+        hashes = {file.name: hash_of(file) for file in weight_files(source)}
+    lines = [f"{name} {digest}\n" for name, digest in hashes.items()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """List the weight files of a directory: those that transformers reads, or if there are none all of other names."""
-    listed = [directory / file.name for file in files_in(directory).weights]
-    others = (file for file in sorted(directory.iterdir()) if file.suffix in WEIGHTS and file.is_file())
-    return listed or [file for file in others if not file.name.startswith(STATE)]
+    """List the weight files of a directory: those that transformers reads; if there are none, what has the name of weights.
+
+    Where no file has, only the user's code knows which are weights: all are.
+    """
+    if listed := files_in(directory).weights:
+        return [directory / file.name for file in listed]
+    others = [file for file in sorted(directory.iterdir()) if file.is_file() and not file.name.startswith(STATE)]
+    return [file for file in others if file.suffix in WEIGHTS] or others
 
 
 def files_in(directory: Path) -> Listing:
@@ -218,46 +221,3 @@ def _hash(name: str, tensor: "Tensor", infinite: bool) -> tuple[str, str | None]
             values = values if values.dtype == torch.float64 else values.float()
         digest.update(values.view(torch.uint8).numpy().data)
     return name, digest.hexdigest()
-
-
-@contextmanager
-def unchanged(source: Path) -> Iterator[None]:
-    """Compare the files of a checkpoint, a directory or one file, before and after what is done with them in this context.
-
-    Raises:
-        CheckpointError: if there is none; if a file was replaced, deleted or written to, in place of whatever that led to. New
-            files are allowed.
-    """
-    if not source.exists():
-        raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
-    before = {file: _identity(file) for file in _read_by_loading(source)}
-    failure = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    for file, identity in before.items():
-        now = _identity(file)
-        if now != identity:
-            raise CheckpointError(
-                f"{file} was {'changed' if now else 'deleted'} while this checkpoint was measured, and its results are not kept: "
-                "when nothing writes there any more, run the same command again"
-            ) from failure
-    if failure is not None:
-        raise failure
-
-
-def _read_by_loading(source: Path) -> list[Path]:
-    """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer."""
-    if source.is_file():
-        return [source]
-    return [file for file in source.iterdir() if file.name.endswith((".safetensors", ".bin", *TEXT)) and file.is_file()]
-
-
-def _identity(file: Path) -> tuple[int, ...] | None:
-    """Return what changes with a file's content, also if its size and modification time are set back; None without a file."""
-    try:
-        status = file.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -1,7 +1,9 @@
 """Copies of checkpoints: what is copied and where to, and the removal of those that killed processes left."""
 
 import errno
+import hashlib
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -10,8 +12,10 @@ import pytest
 
 from checkpoints import copies
 from checkpoints.copies import LOCK, PREFIX, load_copy, sweep
+from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
 from tests import processes
+from tracker.common import files
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
 
@@ -32,6 +36,7 @@ def run(tmp_path) -> Path:
 @pytest.fixture
 def temporary(tmp_path, monkeypatch) -> Path:
     (directory := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("tempfile.tempdir", str(directory))
     return directory
 
@@ -45,7 +50,7 @@ def test_what_loading_reads_is_copied_and_the_copy_is_removed(run, temporary):
         assert {file.name for file in copy.iterdir() if not file.is_symlink()} == {*READ}
         return {file.name: file.read_text() for file in copy.iterdir()}
 
-    assert load_copy(load, run) == {name: name for name in (*READ, *NOT_READ)}
+    assert load_copy(load, run)[0] == {name: name for name in (*READ, *NOT_READ)}
 
     def refuse(copy: Path):
         raise CheckpointError(f"the weights in {copy} do not fit")
@@ -64,18 +69,29 @@ def test_a_file_is_loaded_from_a_copy_of_its_name(name, tmp_path, temporary):
         assert copy.name == name
         return copy.read_text()
 
-    assert load_copy(load, file) == "weights" and not any(temporary.iterdir())
+    assert load_copy(load, file) == ("weights", hashlib.sha256(b"weights").hexdigest()[:16])
+    assert not any(temporary.iterdir())
 
 
 def test_weights_of_other_names_are_copied_where_there_are_none_that_transformers_reads(tmp_path, temporary):
     run = tmp_path / "step8"
     run.mkdir()
-    for name in ("ema.pt", "optimizer.pt"):
-        (run / name).touch()
-    assert load_copy(lambda copy: {file.name for file in copy.iterdir() if not file.is_symlink()}, run) == {"ema.pt"}
-    (run / "model.safetensors").touch()
-    copied = load_copy(lambda copy: {file.name for file in copy.iterdir() if not file.is_symlink()}, run)
-    assert copied == {"model.safetensors"}
+
+    def copied(copy: Path) -> set[str]:
+        return {file.name for file in copy.iterdir() if not file.is_symlink()}
+
+    digests = []
+    for added, expected in (
+        (("weights.npz", "scaler.pt"), {"weights.npz"}),
+        (("ema.pt", "optimizer.pt"), {"ema.pt"}),
+        (("model.safetensors",), {"model.safetensors"}),
+    ):
+        for name in added:
+            (run / name).write_text(name)
+        loaded, digest = load_copy(copied, run)
+        assert loaded == expected and digest == files_digest(run)
+        digests.append(digest)
+    assert len(set(digests)) == 3
 
 
 def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):
@@ -94,6 +110,58 @@ def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):
     with pytest.raises(CheckpointError, match=r"can't be copied to .*/temporary \(.*Input/output error"):
         load_copy(Path.iterdir, run)
     assert not any(temporary.iterdir())
+
+
+def when_copied(name, monkeypatch, act):
+    """Call `act` when a file has been copied."""
+    copy = copies.shutil.copyfile
+
+    def copy_then_act(file: Path, its_copy: Path):
+        copy(file, its_copy)
+        if file.name == name:
+            monkeypatch.setattr(copies.shutil, "copyfile", copy)
+            act()
+
+    monkeypatch.setattr(copies.shutil, "copyfile", copy_then_act)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_file_that_changes_while_it_is_copied_is_named(name, run, temporary, monkeypatch):
+    file, before = run / name, (run / name).stat()
+
+    def change():
+        file.write_text(name.upper())
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    when_copied(name, monkeypatch, change)
+    with pytest.raises(CheckpointError, match=f"{file} was changed while it was copied, and this checkpoint is not"):
+        load_copy(lambda copy: None, run)
+
+
+def test_what_does_not_change_what_is_read_is_no_change(run, temporary, monkeypatch):
+    weights = run / "model.safetensors"
+
+    def touch():
+        (run / "train_log.txt").write_text("another line")
+        (run / "optimizer.bin").write_text("later")
+        (run / "added.json").write_text("{}")
+        weights.chmod(0o600)
+        os.link(weights, run / "link")
+        shutil.copyfile(run / "config.json", new := run / "new")
+        os.replace(new, run / "config.json")  # saved again, with the same content
+
+    digest = files_digest(run)
+    when_copied("vocab.txt", monkeypatch, touch)
+    assert load_copy(lambda copy: None, run) == (None, digest)
+
+
+def test_the_hash_of_a_copied_file_is_noted(run, temporary, monkeypatch):
+    _, digest = load_copy(lambda copy: None, run)
+    read = []
+    monkeypatch.setattr(files, "hash_file", lambda file: read.append(file) or "0" * 64)
+    assert files_digest(run) == digest and not read
+    (run / "model.safetensors").chmod(0o600)
+    assert files_digest(run) != digest and read == [run / "model.safetensors"]
 
 
 @pytest.fixture
@@ -116,11 +184,11 @@ def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_in_m
         return copy.parents[1]
 
     for source in (run, link):
-        assert load_copy(load, source) == run.parent
+        assert load_copy(load, source)[0] == run.parent
     assert [file.name for file in run.parent.iterdir()] == ["step8"]
     monkeypatch.setattr(copies.os, "access", lambda *_: False)
     with pytest.warns(UserWarning, match=f"{in_memory} is in memory, .* set TMPDIR to a directory on a disk"):
-        assert load_copy(lambda copy: copy.parents[1], run) == in_memory
+        assert load_copy(lambda copy: copy.parents[1], run)[0] == in_memory
 
 
 def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_too_small(run, temporary, monkeypatch):
@@ -130,7 +198,7 @@ def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_too_
         return usage(place)._replace(free=10 if place == temporary else 1000)
 
     monkeypatch.setattr(copies.shutil, "disk_usage", full)
-    assert load_copy(lambda copy: copy.parents[1], run) == run.parent
+    assert load_copy(lambda copy: copy.parents[1], run)[0] == run.parent
 
 
 def test_copies_of_lightning_checkpoints_are_no_checkpoints(tmp_path):
@@ -205,4 +273,4 @@ def test_a_copy_is_made_while_another_process_sweeps(run, temporary, monkeypatch
         return take(file)
 
     monkeypatch.setattr(Lock, "take", late)
-    assert load_copy(lambda copy: copy.name, run) == "step8" and not waiting
+    assert load_copy(lambda copy: copy.name, run)[0] == "step8" and not waiting

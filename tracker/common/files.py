@@ -214,25 +214,39 @@ class Lock:
         self.release()
 
 
-def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's content, cached by path, size and modification time."""
+def identity(file: Path) -> tuple[int, ...]:
+    """Return what changes with a file's content, also if its size and modification time are set back."""
     status = file.stat()
-    signature = [str(file.resolve()), status.st_size, status.st_mtime_ns]
-    name = hashlib.sha256(signature[0].encode()).hexdigest()[:32]
-    entry = cache_root() / "digests" / f"{name}.json"
+    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's content; one whose `identity` was noted with its hash is not read again."""
+    found = identity(file)
     try:
-        *known, digest = json.loads(entry.read_text())
-        if known == signature:
+        path, *noted, digest = json.loads(_note_of(file).read_text())
+        if (path, tuple(noted)) == (str(file.resolve()), found):
             return digest
     except (OSError, ValueError, TypeError):
-        pass  # not cached, or unreadable: hash the file
+        pass  # not noted, or unreadable: hash the file
     digest = hash_file(file)
+    note_sha256(file, found, digest)
+    return digest
+
+
+def note_sha256(file: Path, noted: tuple[int, ...], digest: str) -> None:
+    """Keep the SHA-256 that a file had while its `identity` was this one."""
+    note = _note_of(file)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(entry, json.dumps([*signature, digest]).encode())
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(note, json.dumps([str(file.resolve()), *noted, digest]).encode())
     except OSError:
         pass  # a cache that can't be written: the file is hashed again next time
-    return digest
+
+
+def _note_of(file: Path) -> Path:
+    name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
+    return cache_root() / "digests" / f"{name}.json"
 
 
 def hash_file(file: Path) -> str:
