@@ -17,7 +17,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,15 +47,16 @@ def naming(file: Path) -> Iterator[None]:
         raise
 
 
-def write_atomic(file: Path, content: bytes | memoryview, aside: Path | None = None) -> None:
+def write_atomic(file: Path, *parts: bytes | memoryview, aside: Path | None = None) -> None:
     """Write a file completely or not at all, even with concurrent writers, a full disk or a killed process.
 
     The content of the last writer wins. Temporary files that killed writers of the same file left behind are removed.
 
     Args:
+        parts: the content, one after the other.
         aside: where the file that is replaced is kept.
     """
-    while not _try_write(file, content, aside):
+    while not _try_write(file, parts, aside):
         pass
     remove_stale_temporaries(file.parent, file.name)
     _sync_directory(file.parent)
@@ -74,14 +75,14 @@ def _sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def _try_write(file: Path, content: bytes | memoryview, aside: Path | None) -> bool:
+def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | None) -> bool:
     """Write under a name that no other writer uses, then rename; return False if another process removed the file."""
     writer = f"{os.getpid()}-{threading.get_native_id()}-{secrets.token_hex(8)}"
     temporary = file.with_name(f".{file.name}.{writer}.tmp")
     try:
         with open(temporary, "xb") as handle, naming(file):
             _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: others must not remove a file being written
-            handle.write(content)
+            handle.writelines(parts)
             handle.flush()
             os.fsync(handle.fileno())
             if aside is not None:  # its successor is on the disk
