@@ -10,6 +10,7 @@ the next walk removes it (`sweep`).
 """
 
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -84,15 +85,17 @@ def _remove_unheld(directory: Path) -> None:
 def _directory(place: Path) -> Iterator[Path]:
     """Make a directory whose lock this process holds, and remove it with what it holds."""
     lock = None
-    while lock is None:
-        directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        with suppress(FileNotFoundError):  # a sweep removed it before it had a lock
-            lock = Lock.take(directory / LOCK)
-    with lock:
-        try:
-            yield directory
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
+    try:
+        while lock is None:
+            directory = place / f"{PREFIX}{secrets.token_hex(8)}"
+            directory.mkdir(0o700)
+            with suppress(FileNotFoundError):  # a sweep removed it before it had a lock
+                lock = Lock.take(directory / LOCK)
+        yield directory
+    finally:  # also where a signal raises KeyboardInterrupt above
+        shutil.rmtree(directory, ignore_errors=True)
+        if lock:
+            lock.release()
 
 
 def _beside(source: Path) -> Path:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from tracker.walk.units import Units
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KEPT = "finished revisions are kept, and the same command continues with the rest"
 RESUME = f"interrupted; {KEPT}"
 
@@ -147,7 +146,7 @@ def _dry_run(walk: Walk, plan: WalkPlan) -> int:
 
 
 def _remember_interrupts() -> list[int]:
-    """Raise KeyboardInterrupt on each signal in STOPS, and collect the signals in the list returned.
+    """Raise KeyboardInterrupt on each signal that ends a walk, and collect the signals in the list returned.
 
     A KeyboardInterrupt raised in the wrong place (a destructor, a callback from C) is swallowed; the list is not.
     """
@@ -163,8 +162,9 @@ def _remember_interrupts() -> list[int]:
 
 
 def _stops() -> list[int]:
-    """Return the signals that end a walk: not those that its caller ignores, as `nohup` does."""
-    return [number for number in STOPS if signal.getsignal(number) != signal.SIG_IGN]
+    """Return the signals that end a walk: SIGHUP unless it is ignored, as after `nohup`."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 def _check_selection(plan: WalkPlan, units: "Units") -> None:

@@ -246,7 +246,7 @@ def note_sha256(file: Path, noted: tuple[int, ...], digest: str) -> None:
 
 
 def _note_of(file: Path) -> Path:
-    name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]
+    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
     return cache_root() / "digests" / f"{name}.json"
 
 
