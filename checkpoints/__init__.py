@@ -11,7 +11,8 @@ for each a directory of verified files, a loaded model with tokenizer, and bench
 | `retries` | which requests to the hub are made again, and what is said if it refuses |
 | `fetch` | resumable, hash-verified downloads into the hub's cache |
 | `disk` | the disk budget of downloads, and eviction |
-| `integrity` | suspect revisions (known defects, repeated or missing files), fingerprints of weights, files that change |
+| `integrity` | suspect revisions (known defects, repeated or missing files), hashes of files, fingerprints of weights |
+| `copies` | copies of a user's checkpoints, from which they are loaded, and the removal of those that killed walks left |
 | `configuration` | the configurations of Pythia, and those that ask for too much memory or for code |
 | `load` | models and tokenizers from a directory or a Lightning checkpoint |
 | `scores` | published and users' benchmark scores, joined by step |

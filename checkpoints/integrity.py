@@ -1,37 +1,29 @@
-"""Integrity checks of checkpoints: file hashes before a download, tensor values after loading, files after measuring.
+"""Integrity checks of checkpoints: file hashes before a download and of what is measured, tensor values after loading.
 
 Two steps of a training run never have a weight file or shard in common, so a file that several revisions share belongs to
 at most one of them. A file shared with the last step is attributed to the last step. Otherwise the owner is unknown, and
 all revisions that share the file are suspect: a wrong point in a curve is worse than a gap. Steps 0 and 1 may legitimately
 agree: a warm-up that starts at learning rate zero leaves the weights unchanged (EleutherAI/gpt-neox issue 1373).
-
-A training run may write to a user's directory at any time. A file that is read twice (weights to measure and to hash) is then
-two things, and a mapped file that another process cuts short ends this one by SIGBUS. So files are copied before they are
-mapped (`load_copy`), and compared with what they were once all is measured (`unchanged`). Files of the hub's cache are named by
-their hash, and nobody rewrites them: they need neither.
 """
 
 import hashlib
 import os
-import shutil
-import tempfile
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from checkpoints import hub
-from checkpoints.hub import TEXT, File, Listing, missing_shards
+from checkpoints.hub import File, Listing, missing_shards
 from checkpoints.retries import Notify
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common import files
-from tracker.common.errors import CheckpointError, Unreachable, UsageError
-from tracker.common.text import first_line, join_names
+from tracker.common.errors import CheckpointError, Unreachable
+from tracker.common.text import join_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +31,10 @@ if TYPE_CHECKING:
 DEFECTS = Path(__file__).parent / "data" / "defects.toml"
 COMPARED = 200  # up to this many revisions, all are compared
 HASH_THREADS = 4
-WEIGHTS = (".safetensors", ".bin")
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+# Begins of names of what Trainer and accelerate save beside the weights.
+STATE = ("optimizer", "scheduler", "scaler", "sampler", "rng_state", "random_states", "training_args", "dl_state")
 HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
-
-Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -158,20 +150,32 @@ def _without_owner(steps: Sequence[int], last: int) -> set[int]:
     return set(steps) if len(steps) > 1 else set()
 
 
-def files_digest(directory: Path, listing: Listing | None = None) -> str:
+def files_digest(source: Path, listing: Listing | None = None, hash_of: Callable[[Path], str] = files.sha256) -> str:
     """Hash a checkpoint's weight files, using the hashes of the hub's listing if present, else the files.
 
     The digest reveals that a directory was retrained or that a branch moved since the measurement, without loading weights.
+
+    Args:
+        hash_of: what returns the SHA-256 of a file.
     """
-    if directory.is_file():
-        return files.sha256(directory)[:16]
-    if listing is None or not all(file.sha256 for file in listing.weights):
-        listing = files_in(directory)
-    lines = [
-        f"{file.name} {file.sha256 or files.sha256(directory / file.name)}\n"
-        for file in listing.weights or listing.files
-    ]
+    if source.is_file():
+        return hash_of(source)[:16]
+    hashes = {file.name: file.sha256 for file in listing.weights} if listing is not None else {}
+    if not hashes or not all(hashes.values()):
+        hashes = {file.name: hash_of(file) for file in weight_files(source)}
+    lines = [f"{name} {digest}\n" for name, digest in hashes.items()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """List the weight files of a directory: those that transformers reads; if there are none, what has the name of weights.
+
+    Where no file has, only the user's code knows which are weights: all are.
+    """
+    if listed := files_in(directory).weights:
+        return [directory / file.name for file in listed]
+    others = [file for file in sorted(directory.iterdir()) if file.is_file() and not file.name.startswith(STATE)]
+    return [file for file in others if file.suffix in WEIGHTS] or others
 
 
 def files_in(directory: Path) -> Listing:
@@ -179,18 +183,23 @@ def files_in(directory: Path) -> Listing:
     return Listing("", tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()))
 
 
-def fingerprint(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
+def fingerprint(tensors: Iterable[tuple[str, "Tensor"]], buffers: Container[str] = ()) -> str:
     """Hash the names, shapes and values of tensors, independent of their order, file format and storage dtype.
 
     Values are hashed in float32, so a checkpoint stored in bfloat16 or float16 and its float32 copy agree. The rate is about
     1 GB/s of float32 for each of up to four threads.
 
+    Args:
+        buffers: names of tensors that may be infinite, as causal masks are.
+
     Raises:
-        CheckpointError: if a tensor contains NaN or infinite values; the message names the tensors.
+        CheckpointError: if a tensor contains NaN, or infinite values and is no buffer; the message names the tensors.
     """
+    named = list(tensors)
+    infinite = [name in buffers for name, _ in named]
     workers = min(HASH_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
-        hashed = sorted(pool.map(_hash, *zip(*tensors, strict=True)))
+        hashed = sorted(pool.map(_hash, *zip(*named, strict=True), infinite))
     not_finite = [name for name, digest in hashed if digest is None]
     if not_finite:
         raise CheckpointError(
@@ -199,107 +208,16 @@ def fingerprint(tensors: Iterable[tuple[str, "Tensor"]]) -> str:
     return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashed).encode()).hexdigest()[:16]
 
 
-def _hash(name: str, tensor: "Tensor") -> tuple[str, str | None]:
+def _hash(name: str, tensor: "Tensor", infinite: bool) -> tuple[str, str | None]:
+    """Return a tensor's name and hash; None for a tensor with NaN, or with infinities unless they are allowed."""
     import torch
 
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.is_floating_point()}\n".encode())
     for values in tensor.detach().reshape(-1).split(HASH_CHUNK):
         values = values.cpu()
         if values.is_floating_point():
-            if not torch.isfinite(values).all():
+            if (values.isnan() if infinite else ~values.isfinite()).any():
                 return name, None
             values = values if values.dtype == torch.float64 else values.float()
         digest.update(values.view(torch.uint8).numpy().data)
     return name, digest.hexdigest()
-
-
-@contextmanager
-def unchanged(source: Path) -> Iterator[None]:
-    """Compare the files of a checkpoint, a directory or one file, before and after what is done with them in this context.
-
-    Raises:
-        CheckpointError: if there is none; if a file was replaced, deleted or written to, in place of whatever that led to. New
-            files are allowed.
-    """
-    if not source.exists():
-        raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
-    before = {file: _identity(file) for file in _read_by_loading(source)}
-    failure = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    for file, identity in before.items():
-        now = _identity(file)
-        if now != identity:
-            raise CheckpointError(
-                f"{file} was {'changed' if now else 'deleted'} while this checkpoint was measured, and its results are not kept: "
-                "when nothing writes there any more, run the same command again"
-            ) from failure
-    if failure is not None:
-        raise failure
-
-
-def load_copy(load: Callable[[Path], Loaded], source: Path) -> Loaded:
-    """Load a checkpoint from a copy of its directory in `TMPDIR`, which keeps its name and is unlinked when it is loaded.
-
-    Mapped weights stay readable after that, and need no memory that the system can't take back. A single file is read as it
-    is: it is not mapped.
-
-    Raises:
-        CheckpointError: as `load`, with the directory's own path; if the copy can't be made.
-    """
-    if source.is_file():
-        return load(source)
-    with tempfile.TemporaryDirectory(prefix="tracker-", ignore_cleanup_errors=True) as temporary:
-        copy = Path(temporary) / source.resolve().name
-        _copy(source, copy)
-        try:
-            return load(copy)
-        except (CheckpointError, UsageError) as error:
-            raise type(error)(str(error).replace(str(copy), str(source))) from error
-
-
-def _copy(source: Path, copy: Path) -> None:
-    """Copy what loading reads; other files, such as an optimizer's state, and directories are links."""
-    files = _read_by_loading(source)
-    try:
-        size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(copy.parent).free
-        if size > free:
-            raise CheckpointError(
-                f"{source} is copied before it is measured, so that nobody changes it meanwhile, and {tempfile.gettempdir()} has "
-                f"no space for its {size / 1e9:.3g} GB ({free / 1e9:.3g} GB are free); set TMPDIR to a directory with more space"
-            )
-        copy.mkdir()
-        for file in files:
-            shutil.copyfile(file, copy / file.name)
-        for file in source.iterdir():
-            if file not in files:
-                (copy / file.name).symlink_to(file.absolute())
-    except OSError as error:
-        raise CheckpointError(
-            f"{source} can't be copied to {tempfile.gettempdir()} ({first_line(error)}); it is copied before it is measured, so "
-            "that nobody changes it meanwhile: make it readable, or set TMPDIR to another directory"
-        ) from error
-
-
-def _read_by_loading(source: Path) -> list[Path]:
-    """List the files that loading reads: weights, configuration and tokenizer, but not the state of an optimizer.
-
-    Where no file has the name of weights, only the user's code knows which has them: all are read.
-    """
-    if source.is_file():
-        return [source]
-    files = [file for file in source.iterdir() if file.is_file()]
-    if not any(file.name.endswith(WEIGHTS) for file in files):
-        return files
-    return [file for file in files if file.name.endswith((*WEIGHTS, *TEXT))]
-
-
-def _identity(file: Path) -> tuple[int, ...] | None:
-    """Return what changes with a file's content, also if its size and modification time are set back; None without a file."""
-    try:
-        status = file.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

@@ -302,7 +302,7 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         return _single(path, path.name, pattern)
     children = [path, *sorted(path.glob("*"))]
     directories = [child for child in children if (child / "config.json").is_file()]
-    files = path.rglob("*.ckpt") if lightning else directories
+    files = _lightning_files(path) if lightning else directories
     checkpoints = _parse_all(((file.name, str(file), None) for file in files), pattern)
     if checkpoints:
         # Directories without a configuration are interrupted copies, which a walk names as it fails on them. One of a step
@@ -319,7 +319,7 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         other = "it holds checkpoints of Hugging Face: leave out --module" if directories else ""
     else:
         reason = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
-        files = sorted(file.name for file in path.rglob("*.ckpt"))
+        files = sorted(file.name for file in _lightning_files(path))
         other = f"it holds {join_names(files)}: {LIGHTNING}" if files else _for_own_code(path, children)
     raise ValueError(f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}")
 
@@ -339,6 +339,12 @@ def _for_own_code(path: Path, children: Sequence[Path]) -> str:
     within = "" if all(file.parent == path for file in weights) else "**/"
     what = f"it holds {counted(len(weights), 'file')} of no known form, {join_names(file.name for file in weights)}"
     return OWN_CODE.format(what=what, kind="file", code=STATE_DICT, files=quote(f"{path}/{within}*{suffix}"))
+
+
+def _lightning_files(path: Path) -> list[Path]:
+    """List the Lightning checkpoints below a directory, without those of hidden directories, such as copies of other walks."""
+    found = path.rglob("*.ckpt")
+    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
 
 
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:

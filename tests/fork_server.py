@@ -110,6 +110,7 @@ def become(request: dict, files: list[int]) -> None:
     # It has read HF_HUB_OFFLINE, HF_HUB_CACHE, HF_ENDPOINT and HOME. Its users look its names up when they need them; the
     # one that copies a value, transformers' HF_MODULES_CACHE, is among the variables that `tests.processes` does not accept.
     importlib.reload(huggingface_hub.constants)
+    tempfile.tempdir = None  # it has read TMPDIR
     # W&B has made a directory for pictures on import, which the first child to exit would remove.
     MEDIA_TMP.name = tempfile.mkdtemp("wandb-media")
     numpy.random.seed()  # as torch's and Python's: the first is a constant, the second is renewed by os.fork

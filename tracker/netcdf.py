@@ -6,10 +6,15 @@ systems refuse. What the C library then finds wrong is wrong with the content of
 The C library of netCDF is used by one thread at a time, under xarray's own lock: a training may write a unit while another
 thread of its process reads the store.
 
+A file ends with a `seal`, the SHA-256 of what comes before it, which the libraries of NetCDF and HDF5 do not read. Checksums of
+HDF5 do not protect all bytes: of 300 files with one changed bit, 3 were read as other values.
+
 xarray opens and decodes each variable of each file by itself, which takes ten times as long as reading the numbers. Here the
 variables of files that differ in nothing but values are stacked, and decoded once.
 """
 
+import hashlib
+import re
 import stat
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
@@ -34,6 +39,9 @@ FIRST, SECOND = (held.lock for held in NETCDF4_PYTHON_LOCK.locks)  # type: ignor
 # What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
 
+SEAL = re.compile(rb"\nsha256 (.{64})\n", re.DOTALL)  # whatever stands in the place of the hash is compared
+SEALED = 73  # bytes of a seal
+
 
 class DamagedFile(ValueError):
     """A file whose content is not what was written."""
@@ -50,6 +58,7 @@ class Content:
         attributes: attributes by name.
         coordinates: names of variables that are coordinates, with spaces between them.
         attrs: attributes of the file.
+        checked: whether the file has a seal.
     """
 
     form: str
@@ -58,6 +67,12 @@ class Content:
     attributes: dict[str, dict[str, Any]]
     coordinates: str
     attrs: dict[str, Any]
+    checked: bool
+
+
+def seal(content: bytes | memoryview) -> bytes:
+    """Return what is written after the content of a file, so that reading finds every change of it."""
+    return f"\nsha256 {hashlib.sha256(content).hexdigest()}\n".encode()
 
 
 def file_content(dataset: xr.Dataset) -> memoryview:
@@ -66,7 +81,7 @@ def file_content(dataset: xr.Dataset) -> memoryview:
     Raises:
         ValueError: if it has a text that no file can hold, such as half of a surrogate pair.
     """
-    # Checksums detect bytes that have changed on the disk.
+    # Checksums detect bytes that have changed on the disk, where a file is read by another program.
     numbers = [name for name, v in dataset.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
     encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
     if "token_text" in dataset.coords:  # as characters a twentieth of the size of single strings
@@ -97,6 +112,7 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
         raise UsageError(f"{file} is no file; remove it")
     with naming(file):
         content = file.read_bytes()
+    checked = _is_sealed(file, content)
     try:
         with FIRST, SECOND, netCDF4.Dataset("in memory", memory=content) as opened:
             opened.set_auto_maskandscale(False)
@@ -108,12 +124,26 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
             coordinates = attrs.pop("coordinates", "")
             form = repr((coordinates, [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()]))
             if like is not None and like.form == form:
-                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs)
+                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs, checked)
             attributes = {name: dict(held.__dict__) for name, held in stored.items()}
-            return Content(form, values, dims, attributes, coordinates, attrs)
+            return Content(form, values, dims, attributes, coordinates, attrs, checked)
     except ERRORS as error:
         why = getattr(error, "strerror", None) or first_line(error)
         raise DamagedFile(f"{file} is damaged ({why})") from error
+
+
+def _is_sealed(file: Path, content: bytes) -> bool:
+    """Return whether a file's content ends with a seal.
+
+    Raises:
+        DamagedFile: if the seal is that of other content.
+    """
+    found = SEAL.fullmatch(content[-SEALED:])
+    if found is None:
+        return False
+    if hashlib.sha256(memoryview(content)[:-SEALED]).hexdigest().encode() != found[1]:
+        raise DamagedFile(f"{file} is damaged (its content is not what was written)")
+    return True
 
 
 def stacked(contents: Sequence[Content]) -> xr.Dataset:

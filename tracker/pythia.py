@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tracker.common.command_line import FAILED, INPUT_ERRORS, OK, CommandFailure, leaving_at_once, reports_errors
@@ -40,15 +41,15 @@ if TYPE_CHECKING:
     from tracker.walk.units import Units
 
 ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
-STOPS = (signal.SIGINT, signal.SIGTERM)
 KEPT = "finished revisions are kept, and the same command continues with the rest"
 RESUME = f"interrupted; {KEPT}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    # SIGTERM, which a cluster sends at the end of a job's time, is handled like Ctrl-C: until the walk starts, at once.
-    with leaving_at_once(STOPS, RESUME):
+    # SIGTERM, which a cluster sends at the end of a job's time, and SIGHUP, which a closed terminal does, are handled like
+    # Ctrl-C: until the walk starts, at once.
+    with leaving_at_once(_stops(), RESUME):
         return run(parse(arguments))
 
 
@@ -104,7 +105,7 @@ def _walk(
     logged: "LoggedRun",
     interrupts: Sequence[int],
 ) -> int:
-    from checkpoints import nano
+    from checkpoints import copies, nano
     from tracker.loggers import opened
     from tracker.netcdf import DamagedFile
     from tracker.skipped import Skipped
@@ -120,6 +121,7 @@ def _walk(
         skipped.add(checkpoint.step, lacks)
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
+        copies.sweep(Path(checkpoint.source) for checkpoint in selection.checkpoints if checkpoint.revision is None)
         _check_selection(plan, units)
         if walk.model == "nano" and missing and not nano.is_trained():
             nano.train()
@@ -158,7 +160,7 @@ def _dry_run(walk: Walk, plan: WalkPlan) -> int:
 
 @contextmanager
 def _remembered_interrupts() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt on each signal in STOPS, and collect the signals in a list.
+    """Raise KeyboardInterrupt on each signal that ends a walk, and collect the signals in a list.
 
     A KeyboardInterrupt raised in the wrong place (a destructor, a callback from C) is swallowed; the list is not.
     """
@@ -168,12 +170,18 @@ def _remembered_interrupts() -> Iterator[list[int]]:
         received.append(number)
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, stop) for number in STOPS}
+    before = {number: signal.signal(number, stop) for number in _stops()}
     try:
         yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _stops() -> list[int]:
+    """Return the signals that end a walk: SIGHUP unless it is ignored, as after `nohup`."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
 
 
 def _check_selection(plan: WalkPlan, units: "Units") -> None:

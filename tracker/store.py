@@ -6,7 +6,8 @@
     DIR/damaged/                  damaged files, whose steps were measured again
     DIR/skipped.json              steps that could not be measured, and why
 
-A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none.
+A unit is serialised in memory, written under a temporary name, synced and renamed: a reader sees a complete file or none. It
+ends with a hash of its content, which is compared when it is read, and so are the steps in its name and in its content.
 W&B, the figures and the page are derived from the store. Units make one curve if they were measured alike (`likeness`).
 """
 
@@ -29,7 +30,7 @@ from tracker.common.files import Lock, read_json, remove_stale_temporaries, requ
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, stacked
+from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, seal, stacked
 from tracker.version import SCHEMA
 
 ATTRIBUTES = {
@@ -74,6 +75,7 @@ ONE_DIRECTORY = (
     "tracker.report.write_report(directories, 'page.html') makes one page of all"
 )
 REMEDY = "move it away, or, if a walk measured it, repeat the walk, which measures its step again"
+INTEGRITY, UNCHECKED = "integrity", "unchecked"  # the attribute of a unit without a hash
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
@@ -167,7 +169,8 @@ class Store:
     def write_content(self, step: int, content: bytes | memoryview) -> Path:
         """Write the `file_content` of one unit atomically; a damaged file in its place moves to DIR/damaged."""
         damaged = self.has(step) and self._is_damaged(step)
-        write_atomic(self.file(step), content, aside=self._aside("damaged", step) if damaged else None)
+        aside = self._aside("damaged", step) if damaged else None
+        write_atomic(self.file(step), content, seal(content), aside=aside)
         return self.file(step)
 
     def _is_damaged(self, step: int) -> bool:
@@ -207,7 +210,6 @@ class Store:
         Raises:
             ValueError: as `read` and `join`.
         """
-        names = None if names is None else {*names, "step"}
         contents: list[Content] = []
         for step in steps:
             contents.append(self._content(step, names, *contents[-1:]))
@@ -238,16 +240,21 @@ class Store:
     def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
         file = self.file(step)
         try:
-            content = read_content(file, names, like)
+            content = read_content(file, None if names is None else {*names, "step"}, like)
         except DamagedFile as error:
             raise DamagedFile(f"{error}; {REMEDY}") from error
         has_prompts = names is not None or any("prompt" in dims for dims in content.dims.values())
-        if "schema" not in content.attrs or not has_prompts:
+        if "schema" not in content.attrs or "step" not in content.values or not has_prompts:
             raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
+        if (held := content.values["step"]).tolist() != step:
+            raise DamagedFile(f"{file} is damaged (it holds step {held}); {REMEDY}")
         if content.attrs["schema"] != SCHEMA:
             raise UsageError(
                 f"{file} was measured by another version of this package; measure again, into a new directory"
             )
+        content.attrs.pop(INTEGRITY, None)
+        if not content.checked:  # of an earlier version of the package
+            content.attrs[INTEGRITY] = UNCHECKED
         return content
 
     def _joined(self, contents: list[Content]) -> xr.Dataset:

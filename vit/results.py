@@ -15,7 +15,7 @@ from tracker.analysis.reduction import read_miscouplings
 from tracker.common.errors import UsageError
 from tracker.common.files import write_atomic
 from tracker.common.text import by_cause
-from tracker.netcdf import decoded, file_content, read_content
+from tracker.netcdf import decoded, file_content, read_content, seal
 from tracker.store import Store
 from vit.cells import read
 
@@ -57,8 +57,8 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
 
 def write_grid(grid: xr.Dataset, file: Path) -> None:
     """Write what the analysis reads of a grid to one file, from which it can be repeated without the trainings."""
-    content = grid.assign_attrs(unfinished=json.dumps(grid.attrs["unfinished"]))
-    write_atomic(file, file_content(content))
+    content = file_content(grid.assign_attrs(unfinished=json.dumps(grid.attrs["unfinished"])))
+    write_atomic(file, content, seal(content))
 
 
 def _read_file(file: Path) -> xr.Dataset:

@@ -125,6 +125,17 @@ def test_weights_that_are_not_finite_are_refused(value):
         fingerprint(tensors.items())
 
 
+def test_buffers_may_be_infinite_and_not_nan():
+    tensors = weights()
+    own = fingerprint(tensors.items(), {"b"})
+    assert own == fingerprint(tensors.items())
+    tensors["b"][2] = -torch.inf
+    assert fingerprint(tensors.items(), {"b"}) != own
+    tensors["b"][3] = torch.nan
+    with pytest.raises(CheckpointError, match="NaN or infinite weights in b"):
+        fingerprint(tensors.items(), {"b"})
+
+
 def test_find_repeats_returns_the_first_step_with_the_same_weights():
     assert find_repeats({0: "x", 1: "x", 2: "y", 4: "x", 8: ""} | {16: ""}) == {1: 0, 4: 0}
 

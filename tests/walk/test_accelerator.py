@@ -93,9 +93,9 @@ def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypat
     measuring, hashed = threading.Event(), threading.Event()
     fingerprint, measure = integrity.fingerprint, measurement.measure
 
-    def hash_meanwhile(tensors):
+    def hash_meanwhile(*tensors_and_buffers):
         assert measuring.wait(300), "the measurement waits for the fingerprint"
-        found = fingerprint(tensors)
+        found = fingerprint(*tensors_and_buffers)
         hashed.set()
         return found
 
@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_named_whatever_the_measurement_makes_of
             raise FloatingPointError("block 1 gives values that are not finite")
         return "never stored", True
 
-    def fingerprint(tensors):
+    def fingerprint(*tensors_and_buffers):
         assert reported.wait(300)
         raise CheckpointError("NaN or infinite weights in a tensor")
 

@@ -21,6 +21,7 @@ from tracker import pythia
 from tracker import store as results
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import read_reduced, reduced
+from tracker.common.errors import CheckpointError
 from tracker.loggers.protocol import Row
 from tracker.report import write_report
 from tracker.report.contents import carried, contents
@@ -41,6 +42,30 @@ def large_unit(step: int) -> xr.Dataset:
 def small_unit(step: int) -> xr.Dataset:
     made = unit(step, layers=2, ks=(4,), prompts=1, matrices=False, seed=0).drop_dims("task")
     return made.assign_coords(revision=f"step{step}")
+
+
+class Masked(torch.nn.Module):
+    """A model with a causal mask, which two of its modules hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, other = torch.nn.Linear(2, 2), torch.nn.Module()
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.other = other
+        other.register_buffer("mask", self.mask)
+
+
+def test_causal_masks_are_no_fault_of_the_weights():
+    model = Masked()
+    with units._fingerprint(model, torch.device("cpu")) as found:
+        assert found.result()
+    with torch.no_grad():
+        model.layer.bias[0] = -torch.inf
+    with (
+        pytest.raises(CheckpointError, match=r"infinite weights in layer\.bias;"),
+        units._fingerprint(model, torch.device("cpu")),
+    ):
+        pass
 
 
 @pytest.fixture

@@ -259,7 +259,7 @@ def start_and_stay_at_the_second(walker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_interrupted_walk_is_resumed(walker, number):
     process = start_and_stay_at_the_second(walker)
     process.send_signal(number)

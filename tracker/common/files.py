@@ -17,7 +17,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,15 +47,16 @@ def naming(file: Path) -> Iterator[None]:
         raise
 
 
-def write_atomic(file: Path, content: bytes | memoryview, aside: Path | None = None) -> None:
+def write_atomic(file: Path, *parts: bytes | memoryview, aside: Path | None = None) -> None:
     """Write a file completely or not at all, even with concurrent writers, a full disk or a killed process.
 
     The content of the last writer wins. Temporary files that killed writers of the same file left behind are removed.
 
     Args:
+        parts: the content, one after the other.
         aside: where the file that is replaced is kept.
     """
-    while not _try_write(file, content, aside):
+    while not _try_write(file, parts, aside):
         pass
     remove_stale_temporaries(file.parent, file.name)
     _sync_directory(file.parent)
@@ -74,14 +75,14 @@ def _sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def _try_write(file: Path, content: bytes | memoryview, aside: Path | None) -> bool:
+def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | None) -> bool:
     """Write under a name that no other writer uses, then rename; return False if another process removed the file."""
     writer = f"{os.getpid()}-{threading.get_native_id()}-{secrets.token_hex(8)}"
     temporary = file.with_name(f".{file.name}.{writer}.tmp")
     try:
         with open(temporary, "xb") as handle, naming(file):
             _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: others must not remove a file being written
-            handle.write(content)
+            handle.writelines(parts)
             handle.flush()
             os.fsync(handle.fileno())
             if aside is not None:  # its successor is on the disk
@@ -214,25 +215,39 @@ class Lock:
         self.release()
 
 
-def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file's content, cached by path, size and modification time."""
+def identity(file: Path) -> tuple[int, ...]:
+    """Return what changes with a file's content, also if its size and modification time are set back."""
     status = file.stat()
-    signature = [str(file.resolve()), status.st_size, status.st_mtime_ns]
-    name = hashlib.sha256(signature[0].encode()).hexdigest()[:32]
-    entry = cache_root() / "digests" / f"{name}.json"
+    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def sha256(file: Path) -> str:
+    """Return the SHA-256 of a file's content; one whose `identity` was noted with its hash is not read again."""
+    found = identity(file)
     try:
-        *known, digest = json.loads(entry.read_text())
-        if known == signature:
+        path, *noted, digest = json.loads(_note_of(file).read_text())
+        if (path, tuple(noted)) == (str(file.resolve()), found):
             return digest
     except (OSError, ValueError, TypeError):
-        pass  # not cached, or unreadable: hash the file
+        pass  # not noted, or unreadable: hash the file
     digest = hash_file(file)
+    note_sha256(file, found, digest)
+    return digest
+
+
+def note_sha256(file: Path, noted: tuple[int, ...], digest: str) -> None:
+    """Keep the SHA-256 that a file had while its `identity` was this one."""
+    note = _note_of(file)
     try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(entry, json.dumps([*signature, digest]).encode())
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(note, json.dumps([str(file.resolve()), *noted, digest]).encode())
     except OSError:
         pass  # a cache that can't be written: the file is hashed again next time
-    return digest
+
+
+def _note_of(file: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
+    return cache_root() / "digests" / f"{name}.json"
 
 
 def hash_file(file: Path) -> str:

@@ -3,11 +3,10 @@
 `measure_checkpoint` makes a unit. `Units` keeps what the walk must know of each unit.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import xarray as xr
 
 from checkpoints import integrity, scores
-from checkpoints.integrity import load_copy, unchanged
+from checkpoints.copies import load_copy
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import UNTRAINED, first_line
@@ -35,34 +34,28 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
     """Load and measure a fetched checkpoint; return its unit, labelled with the checkpoint's provenance.
 
     Raises:
-        CheckpointError: if it can't be loaded or is not to be trusted, or if its files change meanwhile.
+        CheckpointError: if it can't be loaded or is not to be trusted.
     """
-    load = plan.measurement.load
-    if checkpoint.revision is not None:  # of a cache
-        return _measure_files(plan, checkpoint, directory, load)
-    with unchanged(directory):
-        return _measure_files(plan, checkpoint, directory, partial(load_copy, load))
-
-
-def _measure_files(
-    plan: WalkPlan, checkpoint: Checkpoint, directory: Path, load: Callable[[Path], tuple[Any, Any]]
-) -> xr.Dataset:
-    """Load and measure a checkpoint whose files do not change."""
     from checkpoints.load import init_untrained
 
     selection, measurement, output = plan.selection, plan.measurement, plan.output
-    model, tokenizer = load(directory)
+    # It may be deleted while it is measured.
+    is_directory, own_scores = directory.is_dir(), scores.read_from_checkpoint(directory)
+    if checkpoint.revision is None:
+        (model, tokenizer), digest = load_copy(measurement.load, directory)
+    else:  # of a cache, whose files nobody rewrites
+        model, tokenizer = measurement.load(directory)
+        digest = integrity.files_digest(directory, selection.listings.get(checkpoint.name))
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
-    with _fingerprint(model.state_dict().items(), measurement.device) as fingerprint:
+    with _fingerprint(model, measurement.device) as fingerprint:
         unit, resident = _measure(measurement, output.store.continued(measurement.settings), model, tokenizer)
-    listing = selection.listings.get(checkpoint.name)
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=(checkpoint.revision or "") if trained else f"{UNTRAINED}{checkpoint.seed}",
         commit=directory.name if checkpoint.revision and trained else "",
-        files_sha256=integrity.files_digest(directory, listing) if trained else "",
+        files_sha256=digest if trained else "",
         fingerprint=fingerprint.result(),
         suspect=selection.suspect.get(checkpoint.step, ""),
     )
@@ -71,7 +64,7 @@ def _measure_files(
     if checkpoint.tokens is not None:
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
     unit = unit.assign_coords({name: ("prompt", labels) for name, labels in measurement.prompt_labels.items()})
-    unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | scores.read_from_checkpoint(directory))
+    unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | own_scores)
     unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
     unit.attrs["settings_sha256"] = output.settings_sha256
     files = "in their files" if checkpoint.revision is not None else "in a copy of their files"
@@ -81,14 +74,15 @@ def _measure_files(
 
 
 @contextmanager
-def _fingerprint(weights: "Iterable[tuple[str, torch.Tensor]]", device: "torch.device") -> Iterator[Future[str]]:
-    """Hash a model's weights; on an accelerator, while the model is measured in this context.
+def _fingerprint(model: "torch.nn.Module", device: "torch.device") -> Iterator[Future[str]]:
+    """Hash a model's weights and buffers; on an accelerator, while the model is measured in this context.
 
     Raises:
         CheckpointError: if the weights are not finite, in place of what the measurement makes of them.
     """
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     with ThreadPoolExecutor(1) as thread:
-        hashed = thread.submit(integrity.fingerprint, weights)
+        hashed = thread.submit(integrity.fingerprint, model.state_dict().items(), buffers)
         if device.type == "cpu":  # it would take the measurement's cores
             hashed.result()
         try:
