@@ -55,7 +55,9 @@ def test_the_walk_repeats_what_was_measured_by_hand(executed):
     notebook, out = executed
     (printed,) = [cell.outputs[0].text for cell in notebook.cells if "tracker.summary(" in cell.source]
     lines = iter(printed.splitlines())
-    rows = [next(line for line in lines if f" {name} " in line) for name in ("untrained", "trained")]  # of the first measure
+    rows = [
+        next(line for line in lines if f" {name} " in line) for name in ("untrained", "trained")
+    ]  # of the first measure
     stored = tracker.open_results(out)
     values = stored.miscoupling.isel(k=0).mean(("prompt", "token")).values
     off = ~np.eye(values.shape[-1], dtype=bool)

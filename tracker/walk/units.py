@@ -40,7 +40,7 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
 
     selection, measurement, output = plan.selection, plan.measurement, plan.output
     # It may be deleted while it is measured.
-    is_directory, own_scores = directory.is_dir(), scores.read_from_checkpoint(directory)
+    own_scores = scores.read_from_checkpoint(directory)
     if checkpoint.revision is None:
         (model, tokenizer), digest = load_copy(measurement.load, directory)
     else:  # of a cache, whose files nobody rewrites
