@@ -200,7 +200,7 @@ def _codes(results: xr.Dataset, name: str) -> np.ndarray | None:
 
 
 def evenly_measured(steps: Sequence[float] | np.ndarray) -> bool:
-    """Whether training steps are evenly spaced, but for the last, which may follow sooner: a run ends where it ends.
+    """Whether training steps are evenly spaced, except for the last, which may follow sooner: a run ends where it ends.
 
     >>> evenly_measured([0, 20, 40, 45]), evenly_measured([0, 1, 2, 4])
     (True, False)

@@ -196,7 +196,7 @@ class Witness:
             moved: bytes of the numbers by whose roundings the states and u are moved; 0: not at all.
         """
         passes, leaf = self.passes, torch.empty(0)
-        found: dict[int, tuple[Tensor, ...]] = {}  # of each block, the fields of `_Backward` but for the first
+        found: dict[int, tuple[Tensor, ...]] = {}  # of each block, the fields of `_Backward` except the first
         least: dict[int, int] = {}
 
         def disturbed(t: Tensor) -> Tensor:
@@ -585,6 +585,6 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def form_of(model: nn.Module) -> Any:
-    """Return what the model is made of, but for its weights: the classes and the hooks of its modules, by name."""
+    """Return what the model is made of, without its weights: the classes and the hooks of its modules, by name."""
     parts = ((name, type(part), *(vars(part)[kind] for kind in HOOKS)) for name, part in model.named_modules())
     return tuple((name, cls, *(tuple(map(id, hooks.values())) for hooks in both)) for name, cls, *both in parts)

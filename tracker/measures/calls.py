@@ -103,7 +103,7 @@ blocks=find_blocks(model, batch_first=True)."""
 def record_call(
     replica: Replica, batch: Batch, settings: Settings, memory: int
 ) -> tuple[Recording, Rows, list[Sample]]:
-    """Record one forward call; return its requested rows and its samples, measured but for their couplings.
+    """Record one forward call; return its requested rows and its samples, measured except for their couplings.
 
     Args:
         memory: bytes to keep in memory; the rest go to files.

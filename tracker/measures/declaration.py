@@ -156,7 +156,7 @@ COORDINATES = {
     "noise": Coordinate("length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"),
     "quantity": Coordinate("measure whose undefined values are counted", "name of the variable"),
     f"{DIAGNOSTICS}undefined": Coordinate(
-        "number of undefined values of a measure", "NaN, but for padding", dims=("quantity",)
+        "number of undefined values of a measure", "NaN, except padding", dims=("quantity",)
     ),
     "step": Coordinate("training step", "optimizer steps taken"),
     "repeats": Coordinate("earlier step with the same weights", "−1: none"),

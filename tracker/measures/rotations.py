@@ -140,7 +140,7 @@ class _Controls:
         entries = Entries(of, basis, d)
         page, release = null_levels(["miscoupling", "miscoupling_release"], s, of, basis, d)
         off, square = entries.off_square, entries.square
-        # E o, E t and E A_kk^2 may be 0 but for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
+        # E o, E t and E A_kk^2 may be 0 except for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
         least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
         share, diagonal_squares = off / square.clamp_min(least), entries.diagonal_squares()
         of_share = 1 / (2 * share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))

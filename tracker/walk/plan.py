@@ -104,7 +104,7 @@ class SelectedCheckpoints:
 class Measurement:
     """How each checkpoint is loaded and measured."""
 
-    settings: "Settings"  # but for the memory budget, which depends on the model if none is given
+    settings: "Settings"  # without the memory budget, which depends on the model if none is given
     memory_budget: int | None
     load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, if the inputs are prompts, a tokenizer
     inputs: Any
