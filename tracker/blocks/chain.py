@@ -50,7 +50,7 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     alike = {name for name, module in modules.items() if is_alike(module, replica.blocks)}
     tried = _tried(replica, batch, reached - alike)
     adding = alike.union(tried)
-    # The blocks' own class first, then what holds others rather than what is held, but for Sequentials.
+    # The blocks' own class first, then what holds others rather than what is held, except Sequentials.
     order = sorted(adding, key=lambda name: (name not in alike, type(modules[name]) is nn.Sequential, name.count(".")))
     before, after = _path(backward, first, order), _path(forward, last, order)
     if not before and not after:

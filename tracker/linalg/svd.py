@@ -291,8 +291,8 @@ def _refined(A: Tensor, U: Tensor, S: Tensor) -> Tensor:
         S, SQUARABLE * S[..., :1]
     ).square()  # in place of small ones, by which rounding would be divided
     W = U + outside / squares[..., None, :]
-    # Its columns are orthonormal except for LAPACK's residuals, so that one Cholesky factor suffices. cuSOLVER's QR takes one matrix
-    # after another: 50 ms for 768 matrices of 192 rows.
+    # Its columns are orthonormal except for LAPACK's residuals, so that one Cholesky factor suffices. cuSOLVER's QR takes one
+    # matrix after another: 50 ms for 768 matrices of 192 rows.
     L, _ = torch.linalg.cholesky_ex(W.mT @ W)
     return torch.linalg.solve_triangular(L, W.mT, upper=False).mT
 
