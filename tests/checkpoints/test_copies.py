@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -164,10 +165,15 @@ def test_the_hash_of_a_copied_file_is_noted(run, temporary, monkeypatch):
     assert files_digest(run) != digest and read == [run / "model.safetensors"]
 
 
+def is_in_memory(path: Path) -> bool:
+    """Ask another program."""
+    return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout == "tmpfs\n"
+
+
 @pytest.fixture
 def in_memory(monkeypatch):
     """A directory in memory as `TMPDIR`."""
-    if not Path("/dev/shm").is_dir() or not copies._is_in_memory(Path("/dev/shm")):
+    if not is_in_memory(Path("/dev/shm")):
         pytest.skip("Linux's /dev/shm is not there, or on a disk")
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         monkeypatch.setattr("tempfile.tempdir", directory)
@@ -175,7 +181,7 @@ def in_memory(monkeypatch):
 
 
 def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_in_memory(run, in_memory, monkeypatch):
-    if copies._is_in_memory(run):
+    if is_in_memory(run):
         pytest.skip("this system has the directories of tests in memory")
     (link := run.parent.parent / "link").symlink_to(run)
 
