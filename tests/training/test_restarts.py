@@ -1,5 +1,6 @@
 """A run that begins again in its process, after lack of memory, say, is the same run: its earlier units are set aside."""
 
+import gc
 import warnings
 
 import lightning
@@ -58,15 +59,20 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
 def test_a_trainer_that_is_made_again(tmp_path):
     """Trainer and callback refer to each other; with both gone, the training can't go on."""
 
-    @find_executable_batch_size(starting_batch_size=4)
     def train(batch_size):
         runner = make(tmp_path / "run", per_device_train_batch_size=batch_size)
         runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), trainer=runner))
         runner.add_callback(Scarce(3))
         runner.train()
 
-    with pytest.warns(UserWarning, match=AGAIN.format(2)):
-        train()
+    gc.disable()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            train(4)
+        with pytest.warns(UserWarning, match=AGAIN.format(2)):
+            train(3)
+    finally:
+        gc.enable()
     assert Store(tmp_path / "store").steps() == [0, 2, 4, 6]
 
 
