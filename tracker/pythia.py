@@ -126,7 +126,8 @@ def _walk(
         if walk.model == "nano" and missing and not nano.is_trained():
             nano.train()
         dtype, device = measurement.settings.dtype, str(measurement.device)
-        config = {"model": selection.suite.source, "prompts": walk.prompts, "dtype": dtype, "device": device}
+        inputs = {"prompts": walk.prompts} if walk.inputs is None else {"inputs": measurement.inputs_digest}
+        config = {"model": selection.suite.source, **inputs, "dtype": dtype, "device": device}
         with opened(openers, replace(logged, config=config)) as log:
             with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
                 for step in list(units.known):

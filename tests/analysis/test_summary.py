@@ -157,6 +157,23 @@ def test_names_of_results_in_a_list(store):
     assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {"GPTNeoXForCausalLM", store.name}
 
 
+def test_an_interval_above_0_beside_another_answer_is_explained():
+    """The interval is over prompts, the test also over pairs of blocks, here two couplings that differ."""
+    ds = tracker.measure(neox(), tokens(4), k=2, measures="coupling")
+    values = ds.miscoupling_level.values.copy()
+    values[..., 0, 1] -= 0.5  # one pair alone is coupled, in all prompts alike
+    told = tracker.summary(ds.assign(miscoupling=ds.miscoupling.copy(data=values)))
+    row = told.loc["miscoupling", "all pairs"]
+    explained = [note for note in told.attrs["notes"] if note.startswith("Where low is above 0")]
+    assert row.low > 0 and row.answer == "not above 0" and len(explained) == 1
+    assert "Where low" not in repr(tracker.summary(ds.assign(miscoupling=ds.miscoupling_level - 0.3)))
+
+
+def test_no_number_is_minus_zero():
+    ds = tracker.measure(neox(), tokens(2), k=2, measures="coupling")
+    assert " -0.000" not in repr(tracker.summary(ds.assign(miscoupling=ds.miscoupling_level + 1e-6)))
+
+
 def test_prompts_of_several_sources_and_one_prompt():
     ds = tracker.measure(neox(), tokens(6), k=2)
     grouped = ds.assign_coords(prompt_source=("prompt", list("aabbcc")))

@@ -70,7 +70,7 @@ class Summary(pd.DataFrame):
 
     def __repr__(self) -> str:
         """Return the title, the table and the notes."""
-        table = self.to_string(float_format=lambda value: f"{value:.3f}", na_rep="")
+        table = self.to_string(float_format=lambda value: f"{value:z.3f}", na_rep="")
         return "\n".join([self.attrs["title"], "", table, "", *self.attrs["notes"]])
 
     def _repr_html_(self) -> str:
@@ -79,7 +79,7 @@ class Summary(pd.DataFrame):
 
     def html_table(self) -> str:
         """Return the table as HTML, without title and notes."""
-        return self.to_html(float_format=lambda value: f"{value:.3f}", na_rep="", border=0)
+        return self.to_html(float_format=lambda value: f"{value:z.3f}", na_rep="", border=0)
 
 
 def summary(results: Result | Mapping[str, Result] | Sequence[Result], k: int | None = None) -> Summary:
@@ -446,6 +446,12 @@ def _of_coupling(
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
         prompts = f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
+        rows = [cell.row() for cells in columns.values() for cell in cells.values()]
+        if any(answer == f"not {ABOVE}" and low > 0 for *_, low, _, _, answer in rows):
+            yield (
+                "Where low is above 0 and the answer is not, pairs of blocks differ too much for their number: the interval is "
+                "of these blocks, and the answer of any blocks like them."
+            )
     if post_norm:
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
 

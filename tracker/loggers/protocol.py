@@ -155,7 +155,8 @@ def check_log(log: Log) -> Log:
     """
     if isinstance(log, str) and log in get_args(LogChoice):
         return cast(LogChoice, log)
-    if isinstance(log, str) or not log or not all(isinstance(name, str) for name in log):
+    named = isinstance(log, Sequence) and not isinstance(log, str)
+    if not named or not log or not all(isinstance(name, str) for name in log):
         raise UsageError(
             f"log={log!r}; choose 'headline' (about a dozen numbers), 'workspace' (also what the saved workspace of W&B draws), "
             "'all', or a list of metrics such as ['coupling/mean_offdiag', 'trajectory/*']"

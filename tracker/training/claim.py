@@ -137,8 +137,9 @@ def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool, a
     steps = store.steps()
     if steps and not (resumed or again):
         return (
-            f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, or resume that run "
-            "from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and its step"
+            f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, remove this one, or "
+            "resume that run from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and "
+            "its step"
         )
     try:
         store.check_settings(settings)
