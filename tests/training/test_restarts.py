@@ -57,7 +57,7 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
 
 @pytest.mark.slow
 def test_a_trainer_that_is_made_again(tmp_path):
-    """Trainer and callback refer to each other; with both gone, the training can't go on."""
+    """Trainer and callback refer to each other, and the next training collects such cycles; then the earlier one can't go on."""
 
     def train(batch_size):
         runner = make(tmp_path / "run", per_device_train_batch_size=batch_size)

@@ -4,7 +4,6 @@ The process of rank 0 holds a lock until the training has ended. A training that
 error, of the same store, is the same run once more, with a smaller batch, say: it sets aside the units of the earlier attempt.
 """
 
-import gc
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -92,8 +91,6 @@ def open_for_run(
     if store is None:
         return settings
     earlier = held(store)
-    if earlier is not None and earlier is not own:
-        gc.collect()  # a callback of transformers' Trainer, whose end marks its training as failed, is part of a cycle
     again = earlier is not None and (earlier is own or earlier.failed)
     try:
         hold(store)
