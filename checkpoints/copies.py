@@ -36,8 +36,11 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 Loaded = TypeVar("Loaded")
 
 
-def load_copy(load: Callable[[Path], Loaded], source: Path) -> tuple[Loaded, str]:
+def load_copy(load: Callable[[Path], Loaded], source: Path, own_code: bool = False) -> tuple[Loaded, str]:
     """Load a checkpoint, a directory or a file, from a copy that keeps its name and is removed when it is loaded.
+
+    Args:
+        own_code: whether the user's code loads it, which may read any file of a directory.
 
     Returns:
         what was loaded, and the `files_digest` of the copy.
@@ -48,12 +51,12 @@ def load_copy(load: Callable[[Path], Loaded], source: Path) -> tuple[Loaded, str
     """
     if not source.exists():
         raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
-    read = _read_by_loading(source)
+    read = _read_by_loading(source, own_code)
     with _directory(_place(source, sum(file.stat().st_size for file in read))) as directory:
-        copy = directory / source.resolve().name
+        copy = directory / Path(os.path.abspath(source)).name  # of a link, too: its target may be named by a hash
         hashes = _copy(source, read, copy)
         try:
-            return load(copy), files_digest(copy, hash_of=lambda file: hashes[file.name])
+            return load(copy), files_digest(copy, own_code=own_code, hash_of=hashes.__getitem__)
         except (CheckpointError, UsageError) as error:
             raise type(error)(str(error).replace(str(copy), str(source))) from error
 
@@ -76,15 +79,24 @@ def _remove_unheld(directory: Path) -> None:
     with lock:
         second = Lock.take(file)
         if second is None:
-            shutil.rmtree(directory, ignore_errors=True)
+            _remove(directory)
         else:  # a file system without locks, which does not tell whether the copy is in use
             second.release()
+
+
+def _remove(directory: Path) -> None:
+    """Remove a copy, its lock last: a sweep takes a directory with files and without a lock for something else."""
+    with suppress(FileNotFoundError):
+        for entry in directory.iterdir():
+            if entry.name != LOCK:
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
 def _directory(place: Path) -> Iterator[Path]:
     """Make a directory whose lock this process holds, and remove it with what it holds."""
-    lock = None
+    lock, directory = None, place / f"{PREFIX}{secrets.token_hex(8)}"
     try:
         while lock is None:
             directory = place / f"{PREFIX}{secrets.token_hex(8)}"
@@ -93,7 +105,7 @@ def _directory(place: Path) -> Iterator[Path]:
                 lock = Lock.take(directory / LOCK)
         yield directory
     finally:  # also where a signal raises KeyboardInterrupt above
-        shutil.rmtree(directory, ignore_errors=True)
+        _remove(directory)
         if lock:
             lock.release()
 
@@ -139,32 +151,30 @@ def _is_in_memory(place: Path) -> bool:
     return any(mount.split()[2] == number and kind.split()[0] in IN_MEMORY for mount, _, kind in described)
 
 
-def _copy(source: Path, read: list[Path], copy: Path) -> dict[str, str]:
-    """Copy what loading reads, and return hashes by name; the rest of a directory, such as an optimizer's state, is linked.
+def _copy(source: Path, read: list[Path], copy: Path) -> dict[Path, str]:
+    """Copy what loading reads, and return the hash of each copy; link the rest of a directory, such as an optimizer's state.
 
     Raises:
         CheckpointError: if the copy can't be made, or files change meanwhile.
     """
     try:
         before = {file: files.identity(file) for file in read}
-        others = [entry for entry in source.iterdir() if entry not in before] if source.is_dir() else []
-        if source.is_dir():
-            copy.mkdir()
-        copied = {file: copy / file.name if source.is_dir() else copy for file in read}
+        copied = {file: copy / file.relative_to(source) for file in read}
         for file, its_copy in copied.items():
+            its_copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, its_copy)
-        hashes = {file: files.hash_file(its_copy) for file, its_copy in copied.items()}
-        for file in read:
+        hashes = {its_copy: files.hash_file(its_copy) for its_copy in copied.values()}
+        for file, its_copy in copied.items():
             if files.identity(file) == before[file]:
-                files.note_sha256(file, before[file], hashes[file])
-            elif files.hash_file(file) != hashes[file]:  # a hard link or other permissions change no content
+                files.note_sha256(file, before[file], hashes[its_copy])
+            elif files.hash_file(file) != hashes[its_copy]:  # a hard link or other permissions change no content
                 raise CheckpointError(
                     f"{file} was changed while it was copied, and this checkpoint is not measured: when nothing writes there any "
                     "more, run the same command again"
                 )
-        for other in others:
-            (copy / other.name).symlink_to(other.absolute())
-        return {copied[file].name: digest for file, digest in hashes.items()}
+        if source.is_dir():
+            _link_others(source, copy)
+        return hashes
     except OSError as error:
         raise CheckpointError(
             f"{source} can't be copied to {copy.parents[1]} ({first_line(error)}); it is copied before it is measured, so that "
@@ -172,9 +182,19 @@ def _copy(source: Path, read: list[Path], copy: Path) -> dict[str, str]:
         ) from error
 
 
-def _read_by_loading(source: Path) -> list[Path]:
+def _link_others(source: Path, copy: Path) -> None:
+    """Link what a directory has beside what was copied of it."""
+    for entry in source.iterdir():
+        its_copy = copy / entry.name
+        if not its_copy.exists():
+            its_copy.symlink_to(entry.absolute())
+        elif its_copy.is_dir():
+            _link_others(entry, its_copy)
+
+
+def _read_by_loading(source: Path, own_code: bool) -> list[Path]:
     """List the files that loading reads: weights, configuration and tokenizer; no logs, and no state of an optimizer."""
     if source.is_file():
         return [source]
     texts = (file for file in source.iterdir() if file.name.endswith(CONFIGURATION) or file.name.startswith(TEXTS))
-    return list(dict.fromkeys([*weight_files(source), *(file for file in texts if file.is_file())]))
+    return list(dict.fromkeys([*weight_files(source, own_code), *(file for file in texts if file.is_file())]))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 DEFECTS = Path(__file__).parent / "data" / "defects.toml"
 COMPARED = 200  # up to this many revisions, all are compared
 HASH_THREADS = 4
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+LOGS = (".log", ".txt", ".jsonl")
 # Begins of names of what Trainer and accelerate save beside the weights.
 STATE = ("optimizer", "scheduler", "scaler", "sampler", "rng_state", "random_states", "training_args", "dl_state")
 HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
@@ -150,32 +150,35 @@ def _without_owner(steps: Sequence[int], last: int) -> set[int]:
     return set(steps) if len(steps) > 1 else set()
 
 
-def files_digest(source: Path, listing: Listing | None = None, hash_of: Callable[[Path], str] = files.sha256) -> str:
+def files_digest(
+    source: Path, listing: Listing | None = None, own_code: bool = False, hash_of: Callable[[Path], str] = files.sha256
+) -> str:
     """Hash a checkpoint's weight files, using the hashes of the hub's listing if present, else the files.
 
     The digest reveals that a directory was retrained or that a branch moved since the measurement, without loading weights.
 
     Args:
+        own_code: whether the user's code loads the checkpoint.
         hash_of: what returns the SHA-256 of a file.
     """
     if source.is_file():
         return hash_of(source)[:16]
     hashes = {file.name: file.sha256 for file in listing.weights} if listing is not None else {}
     if not hashes or not all(hashes.values()):
-        hashes = {file.name: hash_of(file) for file in weight_files(source)}
+        hashes = {str(file.relative_to(source)): hash_of(file) for file in weight_files(source, own_code)}
     lines = [f"{name} {digest}\n" for name, digest in hashes.items()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """List the weight files of a directory: those that transformers reads; if there are none, what has the name of weights.
+def weight_files(directory: Path, own_code: bool = False) -> list[Path]:
+    """List the weight files of a directory: those that transformers reads.
 
-    Where no file has, only the user's code knows which are weights: all are.
+    Of a directory that the user's code loads, only this code knows what it reads: all files in it and below are listed, except
+    hidden ones, logs and states of a training.
     """
-    if listed := files_in(directory).weights:
-        return [directory / file.name for file in listed]
-    others = [file for file in sorted(directory.iterdir()) if file.is_file() and not file.name.startswith(STATE)]
-    return [file for file in others if file.suffix in WEIGHTS] or others
+    if not own_code:
+        return [directory / file.name for file in files_in(directory).weights]
+    return [file for file in files.visible(directory) if not file.name.startswith(STATE) and file.suffix not in LOGS]
 
 
 def files_in(directory: Path) -> Listing:

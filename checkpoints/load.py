@@ -36,6 +36,8 @@ CURES = {
     "set it there (import __main__; __main__.NAME = NAME)",
     '"_orig_mod.': "torch.compile adds the prefix _orig_mod. to names: take it off, name.removeprefix('_orig_mod.')",
     '"module.': "DistributedDataParallel adds the prefix module. to names: take it off, name.removeprefix('module.')",
+    "[Errno 2] No such file": "a checkpoint is copied before it is loaded: if the function reads what stands beside it, let "
+    "--files match the directory of both",
 }
 # Legacy pickles contain constant causal masks and rotary frequencies, which the model computes itself.
 REBUILT = ("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq")
@@ -179,7 +181,11 @@ def users_loader(load: "str | Callable[[Path], nn.Module]") -> "Callable[[Path],
 
 def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
     """Return the name of a function that loads checkpoints, as module:function."""
-    return load if isinstance(load, str) else f"{load.__module__}:{load.__qualname__}"
+    if isinstance(load, str):
+        return load
+    function = load.func if isinstance(load, partial) else load
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def _imported(name: str) -> Any:

@@ -21,6 +21,7 @@ from shlex import quote
 from checkpoints import hub, nano
 from checkpoints.configuration import Shape, pythia_shapes
 from checkpoints.retries import Notify
+from tracker.common.files import visible
 from tracker.common.text import counted, join_names
 
 PYTHIA_SIZES = tuple(pythia_shapes())
@@ -50,6 +51,8 @@ OLMO_2 = Family(
 ANY = Family(r".*", r"(?:step|checkpoint)[-_=]?(?P<step>\d+)")
 FAMILIES = (OLMO_2, OLMO, ANY)
 LAST_NUMBER = r"^.*(?<!\d)(?<!\d\.)(?P<step>\d+)(?!\.?\d)"  # whole: in epoch_10_loss_2.34 it is 10
+SHORTENED = re.compile(r"\d(?:[kKM](?![a-zA-Z])|e\d+(?![a-zA-Z0-9]))")  # 20k, 1e4
+GROUPED = re.compile(r"\d,\d{3}(?!\d)")  # 20,500
 WEIGHTS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".pkl", ".tar")
 # What is said of files that only the user's code can load: what they are, a module, a pattern.
 OWN_CODE = """{what}. Load them with a function of your own, in my_module.py where the command runs:
@@ -103,6 +106,7 @@ class Suite:
     default: str = "all"  # the steps walked without --steps
     notice: str = ""  # printed before a walk: how to interpret the steps
     shape: Shape | None = None  # of the model, if it ships with this package
+    own_code: bool = False  # whether the user's code loads its files
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -233,9 +237,11 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
     pattern = _pattern(revisions or LAST_NUMBER)
     names = {file: str(file.relative_to(root)) for file in found}
     if not revisions:
-        names = {file: str(Path(name).with_suffix("")) if file.is_file() else name for file, name in names.items()}
+        names = {file: _without_extension(name) if file.is_file() else name for file, name in names.items()}
     if found == [path]:
-        return _single(path, names[path], pattern)
+        return replace(_single(path, names[path], pattern), own_code=True)
+    if not revisions:
+        _require_whole_numbers(files, [name for name in names.values() if pattern.search(name)])
     checkpoints = _parse_all(((name, str(file), None) for file, name in names.items()), pattern)
     if not checkpoints:
         raise ValueError(
@@ -248,7 +254,28 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
     notices = [suite.notice, f"steps are read from names: {steps}"]
     if others := sorted({str(file) for file in found} - {checkpoint.source for checkpoint in checkpoints}):
         notices.append(f"left out, without a step: {join_names(os.path.relpath(file, root) for file in others)}")
-    return replace(suite, notice="; ".join(filter(None, notices)))
+    return replace(suite, own_code=True, notice="; ".join(filter(None, notices)))
+
+
+def _require_whole_numbers(files: str, names: Sequence[str]) -> None:
+    """Refuse names whose last whole number is a part of the step: 1,000, or 1k among others without k.
+
+    Raises:
+        ValueError: naming them.
+    """
+    shortened = [name for name in names if SHORTENED.search(name)]
+    unclear = [name for name in names if GROUPED.search(name)] or (shortened if len(shortened) < len(names) else [])
+    if unclear:
+        raise ValueError(
+            f"--files {files!r}: the last whole number of {join_names(unclear)} is a part of the step; give --revisions, a "
+            "pattern with a group named step, and leave out names whose step no group of digits states"
+        )
+
+
+def _without_extension(name: str) -> str:
+    """Return a name without its extension, which is no number: ckpt.100 has none."""
+    path = Path(name)
+    return name if path.suffix[1:].isdigit() else str(path.with_suffix(""))
 
 
 def _content(directory: Path) -> str:
@@ -300,7 +327,7 @@ def _variants() -> str:
 def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightning: bool) -> Suite:
     if path.is_file() if lightning else (path / "config.json").is_file():
         return _single(path, path.name, pattern)
-    children = [path, *sorted(path.glob("*"))]
+    children = [path, *sorted(child for child in path.glob("*") if not child.name.startswith("."))]
     directories = [child for child in children if (child / "config.json").is_file()]
     files = _lightning_files(path) if lightning else directories
     checkpoints = _parse_all(((file.name, str(file), None) for file in files), pattern)
@@ -332,7 +359,7 @@ def _for_own_code(path: Path, children: Sequence[Path]) -> str:
         what = f"{join_names(adapter.name for adapter in adapters)} are adapters (PEFT) of the model {base}"
         files = path if adapters == [path] else path / f"{os.path.commonprefix([a.name for a in adapters])}*"
         return OWN_CODE.format(what=what, kind="adapter", code=ADAPTER.format(base=base), files=quote(str(files)))
-    weights = sorted(file for file in path.rglob("*") if file.suffix in WEIGHTS and file.is_file())
+    weights = [file for file in visible(path) if file.suffix in WEIGHTS]
     if not weights:
         return ""
     suffix = Counter(file.suffix for file in weights).most_common(1)[0][0]
@@ -342,9 +369,8 @@ def _for_own_code(path: Path, children: Sequence[Path]) -> str:
 
 
 def _lightning_files(path: Path) -> list[Path]:
-    """List the Lightning checkpoints below a directory, without those of hidden directories, such as copies of other walks."""
-    found = path.rglob("*.ckpt")
-    return [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    """List the Lightning checkpoints in a directory and below."""
+    return [file for file in visible(path) if file.suffix == ".ckpt"]
 
 
 def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:

@@ -7,6 +7,7 @@ interrupted. No heavy module is imported before the arguments are read.
 
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -171,12 +172,15 @@ def _remembered_interrupts() -> Iterator[list[int]]:
         received.append(number)
         raise KeyboardInterrupt
 
+    if threading.current_thread() is not threading.main_thread():  # Python gives other threads no signals
+        yield received
+        return
     before = {number: signal.signal(number, stop) for number in _stops()}
     try:
         yield received
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _stops() -> list[int]:

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from checkpoints import copies
-from checkpoints.copies import LOCK, PREFIX, load_copy, sweep
+from checkpoints.copies import LOCK, PREFIX, _remove, load_copy, sweep
 from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
 from tests import processes
@@ -74,25 +75,55 @@ def test_a_file_is_loaded_from_a_copy_of_its_name(name, tmp_path, temporary):
     assert not any(temporary.iterdir())
 
 
-def test_weights_of_other_names_are_copied_where_there_are_none_that_transformers_reads(tmp_path, temporary):
+def test_all_that_the_users_code_may_read_of_a_directory_is_copied_and_hashed(tmp_path, temporary):
     run = tmp_path / "step8"
-    run.mkdir()
+    (run / "model").mkdir(parents=True)
+    for name in ("config.yaml", "model/weights.npz", "model/train.log", "optimizer.pt", "ema.pt", "model.safetensors"):
+        (run / name).write_text(name)
 
-    def copied(copy: Path) -> set[str]:
-        return {file.name for file in copy.iterdir() if not file.is_symlink()}
+    def load(copy: Path) -> str:
+        (run / "model" / "weights.npz").write_text("written while it is loaded")
+        assert (copy / "model" / "train.log").is_symlink() and (copy / "optimizer.pt").is_symlink()
+        return (copy / "model" / "weights.npz").read_text()
 
     digests = []
-    for added, expected in (
-        (("weights.npz", "scaler.pt"), {"weights.npz"}),
-        (("ema.pt", "optimizer.pt"), {"ema.pt"}),
-        (("model.safetensors",), {"model.safetensors"}),
-    ):
-        for name in added:
-            (run / name).write_text(name)
-        loaded, digest = load_copy(copied, run)
-        assert loaded == expected and digest == files_digest(run)
+    for changed in ("model/weights.npz", "ema.pt", "config.yaml", "model.safetensors"):
+        (run / "model" / "weights.npz").write_text("model/weights.npz")
+        (run / changed).write_text("other weights")
+        digest = files_digest(run, own_code=True)
+        assert load_copy(load, run, own_code=True) == (
+            "other weights" if changed == "model/weights.npz" else "model/weights.npz",
+            digest,
+        )
         digests.append(digest)
-    assert len(set(digests)) == 3
+    assert len(set(digests)) == 4
+    for unread in ("model/train.log", "optimizer.pt", "new.txt"):
+        before = files_digest(run, own_code=True)
+        (run / unread).write_text("another line")
+        assert files_digest(run, own_code=True) == before
+
+
+def test_a_link_is_loaded_under_its_own_name(tmp_path, temporary):
+    (tmp_path / "3f9a").write_text("weights")
+    (tmp_path / "epoch_10.pt").symlink_to(tmp_path / "3f9a")
+    assert load_copy(lambda copy: (copy.name, copy.read_text()), tmp_path / "epoch_10.pt")[0] == (
+        "epoch_10.pt",
+        "weights",
+    )
+
+
+def test_a_copy_whose_removal_is_cut_short_is_removed_by_the_next_walk(temporary, monkeypatch):
+    """The lock goes last: without it nobody knows what the rest is."""
+    (copy := temporary / f"{PREFIX}1" / "step8").mkdir(parents=True)
+    (copy / "model.safetensors").touch()
+    (copy.parent / LOCK).touch()
+    monkeypatch.setattr("shutil.rmtree", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        _remove(copy.parent)
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    sweep([])
+    assert not any(temporary.iterdir())
 
 
 def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):

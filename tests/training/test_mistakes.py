@@ -45,6 +45,15 @@ def test_an_error_of_the_forward_pass_ends_the_run_at_first(tmp_path, error):
     assert raised.value.__notes__ == ["while CouplingCallback measured step 0; the training can't continue"]
 
 
+def test_a_run_may_begin_at_any_step(tmp_path):
+    """A loop that counts from 1, or that continues: nothing of this training is lost yet."""
+    with pytest.raises(UsageError, match="the forward of Failing fails on the probe"):
+        with tracker.Watch(every_n_steps=1, probe=PROBE, save_dir=tmp_path) as watch:
+            for step in (3, 4):
+                watch(step, Failing(KeyError("planted"), range(9)).eval())
+    assert step == 3
+
+
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_the_same_error_later_skips_a_step(error):
     watch = Watch(2)

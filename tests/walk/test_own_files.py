@@ -5,6 +5,8 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 import transformers
 
 import tracker
-from checkpoints.load import users_loader
+from checkpoints.load import name_of_loader, users_loader
 from checkpoints.suites import find_files, find_suite
 from tests.checkpoints.test_suites import holding
 from tests.processes import ROOT
@@ -272,6 +274,8 @@ NAMES = {
     "v2/0.5B.{}.pt": (1, 2, 10),
     "step_{}/model.pt": (1, 2, 10),
     "00{}.mp4": (1, 2, 10),
+    "ckpt.{}": (1, 2, 10),
+    "model.pt.{}": (1, 2, 10),
 }
 
 
@@ -288,6 +292,36 @@ def test_the_step_is_the_last_whole_number_of_a_name(name, tmp_path, monkeypatch
     assert suite.notice == f"steps are read from names: {name.format(1)} is step 1, {last}".replace(
         "names: v2/", "names: "
     )
+
+
+@pytest.mark.parametrize("names", [("s_500.pt", "s_1k.pt"), ("s_1,000.pt", "s_20,500.pt"), ("s_10.pt", "s_1e4.pt")])
+def test_a_number_that_is_a_part_of_the_step_is_refused(names, tmp_path):
+    holding(tmp_path, *names)
+    with pytest.raises(ValueError, match="the last whole number of .* is a part of the step; give --revisions"):
+        find_files(f"{tmp_path}/*.pt")
+
+
+def test_hidden_directories_hold_no_checkpoints(tmp_path):
+    """Such as the copies that another walk makes beside them."""
+    for name in ("step1", "step2", ".block-coupling-copy-00ab5678"):
+        holding(tmp_path / name, "config.json")
+    assert find_suite(str(tmp_path), r"(?P<step>\d+)$").steps == (1, 2)
+
+
+def test_functions_are_told_apart_by_their_names(program, loading, tmp_path, capsys):
+    assert name_of_loader(partial(users_loader)) == name_of_loader(users_loader) == "checkpoints.load:users_loader"
+    walk = Walk(
+        files=str(program / SERIES["state"]), load=lambda path: loading.state(path), inputs=torch.load("ids.pt")
+    )
+    assert pythia.run(walk) == 2
+    assert "load= is a lambda; give a function with a name" in capsys.readouterr().err
+
+
+def test_a_walk_in_another_thread(program, loading, tmp_path):
+    walk = Walk(files=str(program / SERIES["state"]), load=loading.state, inputs=torch.load("ids.pt"), wandb="off")
+    walk.out, walk.options = tmp_path / "out", {"k": (4,)}
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pythia.run, walk).result() == 0
 
 
 def test_steps_of_other_names(tmp_path):

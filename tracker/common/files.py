@@ -254,3 +254,9 @@ def hash_file(file: Path) -> str:
     """Read a file and return the SHA-256 of its content."""
     with open(file, "rb") as handle, naming(file):
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def visible(directory: Path) -> list[Path]:
+    """List the files in a directory and below, without hidden ones, such as copies that other walks make."""
+    below = sorted(path for path in directory.rglob("*") if path.is_file())
+    return [file for file in below if not any(part.startswith(".") for part in file.relative_to(directory).parts)]

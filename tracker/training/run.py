@@ -105,7 +105,7 @@ class TrainingRun:
         self.open_store: Store | None = None
         self.held: Held | None = None  # on rank 0, until the training has ended
         self.skipped = Skipped(None, warn_caller)
-        self.any_measured = False
+        self.any_tried = self.any_measured = False
         self.loggers: Sequence[Logger] = ()
         self.metrics: Metrics | None = None
         self.measured = self.settings  # the settings that continue the store
@@ -206,7 +206,7 @@ class TrainingRun:
         self.open_store = self.store if stores else None
         store = self.open_store if rank == 0 else None
         self.skipped = Skipped(store, warn_caller)
-        self.any_measured = False
+        self.any_tried = self.any_measured = False
         self.loggers, self.metrics = loggers, metrics
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
@@ -304,11 +304,11 @@ class TrainingRun:
             unit = self._measure(step, module(), device, together)
             row = self._together(step, self._row, unit, fatal=MISTAKE)
         except Failure as failure:
-            self.last_measured = step
+            self.last_measured, self.any_tried = step, True
             self._skip(step, str(failure), f"step {step} is not measured ({failure})")
             release_memory(device)
             return None
-        self.last_measured, self.any_measured = step, True
+        self.last_measured, self.any_tried, self.any_measured = step, True, True
         self._attempt(step, "not stored", self._store, step, unit)
         if self.metrics is not None:
             # An undefined value would make Lightning's EarlyStopping end the run.
@@ -400,8 +400,8 @@ class TrainingRun:
 
     @property
     def _is_first(self) -> bool:
-        """Whether no step of the run has been measured, or tried."""
-        return self.last_measured < 0
+        """Whether this training has measured no step yet, and tried none; it may have begun at any step."""
+        return not self.any_tried
 
     def _identity(self) -> dict[str, Any]:
         """Return the settings that all units of the store share."""

@@ -97,7 +97,7 @@ class SelectedCheckpoints:
                 directory = cached_snapshot(checkpoint.source, checkpoint.revision, self.suite.cache_dir)
             except CheckpointError:
                 return ""
-        return integrity.files_digest(directory, listing)
+        return integrity.files_digest(directory, listing, self.suite.own_code)
 
 
 @dataclass(frozen=True)
@@ -228,6 +228,10 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
         identity["k"] = sorted(set(identity["k"]))
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
     if walk.own_code:
+        if "<lambda>" in walk.own_code:
+            raise ValueError(
+                "load= is a lambda; give a function with a name: a store belongs to the function that loads its weights"
+            )
         identity |= {"load" if walk.load else "module": walk.own_code, "tokenizer": walk.tokenizer}
     elif walk.tokenizer and walk.inputs is None:
         directory = Path(walk.tokenizer)

@@ -42,7 +42,7 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
     # It may be deleted while it is measured.
     own_scores = scores.read_from_checkpoint(directory)
     if checkpoint.revision is None:
-        (model, tokenizer), digest = load_copy(measurement.load, directory)
+        (model, tokenizer), digest = load_copy(measurement.load, directory, measurement.own_code)
     else:  # of a cache, whose files nobody rewrites
         model, tokenizer = measurement.load(directory)
         digest = integrity.files_digest(directory, selection.listings.get(checkpoint.name))
