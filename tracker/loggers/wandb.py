@@ -128,8 +128,8 @@ def define_metrics(run: "wandb.Run", names: Iterable[str], shown: Collection[str
 class OpenRun:
     """A run that the training program has opened, and closes. A step is one of W&B's rows, together with what the program logs.
 
-    Rows are given the training's step, or W&B's own if that is ahead, so that no row of the program is refused as too late,
-    whether it gives W&B its steps or leaves them to be counted.
+    Rows are given the training's step, or W&B's own if that is ahead. So W&B takes the rows of a program that leaves its steps to
+    be counted, or gives those of the training. It drops those that are given a smaller step, such as an epoch.
 
     Args:
         prefix: put before the name of each metric, such as "val/".
