@@ -447,7 +447,7 @@ def _of_coupling(
         prompts = f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
         rows = [cell.row() for cells in columns.values() for cell in cells.values()]
-        if any(answer == f"not {ABOVE}" and low > 0 for *_, low, _, _, answer in rows):
+        if any(answer == f"not {ABOVE}" and float(low) > 0 for *_, low, _, _, answer in rows):
             yield (
                 "Where low is above 0 and the answer is not, pairs of blocks differ too much for their number: the interval is "
                 "of these blocks, and the answer of any blocks like them."
