@@ -5,9 +5,12 @@ then runs the first case alone.
 """
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
+# Programs that tests start and hang up ignore the signal, as after `nohup`, if this process does.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 CHECK_SHAPES = os.environ.get("CHECK_SHAPES") == "1"
 if CHECK_SHAPES:

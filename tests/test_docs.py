@@ -157,7 +157,7 @@ def test_commands_are_found():
     assert ("tracker.pythia", ("--model", "--wandb")) in commands()
 
 
-@pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence", "ignore:this is a language model")
+@pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence", "ignore:this is a language model")
 def test_the_examples_of_what_a_block_is_run(capsys):
     names: dict = {}
     for example in PYTHON.findall(text(ROOT / "docs" / "blocks.md")):

@@ -204,7 +204,7 @@ def test_model_is_unchanged(name):
     before = snapshot(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for expected in ("the blocks of this model end in a norm", "block 1 .* computed over the full sequence"):
+        for expected in ("the blocks of this model end in a norm", "block 1 .* measured over the full sequence"):
             warnings.filterwarnings("ignore", expected)
         ds = tracker.measure(model, inputs, k=2, dtype=torch.float64)
     assert_unchanged(model, before)

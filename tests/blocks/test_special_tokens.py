@@ -16,7 +16,7 @@ from tracker.common.errors import UsageError
 from tracker.store import Store
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:the blocks of this model end in a norm", "ignore:.*computed over the full sequence"
+    "ignore:the blocks of this model end in a norm", "ignore:.*measured over the full sequence"
 )
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] </s> the cat sat on mat a dog".split()

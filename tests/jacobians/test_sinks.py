@@ -44,7 +44,7 @@ def by_brute_force(model, inputs, ds, rows):
     return [torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows]) for l in range(len(blocks))]
 
 
-@pytest.mark.filterwarnings("error:.*computed over the full sequence")
+@pytest.mark.filterwarnings("error:.*measured over the full sequence")
 @pytest.mark.parametrize("dimensions", [slice(None), slice(5, 6)], ids=["all dimensions", "one dimension"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):

@@ -143,7 +143,7 @@ def test_a_block_that_draws_random_numbers_is_refused(blocks):
         measured(model, blocks=blocks or "blocks")
 
 
-@pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")
+@pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence")
 def test_spans_draw_what_blocks_draw():
     model = Masked()
     spans, blocks = measured(model, blocks=SPANS), measured(model)

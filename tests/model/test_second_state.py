@@ -121,7 +121,7 @@ def test_fused_blocks_wrapped_as_the_refusal_advises_are_measured(x):
     assert_equal_results(tracker.measure(model, x, **OPTIONS), expected)
 
 
-@pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")
+@pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence")
 def test_states_that_the_model_adds_between_blocks_are_refused_and_measured_by_spans(x):
     model = Model("added").double()
     changed = "the model changes the hidden state between layers.0 and layers.1; .*, or spans that include the change"

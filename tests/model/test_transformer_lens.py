@@ -71,8 +71,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:HookedTransformer is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning:transformer_lens"),
 ]
-ROWS = pytest.mark.filterwarnings("error:.*computed over the full sequence")
-FULL = pytest.mark.filterwarnings("ignore:.*computed over the full sequence")
+ROWS = pytest.mark.filterwarnings("error:.*measured over the full sequence")
+FULL = pytest.mark.filterwarnings("ignore:.*measured over the full sequence")
 
 
 def hooked(name="as GPT-2", **options):
@@ -176,7 +176,7 @@ def test_planted_errors_are_found(monkeypatch, planted):
         monkeypatch.delitem(PATHS, "own code")
     else:
         monkeypatch.setattr(attention, "_mask", lambda plain, final: None)
-    with pytest.warns(UserWarning, match="computed over the full sequence"):
+    with pytest.warns(UserWarning, match="measured over the full sequence"):
         ds = tracker.measure(model, IDS, k=4, tokens=[2, -1], dtype=torch.float64)
     assert not ds.diagnostics_sliced.any()
     np.testing.assert_allclose(ds.miscoupling, expected.miscoupling, atol=1e-9)

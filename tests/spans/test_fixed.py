@@ -23,7 +23,7 @@ from tracker.model.boundaries import as_python, read_spans
 from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:block 1 .* computed over the full sequence", "ignore:this is a language model"
+    "ignore:block 1 .* measured over the full sequence", "ignore:this is a language model"
 )
 
 WTE, MIDDLE = "output of transformer.wte", f"output of transformer.h.{DEPTH // 2}"

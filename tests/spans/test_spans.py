@@ -25,7 +25,7 @@ from tracker.model.replica import Replica
 from tracker.spans.recording import record_spans
 from tracker.training.probe import find_target
 
-pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* computed over the full sequence")
+pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence")
 
 L, WIDTH, CPU = 3, 8, torch.device("cpu")
 

@@ -68,10 +68,14 @@ class Batch:
         """Whether every argument divides into samples, or is a number or text."""
 
         def divides(value: Any) -> bool:
+            if isinstance(value, dict):
+                return all(map(divides, value.values()))
+            if isinstance(value, (list, tuple)):  # numbers in it may be of a sample each
+                return all(map(divides, value)) and all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
             is_flag = value is None or isinstance(value, (bool, int, float, str))
             return is_flag or (isinstance(value, Tensor) and value.shape[:1] == (len(self.labels),))
 
-        return all(map(divides, tree_leaves((self.arguments, self.keywords))))
+        return all(map(divides, (*self.arguments, *self.keywords.values())))
 
     def of_first_sample(self) -> "Batch":
         """Return the forward call of the first sample alone; the whole call if some argument may not divide into samples."""
