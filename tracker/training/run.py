@@ -97,6 +97,7 @@ class TrainingRun:
         self.held_probe: Any = None  # the `contents` of a checkpoint's probe, until it is settled
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
+        self.continues = False  # whether it has measured a step in an earlier training
         self.asked: Any = None  # the form of the model that was measured last
         self.target: Target | None = None
         # Of the present training:
@@ -131,6 +132,7 @@ class TrainingRun:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint."""
         self.last_checked, self.last_measured = state["served"], state["measured"]
+        self.continues = self.last_measured >= 0
         self.probe, self.held_probe = None, state["probe"]
 
     def _probe_contents(self) -> Any:
@@ -148,6 +150,7 @@ class TrainingRun:
             stored = [] if self.store is None else self.store.steps()
             done = self.store is None or step in stored
             self.load_state_dict({"served": step - (not done), "measured": step - (not done), "probe": None})
+            self.continues = bool(stored)
 
     # The course of a training.
 
@@ -400,8 +403,8 @@ class TrainingRun:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this training has measured no step yet, and tried none; it may have begun at any step."""
-        return not self.any_tried
+        """Whether no step has been measured, or tried; the training may have begun at any step."""
+        return not (self.any_tried or self.continues)
 
     def _identity(self) -> dict[str, Any]:
         """Return the settings that all units of the store share."""
