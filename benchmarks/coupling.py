@@ -43,7 +43,20 @@ class Benchmark:
         out: a JSON file for the result, written after every repeat.
     """
 
-    shape: Literal["14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b", "12b", "deit-ti", "deit-ti-224"]
+    shape: Literal[
+        "14m",
+        "31m",
+        "70m",
+        "160m",
+        "410m",
+        "1b",
+        "1.4b",
+        "2.8b",
+        "6.9b",
+        "12b",
+        "deit-ti",
+        "deit-ti-224",
+    ]
     tokens: int = 128
     k: int = 50
     blocks: int | None = None
@@ -73,7 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if value is not None and value < 1:
             raise UsageError(f"--{name} {value}; give at least 1")
     if settings.weights != "float32" and settings.published:
-        raise UsageError(f"--weights {settings.weights}: the published algorithm needs float32; add --published false")
+        raise UsageError(
+            f"--weights {settings.weights}: the published algorithm needs float32; add --published false"
+        )
     if settings.by_hand and (settings.weights != "float32" or settings.shape.startswith("deit")):
         raise UsageError("--by_hand needs a Pythia size with --weights float32")
 
@@ -92,11 +107,15 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     """Time `tracker.measure`, the published algorithm and matrix products in turn, and compare times and values."""
     from benchmarks import agreement, machine, shapes, timing
 
-    environment = machine.environment(settings.device)  # first: the load average is to exclude this benchmark
+    environment = machine.environment(
+        settings.device
+    )  # first: the load average is to exclude this benchmark
     model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
     linear = machine.linear_shapes(shapes.blocks(model)[0])
     L, d = len(shapes.blocks(model)), linear[0][1]
-    flops = sum(2 * d * outputs * inputs for outputs, inputs in linear)  # of d cotangents in a block
+    flops = sum(
+        2 * d * outputs * inputs for outputs, inputs in linear
+    )  # of d cotangents in a block
     jacobians: list[Tensor] = []
     with machine.counted_products() as counted:  # an untimed run of each, to warm up
         kept = jacobians if settings.published else None  # a large model's would fill the memory
@@ -104,7 +123,9 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     others: dict[str, Any] = {"published": timing.published} if settings.published else {}
     others |= {"by_hand": timing.by_hand} if settings.by_hand else {}
     errors = {
-        name: agreement.errors(dataset, jacobians[:L], *run(model, settings, machine.Clock(settings.device)))
+        name: agreement.errors(
+            dataset, jacobians[:L], *run(model, settings, machine.Clock(settings.device))
+        )
         for name, run in others.items()
     }
     jacobians.clear()
@@ -134,7 +155,10 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
         ours = result["ours"]
         ours |= _rates(ours, settings, L, result["gemm"]["seconds_per_block"], saved_share)
         for name in others:
-            result[name] |= {"errors": errors[name], "ratio": _ratios(ours, result[name], settings.prompts)}
+            result[name] |= {
+                "errors": errors[name],
+                "ratio": _ratios(ours, result[name], settings.prompts),
+            }
         if settings.out:  # what is measured so far outlives a run that is stopped
             machine.save(result, settings.out)
     if settings.memory:
@@ -153,7 +177,9 @@ def _ratios(ours: dict[str, Any], theirs: dict[str, Any], prompts: int) -> dict[
     return {"whole": theirs["seconds"] / ours["seconds_per_prompt"], **stages}
 
 
-def _rates(ours: dict[str, Any], settings: Benchmark, L: int, gemm_seconds: float, saved: float) -> dict[str, Any]:
+def _rates(
+    ours: dict[str, Any], settings: Benchmark, L: int, gemm_seconds: float, saved: float
+) -> dict[str, Any]:
     """Compare the stages of `tracker.measure` with the machine's matrix products.
 
     Args:
@@ -183,11 +209,18 @@ def table(result: dict[str, Any]) -> str:
     for stage in ("whole", *mine["stages"]):
         own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
         other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
-        ratio, fraction = theirs.get("ratio", {}).get(stage), mine["fraction_of_gemm_rate"].get(stage)
-        lines.append(f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}")
+        ratio, fraction = (
+            theirs.get("ratio", {}).get(stage),
+            mine["fraction_of_gemm_rate"].get(stage),
+        )
+        lines.append(
+            f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}"
+        )
     if "peak_bytes" in mine:
         own, other = mine["peak_bytes"] / 1e6, theirs.get("peak_bytes", float("nan")) / 1e6
-        lines.append(f"{'peak, MB':10}{own:10.1f}{_cell(other, '14.1f')}{_cell(other / own, '8.1f')}")
+        lines.append(
+            f"{'peak, MB':10}{own:10.1f}{_cell(other, '14.1f')}{_cell(other / own, '8.1f')}"
+        )
     certificate = result["certificate"]
     lines.append(
         f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; SVD stage {mine['svd_over_jacobian']:.0%} of the "
@@ -199,10 +232,17 @@ def table(result: dict[str, Any]) -> str:
             f"Jacobian stage {mine['speedup_over_gemm']:.2f} times as fast as all products of d cotangents; "
             f"{mine['products_saved']:.0%} of their operations are skipped"
         )
-    for name, text in {"published": "the published algorithm", "by_hand": "torch.func.jacrev by hand"}.items():
+    for name, text in {
+        "published": "the published algorithm",
+        "by_hand": "torch.func.jacrev by hand",
+    }.items():
         if other := result.get(name):
-            differences = ", ".join(f"{measure} {value:.1e}" for measure, value in other["errors"].items())
-            lines.append(f"{text} takes {other['ratio']['whole']:.2f} times as long; differences: {differences}")
+            differences = ", ".join(
+                f"{measure} {value:.1e}" for measure, value in other["errors"].items()
+            )
+            lines.append(
+                f"{text} takes {other['ratio']['whole']:.2f} times as long; differences: {differences}"
+            )
     if settings["prompts"] > 1:
         lines.append("published: one prompt; ratios are per prompt")
     return "\n".join(lines)

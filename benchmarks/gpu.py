@@ -46,7 +46,10 @@ STEPS = {  # seconds after which it is stopped, and what `python -m` runs, the i
     "12b-float32-8": (100, f"{_12B} --prompts 8 --repeats 1 --memory false"),
     "12b-tf32-8": (70, f"{_12B} --precision tf32 --prompts 8 --repeats 1 --memory false"),
     "410m": (60, "benchmarks.coupling --shape 410m --blocks 4 --repeats 2"),
-    "410m-8": (60, "benchmarks.coupling --shape 410m --blocks 4 --prompts 8 --repeats 2 --memory false"),
+    "410m-8": (
+        60,
+        "benchmarks.coupling --shape 410m --blocks 4 --prompts 8 --repeats 2 --memory false",
+    ),
     "synchronizations": (45, "benchmarks.gpu --run synchronizations"),
     "160m-tf32": (45, f"{_160M} --precision tf32"),
     "160m-bfloat16": (45, f"{_160M} --precision bfloat16"),
@@ -68,16 +71,30 @@ usable_device(sys.argv[1], f"--device {sys.argv[1]}")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0 if the steps are done, 1 if one is not, 2 for bad usage."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description=(__doc__ or "").partition("\n")[0]
+    )
     names = f"of {', '.join(STEPS)}; default: those that are not in the JSON file yet"
     parser.add_argument("--steps", nargs="+", choices=STEPS, metavar="NAME", help=names)
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 and so on, or cpu")
-    parser.add_argument("--small", action="store_true", help="small sizes, to test the steps themselves")
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds for all steps (default: %(default)s)")
-    parser.add_argument("--wheels", type=Path, help="directory of wheels of packages that are not installed")
-    parser.add_argument("--out", type=Path, help=f"JSON file (default: {RESULT}, in small {SMALL_RESULT})")
-    parser.add_argument("--table", action="store_true", help="print the results in --out, and run nothing")
-    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)  # a step, in its process
+    parser.add_argument(
+        "--small", action="store_true", help="small sizes, to test the steps themselves"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT, help="seconds for all steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--wheels", type=Path, help="directory of wheels of packages that are not installed"
+    )
+    parser.add_argument(
+        "--out", type=Path, help=f"JSON file (default: {RESULT}, in small {SMALL_RESULT})"
+    )
+    parser.add_argument(
+        "--table", action="store_true", help="print the results in --out, and run nothing"
+    )
+    parser.add_argument(
+        "--run", choices=MEASUREMENTS, help=argparse.SUPPRESS
+    )  # a step, in its process
     options = parser.parse_args(arguments)
     if options.run:
         return MEASUREMENTS[options.run](options.device, options.small, options.out)
@@ -86,7 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out.exists():
         stored = json.loads(options.out.read_text())
         if not options.table and {**stored, "steps": {}} != record:
-            parser.error(f"{options.out} holds other results than those of these options; give another --out")
+            parser.error(
+                f"{options.out} holds other results than those of these options; give another --out"
+            )
         record = stored
     if options.table:
         print(table(record["steps"]))
@@ -108,12 +127,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _install(wheels: list[Path], target: Path) -> None:
     """Install wheels into a directory, without a network."""
     options = "--quiet --no-index --no-deps --no-compile --disable-pip-version-check"
-    subprocess.run([sys.executable, "-m", "pip", "install", *options.split(), "--target", target, *wheels], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options.split(), "--target", target, *wheels],
+        check=True,
+    )
 
 
-def _run(options: argparse.Namespace, record: dict[str, Any], deadline: float, directory: Path) -> int:
+def _run(
+    options: argparse.Namespace, record: dict[str, Any], deadline: float, directory: Path
+) -> int:
     """Run each step for which there is time, and write its outcome."""
-    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)  # "" without git
+    git = subprocess.run(
+        "git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True
+    )  # "" without git
     done = True
     for name in options.steps or [name for name in STEPS if name not in record["steps"]]:
         limit, command = STEPS[name]
@@ -122,9 +148,14 @@ def _run(options: argparse.Namespace, record: dict[str, Any], deadline: float, d
             done = False
             continue
         result = directory / f"{name}.json"
-        arguments = [*command.split(), *(SMALL[command.split()[0]].split() if options.small else ())]
+        arguments = [
+            *command.split(),
+            *(SMALL[command.split()[0]].split() if options.small else ()),
+        ]
         print(f"{name} ... ", end="", flush=True)
-        outcome = run_limited(["-m", *arguments, "--device", options.device, "--out", str(result)], limit, directory)
+        outcome = run_limited(
+            ["-m", *arguments, "--device", options.device, "--out", str(result)], limit, directory
+        )
         print(f"{outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
         if outcome["status"] != "ok":
             print(f"    {_last_line(outcome)}")
@@ -147,7 +178,11 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     paths = [str(ROOT), str(directory / "wheels"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1", "HF_HUB_OFFLINE": "1"}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     log, started = directory / "output", time.perf_counter()
     with open(log, "wb") as output:
         process = subprocess.Popen(
@@ -169,15 +204,22 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a process that waits in the GPU's driver may not end at once
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # a process that waits in the GPU's driver may not end at once
                 process.wait(GRACE)
-    seconds, text = round(time.perf_counter() - started, 2), log.read_bytes()[-TAIL:].decode(errors="replace")
+    seconds, text = (
+        round(time.perf_counter() - started, 2),
+        log.read_bytes()[-TAIL:].decode(errors="replace"),
+    )
     return {"status": status, "seconds": seconds, "output": text.replace(f"{ROOT}/", "")}
 
 
 def _last_line(outcome: dict[str, Any]) -> str:
     lines = outcome["output"].strip().splitlines()
-    return next((line for line in reversed(lines) if not line.startswith("Extension modules")), "")  # of a crash
+    return next(
+        (line for line in reversed(lines) if not line.startswith("Extension modules")), ""
+    )  # of a crash
 
 
 def machine(device: str, small: bool, out: Path) -> int:
@@ -209,7 +251,9 @@ def machine(device: str, small: bool, out: Path) -> int:
     target = torch.empty_like(host, device=device)
     memory = {"pageable": host, "pinned": host if device == "cpu" else host.pin_memory()}
     for name, source in memory.items():
-        result["copies"][name] = 1e-9 * len(host) / seconds(partial(target.copy_, source, non_blocking=True))
+        result["copies"][name] = (
+            1e-9 * len(host) / seconds(partial(target.copy_, source, non_blocking=True))
+        )
     save(result, out)
     return 0
 
@@ -217,7 +261,9 @@ def machine(device: str, small: bool, out: Path) -> int:
 def tests(device: str, small: bool, out: Path) -> int:
     """Run the tests of a GPU; write the outcome of each as it ends, with the errors that it states."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # PyTorch's deterministic mode asks for it
-    os.environ["OMP_NUM_THREADS"] = "1"  # of each worker: six workers with 16 threads each took 275 s
+    os.environ["OMP_NUM_THREADS"] = (
+        "1"  # of each worker: six workers with 16 threads each took 275 s
+    )
     import pytest
 
     from benchmarks.machine import save
@@ -237,7 +283,16 @@ def tests(device: str, small: bool, out: Path) -> int:
     chosen = ["-k", "values_vectors_and_certificate"] if small else []
     marked = "not gpu" if device == "cpu" else "gpu"
     workers = "0" if device == "cpu" else "12"  # small models leave most of a GPU idle
-    options = ["-m", marked, "-p", "no:cacheprovider", "--tb=short", "--durations=10", "--numprocesses", workers]
+    options = [
+        "-m",
+        marked,
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--durations=10",
+        "--numprocesses",
+        workers,
+    ]
     return pytest.main(["tests/gpu", *options, *chosen], [Outcomes()])
 
 
@@ -249,11 +304,23 @@ def synchronizations(device: str, small: bool, out: Path) -> int:
 
     model = shapes.model("deit-ti", 1 if small else 12, device)
     inputs = shapes.inputs("deit-ti", 65, 2 if small else 64)
-    options: dict[str, Any] = {"k": 10, "tokens": [0], "final_norm": "exclude", "measures": "coupling"}
+    options: dict[str, Any] = {
+        "k": 10,
+        "tokens": [0],
+        "final_norm": "exclude",
+        "measures": "coupling",
+    }
     run = partial(measure, model, inputs, blocks=shapes.blocks(model), device=device, **options)
     run()  # to warm up
     lines = waits(run, device)
-    save({"environment": environment(device), "waits": lines.total(), "lines": dict(lines.most_common())}, out)
+    save(
+        {
+            "environment": environment(device),
+            "waits": lines.total(),
+            "lines": dict(lines.most_common()),
+        },
+        out,
+    )
     return 0
 
 
@@ -268,8 +335,12 @@ def waits(run: Callable[[], Any], device: str) -> Counter[str]:
         run()
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
-    waiting = [warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)]
-    return Counter(f"{warning.filename.removeprefix(f'{ROOT}/')}:{warning.lineno}" for warning in waiting)
+    waiting = [
+        warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)
+    ]
+    return Counter(
+        f"{warning.filename.removeprefix(f'{ROOT}/')}:{warning.lineno}" for warning in waiting
+    )
 
 
 MEASUREMENTS = {"machine": machine, "tests": tests, "synchronizations": synchronizations}
@@ -288,9 +359,24 @@ ROWS = (  # what is measured, the target, the step, and the format of its result
         "TFLOP/s: float32 {products[float32]:.3g}, tf32 {products[tf32]:.3g}, "
         "bfloat16 {products[bfloat16]:.3g}, float64 {products[float64]:.3g}",
     ),
-    ("copies to the device", "", "machine", "GB/s: pageable {copies[pageable]:.1f}, pinned {copies[pinned]:.1f}"),
-    ("tests", "all pass", "tests", "{counts[passed]} passed, {counts[failed]} failed, {counts[skipped]} skipped"),
-    ("12b's shape, float16 weights, K = 10, one prompt of 128 tokens, float32", "6 s", "12b-float32", _SECONDS),
+    (
+        "copies to the device",
+        "",
+        "machine",
+        "GB/s: pageable {copies[pageable]:.1f}, pinned {copies[pinned]:.1f}",
+    ),
+    (
+        "tests",
+        "all pass",
+        "tests",
+        "{counts[passed]} passed, {counts[failed]} failed, {counts[skipped]} skipped",
+    ),
+    (
+        "12b's shape, float16 weights, K = 10, one prompt of 128 tokens, float32",
+        "6 s",
+        "12b-float32",
+        _SECONDS,
+    ),
     ("share of the matrix-product rate in its Jacobians", "", "12b-float32", _OF_RATE),
     ("the same in TF32", "2 s", "12b-tf32", _SECONDS),
     ("share of TF32's matrix-product rate in its Jacobians", "", "12b-tf32", _OF_RATE),
@@ -300,7 +386,12 @@ ROWS = (  # what is measured, the target, the step, and the format of its result
     ("DeiT-Ti, 64 images of 65 tokens", "1 s", "deit-ti", _SECONDS),
     ("DeiT-Ti, 64 images of 197 tokens", "", "deit-ti-224", _SECONDS),
     ("host waits of a measurement of a DeiT-Ti, 64 images", "", "synchronizations", "{waits:,}"),
-    ("the callback's share of a ViT-Ti run, every 1,000 steps", "2 %", "callback", "{share_every_1000_steps:.1%}"),
+    (
+        "the callback's share of a ViT-Ti run, every 1,000 steps",
+        "2 %",
+        "callback",
+        "{share_every_1000_steps:.1%}",
+    ),
     (
         "published algorithm against this package, 410m's shape, 128 tokens, K = 50",
         "",

@@ -64,7 +64,9 @@ def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
     return [(m.out_features, m.in_features) for m in block.modules() if isinstance(m, nn.Linear)]
 
 
-def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str, precision: Precision = "float32") -> float:
+def gemm_seconds(
+    layers: list[tuple[int, int]], d: int, device: str, precision: Precision = "float32"
+) -> float:
     """Time the matrix products of d cotangents in one block, in seconds: (d, outputs) @ (outputs, inputs) for each layer.
 
     Each layer is timed with PyTorch's default and with `tracker.linalg.linear`; the faster one counts. Both multiply in the
@@ -137,7 +139,9 @@ def peak(device: str) -> int:
 
 def status(name: str) -> int:
     """Return an entry of /proc/self/status, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 

@@ -36,7 +36,10 @@ def couplings(
         calls = _captured(model, inputs, blocks)
     J, U, S, V = [], [], [], []
     for block, (X, arguments, keywords) in zip(blocks, calls, strict=True):
-        with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):  # fused kernels do not support batched cotangents
+        with (
+            clock("jacobian"),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # fused kernels do not support batched cotangents
             J.append(jacobian(block, X, arguments, keywords, token))
         with clock("svd"):
             U_l, S_l, Vh_l = torch.linalg.svd(J[-1])
@@ -50,11 +53,15 @@ def couplings(
             for m in range(L):
                 A = U[m].T @ J[l] @ V[m]
                 measures["miscoupling"][l, m] = (A - torch.diag(S[l])).norm() / S[l].norm()
-                measures["offdiag_normalized"][l, m] = (A - torch.diag(A.diagonal())).norm() / A.norm()
+                measures["offdiag_normalized"][l, m] = (
+                    A - torch.diag(A.diagonal())
+                ).norm() / A.norm()
     return torch.stack(J), torch.stack(S), measures
 
 
-def _captured(model: nn.Module, inputs: Tensor, blocks: list[nn.Module]) -> list[tuple[Tensor, tuple, dict[str, Any]]]:
+def _captured(
+    model: nn.Module, inputs: Tensor, blocks: list[nn.Module]
+) -> list[tuple[Tensor, tuple, dict[str, Any]]]:
     """Record the arguments of each block's call."""
     calls = []
 
@@ -68,20 +75,26 @@ def _captured(model: nn.Module, inputs: Tensor, blocks: list[nn.Module]) -> list
     return calls
 
 
-def whole_sequence(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int) -> Tensor:
+def whole_sequence(
+    block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int
+) -> Tensor:
     """Return the Jacobian of the residual function at a token from products over the whole sequence."""
     X = X.detach().clone().requires_grad_()
     out = block(X, *arguments, **keywords)
     y = (out[0] if isinstance(out, tuple) else out)[0, token]
     identity = torch.eye(len(y), dtype=y.dtype, device=y.device)
     rows = [
-        torch.autograd.grad(y, X, cotangents, retain_graph=True, is_grads_batched=True)[0][:, 0, token]
+        torch.autograd.grad(y, X, cotangents, retain_graph=True, is_grads_batched=True)[0][
+            :, 0, token
+        ]
         for cotangents in identity.split(CHUNK)
     ]
     return torch.cat(rows) - identity
 
 
-def by_hand(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int) -> Tensor:
+def by_hand(
+    block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, Any], token: int
+) -> Tensor:
     """Return the same for a layer of GPT-NeoX from one row, with the keys and values of the rows before it constant."""
     layer: Any = block
     attention, heads = layer.attention, layer.attention.config.num_attention_heads
@@ -90,7 +103,11 @@ def by_hand(block: nn.Module, X: Tensor, arguments: tuple, keywords: dict[str, A
 
     def project(x: Tensor, at: slice) -> tuple[Tensor, ...]:
         """Return query, key and value (heads, rows, width), the first two rotated."""
-        qkv = attention.query_key_value(layer.input_layernorm(x)).unflatten(1, (heads, -1)).transpose(0, 1)
+        qkv = (
+            attention.query_key_value(layer.input_layernorm(x))
+            .unflatten(1, (heads, -1))
+            .transpose(0, 1)
+        )
         q, k, v = qkv.chunk(3, dim=-1)
         q, k = apply_rotary_pos_emb(q[None], k[None], cosines[:, at], sines[:, at])
         return q[0], k[0], v

@@ -9,12 +9,19 @@ from torch import Tensor, nn
 from checkpoints.configuration import pythia_shapes
 
 VOCABULARY = 512  # embeddings are not timed
-IMAGES = {"deit-ti": (32, 4), "deit-ti-224": (224, 16)}  # side of the images and of the patches, in pixels
+IMAGES = {
+    "deit-ti": (32, 4),
+    "deit-ti-224": (224, 16),
+}  # side of the images and of the patches, in pixels
 SEED = 0
 
 
 def model(
-    shape: str, blocks: int | None, device: str, vocabulary: int = VOCABULARY, weights: str = "float32"
+    shape: str,
+    blocks: int | None,
+    device: str,
+    vocabulary: int = VOCABULARY,
+    weights: str = "float32",
 ) -> nn.Module:
     """Return the model, with its first `blocks` blocks if given; `weights` is the dtype of its parameters."""
     torch.manual_seed(SEED)
@@ -24,7 +31,12 @@ def model(
             import timm
 
             (pixels, patch), depth = IMAGES[shape], blocks or 12
-            options: dict[str, Any] = {"img_size": pixels, "patch_size": patch, "num_classes": 10, "depth": depth}
+            options: dict[str, Any] = {
+                "img_size": pixels,
+                "patch_size": patch,
+                "num_classes": 10,
+                "depth": depth,
+            }
             return timm.create_model("deit_tiny_patch16_224", **options).to(dtype).eval()
         from transformers import AutoModelForCausalLM
 

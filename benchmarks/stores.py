@@ -22,7 +22,10 @@ WORK = {
         "Units(Store(path)).read(Store(path).steps())",
     ),
     "summary": ("import tracker, tracker.analysis.summary", "tracker.summary(path)"),
-    "page": ("from tracker.report.write import write_report; import plotly.io", "write_report(path, f'{path}.html')"),
+    "page": (
+        "from tracker.report.write import write_report; import plotly.io",
+        "write_report(path, f'{path}.html')",
+    ),
     "replay": (
         "from pathlib import Path; from tracker.replay import replay; from tracker.loggers import protocol",
         "replay(Path(path), 'p', 'n', [], 'workspace')",
@@ -81,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _timed(name: str, path: Path) -> tuple[float, float]:
     """Return the CPU seconds of the work, and the bytes by which the process grew."""
     code = "import sys; from benchmarks.stores import run; run(*sys.argv[1:])"
-    done = subprocess.run([sys.executable, "-c", code, name, path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, name, path], capture_output=True, text=True, check=True
+    )
     seconds, peak = done.stdout.splitlines()[-1].split()
     return float(seconds), float(peak)
 

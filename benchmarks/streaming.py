@@ -72,7 +72,9 @@ def streaming(settings: Streaming) -> dict[str, Any]:
         runs: dict[str, list[dict[str, Any]]] = {STREAMED: [], IN_MEMORY: []}
         for repeat in range(settings.repeats):
             for name, made in runs.items():
-                print(f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True)
+                print(
+                    f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True
+                )
                 made.append(machine.alone(measure, settings, Path(directory), name))
     values = {name: made[0].pop("values") for name, made in runs.items()}
     reference = values[IN_MEMORY]
@@ -96,7 +98,9 @@ def write_checkpoint(settings: Streaming, directory: Path) -> int:
     """Write random weights; return their size in bytes."""
     from benchmarks import shapes
 
-    model: Any = shapes.model(settings.shape, settings.blocks, "cpu", vocabulary=50304, weights="float16")
+    model: Any = shapes.model(
+        settings.shape, settings.blocks, "cpu", vocabulary=50304, weights="float16"
+    )
     model.save_pretrained(directory, max_shard_size="2GB")
     return sum(tensor.nbytes for tensor in model.state_dict().values())
 
@@ -129,13 +133,22 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
         model = copy.deepcopy(model).to(settings.device)
     budget = settings.memory_budget if way == STREAMED else MEMORY_BUDGET
     dataset = tracker.measure(
-        model, inputs, k=settings.k, device=settings.device, measures="coupling", memory_budget=budget
+        model,
+        inputs,
+        k=settings.k,
+        device=settings.device,
+        measures="coupling",
+        memory_budget=budget,
     )
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    values = [float(v) for name in ("miscoupling", "singular_value") for v in dataset[name].values.ravel()]
-    peak = getattr(torch.get_device_module(settings.device), "max_memory_allocated", lambda device: 0)
+    values = [
+        float(v) for name in ("miscoupling", "singular_value") for v in dataset[name].values.ravel()
+    ]
+    peak = getattr(
+        torch.get_device_module(settings.device), "max_memory_allocated", lambda device: 0
+    )
     return {
         "seconds": seconds,
         "anonymous_bytes": seen[0] - before,
@@ -155,7 +168,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     for name, way in ways.items():
         host, device = way["anonymous_bytes"] / 1e9, way["device_bytes"] / 1e9
-        lines.append(f"{name:24}{way['seconds']:9.1f}{host:15.2f}{device:12.2f}{way['error']:12.1e}")
+        lines.append(
+            f"{name:24}{way['seconds']:9.1f}{host:15.2f}{device:12.2f}{way['error']:12.1e}"
+        )
     return "\n".join(lines)
 
 

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("forward", "tracker.measures.calls", "record"),
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
-    ("checks", "tracker.jacobians.rows", "derivative_error"),  # called within the stage before, like the next ones
+    (
+        "checks",
+        "tracker.jacobians.rows",
+        "derivative_error",
+    ),  # called within the stage before, like the next ones
     ("checks", "tracker.jacobians.rows", "find_mixing"),
     ("checks", "tracker.jacobians.rows", "differ_from_values"),
     ("checks", "tracker.jacobians.rows", "settle"),
@@ -30,7 +34,10 @@ STAGES = (  # of `tracker.measure`, and the functions that are timed as such
 
 
 def ours(
-    model: "nn.Module", settings: "Benchmark", clock: "Clock", jacobians: "list[Tensor] | None" = None
+    model: "nn.Module",
+    settings: "Benchmark",
+    clock: "Clock",
+    jacobians: "list[Tensor] | None" = None,
 ) -> "xr.Dataset":
     """Run `tracker.measure` and time its stages; append the first prompt's Jacobians to `jacobians` if it is given."""
     import tracker
@@ -73,12 +80,19 @@ def published(
     from benchmarks import shapes
     from benchmarks.published import by_hand, couplings, whole_sequence
 
-    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(settings.device)
-    position, jacobian = shapes.position(settings.shape), by_hand if hand_written else whole_sequence
+    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(
+        settings.device
+    )
+    position, jacobian = (
+        shapes.position(settings.shape),
+        by_hand if hand_written else whole_sequence,
+    )
     return couplings(model, shapes.blocks(model), inputs, position, settings.k, clock, jacobian)
 
 
-def by_hand(model: "nn.Module", settings: "Benchmark", clock: "Clock") -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
+def by_hand(
+    model: "nn.Module", settings: "Benchmark", clock: "Clock"
+) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
     """Run the same with Jacobians by hand."""
     return published(model, settings, clock, hand_written=True)
 
@@ -112,7 +126,9 @@ def _peak_in_process(run: "Run", settings: "Benchmark") -> int:
     from benchmarks import machine, shapes
 
     small = replace(settings, shape="14m", tokens=8, k=2, blocks=2, prompts=1)
-    run(shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device))  # loads libraries
+    run(
+        shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device)
+    )  # loads libraries
     model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
     return _peak_above_model(run, model, settings)
 

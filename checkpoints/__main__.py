@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     from tracker.common.parser import Parser
 
-    parser = Parser(prog="python -m checkpoints", description=__doc__ and __doc__.partition("\n")[0])
+    parser = Parser(
+        prog="python -m checkpoints", description=__doc__ and __doc__.partition("\n")[0]
+    )
     commands = parser.add_subcommands()
     for name, description in (
         ("list", "print revisions, steps, tokens, formats, sizes and defects"),
@@ -32,15 +34,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         command = Parser(description=description)
         command.add_argument(
-            "model", type=str, help="a Pythia size, a repository id, a directory of checkpoints, or nano"
+            "model",
+            type=str,
+            help="a Pythia size, a repository id, a directory of checkpoints, or nano",
         )
         command.add_argument(
-            "--steps", type=str, default="all", help="all (default), paper, log2, or numbers such as 128,512"
+            "--steps",
+            type=str,
+            default="all",
+            help="all (default), paper, log2, or numbers such as 128,512",
         )
         command.add_argument(
-            "--revisions", type=str, help="a regular expression with a group named step, for other names"
+            "--revisions",
+            type=str,
+            help="a regular expression with a group named step, for other names",
         )
-        command.add_argument("--stage", type=str, help="the stage of a suite trained in several; default: the first")
+        command.add_argument(
+            "--stage", type=str, help="the stage of a suite trained in several; default: the first"
+        )
         commands.add_subcommand(name, command, help=description)
     chosen_command = parser.parse_args(arguments)
     parsed = chosen_command[chosen_command.subcommand]
@@ -85,7 +96,11 @@ def verify(suite: Suite, chosen: Sequence[Checkpoint], examination: Examination)
         directory = _directory(suite, checkpoint, listing)
         missing = {file.name for file in missing_files(directory, listing)} if listing else set()
         cached = [file for file in listing.weights if file.name not in missing] if listing else []
-        damaged = [file.name for file in cached if file.sha256 and hash_file(directory / file.name) != file.sha256]
+        damaged = [
+            file.name
+            for file in cached
+            if file.sha256 and hash_file(directory / file.name) != file.sha256
+        ]
         problems = [f"DAMAGED: {', '.join(damaged)}"] if damaged else []
         verdict = "; ".join(filter(None, [*problems, _defects(checkpoint, examination)]))
         failed |= bool(verdict)
@@ -109,7 +124,11 @@ def _defects(checkpoint: Checkpoint, examination: Examination) -> str:
 def _passed(cached: Sequence[File]) -> str:
     if not cached:
         return "not in the cache"
-    return "as published" if all(file.sha256 for file in cached) else "readable; no published hash to compare with"
+    return (
+        "as published"
+        if all(file.sha256 for file in cached)
+        else "readable; no published hash to compare with"
+    )
 
 
 def _listing(suite: Suite, checkpoint: Checkpoint, examination: Examination) -> Listing | None:
@@ -149,7 +168,9 @@ def _print_table(rows: Iterable[Sequence[str]]) -> None:
     rows = list(rows)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
 
 
 def _notify(line: str) -> None:

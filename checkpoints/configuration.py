@@ -23,9 +23,14 @@ PYTHIA = Path(__file__).parent / "data" / "pythia.toml"
 CONFIGURATION = "config.json"
 # Entries that make transformers build as many modules, or entries of a dictionary, and how many there may be: the deepest
 # published language models have about 130 blocks, the largest classifiers 22,000 labels.
-COUNTS = {r"layers?$|depths?$|blocks$|experts$|groups?$|group_num$|stages$|codebooks$": 1000, r"labels$": 100_000}
+COUNTS = {
+    r"layers?$|depths?$|blocks$|experts$|groups?$|group_num$|stages$|codebooks$": 1000,
+    r"labels$": 100_000,
+}
 VALUES_PER_BYTE = 8  # weights quantized to one bit
-MOST_BUFFERED = 10**9  # values, beyond those that the files can hold, in masks and tables that a model computes itself
+MOST_BUFFERED = (
+    10**9
+)  # values, beyond those that the files can hold, in masks and tables that a model computes itself
 # Any other implementation is code of a package that may not be there, or that transformers fetches from the hub.
 IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
@@ -65,7 +70,11 @@ class Shape:
             num_attention_heads=self.heads,
             intermediate_size=4 * self.width,
             max_position_embeddings=self.context,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
             use_parallel_residual=True,
             tie_word_embeddings=False,
             bos_token_id=0,
@@ -104,7 +113,11 @@ def _check_entries(file: Path, value: Any, name: str = "") -> None:
         raise CheckpointError(
             f"{file} has {name} = {value:,}; more than {most:,} can't be meant: restore the file, or leave this checkpoint out"
         )
-    if name.endswith("_implementation") and not isinstance(value, dict) and value not in IMPLEMENTATIONS:
+    if (
+        name.endswith("_implementation")
+        and not isinstance(value, dict)
+        and value not in IMPLEMENTATIONS
+    ):
         raise CheckpointError(
             f"{file} asks for {name} = {value!r}, which transformers would take from another package or fetch from the hub and "
             f"run; {', '.join(map(str, IMPLEMENTATIONS[1:]))} are allowed: remove the entry, or leave this checkpoint out"
@@ -121,7 +134,9 @@ def check_index(directory: Path) -> None:
         if (directory / name).is_file():
             shards = _entries(directory / name).get("weight_map")
             files = list(shards.values()) if isinstance(shards, dict) else [shards]
-            if wrong := [file for file in files if not isinstance(file, str) or Path(file).name != file]:
+            if wrong := [
+                file for file in files if not isinstance(file, str) or Path(file).name != file
+            ]:
                 raise CheckpointError(
                     f"{directory / name} has no weight_map from tensors to files of its directory ({wrong[0]!r}): restore it, or "
                     "leave this checkpoint out"
@@ -130,7 +145,11 @@ def check_index(directory: Path) -> None:
 
 def weights_in(directory: Path) -> int:
     """Return the bytes of a directory's weight files."""
-    return sum(file.stat().st_size for file in directory.iterdir() if file.suffix in (".safetensors", ".bin"))
+    return sum(
+        file.stat().st_size
+        for file in directory.iterdir()
+        if file.suffix in (".safetensors", ".bin")
+    )
 
 
 def require_size(directory: Path, model: "nn.Module", stored: int) -> None:
@@ -141,7 +160,9 @@ def require_size(directory: Path, model: "nn.Module", stored: int) -> None:
     """
     count = sum(parameter.numel() for parameter in model.parameters())
     others = sum(buffer.numel() for buffer in model.buffers())
-    described = f"{count:,} parameters" + (f" and {others:,} other values" if others > MOST_BUFFERED else "")
+    described = f"{count:,} parameters" + (
+        f" and {others:,} other values" if others > MOST_BUFFERED else ""
+    )
     if count > VALUES_PER_BYTE * stored or others > VALUES_PER_BYTE * stored + MOST_BUFFERED:
         raise CheckpointError(
             f"{directory / CONFIGURATION} describes a model of {described}, and the weight files hold {stored:,} bytes: restore "
@@ -157,5 +178,7 @@ def _entries(file: Path) -> dict[str, Any]:
             f"{file} can't be read as JSON ({error}): restore it, or leave this checkpoint out"
         ) from error
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{file} is not a mapping of settings: restore it, or leave this checkpoint out")
+        raise CheckpointError(
+            f"{file} is not a mapping of settings: restore it, or leave this checkpoint out"
+        )
     return entries

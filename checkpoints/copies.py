@@ -36,7 +36,9 @@ IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 Loaded = TypeVar("Loaded")
 
 
-def load_copy(load: Callable[[Path], Loaded], source: Path, own_code: bool = False) -> tuple[Loaded, str]:
+def load_copy(
+    load: Callable[[Path], Loaded], source: Path, own_code: bool = False
+) -> tuple[Loaded, str]:
     """Load a checkpoint, a directory or a file, from a copy that keeps its name and is removed when it is loaded.
 
     Args:
@@ -53,7 +55,9 @@ def load_copy(load: Callable[[Path], Loaded], source: Path, own_code: bool = Fal
         raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
     read = _read_by_loading(source, own_code)
     with _directory(_place(source, sum(file.stat().st_size for file in read))) as directory:
-        copy = directory / Path(os.path.abspath(source)).name  # of a link, too: its target may be named by a hash
+        copy = (
+            directory / Path(os.path.abspath(source)).name
+        )  # of a link, too: its target may be named by a hash
         hashes = _copy(source, read, copy)
         try:
             return load(copy), files_digest(copy, own_code=own_code, hash_of=hashes.__getitem__)
@@ -89,7 +93,9 @@ def _remove(directory: Path) -> None:
     with suppress(FileNotFoundError):
         for entry in directory.iterdir():
             if entry.name != LOCK:
-                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(missing_ok=True)
+                shutil.rmtree(entry, ignore_errors=True) if entry.is_dir() else entry.unlink(
+                    missing_ok=True
+                )
     shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -148,7 +154,9 @@ def _is_in_memory(place: Path) -> bool:
     except FileNotFoundError:  # another system
         return False
     described = (line.partition(" - ") for line in mounts)
-    return any(mount.split()[2] == number and kind.split()[0] in IN_MEMORY for mount, _, kind in described)
+    return any(
+        mount.split()[2] == number and kind.split()[0] in IN_MEMORY for mount, _, kind in described
+    )
 
 
 def _copy(source: Path, read: list[Path], copy: Path) -> dict[Path, str]:
@@ -167,7 +175,9 @@ def _copy(source: Path, read: list[Path], copy: Path) -> dict[Path, str]:
         for file, its_copy in copied.items():
             if files.identity(file) == before[file]:
                 files.note_sha256(file, before[file], hashes[its_copy])
-            elif files.hash_file(file) != hashes[its_copy]:  # a hard link or other permissions change no content
+            elif (
+                files.hash_file(file) != hashes[its_copy]
+            ):  # a hard link or other permissions change no content
                 raise CheckpointError(
                     f"{file} was changed while it was copied, and this checkpoint is not measured: when nothing writes there any "
                     "more, run the same command again"
@@ -196,5 +206,13 @@ def _read_by_loading(source: Path, own_code: bool) -> list[Path]:
     """List the files that loading reads: weights, configuration and tokenizer; no logs, and no state of an optimizer."""
     if source.is_file():
         return [source]
-    texts = (file for file in source.iterdir() if file.name.endswith(CONFIGURATION) or file.name.startswith(TEXTS))
-    return list(dict.fromkeys([*weight_files(source, own_code), *(file for file in texts if file.is_file())]))
+    texts = (
+        file
+        for file in source.iterdir()
+        if file.name.endswith(CONFIGURATION) or file.name.startswith(TEXTS)
+    )
+    return list(
+        dict.fromkeys(
+            [*weight_files(source, own_code), *(file for file in texts if file.is_file())]
+        )
+    )

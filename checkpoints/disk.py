@@ -20,7 +20,9 @@ from checkpoints.hub import File, Listing, read_ref, repo_dir
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock, cache_root, write_atomic
 
-Files = dict[str, tuple[int, str]]  # size in bytes and name of the blob of files, by path within the cache
+Files = dict[
+    str, tuple[int, str]
+]  # size in bytes and name of the blob of files, by path within the cache
 
 
 def partial_file(blob: Path) -> Path:
@@ -31,7 +33,11 @@ def partial_file(blob: Path) -> Path:
 def missing_files(directory: Path, listing: Listing) -> list[File]:
     """List the needed files that are missing from a snapshot or have the wrong size."""
     paths = {file: directory / file.name for file in listing.needed}
-    return [file for file, path in paths.items() if not path.is_file() or path.stat().st_size != file.size]
+    return [
+        file
+        for file, path in paths.items()
+        if not path.is_file() or path.stat().st_size != file.size
+    ]
 
 
 class DiskBudget:
@@ -45,9 +51,15 @@ class DiskBudget:
     def __init__(self, cache_dir: Path | None = None, budget: int | None = None):
         self.cache = repo_dir("any/any", cache_dir).parent
         self.budget = budget
-        self.records = cache_root() / "fetched" / hashlib.sha256(str(self.cache.resolve()).encode()).hexdigest()[:16]
+        self.records = (
+            cache_root()
+            / "fetched"
+            / hashlib.sha256(str(self.cache.resolve()).encode()).hexdigest()[:16]
+        )
 
-    def try_reserve(self, repo: str, listing: Listing, upcoming: Collection[str] = ()) -> Lock | None:
+    def try_reserve(
+        self, repo: str, listing: Listing, upcoming: Collection[str] = ()
+    ) -> Lock | None:
         """Reserve disk space for a revision, evicting others if necessary, and return a lock that keeps the revision.
 
         Return None if revisions in use leave too little space; try again later.
@@ -80,7 +92,9 @@ class DiskBudget:
     def _to_fetch(self, repo: str, listing: Listing) -> Files:
         """Return the files that the cache lacks; files that are present already are never evicted."""
         directory = repo_dir(repo, self.cache)
-        pointers = {directory / "snapshots" / listing.commit / file.name: file for file in listing.needed}
+        pointers = {
+            directory / "snapshots" / listing.commit / file.name: file for file in listing.needed
+        }
         return {
             str(pointer.relative_to(self.cache)): (
                 0 if (directory / "blobs" / str(file.blob)).exists() else file.size,
@@ -96,7 +110,9 @@ class DiskBudget:
             return True
         others = {other: _read(other) for other in self.records.glob("*.json") if other != record}
         used = sum(map(_bytes, others.values()))
-        for other in sorted(others, key=lambda other: (other.stem in upcoming, other.stat().st_mtime)):
+        for other in sorted(
+            others, key=lambda other: (other.stem in upcoming, other.stat().st_mtime)
+        ):
             if used + size <= self.budget:
                 break
             if self._evict(other):
@@ -115,7 +131,9 @@ class DiskBudget:
             kept = {path.resolve().name for path in (repository / "snapshots").rglob("*")}
             for other in set(self.records.glob("*.json")) - {record}:
                 kept |= {blob for _, blob in _read(other).values()}
-            for blob in {repository / "blobs" / blob for _, blob in files.values() if blob not in kept}:
+            for blob in {
+                repository / "blobs" / blob for _, blob in files.values() if blob not in kept
+            }:
                 blob.unlink(missing_ok=True)
                 partial_file(blob).unlink(missing_ok=True)
             snapshot = repository / "snapshots" / record.stem
@@ -130,13 +148,17 @@ def _remove(snapshot: Path) -> None:
     """Remove an empty snapshot and the references to it."""
     snapshot.rmdir()
     for reference in list((snapshot.parent.parent / "refs").rglob("*")):
-        if not reference.name.startswith(".") and read_ref(reference) == snapshot.name:  # dot files are being written
+        if (
+            not reference.name.startswith(".") and read_ref(reference) == snapshot.name
+        ):  # dot files are being written
             reference.unlink(missing_ok=True)
 
 
 def _read(record: Path) -> Files:
     try:
-        return {name: (size, str(blob)) for name, (size, blob) in json.loads(record.read_text()).items()}
+        return {
+            name: (size, str(blob)) for name, (size, blob) in json.loads(record.read_text()).items()
+        }
     except FileNotFoundError:
         return {}
 

@@ -24,8 +24,13 @@ from tracker.common.files import write_atomic
 from tracker.common.text import first_line
 
 BLOCK = 1 << 20  # bytes
-SLOWEST, WINDOW = 1000, 60.0  # bytes a second, over so many seconds, below which a download has stalled
-Count = Callable[[int], None]  # receives the number of bytes that arrived or were found on disk; negative: discarded
+SLOWEST, WINDOW = (
+    1000,
+    60.0,
+)  # bytes a second, over so many seconds, below which a download has stalled
+Count = Callable[
+    [int], None
+]  # receives the number of bytes that arrived or were found on disk; negative: discarded
 
 
 def cached_snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
@@ -79,19 +84,27 @@ def fetch(
                 attempts = Attempts(f"{file.name} of {repo} at {revision}", notify, stop)
                 _download(repo, listing.commit, file, blob, attempts, count)
             _link(directory / file.name, blob)
-        reference = repo_cache / "refs" / revision  # by which offline walks find the commit of the branch
+        reference = (
+            repo_cache / "refs" / revision
+        )  # by which offline walks find the commit of the branch
         if read_ref(reference) != listing.commit:
-            with nullcontext() if missing else suppress(OSError):  # a cache that can't be written to may lack nothing
+            with (
+                nullcontext() if missing else suppress(OSError)
+            ):  # a cache that can't be written to may lack nothing
                 reference.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(reference, listing.commit.encode())
     except OSError as error:
-        raise CheckpointError(_describe_error(error, f"{repo} at {revision}", repo_cache.parent)) from error
+        raise CheckpointError(
+            _describe_error(error, f"{repo} at {revision}", repo_cache.parent)
+        ) from error
     return directory
 
 
 def _link(pointer: Path, blob: Path) -> None:
     """Make a file of a snapshot a link to its blob, as the hub's client does, or a copy where links are not supported."""
-    if pointer.is_file() and pointer.stat().st_size == blob.stat().st_size:  # another process has made it
+    if (
+        pointer.is_file() and pointer.stat().st_size == blob.stat().st_size
+    ):  # another process has made it
         return
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.unlink(missing_ok=True)
@@ -105,12 +118,16 @@ def _link(pointer: Path, blob: Path) -> None:
         temporary.replace(pointer)
 
 
-def _download(repo: str, commit: str, file: File, blob: Path, attempts: Attempts, count: Count) -> None:
+def _download(
+    repo: str, commit: str, file: File, blob: Path, attempts: Attempts, count: Count
+) -> None:
     """Download a blob, resuming an earlier attempt, and verify its hash."""
     from huggingface_hub.utils import WeakFileLock
 
     blob.parent.mkdir(parents=True, exist_ok=True)
-    lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"  # the one that the client uses
+    lock = (
+        blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"
+    )  # the one that the client uses
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if blob.exists() and blob.stat().st_size == file.size:  # another process has downloaded it
@@ -132,7 +149,9 @@ def _download(repo: str, commit: str, file: File, blob: Path, attempts: Attempts
         )
 
 
-def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempts, count: Count) -> str:
+def _receive(
+    repo: str, commit: str, file: File, target: Path, attempts: Attempts, count: Count
+) -> str:
     """Download the rest of a file to `target` and return the hash of its whole content."""
     from huggingface_hub import get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
@@ -146,28 +165,41 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
             sha.update(block)
             have += len(block)
         if have:
-            attempts.notify(f"{attempts.subject}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB")
+            attempts.notify(
+                f"{attempts.subject}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB"
+            )
         count(have)
         free = shutil.disk_usage(target.parent).free
         if file.size - have > free:
             raise OSError(
-                errno.ENOSPC, f"{(file.size - have) / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free"
+                errno.ENOSPC,
+                f"{(file.size - have) / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free",
             )
         furthest = have
         while have < file.size:
             # Identity: byte positions in a compressed response would differ.
-            headers = build_hf_headers() | {"Accept-Encoding": "identity", "Range": f"bytes={have}-"}
+            headers = build_hf_headers() | {
+                "Accept-Encoding": "identity",
+                "Range": f"bytes={have}-",
+            }
             try:
                 with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT) as response:
                     hf_raise_for_status(response)
                     if response.status_code not in (200, 206):
-                        raise unexpected(attempts.subject, f"answers {response.status_code} {response.reason_phrase}")
-                    if have and response.status_code != 206:  # the server ignored the range: start over
+                        raise unexpected(
+                            attempts.subject,
+                            f"answers {response.status_code} {response.reason_phrase}",
+                        )
+                    if (
+                        have and response.status_code != 206
+                    ):  # the server ignored the range: start over
                         handle.truncate(0)
                         count(-have)
                         sha, have = _new_hash(file), 0
                     since, had = time.monotonic(), have
-                    for block in response.iter_bytes():  # unbuffered: a dropped connection loses nothing
+                    for (
+                        block
+                    ) in response.iter_bytes():  # unbuffered: a dropped connection loses nothing
                         if (passed := time.monotonic() - since) > WINDOW:
                             if have - had < SLOWEST * passed:
                                 raise httpx.ReadTimeout(f"{have - had:,} bytes in {passed:.0f} s")
@@ -181,7 +213,9 @@ def _receive(repo: str, commit: str, file: File, target: Path, attempts: Attempt
                         if have > file.size:  # it would not match the hash, and might never end
                             break
                 if have < file.size:
-                    raise httpx.RemoteProtocolError(f"the response ended after {have:,} of {file.size:,} bytes")
+                    raise httpx.RemoteProtocolError(
+                        f"the response ended after {have:,} of {file.size:,} bytes"
+                    )
             except httpx.HTTPError as error:
                 handle.flush()
                 if have - furthest >= BLOCK:  # a few bytes for each attempt are no progress

@@ -57,7 +57,11 @@ class Listing:
     @property
     def formats(self) -> dict[str, tuple[File, ...]]:
         """The weight files by format, in the order of the shards."""
-        return {name: files for name, pattern in FORMATS.items() if (files := _matching(self.files, pattern))}
+        return {
+            name: files
+            for name, pattern in FORMATS.items()
+            if (files := _matching(self.files, pattern))
+        }
 
     @property
     def format(self) -> str | None:
@@ -74,7 +78,11 @@ class Listing:
     def needed(self) -> tuple[File, ...]:
         """All files to download: weights, configuration and tokenizer."""
         others = {index for name, index in INDEX.items() if name != self.format}
-        text = [f for f in self.files if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others]
+        text = [
+            f
+            for f in self.files
+            if "/" not in f.name and f.name.endswith(TEXT) and f.name not in others
+        ]
         return (*text, *self.weights)
 
     @property
@@ -113,23 +121,35 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
     from huggingface_hub import HfApi
 
     try:
-        references = with_retries(lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify)
+        references = with_retries(
+            lambda: HfApi().list_repo_refs(repo), f"the branches of {repo}", notify
+        )
         branches = {str(branch.name): str(branch.target_commit) for branch in references.branches}
         for name in [name for name in branches if not _is_reference(name)]:
-            notify(f"{repo}: the hub lists a branch {name!r}, which git does not allow; it is left out")
+            notify(
+                f"{repo}: the hub lists a branch {name!r}, which git does not allow; it is left out"
+            )
             del branches[name]
         return branches, ""
     except Unreachable as error:
         directory = repo_dir(repo) / "refs"
-        files = (file for file in directory.rglob("*") if not file.name.startswith("."))  # dot files are being written
-        cached = {str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))}
+        files = (
+            file for file in directory.rglob("*") if not file.name.startswith(".")
+        )  # dot files are being written
+        cached = {
+            str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))
+        }
         if cached:
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
 
 
 def list_revisions(
-    repo: str, commits: Mapping[str, str], cache_dir: Path | None = None, offline: bool = False, notify: Notify = print
+    repo: str,
+    commits: Mapping[str, str],
+    cache_dir: Path | None = None,
+    offline: bool = False,
+    notify: Notify = print,
 ) -> tuple[dict[str, Listing], dict[str, CheckpointError]]:
     """List the files of each revision.
 
@@ -144,14 +164,21 @@ def list_revisions(
     listings = {revision: listing for revision, listing in cached.items() if listing is not None}
     unknown = {revision: commit for revision, commit in commits.items() if revision not in listings}
     if offline:
-        snapshots = {revision: _list_snapshot(repo, commit, cache_dir) for revision, commit in unknown.items()}
-        return listings | {revision: listing for revision, listing in snapshots.items() if listing is not None}, {}
+        snapshots = {
+            revision: _list_snapshot(repo, commit, cache_dir)
+            for revision, commit in unknown.items()
+        }
+        return listings | {
+            revision: listing for revision, listing in snapshots.items() if listing is not None
+        }, {}
     if len(unknown) > AT_ONCE:
         notify(f"{repo}: requesting the file lists of {len(unknown)} revisions")
     faults: dict[str, CheckpointError] = {}
     failed_in_a_row, stop = 0, threading.Event()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        requests = {pool.submit(_request_listing, repo, unknown[r], notify, stop): r for r in unknown}
+        requests = {
+            pool.submit(_request_listing, repo, unknown[r], notify, stop): r for r in unknown
+        }
         for request in as_completed(requests):
             try:
                 listing = request.result()
@@ -167,7 +194,9 @@ def list_revisions(
     return listings, faults
 
 
-def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Event) -> Listing | None:
+def _request_listing(
+    repo: str, commit: str, notify: Notify, stop: threading.Event
+) -> Listing | None:
     """Request the listing of a commit; return None if the hub does not have it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
@@ -183,15 +212,24 @@ def _request_listing(repo: str, commit: str, notify: Notify, stop: threading.Eve
 
     subject = f"the files of {repo} at {commit[:8]}"
     if not _is(COMMIT, commit):
-        raise CheckpointError(f"the hub states {commit!r} as the commit of a branch of {repo}; leave its step out")
+        raise CheckpointError(
+            f"the hub states {commit!r} as the commit of a branch of {repo}; leave its step out"
+        )
     if stop.is_set():
-        raise Unreachable(f"can't get {subject}: the hub was not asked, since it failed to list those before it")
+        raise Unreachable(
+            f"can't get {subject}: the hub was not asked, since it failed to list those before it"
+        )
     listing = with_retries(ask, subject, notify)
     if listing is None:
         return None
-    with suppress(OSError):  # a cache that can't be written to: the listing is requested again next time
+    with suppress(
+        OSError
+    ):  # a cache that can't be written to: the listing is requested again next time
         _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(_listing_file(repo, commit), json.dumps([asdict(file) for file in listing.files]).encode())
+        write_atomic(
+            _listing_file(repo, commit),
+            json.dumps([asdict(file) for file in listing.files]).encode(),
+        )
     return listing
 
 
@@ -201,7 +239,11 @@ def _file(sibling: "RepoSibling") -> File:
     Raises:
         ValueError: for a name, size or hash that can't be one.
     """
-    name, size, sha256 = sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None
+    name, size, sha256 = (
+        sibling.rfilename,
+        sibling.size or 0,
+        sibling.lfs.sha256 if sibling.lfs else None,
+    )
     if not isinstance(name, str) or not _is_path(name) or type(size) is not int or size < 0:
         raise ValueError(f"it lists {name!r} with size {size!r}")
     if sha256 is not None and not _is(SHA256, sha256):
@@ -220,7 +262,9 @@ def _is_path(name: str) -> bool:
 
 def _is_reference(name: str) -> bool:
     """Whether git allows the name of a branch, so that it can be a path within the cache."""
-    return name.isprintable() and re.search(r"\.\.|//|^/|[\s~^:?*\[\\]", name) is None and bool(name)
+    return (
+        name.isprintable() and re.search(r"\.\.|//|^/|[\s~^:?*\[\\]", name) is None and bool(name)
+    )
 
 
 def _is(pattern: str, value: object) -> bool:
@@ -247,7 +291,13 @@ def _list_snapshot(repo: str, commit: str, cache_dir: Path | None) -> Listing | 
     files = []
     for file in sorted(path for path in snapshot.rglob("*") if path.is_file()):
         blob = file.resolve().name
-        files.append(File(str(file.relative_to(snapshot)), file.stat().st_size, blob if _is(SHA256, blob) else None))
+        files.append(
+            File(
+                str(file.relative_to(snapshot)),
+                file.stat().st_size,
+                blob if _is(SHA256, blob) else None,
+            )
+        )
     return Listing(commit, tuple(files))
 
 
@@ -267,12 +317,17 @@ def describe_cache(path: Path, flag: str) -> str:
     inside = path.parent if path.name in ("snapshots", "refs", "blobs") else path
     directories = [inside, *sorted(path.glob("models--*")), *sorted(path.glob("hub/models--*"))]
     repositories = [
-        one for one in directories if re.fullmatch("models--.+--.+", one.name) and (one / "snapshots").is_dir()
+        one
+        for one in directories
+        if re.fullmatch("models--.+--.+", one.name) and (one / "snapshots").is_dir()
     ]
     if not repositories:
         return ""
     cache = quote(str(repositories[0].parent))
-    names = [repository.name.removeprefix("models--").replace("--", "/", 1) for repository in repositories]
+    names = [
+        repository.name.removeprefix("models--").replace("--", "/", 1)
+        for repository in repositories
+    ]
     return (
         f"{path} belongs to a cache of the hub, which has {', '.join(names)}: set HF_HUB_CACHE and give the name of a "
         f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {names[0]}"

@@ -33,7 +33,16 @@ COMPARED = 200  # up to this many revisions, all are compared
 HASH_THREADS = 4
 LOGS = (".log", ".txt", ".jsonl")
 # Begins of names of what Trainer and accelerate save beside the weights.
-STATE = ("optimizer", "scheduler", "scaler", "sampler", "rng_state", "random_states", "training_args", "dl_state")
+STATE = (
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "sampler",
+    "rng_state",
+    "random_states",
+    "training_args",
+    "dl_state",
+)
 HASH_CHUNK = 1 << 22  # values that a thread converts to float32 at a time
 
 
@@ -44,7 +53,9 @@ class Examination:
     listings: dict[str, Listing]  # by revision
     suspect: dict[int, str]  # reasons by step, for the chosen steps
     offline: str = ""  # why the hub could not be reached, or ""
-    unlisted: dict[str, str] = field(default_factory=dict)  # why the files of revisions are not known
+    unlisted: dict[str, str] = field(
+        default_factory=dict
+    )  # why the files of revisions are not known
 
 
 def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) -> Examination:
@@ -62,13 +73,19 @@ def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) 
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     published = {c.name: commits[c.name] for c in compared if c.name in commits}
-    listings, faults = hub.list_revisions(suite.source, published, suite.cache_dir, bool(offline), notify)
+    listings, faults = hub.list_revisions(
+        suite.source, published, suite.cache_dir, bool(offline), notify
+    )
     if not_compared := [c.name for c in compared if c.name in faults]:
         first = not_compared[0]
-        notify(f"{join_names(not_compared)} can't be compared with the others; {first}: {faults[first]}")
+        notify(
+            f"{join_names(not_compared)} can't be compared with the others; {first}: {faults[first]}"
+        )
     suspect = find_suspects(compared, listings, online=not offline, unlisted=faults)
     unlisted = {revision: str(error) for revision, error in faults.items()}
-    return Examination(listings, {c.step: suspect[c.step] for c in chosen if c.step in suspect}, offline, unlisted)
+    return Examination(
+        listings, {c.step: suspect[c.step] for c in chosen if c.step in suspect}, offline, unlisted
+    )
 
 
 def find_suspects(
@@ -93,7 +110,9 @@ def find_suspects(
         if listing is not None:
             reasons[checkpoint.step] += _missing(listing)
         elif online and checkpoint.name not in unlisted:
-            reasons[checkpoint.step].append(f"{checkpoint.source} has no revision {checkpoint.name}")
+            reasons[checkpoint.step].append(
+                f"{checkpoint.source} has no revision {checkpoint.name}"
+            )
     by_step = {c.step: listings[c.name].weights for c in checkpoints if c.name in listings}
     for step, reason in _shared(by_step, last=max(c.step for c in checkpoints)).items():
         reasons[step].append(reason)
@@ -104,7 +123,9 @@ def known_defect(checkpoint: Checkpoint) -> str | None:
     """Return the reported defect of a revision with a link to the report, or None."""
     for defect in _table():
         steps = set(defect["steps"])
-        steps.update(*(range(first, last + 1, every) for first, last, every in defect.get("ranges", ())))
+        steps.update(
+            *(range(first, last + 1, every) for first, last, every in defect.get("ranges", ()))
+        )
         where = (defect["source"], defect.get("stage", ""))
         if where == (checkpoint.source, checkpoint.stage) and checkpoint.step in steps:
             return f"{defect['reason']} ({defect['link']})"
@@ -132,11 +153,19 @@ def _shared(weights: Mapping[int, Sequence[File]], last: int) -> dict[int, str]:
             owners[digest].append(step)
     reasons = {}
     for step, of_step in weights.items():
-        foreign = [file for file in of_step if step in _without_owner(owners.get(file.sha256 or "", []), last)]
+        foreign = [
+            file
+            for file in of_step
+            if step in _without_owner(owners.get(file.sha256 or "", []), last)
+        ]
         if not foreign:
             continue
         others = sorted({other for file in foreign for other in owners[file.sha256 or ""]} - {step})
-        which = "weights" if len(foreign) == len(of_step) else f"shards ({len(foreign)} of {len(of_step)})"
+        which = (
+            "weights"
+            if len(foreign) == len(of_step)
+            else f"shards ({len(foreign)} of {len(of_step)})"
+        )
         reasons[step] = f"its {which} are identical to those of step {join_names(others)}"
     return reasons
 
@@ -151,7 +180,10 @@ def _without_owner(steps: Sequence[int], last: int) -> set[int]:
 
 
 def files_digest(
-    source: Path, listing: Listing | None = None, own_code: bool = False, hash_of: Callable[[Path], str] = files.sha256
+    source: Path,
+    listing: Listing | None = None,
+    own_code: bool = False,
+    hash_of: Callable[[Path], str] = files.sha256,
 ) -> str:
     """Hash a checkpoint's weight files, using the hashes of the hub's listing if present, else the files.
 
@@ -165,7 +197,9 @@ def files_digest(
         return hash_of(source)[:16]
     hashes = {file.name: file.sha256 for file in listing.weights} if listing is not None else {}
     if not hashes or not all(hashes.values()):
-        hashes = {str(file.relative_to(source)): hash_of(file) for file in weight_files(source, own_code)}
+        hashes = {
+            str(file.relative_to(source)): hash_of(file) for file in weight_files(source, own_code)
+        }
     lines = [f"{name} {digest}\n" for name, digest in hashes.items()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
@@ -178,12 +212,19 @@ def weight_files(directory: Path, own_code: bool = False) -> list[Path]:
     """
     if not own_code:
         return [directory / file.name for file in files_in(directory).weights]
-    return [file for file in files.visible(directory) if not file.name.startswith(STATE) and file.suffix not in LOGS]
+    return [
+        file
+        for file in files.visible(directory)
+        if not file.name.startswith(STATE) and file.suffix not in LOGS
+    ]
 
 
 def files_in(directory: Path) -> Listing:
     """List the files of a directory, for checkpoints that are not on the hub."""
-    return Listing("", tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()))
+    return Listing(
+        "",
+        tuple(File(p.name, p.stat().st_size) for p in sorted(directory.iterdir()) if p.is_file()),
+    )
 
 
 def fingerprint(tensors: Iterable[tuple[str, "Tensor"]], buffers: Container[str] = ()) -> str:
@@ -208,7 +249,9 @@ def fingerprint(tensors: Iterable[tuple[str, "Tensor"]], buffers: Container[str]
         raise CheckpointError(
             f"NaN or infinite weights in {join_names(not_finite)}; this checkpoint is not measured: leave its step out"
         )
-    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashed).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        "".join(f"{name} {digest}\n" for name, digest in hashed).encode()
+    ).hexdigest()[:16]
 
 
 def _hash(name: str, tensor: "Tensor", infinite: bool) -> tuple[str, str | None]:

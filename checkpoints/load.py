@@ -101,7 +101,9 @@ def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, Any]":
 
     check_configuration(directory)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return config, AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    return config, AutoModelForCausalLM if type(
+        config
+    ) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
 
 
 def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
@@ -126,7 +128,9 @@ def readable(directory: Path, subject: str, remedy: str) -> Iterator[None]:
             f"a pickle in {directory} holds other objects than tensors, or is damaged, and is not loaded: pickles can run code "
             f"({first_line(error)[:80]} …); publish the weights as safetensors"
         ) from error
-    except Exception as error:  # libraries raise errors of any type for files that they don't expect
+    except (
+        Exception
+    ) as error:  # libraries raise errors of any type for files that they don't expect
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"{directory} needs Python code of its own, and a walk runs no code of a checkpoint: load the model yourself and "
@@ -153,7 +157,9 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
             f"--module {module}: no such LightningModule ({first_line(error)}); give package.module:Class, in a package that "
             "Python can import"
         ) from error
-    remedy = "hyperparameters are read from the checkpoint: does the class call save_hyperparameters()?"
+    remedy = (
+        "hyperparameters are read from the checkpoint: does the class call save_hyperparameters()?"
+    )
     return _reporting(partial(load_from_checkpoint, map_location="cpu"), module, remedy)
 
 
@@ -190,13 +196,17 @@ def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
 
 def _imported(name: str) -> Any:
     """Import an object by its name, module:object, from what Python knows and from the working directory."""
-    if str(Path.cwd()) not in sys.path:  # which `python -m` adds, and a script that pip has installed does not
+    if (
+        str(Path.cwd()) not in sys.path
+    ):  # which `python -m` adds, and a script that pip has installed does not
         sys.path.append(str(Path.cwd()))
     module, _, within = name.partition(":")
     return getattr(importlib.import_module(module), within)
 
 
-def _reporting(load: "Callable[[Path], nn.Module]", name: str, remedy: str) -> "Callable[[Path], nn.Module]":
+def _reporting(
+    load: "Callable[[Path], nn.Module]", name: str, remedy: str
+) -> "Callable[[Path], nn.Module]":
     import torch
 
     def load_file(path: Path) -> "nn.Module":
@@ -208,7 +218,8 @@ def _reporting(load: "Callable[[Path], nn.Module]", name: str, remedy: str) -> "
             cure = next((cure for part, cure in CURES.items() if part in str(error)), "")
             text, cure = printable(str(error), 80 if cure else 500), cure or remedy
             raise UsageError(
-                f"{path} can't be loaded by {name} ({type(error).__name__}: {text})" + (f"; {cure}" if cure else "")
+                f"{path} can't be loaded by {name} ({type(error).__name__}: {text})"
+                + (f"; {cure}" if cure else "")
             ) from error
         if not isinstance(model, torch.nn.Module):
             raise UsageError(
@@ -257,7 +268,9 @@ def _tokenizer(source: Path | str, **options: Any) -> "PreTrainedTokenizerBase":
     if isinstance(source, Path):
         has_one = any((source / file).is_file() for file in vocabularies)
     else:
-        has_one = any(isinstance(try_to_load_from_cache(source, file), str) for file in vocabularies)
+        has_one = any(
+            isinstance(try_to_load_from_cache(source, file), str) for file in vocabularies
+        )
     if tokenizer.vocab_files_names and not has_one:  # a tokenizer of bytes needs no file
         raise ValueError(f"there is none of {', '.join(dict.fromkeys(vocabularies))}")
     return tokenizer

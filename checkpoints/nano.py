@@ -128,7 +128,8 @@ def _train(seed: int, recipe: NanoRecipe, directory: Path, callbacks: Sequence[A
     training, held_out = _texts(recipe.characters)
     tokenizer = _tokenizer(training, recipe)
     ids, held_out_ids = (
-        torch.tensor(list(chain.from_iterable(tokenizer(part)["input_ids"]))) for part in (training, held_out)
+        torch.tensor(list(chain.from_iterable(tokenizer(part)["input_ids"])))
+        for part in (training, held_out)
     )
     print(
         f"nano: {len(ids):,} tokens of the Python standard library to train on, {len(held_out_ids):,} held out "
@@ -139,7 +140,9 @@ def _train(seed: int, recipe: NanoRecipe, directory: Path, callbacks: Sequence[A
         lightning.seed_everything(seed, verbose=False)
         module = _module(recipe, tokenizer, held_out_ids, directory)
         generator = torch.Generator().manual_seed(seed)
-        starts = torch.randint(len(ids) - recipe.length, (max(recipe.steps) * recipe.batch,), generator=generator)
+        starts = torch.randint(
+            len(ids) - recipe.length, (max(recipe.steps) * recipe.batch,), generator=generator
+        )
         sequences = torch.stack([ids[start : start + recipe.length] for start in starts])
         trainer = lightning.Trainer(
             max_steps=max(recipe.steps),
@@ -172,7 +175,9 @@ def build(recipe: NanoRecipe) -> "GPTNeoXForCausalLM":
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
             writes = name.endswith(("attention.dense.weight", "mlp.dense_4h_to_h.weight"))
-            nn.init.normal_(weight, std=2 / (L * math.sqrt(d)) if writes else math.sqrt(2 / (5 * d)))
+            nn.init.normal_(
+                weight, std=2 / (L * math.sqrt(d)) if writes else math.sqrt(2 / (5 * d))
+            )
     return model
 
 
@@ -182,8 +187,14 @@ def _texts(limit: int) -> tuple[list[str], list[str]]:
 
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "pydoc_data"}
-    files = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.relative_to(root).parts)]
-    texts = [text for _, text in sorted(topics.items())] + [path.read_text(errors="replace") for path in files]
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not skipped & set(path.relative_to(root).parts)
+    ]
+    texts = [text for _, text in sorted(topics.items())] + [
+        path.read_text(errors="replace") for path in files
+    ]
     # A stride through the sorted list mixes documentation and packages for every limit.
     texts = [texts[i] for offset in range(7) for i in range(offset, len(texts), 7)]
     kept, total = [], 0
@@ -201,7 +212,10 @@ def _tokenizer(texts: list[str], recipe: NanoRecipe) -> "PreTrainedTokenizerFast
 
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(
-        texts[::4], vocab_size=recipe.vocabulary, special_tokens=["<|endoftext|>"], show_progress=False
+        texts[::4],
+        vocab_size=recipe.vocabulary,
+        special_tokens=["<|endoftext|>"],
+        show_progress=False,
     )
     return PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer, eos_token="<|endoftext|>")
 
@@ -211,7 +225,9 @@ def _module(recipe: NanoRecipe, tokenizer: "PreTrainedTokenizerFast", held_out, 
     import lightning
     import torch
 
-    held_out = held_out[: len(held_out) // recipe.length * recipe.length].view(-1, recipe.length)[:64]
+    held_out = held_out[: len(held_out) // recipe.length * recipe.length].view(-1, recipe.length)[
+        :64
+    ]
 
     class Nano(lightning.LightningModule):
         def __init__(self):
@@ -226,15 +242,24 @@ def _module(recipe: NanoRecipe, tokenizer: "PreTrainedTokenizerFast", held_out, 
             embeddings, blocks, others = [], [], []
             for name, weight in self.model.named_parameters():
                 is_matrix_of_block = ".layers." in name and weight.dim() == 2
-                (blocks if is_matrix_of_block else embeddings if ".embed_in." in name else others).append(weight)
+                (
+                    blocks if is_matrix_of_block else embeddings if ".embed_in." in name else others
+                ).append(weight)
             groups = [
-                {"params": embeddings, "lr": recipe.rate * recipe.embedding_rate, "weight_decay": 0.0},
+                {
+                    "params": embeddings,
+                    "lr": recipe.rate * recipe.embedding_rate,
+                    "weight_decay": 0.0,
+                },
                 {"params": blocks, "weight_decay": recipe.weight_decay},
                 {"params": others, "weight_decay": 0.1},
             ]
             optimizer = torch.optim.AdamW(groups, recipe.rate, betas=(0.9, 0.95), fused=True)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+            }
 
         def on_train_start(self):
             self.save(0)
@@ -246,12 +271,18 @@ def _module(recipe: NanoRecipe, tokenizer: "PreTrainedTokenizerFast", held_out, 
         @torch.no_grad()
         def save(self, step: int):
             self.model.eval()
-            losses = [self.model(input_ids=part, labels=part, use_cache=False).loss for part in held_out.split(16)]
+            losses = [
+                self.model(input_ids=part, labels=part, use_cache=False).loss
+                for part in held_out.split(16)
+            ]
             self.model.train()
             loss = float(torch.stack(losses).mean())
             commit = _save(self.model, tokenizer, step, {HELD_OUT: loss}, directory)
             seconds = time.perf_counter() - self.started
-            print(f"nano: step {step:4d}  held-out loss {loss:.3f}  {seconds:4.0f} s  {commit[:8]}", flush=True)
+            print(
+                f"nano: step {step:4d}  held-out loss {loss:.3f}  {seconds:4.0f} s  {commit[:8]}",
+                flush=True,
+            )
 
     return Nano()
 

@@ -48,18 +48,36 @@ class Attempts:
         from huggingface_hub.utils import httpx
 
         response = getattr(error, "response", None)
-        if not isinstance(error, httpx.TransportError) and (response is None or response.status_code not in BUSY):
+        if not isinstance(error, httpx.TransportError) and (
+            response is None or response.status_code not in BUSY
+        ):
             raise _refusal(error, self.subject) from error
         self.failed += 1
-        reason = _status(response) if response is not None else f"{type(error).__name__}: {first_line(error)}"
-        attempts = ATTEMPTS_TO_CONNECT if isinstance(error, (httpx.ConnectError, httpx.TimeoutException)) else ATTEMPTS
+        reason = (
+            _status(response)
+            if response is not None
+            else f"{type(error).__name__}: {first_line(error)}"
+        )
+        attempts = (
+            ATTEMPTS_TO_CONNECT
+            if isinstance(error, (httpx.ConnectError, httpx.TimeoutException))
+            else ATTEMPTS
+        )
         asked = _requested_pause(response.headers) if response is not None else 0.0
         pause = asked if asked > 0 else FIRST_PAUSE * 2 ** (self.failed - 1)
         if self.failed >= attempts or self.paused + pause > PATIENCE:
             reason += f", {counted(self.failed, 'attempt')}"
-            reason += f"; it asks for a pause of {asked:,.0f} s: run the same command again later" if asked > 0 else ""
-            raise Unreachable(f"can't get {self.subject}: the hub can't be reached ({reason})") from error
-        self.notify(f"{self.subject}: {reason}; trying again in {pause:.0f} s ({self.failed} of {attempts - 1})")
+            reason += (
+                f"; it asks for a pause of {asked:,.0f} s: run the same command again later"
+                if asked > 0
+                else ""
+            )
+            raise Unreachable(
+                f"can't get {self.subject}: the hub can't be reached ({reason})"
+            ) from error
+        self.notify(
+            f"{self.subject}: {reason}; trying again in {pause:.0f} s ({self.failed} of {attempts - 1})"
+        )
         self.paused += pause
         if self.stop.wait(pause):
             raise Unreachable(f"stopped while waiting for {self.subject}") from error
@@ -81,10 +99,14 @@ def with_retries(ask: Callable[[], T], subject: str, notify: Notify = print) -> 
         try:
             return ask()
         except OfflineModeIsEnabled as error:
-            raise Unreachable(f"can't get {subject}: offline mode is on (HF_HUB_OFFLINE)") from error
+            raise Unreachable(
+                f"can't get {subject}: offline mode is on (HF_HUB_OFFLINE)"
+            ) from error
         except httpx.HTTPError as error:
             attempts.wait_or_raise(error)
-        except Exception as error:  # the client fails in any way at an answer that it does not expect
+        except (
+            Exception
+        ) as error:  # the client fails in any way at an answer that it does not expect
             raise _unreadable(subject, error) from error
 
 
@@ -98,7 +120,9 @@ def _refusal(error: Exception, subject: str) -> CheckpointError:
         return _unreadable(subject, error)
     no_repository = isinstance(error, RepositoryNotFoundError)
     if response.status_code == 404 and not no_repository:
-        return CheckpointError(f"{subject} is no longer on the hub as it was listed: run the same command again")
+        return CheckpointError(
+            f"{subject} is no longer on the hub as it was listed: run the same command again"
+        )
     if not no_repository and response.status_code not in (401, 403):
         return unexpected(subject, f"answers {_status(response)}")
     message = response.headers.get("X-Error-Message", "")[:200] or "no reason is given"
@@ -110,14 +134,18 @@ def _refusal(error: Exception, subject: str) -> CheckpointError:
 
 
 def _unreadable(subject: str, error: Exception) -> Unreachable:
-    return unexpected(subject, f"sends an answer that can't be read ({type(error).__name__}: {first_line(error)})")
+    return unexpected(
+        subject, f"sends an answer that can't be read ({type(error).__name__}: {first_line(error)})"
+    )
 
 
 def unexpected(subject: str, answer: str) -> Unreachable:
     """Describe an answer that a hub does not give."""
     from huggingface_hub import constants
 
-    remedy = "run the same command again later, and if that does not help, check HF_ENDPOINT and proxies"
+    remedy = (
+        "run the same command again later, and if that does not help, check HF_ENDPOINT and proxies"
+    )
     return Unreachable(f"can't get {subject}: {constants.ENDPOINT} {answer}; {remedy}")
 
 
@@ -134,6 +162,10 @@ def _requested_pause(headers: Mapping[str, str]) -> float:
         return limit.reset_in_seconds + 1.0  # whole seconds, rounded down
     after = headers.get("retry-after", "")
     try:
-        return float(after) if after.isdecimal() else parsedate_to_datetime(after).timestamp() - time.time()
+        return (
+            float(after)
+            if after.isdecimal()
+            else parsedate_to_datetime(after).timestamp() - time.time()
+        )
     except (ValueError, TypeError, OverflowError):
         return 0.0

@@ -32,8 +32,13 @@ def load_published(suite: str) -> Scores:
     """
     with open(PYTHIA, newline="") as file:
         rows = [row for row in csv.DictReader(file) if row.pop("model") == suite]
-    scores = {int(row.pop("step")): {task: float(value) for task, value in row.items()} for row in rows}
-    return {step: {**of_step, MEAN: sum(of_step.values()) / len(of_step)} for step, of_step in scores.items()}
+    scores = {
+        int(row.pop("step")): {task: float(value) for task, value in row.items()} for row in rows
+    }
+    return {
+        step: {**of_step, MEAN: sum(of_step.values()) / len(of_step)}
+        for step, of_step in scores.items()
+    }
 
 
 def read_from_checkpoint(directory: Path) -> dict[str, float]:
@@ -47,7 +52,9 @@ def read_from_checkpoint(directory: Path) -> dict[str, float]:
             _check_name(task)
         return scores
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not a table of scores ({error}); fix or remove it") from error
+        raise CheckpointError(
+            f"{file} is not a table of scores ({error}); fix or remove it"
+        ) from error
 
 
 def read_user_scores(path: Path, suite: Suite) -> Scores:
@@ -65,8 +72,19 @@ def read_user_scores(path: Path, suite: Suite) -> Scores:
     where: dict[tuple[int, str], str] = {}
     for file in files:
         try:
-            entries = _from_json(file, suite, seen) if file.suffix == ".json" else _from_csv(file, suite, seen)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            entries = (
+                _from_json(file, suite, seen)
+                if file.suffix == ".json"
+                else _from_csv(file, suite, seen)
+            )
+        except (
+            OSError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise ValueError(
                 f"--scores {file} is neither a table with the columns step, task, value nor a result of "
                 f"lm-evaluation-harness ({type(error).__name__}: {error})"
@@ -91,7 +109,9 @@ def _check_name(task: str) -> None:
         ValueError: for a name with NUL or half of a surrogate pair, or of more than `LONGEST` characters.
     """
     if len(task) > LONGEST:  # all names take as much memory as the longest, for each checkpoint
-        raise ValueError(f"a task's name has {len(task):,} characters, more than {LONGEST}: {task[:20]!r}…")
+        raise ValueError(
+            f"a task's name has {len(task):,} characters, more than {LONGEST}: {task[:20]!r}…"
+        )
     if "\0" in task or not task.isascii() and task.encode(errors="ignore").decode() != task:
         raise ValueError(f"the task {task!r} has a character that can't be stored; rename it")
 
@@ -112,7 +132,9 @@ def _from_csv(file: Path, suite: Suite, seen: set[str]) -> list[Entry]:
         except ValueError as error:
             raise ValueError(f"--scores, line {line} of {file}: {error}") from error
         place = f"line {line} of {file}"
-        entries += [(place, step, task, value) for task, value in of_step.items() if not math.isnan(value)]
+        entries += [
+            (place, step, task, value) for task, value in of_step.items() if not math.isnan(value)
+        ]
     return entries
 
 
@@ -124,12 +146,18 @@ def _from_json(file: Path, suite: Suite, seen: set[str]) -> list[Entry]:
     model = arguments.get("pretrained") or results["model_name"]
     revision = arguments.get("revision", "main")
     seen.add(f"{model} at {revision}")
-    steps = [c.step for c in suite.checkpoints if (c.source, c.revision or "main") == (model, revision)]
+    steps = [
+        c.step for c in suite.checkpoints if (c.source, c.revision or "main") == (model, revision)
+    ]
     if not steps:
         return []
     parts = {task for group in results.get("group_subtasks", {}).values() for task in group}
-    of_step = {task: _metric(values) for task, values in results["results"].items() if task not in parts}
-    return [(str(file), steps[0], task, value) for task, value in of_step.items() if value is not None]
+    of_step = {
+        task: _metric(values) for task, values in results["results"].items() if task not in parts
+    }
+    return [
+        (str(file), steps[0], task, value) for task, value in of_step.items() if value is not None
+    ]
 
 
 def _metric(values: dict[str, Any]) -> float | None:
@@ -137,7 +165,10 @@ def _metric(values: dict[str, Any]) -> float | None:
     numbers = {
         name: float(value)
         for name, value in values.items()
-        if isinstance(value, int | float) and "stderr" not in name and "," in name and math.isfinite(value)
+        if isinstance(value, int | float)
+        and "stderr" not in name
+        and "," in name
+        and math.isfinite(value)
     }
     accuracies = [value for name, value in numbers.items() if name.startswith("acc,")]
     return next(iter([*accuracies, *numbers.values()]), None)

@@ -28,7 +28,10 @@ PYTHIA_SIZES = tuple(pythia_shapes())
 PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
     "-deduped": ("-deduped", PYTHIA_SIZES[2:]),
     "-seed[1-9]": ("-seed1 to -seed9", PYTHIA_SIZES[:5]),
-    "-(data|weight)-seed[1-3]": ("-data-seed1 to -data-seed3 and -weight-seed1 to -weight-seed3", ("160m",)),
+    "-(data|weight)-seed[1-3]": (
+        "-data-seed1 to -data-seed3 and -weight-seed1 to -weight-seed3",
+        ("160m",),
+    ),
 }
 PYTHIA_STEPS = (0, *(2**i for i in range(10)), *range(1000, 144_000, 1000))
 PYTHIA_TOKENS_PER_STEP = 2_097_152
@@ -41,12 +44,15 @@ class Family:
     """The naming patterns of a family of suites."""
 
     repositories: str  # matches a whole repository id
-    revisions: str  # searched in a revision's name; group step, and optionally tokens (billions) and stage
+    revisions: (
+        str  # searched in a revision's name; group step, and optionally tokens (billions) and stage
+    )
 
 
 OLMO = Family(r"allenai/OLMo(E|-1B|-7B|-1\.7).*", r"^step(?P<step>\d+)-tokens(?P<tokens>\d+)B$")
 OLMO_2 = Family(
-    r"allenai/OLMo-2-.*", r"^(?P<stage>stage\d+(?:-ingredient\d+)?)-step(?P<step>\d+)-tokens(?P<tokens>\d+)B$"
+    r"allenai/OLMo-2-.*",
+    r"^(?P<stage>stage\d+(?:-ingredient\d+)?)-step(?P<step>\d+)-tokens(?P<tokens>\d+)B$",
 )
 ANY = Family(r".*", r"(?:step|checkpoint)[-_=]?(?P<step>\d+)")
 FAMILIES = (OLMO_2, OLMO, ANY)
@@ -87,7 +93,9 @@ class Checkpoint:
     revision: str | None  # None for a directory or a file
     tokens: int | None = None  # training tokens so far, if the name states them
     stage: str = ""
-    seed: int | None = None  # of the random initialisation that replaces the weights, for an untrained model
+    seed: int | None = (
+        None  # of the random initialisation that replaces the weights, for an untrained model
+    )
 
     @property
     def name(self) -> str:
@@ -148,7 +156,9 @@ class Suite:
             ValueError: if step 0 is published.
         """
         if self.steps[0] == 0:
-            raise ValueError(f"--untrained {seed}: {self.name} has a published step 0; measure it with --steps 0,...")
+            raise ValueError(
+                f"--untrained {seed}: {self.name} has a published step 0; measure it with --steps 0,..."
+            )
         return replace(like, step=0, tokens=None if like.tokens is None else 0, seed=seed)
 
     def _numbers(self, steps: str) -> set[int]:
@@ -189,15 +199,23 @@ def find_suite(
     pattern = _pattern(revisions) if revisions else None
     if model == "nano":
         recipe = nano.NanoRecipe()
-        checkpoints = tuple(Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps)
+        checkpoints = tuple(
+            Checkpoint(s, nano.REPO, f"step{s}", s * recipe.tokens_per_step) for s in recipe.steps
+        )
         return Suite("nano", nano.REPO, checkpoints, nano.cache_dir(recipe=recipe))
     if model and (Path(model).is_dir() or (lightning and Path(model).is_file())):
-        return _directory(Path(model).resolve(), pattern or re.compile(ANY.revisions), stage, lightning)
+        return _directory(
+            Path(model).resolve(), pattern or re.compile(ANY.revisions), stage, lightning
+        )
     pythia = _pythia(model)
     if pythia and not pattern:
         repo = f"EleutherAI/{pythia}"
-        checkpoints = tuple(Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS)
-        return Suite(pythia, repo, checkpoints, default="paper", shape=pythia_shapes()[pythia.split("-")[1]])
+        checkpoints = tuple(
+            Checkpoint(s, repo, f"step{s}", s * PYTHIA_TOKENS_PER_STEP) for s in PYTHIA_STEPS
+        )
+        return Suite(
+            pythia, repo, checkpoints, default="paper", shape=pythia_shapes()[pythia.split("-")[1]]
+        )
     if not pythia and Path(model).is_file():
         remedy = "give the directory of a checkpoint, or one of several"
         if model.endswith(".ckpt"):
@@ -206,11 +224,15 @@ def find_suite(
             remedy = "--files takes files that a function of yours loads (--load my_module:load)"
         raise ValueError(f"{model} is a file: {remedy}")
     if set("*?[") & set(model):
-        raise ValueError(f"--model {model!r} is a pattern: --files takes one, with --load my_module:load")
+        raise ValueError(
+            f"--model {model!r} is a pattern: --files takes one, with --load my_module:load"
+        )
     if pythia or re.fullmatch(REPOSITORY, model):
         return _repository(f"EleutherAI/{pythia}" if pythia else model, pattern, stage, notify)
     if "/" in model or model.startswith("."):
-        raise ValueError(f"no directory {model}, and it can't be the name of a repository on the hub, ORG/NAME")
+        raise ValueError(
+            f"no directory {model}, and it can't be the name of a repository on the hub, ORG/NAME"
+        )
     raise ValueError(
         f"no model {model!r}; give nano, a Pythia size ({', '.join(PYTHIA_SIZES)}; with a suffix such as -deduped), a "
         "repository id such as allenai/OLMo-2-0425-1B, or a directory of checkpoints"
@@ -233,11 +255,16 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
     root = Path(*takewhile(lambda part: not set("*?[") & set(part), path.parent.parts))
     found = [path] if path.exists() else sorted(map(Path, glob(str(path), recursive=True)))
     if not found:
-        raise ValueError(f"--files {files!r}: no file or directory matches it; there is {_content(root)}")
+        raise ValueError(
+            f"--files {files!r}: no file or directory matches it; there is {_content(root)}"
+        )
     pattern = _pattern(revisions or LAST_NUMBER)
     names = {file: str(file.relative_to(root)) for file in found}
     if not revisions:
-        names = {file: _without_extension(name) if file.is_file() else name for file, name in names.items()}
+        names = {
+            file: _without_extension(name) if file.is_file() else name
+            for file, name in names.items()
+        }
     if found == [path]:
         return replace(_single(path, names[path], pattern), own_code=True)
     if not revisions:
@@ -250,10 +277,16 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
         )
     suite = _suite(root.name, str(path), checkpoints, stage)
     shown = (suite.checkpoints[0], suite.checkpoints[-1])
-    steps = ", ".join(f"{os.path.relpath(c.source, root)} is step {c.step}" for c in dict.fromkeys(shown))
+    steps = ", ".join(
+        f"{os.path.relpath(c.source, root)} is step {c.step}" for c in dict.fromkeys(shown)
+    )
     notices = [suite.notice, f"steps are read from names: {steps}"]
-    if others := sorted({str(file) for file in found} - {checkpoint.source for checkpoint in checkpoints}):
-        notices.append(f"left out, without a step: {join_names(os.path.relpath(file, root) for file in others)}")
+    if others := sorted(
+        {str(file) for file in found} - {checkpoint.source for checkpoint in checkpoints}
+    ):
+        notices.append(
+            f"left out, without a step: {join_names(os.path.relpath(file, root) for file in others)}"
+        )
     return replace(suite, own_code=True, notice="; ".join(filter(None, notices)))
 
 
@@ -264,7 +297,9 @@ def _require_whole_numbers(files: str, names: Sequence[str]) -> None:
         ValueError: naming them.
     """
     shortened = [name for name in names if SHORTENED.search(name)]
-    unclear = [name for name in names if GROUPED.search(name)] or (shortened if len(shortened) < len(names) else [])
+    unclear = [name for name in names if GROUPED.search(name)] or (
+        shortened if len(shortened) < len(names) else []
+    )
     if unclear:
         raise ValueError(
             f"--files {files!r}: the last whole number of {join_names(unclear)} is a part of the step; give --revisions, a "
@@ -288,7 +323,9 @@ def _single(path: Path, name: str, pattern: re.Pattern[str]) -> Suite:
     """Return the suite of one checkpoint, whose name need not state its step."""
     parsed = _parse(name, str(path), None, pattern)
     notice = (
-        "" if parsed else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
+        ""
+        if parsed
+        else f"the name {path.name} does not state the checkpoint's step: it is shown at step {UNKNOWN}"
     )
     suite = path.stem if path.is_file() else path.name
     return Suite(suite, str(path), (parsed or Checkpoint(UNKNOWN, str(path), None),), notice=notice)
@@ -298,9 +335,13 @@ def _pattern(revisions: str) -> re.Pattern[str]:
     try:
         pattern = re.compile(revisions)
     except re.error as error:
-        raise ValueError(f"--revisions {revisions!r} is not a regular expression ({error})") from error
+        raise ValueError(
+            f"--revisions {revisions!r} is not a regular expression ({error})"
+        ) from error
     if "step" not in pattern.groupindex:
-        raise ValueError(f"--revisions {revisions!r} has no group named step; add one, as in ckpt_(?P<step>\\d+)")
+        raise ValueError(
+            f"--revisions {revisions!r} has no group named step; add one, as in ckpt_(?P<step>\\d+)"
+        )
     return pattern
 
 
@@ -311,7 +352,9 @@ def _pythia(model: str) -> str | None:
     if match is None:
         return None
     prefix, size, suffix = match[1], match[2], match[3] or ""
-    if not suffix or any(re.fullmatch(form, suffix) and size in has for form, (_, has) in PYTHIA_VARIANTS.items()):
+    if not suffix or any(
+        re.fullmatch(form, suffix) and size in has for form, (_, has) in PYTHIA_VARIANTS.items()
+    ):
         return f"pythia-{size}{suffix}"
     if "/" in prefix:
         return None  # a repository like any other, such as EleutherAI/pythia-160m-v0
@@ -335,9 +378,17 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         # Directories without a configuration are interrupted copies, which a walk names as it fails on them. One of a step
         # that a complete checkpoint has is another thing, such as its evaluation.
         complete = {(checkpoint.stage, checkpoint.step) for checkpoint in checkpoints}
-        copies = () if lightning else (c for c in children[1:] if c not in directories and not c.is_file())
+        copies = (
+            ()
+            if lightning
+            else (c for c in children[1:] if c not in directories and not c.is_file())
+        )
         incomplete = _parse_all(((copy.name, str(copy), None) for copy in copies), pattern)
-        checkpoints += [checkpoint for checkpoint in incomplete if (checkpoint.stage, checkpoint.step) not in complete]
+        checkpoints += [
+            checkpoint
+            for checkpoint in incomplete
+            if (checkpoint.stage, checkpoint.step) not in complete
+        ]
         return _suite(path.name, str(path), checkpoints, stage)
     if cached := hub.describe_cache(path, "--model"):
         raise ValueError(cached)
@@ -345,27 +396,43 @@ def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightnin
         reason = "no file below it is named like epoch=3-step=1000.ckpt"
         other = "it holds checkpoints of Hugging Face: leave out --module" if directories else ""
     else:
-        reason = "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
+        reason = (
+            "neither it nor a subdirectory named like step128 or checkpoint-128 has a config.json"
+        )
         files = sorted(file.name for file in _lightning_files(path))
-        other = f"it holds {join_names(files)}: {LIGHTNING}" if files else _for_own_code(path, children)
-    raise ValueError(f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}")
+        other = (
+            f"it holds {join_names(files)}: {LIGHTNING}" if files else _for_own_code(path, children)
+        )
+    raise ValueError(
+        f"no checkpoints in {path}: {other or f'{reason}; --revisions takes a pattern for other names'}"
+    )
 
 
 def _for_own_code(path: Path, children: Sequence[Path]) -> str:
     """Say how files of a directory are walked that transformers does not load; "" without any."""
     adapters = [child for child in children if (child / "adapter_config.json").is_file()]
     if adapters:
-        base = json.loads((adapters[0] / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        base = json.loads((adapters[0] / "adapter_config.json").read_text()).get(
+            "base_model_name_or_path"
+        )
         what = f"{join_names(adapter.name for adapter in adapters)} are adapters (PEFT) of the model {base}"
-        files = path if adapters == [path] else path / f"{os.path.commonprefix([a.name for a in adapters])}*"
-        return OWN_CODE.format(what=what, kind="adapter", code=ADAPTER.format(base=base), files=quote(str(files)))
+        files = (
+            path
+            if adapters == [path]
+            else path / f"{os.path.commonprefix([a.name for a in adapters])}*"
+        )
+        return OWN_CODE.format(
+            what=what, kind="adapter", code=ADAPTER.format(base=base), files=quote(str(files))
+        )
     weights = [file for file in visible(path) if file.suffix in WEIGHTS]
     if not weights:
         return ""
     suffix = Counter(file.suffix for file in weights).most_common(1)[0][0]
     within = "" if all(file.parent == path for file in weights) else "**/"
     what = f"it holds {counted(len(weights), 'file')} of no known form, {join_names(file.name for file in weights)}"
-    return OWN_CODE.format(what=what, kind="file", code=STATE_DICT, files=quote(f"{path}/{within}*{suffix}"))
+    return OWN_CODE.format(
+        what=what, kind="file", code=STATE_DICT, files=quote(f"{path}/{within}*{suffix}")
+    )
 
 
 def _lightning_files(path: Path) -> list[Path]:
@@ -373,25 +440,35 @@ def _lightning_files(path: Path) -> list[Path]:
     return [file for file in visible(path) if file.suffix == ".ckpt"]
 
 
-def _repository(repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify) -> Suite:
+def _repository(
+    repo: str, pattern: re.Pattern[str] | None, stage: str | None, notify: Notify
+) -> Suite:
     names, _ = hub.list_branches(repo, notify)
     family = next(family for family in FAMILIES if re.fullmatch(family.repositories, repo))
-    checkpoints = _parse_all(((name, repo, name) for name in names), pattern or re.compile(family.revisions))
+    checkpoints = _parse_all(
+        ((name, repo, name) for name in names), pattern or re.compile(family.revisions)
+    )
     name = repo.rpartition("/")[2]
     if checkpoints:
         return _suite(name, repo, checkpoints, stage)
     if pattern:
-        raise ValueError(f"no branch of {repo} matches {pattern.pattern!r}; it has {join_names(sorted(names))}")
+        raise ValueError(
+            f"no branch of {repo} matches {pattern.pattern!r}; it has {join_names(sorted(names))}"
+        )
     notice = f"{repo} has no branches named by step: its main branch is measured and shown at step {UNKNOWN}"
     return Suite(name, repo, (Checkpoint(UNKNOWN, repo, "main"),), notice=notice)
 
 
-def _parse_all(sources: Iterable[tuple[str, str, str | None]], pattern: re.Pattern[str]) -> list[Checkpoint]:
+def _parse_all(
+    sources: Iterable[tuple[str, str, str | None]], pattern: re.Pattern[str]
+) -> list[Checkpoint]:
     """Return the checkpoints among names, sources and revisions."""
     return [checkpoint for source in sources if (checkpoint := _parse(*source, pattern))]
 
 
-def _parse(name: str, source: str, revision: str | None, pattern: re.Pattern[str]) -> Checkpoint | None:
+def _parse(
+    name: str, source: str, revision: str | None, pattern: re.Pattern[str]
+) -> Checkpoint | None:
     match = pattern.search(name)
     if match is None:
         return None
@@ -409,14 +486,20 @@ def _suite(name: str, source: str, checkpoints: list[Checkpoint], stage: str | N
     """Build the suite of one stage. Steps start from 0 in each stage, so stages can't be joined into one curve."""
     stages = sorted({checkpoint.stage for checkpoint in checkpoints}, key=_natural)
     if stage is not None and stage not in stages:
-        available = f"it has {', '.join(stages)}" if stages != [""] else "the names of its checkpoints have no stage"
+        available = (
+            f"it has {', '.join(stages)}"
+            if stages != [""]
+            else "the names of its checkpoints have no stage"
+        )
         raise ValueError(f"--stage {stage}: no such stage in {name}; {available}")
     selected = stages[0] if stage is None else stage
     notice = ""
     if len(stages) > 1:
         notice = f"{name} was trained in {len(stages)} stages: this is {selected}; --stage takes {', '.join(stages)}"
         name = f"{name}-{selected}"
-    ascending = sorted((c for c in checkpoints if c.stage == selected), key=lambda c: (c.step, c.name))
+    ascending = sorted(
+        (c for c in checkpoints if c.stage == selected), key=lambda c: (c.step, c.name)
+    )
     for a, b in pairwise(ascending):
         if a.step == b.step:
             raise ValueError(

@@ -19,9 +19,15 @@ from checkpoints.fetch import cached_snapshot
 from tracker import CouplingCallback
 from tracker.report import write_report
 
-RESULTS = time.strftime("results/finetune_lm/%Y-%m-%d-%H%M%S")  # each run has a directory of its own
+RESULTS = time.strftime(
+    "results/finetune_lm/%Y-%m-%d-%H%M%S"
+)  # each run has a directory of its own
 LENGTH = 64
-PROMPTS = ["The following statement assigns", "If an exception is raised, the interpreter", "import os\n\ndef main("]
+PROMPTS = [
+    "The following statement assigns",
+    "If an exception is raised, the interpreter",
+    "import os\n\ndef main(",
+]
 
 
 class FineTuning(lightning.LightningModule):
@@ -39,7 +45,13 @@ class FineTuning(lightning.LightningModule):
 def small_model() -> Path:
     """Train a GPT-NeoX of four blocks for some seconds; return its directory."""
     recipe = nano.NanoRecipe(
-        characters=400_000, layers=4, width=64, vocabulary=512, context=128, length=64, steps=(0, 64)
+        characters=400_000,
+        layers=4,
+        width=64,
+        vocabulary=512,
+        context=128,
+        length=64,
+        steps=(0, 64),
     )
     cache = nano.train(recipe=recipe)
     return cached_snapshot(nano.REPO, "step64", cache)
@@ -49,19 +61,27 @@ def main(source: str | None = None, text: str | None = None) -> None:
     directory = source or small_model()
     lightning.seed_everything(0)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    words = Path(text).read_text() if text else "\n".join(body for _, body in sorted(topics.items()))
+    words = (
+        Path(text).read_text() if text else "\n".join(body for _, body in sorted(topics.items()))
+    )
     ids = torch.tensor(tokenizer(words[:500_000])["input_ids"])
     sequences = ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH)
 
-    watch = CouplingCallback(every_n_steps=20, probe=PROMPTS, tokenizer=tokenizer, k=10, save_dir=RESULTS)
-    trainer = lightning.Trainer(max_steps=100, callbacks=[watch], logger=False, enable_checkpointing=False)
+    watch = CouplingCallback(
+        every_n_steps=20, probe=PROMPTS, tokenizer=tokenizer, k=10, save_dir=RESULTS
+    )
+    trainer = lightning.Trainer(
+        max_steps=100, callbacks=[watch], logger=False, enable_checkpointing=False
+    )
     loader = torch.utils.data.DataLoader(sequences, 16, shuffle=True)
     trainer.fit(FineTuning(AutoModelForCausalLM.from_pretrained(directory).train()), loader)
     print(write_report(RESULTS, f"{RESULTS}/report.html"))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", metavar="MODEL")
     parser.add_argument("text", nargs="?", metavar="TEXT.txt")
     given = parser.parse_args()

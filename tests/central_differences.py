@@ -17,7 +17,9 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def differences(model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], h: float) -> tuple[Tensor, Tensor]:
+def differences(
+    model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], h: float
+) -> tuple[Tensor, Tensor]:
     """Return the states (L + 1, d) of one token, and J - I (L, d, d) of each block there.
 
     A block's state is what it is given, before its own pre-hooks, and what it returns, after its own forward hooks.
@@ -61,7 +63,11 @@ def differences(model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], h: f
 
 
 def assert_measured_as_it_runs(
-    model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], step: float = 1e-5, tolerance: float = 1e-7
+    model: nn.Module,
+    inputs: Any,
+    blocks: Sequence[nn.Module],
+    step: float = 1e-5,
+    tolerance: float = 1e-7,
 ) -> xr.Dataset:
     """Check a measurement in float64 against differences; return it.
 
@@ -69,9 +75,13 @@ def assert_measured_as_it_runs(
         step: of the differences.
         tolerance: of the largest entry of the Jacobians.
     """
-    options: Any = dict(k=2, keep="jacobian", final_norm="exclude", dtype=torch.float64, tokens=[TOKEN])
+    options: Any = dict(
+        k=2, keep="jacobian", final_norm="exclude", dtype=torch.float64, tokens=[TOKEN]
+    )
     ds = tracker.measure(model, inputs, **options)
     states, jacobians = differences(model, inputs, blocks, step)
     np.testing.assert_allclose(ds.norm[SAMPLE, :, TOKEN], states.norm(dim=1), rtol=1e-6)
-    np.testing.assert_allclose(ds.jacobian[SAMPLE, 0], jacobians, rtol=0, atol=tolerance * float(jacobians.abs().max()))
+    np.testing.assert_allclose(
+        ds.jacobian[SAMPLE, 0], jacobians, rtol=0, atol=tolerance * float(jacobians.abs().max())
+    )
     return ds

@@ -32,7 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 4, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         """Add attention and MLP."""
@@ -46,12 +48,16 @@ def main() -> None:
     torch.manual_seed(0)
     installed = {name for name in EXTRAS if importlib.util.find_spec(name)}
     assert not installed, f"not a clean environment: {installed}"
-    model = nn.Sequential(nn.Embedding(50, 32), *(Block(32) for _ in range(3)), nn.LayerNorm(32), nn.Linear(32, 50))
+    model = nn.Sequential(
+        nn.Embedding(50, 32), *(Block(32) for _ in range(3)), nn.LayerNorm(32), nn.Linear(32, 50)
+    )
     ds = tracker.measure(model, torch.randint(50, (2, 9)), k=4)
     assert ds.miscoupling.shape == (2, 1, 1, 3, 3)
     with tempfile.TemporaryDirectory() as directory:
         ds.to_netcdf(Path(directory) / "one.nc", engine="netcdf4")
-    print(f"measured: mis-coupling {float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()):.3f}")
+    print(
+        f"measured: mis-coupling {float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()):.3f}"
+    )
     needs = {name: ("train", lambda name=name: getattr(tracker, name)) for name in CALLBACKS}
     needs["plot"] = "report", lambda: tracker.plot(ds)
     needs["report"] = "report", lambda: tracker.report.write_report("results", "page.html")
@@ -59,14 +65,18 @@ def main() -> None:
         try:
             use()
         except ImportError as error:
-            assert f"tracker.{name} needs" in str(error) and f"'{DISTRIBUTION}[{extra}]'" in str(error), error
+            assert f"tracker.{name} needs" in str(error) and f"'{DISTRIBUTION}[{extra}]'" in str(
+                error
+            ), error
             print(error)
         else:
             raise AssertionError(f"tracker.{name} works without its extra")
     for command, extra in COMMANDS.items():
         arguments = [Path(sys.executable).parent / "block-coupling", *command.split()]
         process = subprocess.run(arguments, capture_output=True, text=True)
-        assert process.returncode == 2 and f"{DISTRIBUTION}[{extra}]" in process.stderr, process.stderr
+        assert process.returncode == 2 and f"{DISTRIBUTION}[{extra}]" in process.stderr, (
+            process.stderr
+        )
         print(process.stderr.strip())
     assert "py.typed" in {file.name for file in importlib.metadata.files(DISTRIBUTION) or ()}
 

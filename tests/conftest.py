@@ -51,7 +51,9 @@ from checkpoints import nano  # noqa: E402
 from tests import processes  # noqa: E402
 
 # By default Hypothesis fails a property that takes 0.2 s, as any does while other processes have the cores.
-settings.register_profile("at any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "at any pace", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("at any pace")
 
 # torch is imported where it is used: the process that distributes tests to others reads this file and needs none of it.
@@ -90,7 +92,9 @@ class Walker:
     def __init__(self, cache: Path, directory: Path):
         self.cache, self.directory = cache, directory
         self.prompts = directory / "prompts.txt"
-        self.prompts.write_text("import os\nThe function raises\nfor name in sorted(names):\\n    print(\n")
+        self.prompts.write_text(
+            "import os\nThe function raises\nfor name in sorted(names):\\n    print(\n"
+        )
 
     def arguments(self, *more: str, model: str = "block-coupling/nano") -> list[str]:
         """Return a walk's command line; the options in `more` override the defaults."""
@@ -109,7 +113,10 @@ class Walker:
         """Start a walk, after statements if there are any."""
         settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1"}
         settings.pop("WANDB_API_KEY", None)
-        settings |= {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")} | environment
+        settings |= {
+            "HOME": str(self.directory),
+            "NETRC": str(self.directory / "netrc"),
+        } | environment
         given = self.arguments("--wandb", wandb, *arguments, model=model)
         if before:
             code = f"{before}\nimport sys\nfrom tracker.pythia import main\nsys.exit(main({given}))"
@@ -140,10 +147,15 @@ def pytest_collection_modifyitems(config, items):
     if CHECK_SHAPES:
         first = {}
         for item in items:
-            first.setdefault((item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)), item)
+            first.setdefault(
+                (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)),
+                item,
+            )
         config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
         items[:] = first.values()
-    if hasattr(config, "workerinput"):  # the files that take longest first, so that all processes end together
+    if hasattr(
+        config, "workerinput"
+    ):  # the files that take longest first, so that all processes end together
         seconds = Counter()
         for item in items:
             slow = item.get_closest_marker("slow")

@@ -46,12 +46,19 @@ MESSAGE = 1 << 20  # bytes, at most
 def main() -> None:
     # The last thing that a child does before the interpreter frees modules, when nanobind would list all that is frozen below.
     atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the children and the tests, which end this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C ends the children and the tests, which end this process
     for module in sys.argv[2:]:
         importlib.import_module(module)
-    threads = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+    threads = [
+        open(f"/proc/self/task/{thread}/comm").read().strip()
+        for thread in os.listdir("/proc/self/task")
+    ]
     if len(threads) > 1:
-        raise RuntimeError(f"imports have started threads ({', '.join(threads)}), which a forked child would lack")
+        raise RuntimeError(
+            f"imports have started threads ({', '.join(threads)}), which a forked child would lack"
+        )
     gc.collect()
     gc.freeze()  # else a child's first collection copies every page, which takes 2 s
     with socket.socket(fileno=int(sys.argv[1])) as requests:

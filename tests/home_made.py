@@ -131,7 +131,9 @@ class SA(nn.Module):
         q, k, v = torch.einsum("bnd,ahde->abhne", x, self.qkv)
         scores = torch.einsum("bhqe,bhke->bhqk", q, k) / math.sqrt(HEAD)
         if self.causal:
-            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+            scores = scores.masked_fill(
+                torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf
+            )
         return torch.einsum("bhqk,bhke,hed->bqd", scores.softmax(-1), v, self.out)
 
 
@@ -180,7 +182,10 @@ class Torch(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.other_tokens = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.norm, self.other_tokens = (
+            nn.LayerNorm(WIDTH),
+            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+        )
         self.mlp = PreNorm(MLP())
 
     def forward(self, x):
@@ -221,7 +226,9 @@ class LM(Language):
 
     def states(self, x):
         x = x.transpose(0, 1) if self.sequence_first else x
-        for block in self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks:
+        for block in (
+            self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks
+        ):
             x = block(x)
         x = x.transpose(0, 1) if self.sequence_first else x
         return self.norm(x)
@@ -272,7 +279,10 @@ class Columns(Language):
 
     def __init__(self):
         super().__init__()
-        self.mix, self.feed = nn.ModuleList(SA() for _ in range(DEPTH)), nn.ModuleList(MLP() for _ in range(DEPTH))
+        self.mix, self.feed = (
+            nn.ModuleList(SA() for _ in range(DEPTH)),
+            nn.ModuleList(MLP() for _ in range(DEPTH)),
+        )
 
     def states(self, x):
         for mix, feed in zip(self.mix, self.feed, strict=True):

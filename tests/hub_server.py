@@ -32,7 +32,9 @@ class Fault:
     )  # of the answer; without a status, of a file in place of its own
     drop_after: int | None = None  # number of bytes of the body before the connection is closed
     pause: Callable[[], object] | None = None  # called after each 64 kB of the body
-    content: Callable[[bytes], bytes] | None = None  # changes the content, under the hash of the original
+    content: Callable[[bytes], bytes] | None = (
+        None  # changes the content, under the hash of the original
+    )
     then: Callable[[], None] | None = None  # called before answering
     reset: bool = False  # the connection is reset in place of an answer
 
@@ -79,14 +81,18 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, body: bool):
         request = f"{self.command} {unquote(self.path)}"
         self.hub.requests.append(request)
-        fault = next((f for f in self.hub.faults if f.times > 0 and re.search(f.path, request)), None)
+        fault = next(
+            (f for f in self.hub.faults if f.times > 0 and re.search(f.path, request)), None
+        )
         if fault:
             fault.times -= 1
             if fault.then:
                 fault.then()
             if fault.reset:
                 self.close_connection = True
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
                 return self.connection.close()
             if fault.status:
                 return self.reply(b"", True, fault.headers, fault.status)
@@ -96,12 +102,17 @@ class Handler(BaseHTTPRequestHandler):
             if not repo.is_dir():
                 return self.error(404, "RepoNotFound")
             if what == "refs":
-                references = [file for file in (repo / "refs").iterdir() if not file.name.startswith(".")]
+                references = [
+                    file for file in (repo / "refs").iterdir() if not file.name.startswith(".")
+                ]
                 branches = [
-                    {"name": f.name, "ref": f"refs/heads/{f.name}", "targetCommit": f.read_text()} for f in references
+                    {"name": f.name, "ref": f"refs/heads/{f.name}", "targetCommit": f.read_text()}
+                    for f in references
                 ]
                 content = json.dumps({"branches": branches, "converts": [], "tags": []}).encode()
-                return self.reply(fault.content(content) if fault and fault.content else content, body)
+                return self.reply(
+                    fault.content(content) if fault and fault.content else content, body
+                )
             commit = self.commit(repo, parts[5] if len(parts) > 5 else "main")
             if commit is None:
                 return self.error(404, "RevisionNotFound")
@@ -112,7 +123,9 @@ class Handler(BaseHTTPRequestHandler):
                 sent = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
                 found = [entry for entry in listed(snapshot, "") if entry["path"] in sent["paths"]]
                 return self.reply(json.dumps(found).encode(), body)
-            siblings = [sibling(file, snapshot) for file in sorted(snapshot.rglob("*")) if file.is_file()]
+            siblings = [
+                sibling(file, snapshot) for file in sorted(snapshot.rglob("*")) if file.is_file()
+            ]
             info = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": siblings}
             content = json.dumps(info).encode()
             return self.reply(fault.content(content) if fault and fault.content else content, body)
@@ -144,7 +157,11 @@ class Handler(BaseHTTPRequestHandler):
                 return self.reply(b"", True, {"Content-Range": f"bytes */{len(content)}"}, 416)
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.start(200 if requested is None else 206, headers, len(content) - start)
-        end = len(content) if fault.drop_after is None else min(len(content), start + fault.drop_after)
+        end = (
+            len(content)
+            if fault.drop_after is None
+            else min(len(content), start + fault.drop_after)
+        )
         for at in range(start, end, 1 << 16):
             part = content[at : min(end, at + (1 << 16))]
             self.wfile.write(part)
@@ -168,7 +185,9 @@ class Handler(BaseHTTPRequestHandler):
             return reference.read_text()
         return revision if (repo / "snapshots" / revision).is_dir() else None
 
-    def reply(self, content: bytes, body: bool, headers: dict[str, str] | None = None, status: int = 200):
+    def reply(
+        self, content: bytes, body: bool, headers: dict[str, str] | None = None, status: int = 200
+    ):
         self.start(status, headers or {}, len(content))
         if body:
             self.wfile.write(content)
@@ -200,7 +219,11 @@ def listed(snapshot: Path, under: str) -> list[dict]:
 
 def sibling(file: Path, snapshot: Path) -> dict:
     """Return a file's entry in the form of the hub's metadata."""
-    described = {"rfilename": str(file.relative_to(snapshot)), "size": file.stat().st_size, "blobId": git_hash(file)}
+    described = {
+        "rfilename": str(file.relative_to(snapshot)),
+        "size": file.stat().st_size,
+        "blobId": git_hash(file),
+    }
     if file.name.endswith(WEIGHTS):
         described["lfs"] = {"sha256": blob(file), "size": file.stat().st_size, "pointerSize": 134}
     return described
@@ -208,12 +231,18 @@ def sibling(file: Path, snapshot: Path) -> dict:
 
 def blob(file: Path) -> str:
     """Return the name of a file's blob in the cache."""
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.name.endswith(WEIGHTS) else git_hash(file)
+    return (
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        if file.name.endswith(WEIGHTS)
+        else git_hash(file)
+    )
 
 
 def git_hash(file: Path) -> str:
     content = file.read_bytes()
-    return hashlib.sha1(f"blob {len(content)}\0".encode() + content, usedforsecurity=False).hexdigest()
+    return hashlib.sha1(
+        f"blob {len(content)}\0".encode() + content, usedforsecurity=False
+    ).hexdigest()
 
 
 class Server(ThreadingHTTPServer):

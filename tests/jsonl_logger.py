@@ -18,7 +18,9 @@ class JsonLines:
         self.pictures = {name: picture.shape for name, picture in row.heatmaps().items()}
 
     def log(self, row: Row) -> None:
-        self.file.write(json.dumps({"step": row.step, **row.scalars, **row.checkpoint, **self.pictures}) + "\n")
+        self.file.write(
+            json.dumps({"step": row.step, **row.scalars, **row.checkpoint, **self.pictures}) + "\n"
+        )
         self.pictures = {}
 
     def finish(self) -> str:

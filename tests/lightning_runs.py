@@ -42,7 +42,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, 2, dropout=drop, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(drop), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(drop), nn.Linear(2 * width, width)
+        )
         self.drop = drop
 
     def keep(self, x):
@@ -57,7 +59,9 @@ class Block(nn.Module):
 class Classifier(lightning.LightningModule):
     """A transformer on sequences, with no code for block coupling."""
 
-    def __init__(self, width: int = 16, depth: int = 3, drop: float = 0.1, checkpointing: bool = False):
+    def __init__(
+        self, width: int = 16, depth: int = 3, drop: float = 0.1, checkpointing: bool = False
+    ):
         super().__init__()
         self.embed = nn.Linear(8, width)
         self.stages = nn.ModuleList(Block(width, drop) for _ in range(depth))
@@ -184,7 +188,9 @@ class PretendAccelerator(Accelerator):
         return "pretend"
 
 
-AcceleratorRegistry.register("pretend", PretendAccelerator, override=True)  # pytest imports this module twice
+AcceleratorRegistry.register(
+    "pretend", PretendAccelerator, override=True
+)  # pytest imports this module twice
 # Lightning places an accelerator that it does not know on the CPU, so the strategy names the device.
 StrategyRegistry.register("pretend", SingleDeviceStrategy, device="pretend:0", override=True)
 ON_PRETEND_DEVICE = {"accelerator": "pretend", "strategy": "pretend", "devices": 1}
@@ -217,7 +223,9 @@ def fit(
     lightning.seed_everything(0, workers=True, verbose=False)
     module = make()
     data = data or Noisy()
-    training = DataLoader(data, batch, shuffle=shuffle, num_workers=workers, persistent_workers=workers > 0)
+    training = DataLoader(
+        data, batch, shuffle=shuffle, num_workers=workers, persistent_workers=workers > 0
+    )
     trainer.fit(module, training, DataLoader(data, 8) if validate else None, **options)
     return module
 
@@ -228,12 +236,16 @@ def main():
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument("--terminate_at", type=int, help="send SIGTERM to this process while it measures this step")
+    parser.add_argument(
+        "--terminate_at", type=int, help="send SIGTERM to this process while it measures this step"
+    )
     parser.add_argument("--fail_at", type=int, help="raise on rank 1 while it measures this step")
     parser.add_argument("--resume", type=Path)
     parser.add_argument("--plain", action="store_true", help="train without the callback")
     parser.add_argument(
-        "--random", action="store_true", help="train with dropout and noise; such a run is not resumed alike"
+        "--random",
+        action="store_true",
+        help="train with dropout and noise; such a run is not resumed alike",
     )
     given = parser.parse_args()
 
@@ -254,14 +266,18 @@ def main():
         dtype=torch.float64,
         save_dir=given.out / "store",
     )
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(given.out, every_n_train_steps=1, save_top_k=-1)
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(
+        given.out, every_n_train_steps=1, save_top_k=-1
+    )
     drop = 0.1 if given.random else 0.0
     strategy, module = given.strategy, partial(Classifier, drop=drop)
     if strategy == "fsdp2":
         from lightning.pytorch.strategies import ModelParallelStrategy
 
         strategy = ModelParallelStrategy(
-            data_parallel_size=given.devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+            data_parallel_size=given.devices,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
         )
         module = partial(Sharded, drop=drop)
     callbacks = [keep] if given.plain else [watch, keep]

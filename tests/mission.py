@@ -55,7 +55,9 @@ def measure_and_read(directory: Path) -> None:
     """Measure a language model and two vision transformers, and read the result in every way."""
     model, ids = build("gpt_neox", Size(width=64))
     ds = tracker.measure(model, ids, k=[2, 4], measures="all,tokenwise", pair_tokens=3)
-    print(tracker.summary(ds), tracker.find_blocks(model), tracker.measure(model, ids, dry_run=True))
+    print(
+        tracker.summary(ds), tracker.find_blocks(model), tracker.measure(model, ids, dry_run=True)
+    )
     tracker.to_frame(ds), tracker.curves(ds), tracker.scalars(ds)
     tracker.measure(model, ids, k=4, tokens=[0, -1], keep="jacobian")
     tracker.null_level(ds, "miscoupling"), tracker.null_spread(ds)
@@ -71,15 +73,22 @@ def measure_own_models(directory: Path) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm, self.attention = nn.LayerNorm(16), nn.MultiheadAttention(16, 2, batch_first=True)
+            self.norm, self.attention = (
+                nn.LayerNorm(16),
+                nn.MultiheadAttention(16, 2, batch_first=True),
+            )
 
         def forward(self, x):
             y = self.norm(x)
             return x + self.attention(y, y, y, need_weights=False)[0]
 
     tracker.measure(nn.Sequential(*(Block() for _ in range(3))), torch.randn(2, 5, 16), k=4)
-    tracker.measure(LM(Flat), torch.randint(7, (2, 5)), k=4)  # blocks without a module for attention
-    vit = ViT(image_size=16, patch_size=8, num_classes=5, dim=16, depth=3, heads=2, mlp_dim=32, dim_head=8).eval()
+    tracker.measure(
+        LM(Flat), torch.randint(7, (2, 5)), k=4
+    )  # blocks without a module for attention
+    vit = ViT(
+        image_size=16, patch_size=8, num_classes=5, dim=16, depth=3, heads=2, mlp_dim=32, dim_head=8
+    ).eval()
     try:
         tracker.measure(vit, torch.randn(2, 3, 16, 16), k=4)
     except ValueError as error:  # proposes a line with `blocks=`
@@ -90,9 +99,14 @@ def train_with_lightning(directory: Path) -> None:
     """Train with the callback, with a CSV file and W&B as loggers."""
     from lightning.pytorch.loggers import CSVLogger, WandbLogger
 
-    callback = tracker.CouplingCallback(every_n_steps=2, k=(2, 4), max_overhead=None, save_dir=str(directory / "store"))
+    callback = tracker.CouplingCallback(
+        every_n_steps=2, k=(2, 4), max_overhead=None, save_dir=str(directory / "store")
+    )
     training = trainer([callback], max_steps=4)
-    training.loggers = [CSVLogger(str(directory)), WandbLogger(offline=True, save_dir=str(directory))]
+    training.loggers = [
+        CSVLogger(str(directory)),
+        WandbLogger(offline=True, save_dir=str(directory)),
+    ]
     fit(training)
     cases.keep_curve(directory)
     tracker.plot(str(directory / "store"))
@@ -102,14 +116,18 @@ def train_with_transformers(directory: Path) -> None:
     """Train with transformers' Trainer."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=2))
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=3, n_head=2)
+    )
     samples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (32, 12))]
     arguments = TrainingArguments(
         str(directory / "trainer"), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True
     )  # fmt: skip
     training = Trainer(model, arguments, train_dataset=samples)
     store = str(directory / "store")
-    training.add_callback(tracker.TransformersCallback(every_n_steps=2, trainer=training, k=4, save_dir=store))
+    training.add_callback(
+        tracker.TransformersCallback(every_n_steps=2, trainer=training, k=4, save_dir=store)
+    )
     training.train()
 
 
@@ -119,7 +137,16 @@ def walk_published_checkpoints(directory: Path) -> None:
 
     root = shutil.copytree(nano.train(recipe=TINY), directory / "hub")
     options = ("--k", "4,8", "--device", "cpu", "--memory_budget", "1GB", "--wandb", "offline")
-    walk = ("tracker.pythia", "--model", "block-coupling/nano", *options, "--measures", "all,tokenwise", "--out", "out")
+    walk = (
+        "tracker.pythia",
+        "--model",
+        "block-coupling/nano",
+        *options,
+        "--measures",
+        "all,tokenwise",
+        "--out",
+        "out",
+    )
     with serve(root) as server, mock.patch.multiple(
         hub,
         HF_HUB_CACHE=str(directory / "cache"),
@@ -135,13 +162,31 @@ def walk_published_checkpoints(directory: Path) -> None:
         run("checkpoints.__main__", "verify", "block-coupling/nano")
     run("tracker.figures", "list", "out")
     run("tracker.figures", "all", "out", "--out", "figures")
-    run("tracker.figures", "heatmap", "out", "--measure", "offdiag_normalized", "--step", "4", "--out", "figures")
+    run(
+        "tracker.figures",
+        "heatmap",
+        "out",
+        "--measure",
+        "offdiag_normalized",
+        "--step",
+        "4",
+        "--out",
+        "figures",
+    )
     run("tracker.report", "out")
-    run("tracker.report", "out", str(directory.parent / "train_with_transformers" / "store"), "--out", "both.html")
+    run(
+        "tracker.report",
+        "out",
+        str(directory.parent / "train_with_transformers" / "store"),
+        "--out",
+        "both.html",
+    )
     run("tracker.commands", "replay", "out", "--wandb", "offline", "--log", "all")
     run("tracker.dashboards", "--entity", "someone", "--dry_run")
     run("tracker.pythia", "--model", "70m", "--dry_run")
-    run("checkpoints.__main__", "list", "2.8b", "--steps", "paper", expected=1)  # the hub is not asked
+    run(
+        "checkpoints.__main__", "list", "2.8b", "--steps", "paper", expected=1
+    )  # the hub is not asked
     print(tracker.summary(tracker.open_results("out")))
 
 
@@ -179,7 +224,9 @@ def main(out: Path) -> None:
     # Training nano is no job of a user's; under coverage it takes half an hour.
     subprocess.run([sys.executable, "-c", "from checkpoints import nano; nano.train()"], check=True)
     # The cases of `tests.golden` run their command lines as processes, which coverage would not see.
-    cases.run = lambda directory, module, *arguments: _in(directory, lambda: run(module, *arguments))
+    cases.run = lambda directory, module, *arguments: _in(
+        directory, lambda: run(module, *arguments)
+    )
     of_kinds = {kind: cases.CASES[kind] for kind in KINDS}
     for name, job in (of_kinds | {job.__name__: job for job in JOBS}).items():
         started, directory = time.perf_counter(), out / name

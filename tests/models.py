@@ -49,7 +49,9 @@ def language(name: str, **options: Any) -> Callable[[Size], nn.Module]:
         settings = {**size.common(), **options}
         if settings.get("head_dim") is not None:
             settings["head_dim"] = size.width // HEADS
-        return cls(cls.config_class(**{key: value for key, value in settings.items() if value is not None}))
+        return cls(
+            cls.config_class(**{key: value for key, value in settings.items() if value is not None})
+        )
 
     return make
 
@@ -59,10 +61,20 @@ def named(name: str, **names: str | Any) -> Callable[[Size], nn.Module]:
 
     def make(size: Size) -> nn.Module:
         cls = getattr(transformers, name)
-        values = {"width": size.width, "layers": size.depth, "heads": HEADS, "positions": max(32, size.tokens + 8)}
+        values = {
+            "width": size.width,
+            "layers": size.depth,
+            "heads": HEADS,
+            "positions": max(32, size.tokens + 8),
+        }
         values |= {"inner": 2 * size.width}
-        settings = {key: values.get(value, value) if isinstance(value, str) else value for key, value in names.items()}
-        return cls(cls.config_class(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **settings))
+        settings = {
+            key: values.get(value, value) if isinstance(value, str) else value
+            for key, value in names.items()
+        }
+        return cls(
+            cls.config_class(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **settings)
+        )
 
     return make
 
@@ -87,7 +99,10 @@ def neox(attention: str = "sdpa", size: Size | None = None, **options: Any) -> n
 def silence(model: nn.Module, layers: Iterable[int]) -> None:
     """Let some blocks of a GPT-NeoX add nothing."""
     for l in layers:
-        for part in (model.gpt_neox.layers[l].attention.dense, model.gpt_neox.layers[l].mlp.dense_4h_to_h):
+        for part in (
+            model.gpt_neox.layers[l].attention.dense,
+            model.gpt_neox.layers[l].mlp.dense_4h_to_h,
+        ):
             nn.init.zeros_(part.weight)
             nn.init.zeros_(part.bias)
 
@@ -96,10 +111,16 @@ def vision(name: str, **options: Any) -> Callable[[Size], nn.Module]:
     def make(size: Size) -> nn.Module:
         cls = getattr(transformers, name)
         settings = {
-            k: v for k, v in size.common().items() if k in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+            k: v
+            for k, v in size.common().items()
+            if k in ("hidden_size", "num_hidden_layers", "num_attention_heads")
         }
         config = cls.config_class(
-            **settings, intermediate_size=2 * size.width, image_size=size.pixels, patch_size=8, **options
+            **settings,
+            intermediate_size=2 * size.width,
+            image_size=size.pixels,
+            patch_size=8,
+            **options,
         )
         return cls(config)
 
@@ -141,12 +162,21 @@ class Encoder(nn.Module):
     """An embedding followed by nn.TransformerEncoder."""
 
     def __init__(
-        self, batch_first: bool = True, norm_first: bool = True, causal: bool = True, size: Size | None = None
+        self,
+        batch_first: bool = True,
+        norm_first: bool = True,
+        causal: bool = True,
+        size: Size | None = None,
     ):
         super().__init__()
         size = size or Size()
         layer = nn.TransformerEncoderLayer(
-            size.width, HEADS, 2 * size.width, batch_first=batch_first, norm_first=norm_first, dropout=0.1
+            size.width,
+            HEADS,
+            2 * size.width,
+            batch_first=batch_first,
+            norm_first=norm_first,
+            dropout=0.1,
         )
         self.embed = nn.Embedding(VOCABULARY, size.width)
         self.encoder = nn.TransformerEncoder(
@@ -157,18 +187,27 @@ class Encoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         x = x if self.batch_first else x.transpose(0, 1)
-        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype) if self.causal else None
+        mask = (
+            nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=x.dtype)
+            if self.causal
+            else None
+        )
         return self.encoder(x, mask=mask, is_causal=self.causal)
 
 
 def tokens(samples: int = 2, length: int = 7) -> Tensor:
-    return torch.randint(3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(
+        3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1)
+    )
 
 
 def padded(*lengths: int) -> dict[str, Tensor]:
     """Return prompts of these lengths, padded on the right, and their mask."""
     ids = tokens(len(lengths), max(lengths))
-    return {"input_ids": ids, "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long()}
+    return {
+        "input_ids": ids,
+        "attention_mask": (torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]).long(),
+    }
 
 
 class Letters:
@@ -206,21 +245,32 @@ USUAL = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_h
 # Windows of 4 with sequences of 7: sliding attention differs from full attention.
 FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(language("GPTNeoXForCausalLM")),
-    "gpt_neox, sequential residual": Family(language("GPTNeoXForCausalLM", use_parallel_residual=False)),
+    "gpt_neox, sequential residual": Family(
+        language("GPTNeoXForCausalLM", use_parallel_residual=False)
+    ),
     "gpt_neox, eager": Family(language("GPTNeoXForCausalLM", attn_implementation="eager")),
     "llama, grouped keys": Family(language("LlamaForCausalLM", **GROUPED)),
     "llama, eager": Family(language("LlamaForCausalLM", **GROUPED, attn_implementation="eager")),
     "mistral, sliding window": Family(language("MistralForCausalLM", **GROUPED, sliding_window=4)),
-    "mixtral": Family(language("MixtralForCausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2)),
+    "mixtral": Family(
+        language("MixtralForCausalLM", **GROUPED, num_local_experts=4, num_experts_per_tok=2)
+    ),
     "gpt_oss, sinks": Family(
         language(
-            "GptOssForCausalLM", **GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=4
+            "GptOssForCausalLM",
+            **GROUPED,
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=4,
         )
     ),
     "qwen2": Family(language("Qwen2ForCausalLM", **GROUPED)),
     "qwen3, q/k norms": Family(language("Qwen3ForCausalLM", **GROUPED, head_dim=8)),
     "gemma, one key head": Family(language("GemmaForCausalLM", num_key_value_heads=1, head_dim=8)),
-    "gemma2, soft cap": Family(language("Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=4)),
+    "gemma2, soft cap": Family(
+        language("Gemma2ForCausalLM", **GROUPED, head_dim=8, sliding_window=4)
+    ),
     "gemma3, local and global": Family(
         language(
             "Gemma3ForCausalLM",
@@ -242,14 +292,22 @@ FAMILIES: dict[str, Family] = {
     "gptj": Family(named("GPTJForCausalLM", **GPT, rotary_dim=4)),
     "gpt_neo": Family(gpt_neo("global")),
     "gpt_neo, local": Family(
-        gpt_neo("local", window_size=4), full="its attention derives the window from the number of keys"
+        gpt_neo("local", window_size=4),
+        full="its attention derives the window from the number of keys",
     ),
     "falcon": Family(named("FalconForCausalLM", **USUAL)),
     "falcon, ALiBi": Family(
-        named("FalconForCausalLM", **USUAL, alibi=True), full="ALiBi reaches its attention as an argument of the block"
+        named("FalconForCausalLM", **USUAL, alibi=True),
+        full="ALiBi reaches its attention as an argument of the block",
     ),
     "mpt": Family(
-        named("MptForCausalLM", d_model="width", n_layers="layers", n_heads="heads", max_seq_len="positions"),
+        named(
+            "MptForCausalLM",
+            d_model="width",
+            n_layers="layers",
+            n_heads="heads",
+            max_seq_len="positions",
+        ),
         full="its attention is part of a larger function",
     ),
     "bloom": Family(
@@ -274,14 +332,18 @@ FAMILIES: dict[str, Family] = {
     "timm vit": Family(of_timm("vit_tiny_patch16_224"), "images"),
     "timm deit, distilled": Family(of_timm("deit_tiny_distilled_patch16_224"), "images"),
     "timm eva02": Family(
-        of_timm("eva02_tiny_patch14_224"), "images", full="its rotary embedding finds prefix tokens by their position"
+        of_timm("eva02_tiny_patch14_224"),
+        "images",
+        full="its rotary embedding finds prefix tokens by their position",
     ),
     "torchvision vit": Family(torchvision_vit, "images"),
     "nn.TransformerEncoder, pre-norm": Family(lambda size: Encoder(size=size)),
     "nn.TransformerEncoder, post-norm, bidirectional": Family(
         lambda size: Encoder(norm_first=False, causal=False, size=size)
     ),
-    "nn.TransformerEncoder, sequence first, pre-norm": Family(lambda size: Encoder(batch_first=False, size=size)),
+    "nn.TransformerEncoder, sequence first, pre-norm": Family(
+        lambda size: Encoder(batch_first=False, size=size)
+    ),
     "nn.TransformerEncoder, sequence first, post-norm": Family(
         lambda size: Encoder(False, norm_first=False, size=size)
     ),
@@ -297,4 +359,6 @@ def build(name: str, size: Size | None = None, samples: int = 2) -> tuple[nn.Mod
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model, tokens(samples, size.tokens) if family.sees == "text" else images(samples, size.pixels)
+    return model, tokens(samples, size.tokens) if family.sees == "text" else images(
+        samples, size.pixels
+    )

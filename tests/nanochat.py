@@ -16,22 +16,31 @@ def norm(x):
 class CausalSelfAttention(nn.Module):
     def __init__(self, with_values: bool):
         super().__init__()
-        self.c_q, self.c_k, self.c_v, self.c_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.c_q, self.c_k, self.c_v, self.c_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
         self.ve_gate = nn.Linear(8, HEADS, bias=False) if with_values else None
 
     def forward(self, x, ve):
         q, k, v = (c(x).unflatten(2, (HEADS, HEAD)) for c in (self.c_q, self.c_k, self.c_v))
         if ve is not None:
             assert self.ve_gate is not None
-            v = v + 3 * torch.sigmoid(self.ve_gate(x[..., :8])).unsqueeze(-1) * ve.unflatten(2, (HEADS, HEAD))
+            v = v + 3 * torch.sigmoid(self.ve_gate(x[..., :8])).unsqueeze(-1) * ve.unflatten(
+                2, (HEADS, HEAD)
+            )
         q, k, v = (t.transpose(1, 2) for t in (1.2 * norm(q), 1.2 * norm(k), v))
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.c_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.c_fc, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.c_fc, self.c_proj = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x):
         return self.c_proj(F.relu(self.c_fc(x)).square())

@@ -10,10 +10,18 @@ from torch import Tensor, nn
 HEADS = 4
 
 
-def gpt2(depth: int = 4, width: int = 48, vocabulary: int = 60, seed: int = 0) -> transformers.GPT2LMHeadModel:
+def gpt2(
+    depth: int = 4, width: int = 48, vocabulary: int = 60, seed: int = 0
+) -> transformers.GPT2LMHeadModel:
     """Return a random GPT-2 whose norms and biases are not the identity."""
     config = transformers.GPT2Config(
-        n_embd=width, n_layer=depth, n_head=HEADS, n_positions=32, vocab_size=vocabulary, bos_token_id=1, eos_token_id=2
+        n_embd=width,
+        n_layer=depth,
+        n_head=HEADS,
+        n_positions=32,
+        vocab_size=vocabulary,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     torch.manual_seed(seed)
     model = transformers.GPT2LMHeadModel(config)
@@ -30,15 +38,23 @@ class CausalAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Layer(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.before, self.attn = nn.LayerNorm(width), CausalAttention(width)
-        self.between, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.between, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.before(x))
@@ -89,7 +105,10 @@ class PlainGPT2(nn.Module):
 
     def copy(self, source: nn.Module) -> None:
         """Take the weights of Hugging Face's model, whose linear layers hold their weights transposed."""
-        pairs: list[tuple[nn.Module, nn.Module]] = [(self.tokens, source.wte), (self.places, source.wpe)]
+        pairs: list[tuple[nn.Module, nn.Module]] = [
+            (self.tokens, source.wte),
+            (self.places, source.wpe),
+        ]
         for mine, its in zip(self.layers, source.h, strict=True):
             pairs += [(mine.before, its.ln_1), (mine.between, its.ln_2)]
             pairs += [(mine.attn.qkv, its.attn.c_attn), (mine.attn.out, its.attn.c_proj)]

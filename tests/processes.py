@@ -22,7 +22,18 @@ from tests.fork_server import MESSAGE, PRELOADED
 
 ROOT = Path(__file__).parent.parent
 # Variables that the server's modules have read for good; those that a child reads anew are in `fork_server.become`.
-READ_ON_IMPORT = ("OMP_", "MKL_", "PYTHON", "LC_", "LANG", "TORCH", "PYTORCH", "MPL", "HF_HOME", "HF_MODULES_CACHE")
+READ_ON_IMPORT = (
+    "OMP_",
+    "MKL_",
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "TORCH",
+    "PYTORCH",
+    "MPL",
+    "HF_HOME",
+    "HF_MODULES_CACHE",
+)
 STREAMS = ("stdin", "stdout", "stderr")
 
 
@@ -43,11 +54,18 @@ def start(
         return Forked(module, [*map(str, arguments)], environment, streams, start_new_session)
     command = [sys.executable, "-m", module, *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, start_new_session=start_new_session, **streams
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        start_new_session=start_new_session,
+        **streams,
     )
 
 
-def run(module: str, *arguments: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
+def run(
+    module: str, *arguments: object, timeout: float = 300, **options
+) -> subprocess.CompletedProcess:
     """Run a process to its end, as `subprocess.run` does; `options` are those of `start`."""
     process = start(module, *arguments, **options)
     try:
@@ -64,7 +82,9 @@ def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
     # A process with PYTHONUNBUFFERED writes a line and its end apart, so two processes may mix theirs: let one of them print.
     if f"{line}\n" not in process.stdout:
         _, err = process.communicate()
-        raise AssertionError(f"the process ended with {process.returncode} before it printed {line!r}: {err}")
+        raise AssertionError(
+            f"the process ended with {process.returncode} before it printed {line!r}: {err}"
+        )
 
 
 def children_seconds() -> float:
@@ -75,7 +95,10 @@ def children_seconds() -> float:
 
 def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
-    for name in ("PYTHONBREAKPOINT", "PYTORCH_NVML_BASED_CUDA_CHECK"):  # read when used; Ray and Lightning set them
+    for name in (
+        "PYTHONBREAKPOINT",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+    ):  # read when used; Ray and Lightning set them
         found.pop(name, None)
     return found
 
@@ -85,7 +108,10 @@ def server() -> tuple[socket.socket, subprocess.Popen[str], dict[str, str]]:
     """Start this test process's server, which ends when the socket is closed; return socket, process and its environment."""
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     # Without the second variable pyarrow would start a thread.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *PRELOADED],
@@ -104,7 +130,12 @@ class Forked:
     """A process that the server forked, with what tests use of `subprocess.Popen`."""
 
     def __init__(
-        self, module: str, arguments: list[str], environment: dict[str, str], streams: dict, start_new_session: bool
+        self,
+        module: str,
+        arguments: list[str],
+        environment: dict[str, str],
+        streams: dict,
+        start_new_session: bool,
     ):
         requests, process, theirs = server()
         if (given := read_on_import(environment)) != (had := read_on_import(theirs)):
@@ -129,7 +160,9 @@ class Forked:
             socket.send_fds(requests, [json.dumps(request).encode()], [status.fileno(), *files])
         started = self._status.recv(MESSAGE)
         if not started:
-            raise RuntimeError(f"the fork server ended before it could start {module}: {process.communicate()[0]}")
+            raise RuntimeError(
+                f"the fork server ended before it could start {module}: {process.communicate()[0]}"
+            )
         self.pid = int(started)
 
     def _open(self, name: str, given: int | IO | None, stack: ExitStack) -> int:
@@ -142,7 +175,9 @@ class Forked:
         elif given == subprocess.DEVNULL:
             its = os.open(os.devnull, os.O_RDWR)
         else:
-            its = os.dup(standard if given is None else given if isinstance(given, int) else given.fileno())
+            its = os.dup(
+                standard if given is None else given if isinstance(given, int) else given.fileno()
+            )
         stack.callback(os.close, its)
         return its
 
@@ -158,7 +193,9 @@ class Forked:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
             status = self._status.recv(MESSAGE)
             if not status:
-                raise RuntimeError(f"process {self.pid}: its keeper was killed, so its exit status is unknown")
+                raise RuntimeError(
+                    f"process {self.pid}: its keeper was killed, so its exit status is unknown"
+                )
             self.returncode = int(status)
             self._status.close()
         return self.returncode
@@ -170,7 +207,9 @@ class Forked:
             self.stdin.close()
         for name in ("stdout", "stderr"):
             if getattr(self, name) and name not in self._readers:
-                self._readers[name] = threading.Thread(target=self._reader, args=[name], daemon=True)
+                self._readers[name] = threading.Thread(
+                    target=self._reader, args=[name], daemon=True
+                )
                 self._readers[name].start()
         for thread in self._readers.values():
             thread.join(None if ends is None else max(0, ends - time.monotonic()))

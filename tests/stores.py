@@ -65,17 +65,33 @@ def unit(
     pair, depth = ("prompt", "token", "k", "layer", "layer_other"), ("prompt", "depth", "position")
     window = ("prompt", "layer", "position")
     L, n, diagonal = layers, positions, np.eye(layers, dtype=bool)
-    variables = {name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L))) for name in MISCOUPLINGS}
+    variables = {
+        name: (pair, np.where(diagonal, 0, values(0.5, 1.1, 1, len(ks), L, L)))
+        for name in MISCOUPLINGS
+    }
     s, layer = -np.sort(-values(0.1, 9, 1, L, max(ks))), ("prompt", "token", "layer")
     variables["singular_value"] = ((*layer, "rank"), s)
     # Null levels of Jacobians without a trace, whose left and right singular vectors have nothing in common.
-    variables["isotropic"], variables["alignment"] = (layer, np.zeros_like(s[..., 0])), ((*layer, "rank"), 0 * s)
-    variables |= {name: (layer, np.sqrt((s**2).sum(-1) / 2)) for name in ("symmetric_norm", "antisymmetric_norm")}
+    variables["isotropic"], variables["alignment"] = (
+        (layer, np.zeros_like(s[..., 0])),
+        ((*layer, "rank"), 0 * s),
+    )
+    variables |= {
+        name: (layer, np.sqrt((s**2).sum(-1) / 2))
+        for name in ("symmetric_norm", "antisymmetric_norm")
+    }
     zeros = np.zeros((prompts, 1, len(ks), L), np.float32)
     variables |= {f"overlap_{power}": (pair[:-1], zeros) for power in ("squares", "fourths")}
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
-    for name in ("lss", "lss_normed", "expodistance", "expodistance_normed", "equidistance", "equidistance_normed"):
+    for name in (
+        "lss",
+        "lss_normed",
+        "expodistance",
+        "expodistance_normed",
+        "equidistance",
+        "equidistance_normed",
+    ):
         base, normed, _ = name.partition("_normed")
         variables[f"{base}_window{normed}"] = (window, values(1, 5, L, n))
     for name in ("norm", "norm_normed"):
@@ -91,7 +107,9 @@ def unit(
     tasks = ["lambada", "piqa"]
     variables["score"] = (("task",), rng.uniform(0.2, 0.8, len(tasks)))
     variables[f"{DIAGNOSTICS}undefined"] = (("quantity",), np.zeros(2, int))
-    dataset = xr.Dataset(variables, {"task": tasks, "quantity": ["miscoupling", "lss"], "k": list(ks)})
+    dataset = xr.Dataset(
+        variables, {"task": tasks, "quantity": ["miscoupling", "lss"], "k": list(ks)}
+    )
     first = {
         dim: np.arange(dataset.sizes[dim]) + 1
         for dim in ("layer", "layer_other", "rank", "row", "column")
@@ -120,7 +138,15 @@ def unit(
         "fallbacks": "{}",
     }
     dataset = dataset.assign_attrs(
-        {**shared, **described, "model_class": "tests.Generated", "settings_sha256": str(seed), **attributes}
+        {
+            **shared,
+            **described,
+            "model_class": "tests.Generated",
+            "settings_sha256": str(seed),
+            **attributes,
+        }
     )
     levels = {level_variable(name): null_level(dataset, name) for name in BY_ROTATIONS}
-    return dataset.assign({name: (pair, level.values.astype(np.float32)) for name, level in levels.items()})
+    return dataset.assign(
+        {name: (pair, level.values.astype(np.float32)) for name, level in levels.items()}
+    )

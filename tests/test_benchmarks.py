@@ -25,7 +25,20 @@ from tests.rounding import of_vectors, rounding
 from tests.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
 
-QUICK = ["--shape", "14m", "--tokens", "6", "--blocks", "2", "--k", "5", "--repeats", "1", "--memory", "false"]
+QUICK = [
+    "--shape",
+    "14m",
+    "--tokens",
+    "6",
+    "--blocks",
+    "2",
+    "--k",
+    "5",
+    "--repeats",
+    "1",
+    "--memory",
+    "false",
+]
 
 
 def run(directory, *arguments: str) -> dict:
@@ -38,7 +51,9 @@ def run(directory, *arguments: str) -> dict:
 def imported_once():
     """Fork the processes in which memory is measured from one that has imported what they need."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["checkpoints.load", "tracker.measurement", "benchmarks.shapes", "transformers"])
+    context.set_forkserver_preload(
+        ["checkpoints.load", "tracker.measurement", "benchmarks.shapes", "transformers"]
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiprocessing, "get_context", lambda method: context)
         yield
@@ -56,14 +71,19 @@ def compared(directory) -> dict:
 
 def test_ours_and_the_published_algorithm_agree(compared):
     single = rounding(torch.float32)
-    of_couplings = of_vectors(torch.float32, compared["width"], compared["certificate"]["smallest_gap"])
+    of_couplings = of_vectors(
+        torch.float32, compared["width"], compared["certificate"]["smallest_gap"]
+    )
     for name in ("published", "by_hand"):
         errors = compared[name]["errors"]
         assert max(errors["jacobian"], errors["singular_value"]) < single
         assert max(errors[name] for name in MISCOUPLINGS if name in errors) < of_couplings
         assert {"miscoupling", "offdiag_normalized"} <= set(errors)
     assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
-    assert compared["by_hand"]["ratio"]["whole"] == compared["by_hand"]["seconds"] / compared["ours"]["seconds"]
+    assert (
+        compared["by_hand"]["ratio"]["whole"]
+        == compared["by_hand"]["seconds"] / compared["ours"]["seconds"]
+    )
 
 
 def test_the_result_records_settings_and_environment(compared):
@@ -78,9 +98,16 @@ def test_the_result_records_settings_and_environment(compared):
     for algorithm in (compared["ours"], compared["published"]):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
     assert set(compared["published"]["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
-    assert compared["published"]["ratio"]["whole"] == compared["published"]["seconds"] / compared["ours"]["seconds"]
+    assert (
+        compared["published"]["ratio"]["whole"]
+        == compared["published"]["seconds"] / compared["ours"]["seconds"]
+    )
     printed = coupling.table(compared)
-    assert "jacobian" in printed and "of GEMM rate" in printed and "the published algorithm takes" in printed
+    assert (
+        "jacobian" in printed
+        and "of GEMM rate" in printed
+        and "the published algorithm takes" in printed
+    )
 
 
 @pytest.mark.slow
@@ -96,9 +123,15 @@ def test_images_agree_and_cost_is_per_image(directory):
 
 @pytest.mark.parametrize(
     "precision, dtype, switch",
-    [("float32", torch.float32, "ieee"), ("tf32", torch.float32, "tf32"), ("bfloat16", torch.bfloat16, "ieee")],
+    [
+        ("float32", torch.float32, "ieee"),
+        ("tf32", torch.float32, "tf32"),
+        ("bfloat16", torch.bfloat16, "ieee"),
+    ],
 )
-def test_plain_products_have_the_precision_they_are_compared_in(monkeypatch, precision, dtype, switch):
+def test_plain_products_have_the_precision_they_are_compared_in(
+    monkeypatch, precision, dtype, switch
+):
     seen, linear = set(), torch.nn.functional.linear
 
     def noted(x, weight):
@@ -132,7 +165,9 @@ def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatc
 
     monkeypatch.setattr(timing, "timed", twice)
     file = tmp_path / "result.json"
-    assert coupling.main([*QUICK, "--published", "false", "--repeats", "3", "--out", str(file)]) == 130
+    assert (
+        coupling.main([*QUICK, "--published", "false", "--repeats", "3", "--out", str(file)]) == 130
+    )
     result = json.loads(file.read_text())
     assert len(result["ours"]["runs"]) == 2 and result["ours"]["seconds"] > 0
 
@@ -149,7 +184,9 @@ def test_memory_is_measured_in_fresh_processes(directory):
     ours, published = (result[algorithm]["peak_bytes"] for algorithm in ("ours", "published"))
     assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
     assert ours > 512 * 512 * 4  # one Jacobian
-    assert f"{published / ours:.1f}" in coupling.table(result).partition("peak, MB")[2].splitlines()[0]
+    assert (
+        f"{published / ours:.1f}" in coupling.table(result).partition("peak, MB")[2].splitlines()[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,13 +212,20 @@ def test_an_unknown_shape_lists_the_shapes(capsys):
 def test_the_streamed_checkpoint_has_the_published_dtype(tmp_path):
     size = streaming.write_checkpoint(streaming.Streaming("14m", blocks=1), tmp_path)
     assert size == 2 * replace(pythia_shapes()["14m"], layers=1, vocabulary=50304).parameters
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float16}
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {
+        torch.float16
+    }
 
 
 @pytest.mark.slow
 def test_streaming_agrees_and_reports_memory(tmp_path, capsys):
     file = tmp_path / "streaming.json"
-    assert streaming.main(["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]) == 0
+    assert (
+        streaming.main(
+            ["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]
+        )
+        == 0
+    )
     ways = json.loads(file.read_text())["ways"]
     assert list(ways) == ["streamed", "in memory"]
     assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
@@ -200,7 +244,10 @@ def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(p
         pretend.reset_peak()
         found[way] = streaming.measure(settings, tmp_path, way)
     streamed, on_device = found.values()
-    assert 0 < streamed["device_bytes"] < on_device["device_bytes"] and on_device["device_bytes"] > weights
+    assert (
+        0 < streamed["device_bytes"] < on_device["device_bytes"]
+        and on_device["device_bytes"] > weights
+    )
     np.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
 
 
@@ -225,7 +272,20 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
     waits = []
     for module in (machine, callback):
         monkeypatch.setattr(module, "synchronize", waits.append)
-    small = ["--width", "16", "--depth", "2", "--patch_size", "16", "--batch", "4", "--every", "4", "--probe", "2"]
+    small = [
+        "--width",
+        "16",
+        "--depth",
+        "2",
+        "--patch_size",
+        "16",
+        "--batch",
+        "4",
+        "--every",
+        "4",
+        "--probe",
+        "2",
+    ]
     out = tmp_path / "new" / "callback.json"
     assert callback.main([*small, "--repeats", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
@@ -244,7 +304,9 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
 
 @pytest.mark.parametrize("name", stores.WORK)
 def test_all_that_reads_a_store_is_timed(name, tmp_path, capsys):
-    stores.run(name, str(generated(tmp_path / "store", [0, 1000], model_name="generated", device="cpu")))
+    stores.run(
+        name, str(generated(tmp_path / "store", [0, 1000], model_name="generated", device="cpu"))
+    )
     seconds, growth = map(float, capsys.readouterr().out.splitlines()[-1].split())
     assert seconds > 0 and growth >= 0
 

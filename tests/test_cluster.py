@@ -23,7 +23,9 @@ DIGITS = {"data": "digits", "data_dir": "data", "batch_size": 32, "wandb": "off"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gpus, device, expected", [(2, "cuda:0", {"1"}), (2, "cpu", {"0", "1"}), (1, "cuda:0", set())])
+@pytest.mark.parametrize(
+    "gpus, device, expected", [(2, "cuda:0", {"1"}), (2, "cpu", {"0", "1"}), (1, "cuda:0", set())]
+)
 def test_no_worker_gets_the_gpu_of_the_driver(gpus, device, expected, tmp_path, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(cluster, "PATIENCE", 300)
@@ -63,7 +65,9 @@ def test_what_fails_is_tried_again_and_the_others_wait_for_their_turn(tmp_path, 
     with cluster.connected(None) as gpus:
         assert signal.signal(signal.SIGTERM, before) is ours  # not Ray's
         failed = dict(cluster.failures(work, [*expected], jobs=2, cpus=1, gpus=gpus, retries=1))
-    assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == expected and max(at_once) == 2
+    assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == expected and max(
+        at_once
+    ) == 2
     assert sorted(failed) == ["dies always", "raises always"] and not ray.is_initialized()
     assert failed["raises always"].endswith("LookupError: no such thing")
     assert failed["dies always"].endswith("\nits process died, often for lack of memory")
@@ -79,11 +83,15 @@ def pretended(monkeypatch):
 
     def remote(**request):
         found.requests.append(request)
-        return lambda function: SimpleNamespace(remote=lambda item: found.started.append(item) or len(found.started))
+        return lambda function: SimpleNamespace(
+            remote=lambda item: found.started.append(item) or len(found.started)
+        )
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "init", lambda **_: None)
-    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": machine} for machine in found.machines])
+    monkeypatch.setattr(
+        ray, "nodes", lambda: [{"Alive": True, "Resources": machine} for machine in found.machines]
+    )
     monkeypatch.setattr(ray, "remote", remote)
     monkeypatch.setattr(ray, "wait", interrupt)
     monkeypatch.setattr(ray, "shutdown", lambda: found.ended.append(True))
@@ -104,8 +112,17 @@ def test_rays_machines_decide_on_the_gpus_of_a_grid(
 ):
     monkeypatch.chdir(tmp_path)
     pretended.machines = [machine]
-    assert grid.run(grid.GridCommand(out="out", jobs=3, **options), Recipe(accelerator=accelerator, **DIGITS)) == 130
-    assert pretended.requests == [{"num_cpus": 1.0, "num_gpus": expected, "max_retries": 0}] and pretended.ended
+    assert (
+        grid.run(
+            grid.GridCommand(out="out", jobs=3, **options),
+            Recipe(accelerator=accelerator, **DIGITS),
+        )
+        == 130
+    )
+    assert (
+        pretended.requests == [{"num_cpus": 1.0, "num_gpus": expected, "max_retries": 0}]
+        and pretended.ended
+    )
     directories = {(cell.directory.parent, cell.data_dir) for cell in pretended.started}
     assert directories == {(tmp_path / "out", tmp_path / "data")} and len(pretended.started) == 3
 
@@ -119,7 +136,9 @@ def test_rays_machines_decide_on_the_gpus_of_a_grid(
         ("cuda:1", {"CPU": 2.0}, ("cuda:1", 0.0)),
     ],
 )
-def test_rays_machines_decide_on_the_gpus_of_a_walk(device, machine, expected, pretended, tmp_path, monkeypatch):
+def test_rays_machines_decide_on_the_gpus_of_a_walk(
+    device, machine, expected, pretended, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     for name in ("nano", "wikitext", "out"):  # names are not taken for directories of the same name
         (tmp_path / name).mkdir()
@@ -128,12 +147,19 @@ def test_rays_machines_decide_on_the_gpus_of_a_walk(device, machine, expected, p
     monkeypatch.setattr(cluster, "_reserve", withheld.append)
     output = SimpleNamespace(store=SimpleNamespace(path=Path("out")))
     plan = SimpleNamespace(output=output, measurement=SimpleNamespace(device="cuda:1"))
-    with pythia._workers(Walk(model="nano", prompts="wikitext", device=device, workers=3), plan, missing=2):
+    with pythia._workers(
+        Walk(model="nano", prompts="wikitext", device=device, workers=3), plan, missing=2
+    ):
         assert len(pretended.started) == 3 and not pretended.ended
     worker = pretended.started[0]
     assert (worker.device, pretended.requests[0]["num_gpus"]) == expected and pretended.ended
     assert withheld == ["cuda:1"] * bool(expected[1])
-    assert (worker.model, worker.prompts, worker.out, worker.workers) == ("nano", "wikitext", tmp_path / "out", 0)
+    assert (worker.model, worker.prompts, worker.out, worker.workers) == (
+        "nano",
+        "wikitext",
+        tmp_path / "out",
+        0,
+    )
 
 
 def test_a_cell_must_fit_on_one_machine(pretended, tmp_path, capsys, monkeypatch):
@@ -146,7 +172,10 @@ def test_a_cell_must_fit_on_one_machine(pretended, tmp_path, capsys, monkeypatch
         command = grid.GridCommand(out=tmp_path / "out", cpus_per_cell=cpus, gpus_per_cell=gpus)
         assert grid.run(command, Recipe(**DIGITS)) == 2
         message = f"{cpus} CPUs and {gpus} GPUs (of a grid: --cpus_per_cell, --gpus_per_cell); no machine has that"
-        assert message in (err := capsys.readouterr().err) and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
+        assert (
+            message in (err := capsys.readouterr().err)
+            and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
+        )
     assert len(pretended.ended) == 6 and not (tmp_path / "out").exists()
 
 
@@ -157,6 +186,9 @@ def test_a_cluster_must_answer(pretended, monkeypatch):
         with cluster.connected(f"ray://{address}"):
             pass
     for given in (address, None):
-        with pytest.raises(ValueError, match=f"--address {given}; no Ray cluster answers"), cluster.connected(given):
+        with (
+            pytest.raises(ValueError, match=f"--address {given}; no Ray cluster answers"),
+            cluster.connected(given),
+        ):
             pytest.fail("connected")
         monkeypatch.setenv("RAY_ADDRESS", address)

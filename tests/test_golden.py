@@ -21,12 +21,16 @@ def dataset() -> xr.Dataset:
     return xr.Dataset(variables, coordinates, {"created": "2026", "k": 4})
 
 
-def write(directory: Path, ds: xr.Dataset, curve: str = CURVE, page: np.ndarray | None = None, **entries) -> Path:
+def write(
+    directory: Path, ds: xr.Dataset, curve: str = CURVE, page: np.ndarray | None = None, **entries
+) -> Path:
     directory.mkdir()
     ds.to_netcdf(directory / "dataset.nc")
     (directory / "curve.csv").write_text(f",lss,created\n{curve}")
     packed = pack(dataset().miscoupling.values if page is None else page, bits=16)
-    (directory / "page.json").write_text(json.dumps({"seconds": 1.5, "steps": [0, 1], "matrix": packed} | entries))
+    (directory / "page.json").write_text(
+        json.dumps({"seconds": 1.5, "steps": [0, 1], "matrix": packed} | entries)
+    )
     (directory / "dry_run.txt").write_text("blocks  3\n")
     return directory
 
@@ -59,18 +63,24 @@ def test_a_changed_value(compared):
 
 def test_a_tolerated_rounding_difference(compared):
     page = dataset().miscoupling.values * np.float32(1 + 1e-6)  # some codes differ by one
-    assert not compared(scaled(1 + 1e-6), tolerance=1e-5, curve=CURVE.replace("0.5", "0.500001"), page=page)
+    assert not compared(
+        scaled(1 + 1e-6), tolerance=1e-5, curve=CURVE.replace("0.5", "0.500001"), page=page
+    )
 
 
 def test_a_difference_above_the_tolerance(compared):
     page = dataset().miscoupling.values * np.float32(1 + 1e-3)
-    lines = compared(scaled(1 + 1e-4), tolerance=1e-5, curve=CURVE.replace("0.5", "0.501"), page=page)
+    lines = compared(
+        scaled(1 + 1e-4), tolerance=1e-5, curve=CURVE.replace("0.5", "0.501"), page=page
+    )
     assert [line.split(": ")[1] for line in lines] == ["column.lss", "miscoupling", "entry.matrix"]
 
 
 def test_a_value_that_becomes_undefined_is_never_tolerated(compared):
     (line,) = compared(dataset().assign(lss=("prompt", [np.nan, np.nan])), tolerance=0.5)
-    assert line.startswith("dataset.nc: lss: 1 of 2 differ") and line.endswith("1 in being defined or finite")
+    assert line.startswith("dataset.nc: lss: 1 of 2 differ") and line.endswith(
+        "1 in being defined or finite"
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,13 +88,22 @@ def test_a_value_that_becomes_undefined_is_never_tolerated(compared):
     [
         (dataset().drop_vars("lss"), "lss: missing"),
         (dataset().assign(norm=1.0), "norm: extra"),
-        (dataset().transpose("layer", "prompt"), "miscoupling: variable (prompt, layer) float32 (2, 3) -> "),
+        (
+            dataset().transpose("layer", "prompt"),
+            "miscoupling: variable (prompt, layer) float32 (2, 3) -> ",
+        ),
         (
             dataset().assign(lss=dataset().lss.astype("float32")),
             "lss: variable (prompt) float64 (2,) -> variable (prompt) float32 (2,)",
         ),
-        (dataset().reset_coords("prompt_text"), "prompt_text: coordinate (prompt) text (2,) -> variable"),
-        (dataset().assign_coords(prompt_text=("prompt", ["one", "three"])), "prompt_text: 1 of 2 differ, the first"),
+        (
+            dataset().reset_coords("prompt_text"),
+            "prompt_text: coordinate (prompt) text (2,) -> variable",
+        ),
+        (
+            dataset().assign_coords(prompt_text=("prompt", ["one", "three"])),
+            "prompt_text: 1 of 2 differ, the first",
+        ),
         (dataset().assign_attrs(k=5), "attribute.k: 1 of 1 differ, at most by 1"),
     ],
 )

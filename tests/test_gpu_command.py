@@ -48,7 +48,9 @@ def hangs(tmp_path, monkeypatch):
                 raise
 
     monkeypatch.setattr(subprocess, "Popen", Started)
-    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0]))
+    monkeypatch.setattr(
+        gpu, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    )
     monkeypatch.setattr(gpu, "GRACE", 300.0)
     return file
 
@@ -58,7 +60,9 @@ def steps(tmp_path, monkeypatch, hangs):
     """Replace the steps by the modules above; return the JSON file."""
     for name, text in MODULES.items():
         (tmp_path / f"{name}.py").write_text(SETUP + text)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
     monkeypatch.setattr(gpu, "CHECK", "")
     monkeypatch.setattr(gpu, "STEPS", {name: (LIMIT, name) for name in MODULES})
     monkeypatch.setattr(gpu, "SMALL", dict.fromkeys(MODULES, ""))
@@ -78,7 +82,9 @@ def test_whatever_ends_a_step_the_others_run_and_results_so_far_are_kept(steps, 
     assert all(step["result"] == {"waits": 1} and step["commit"] for step in found.values())
     assert "hanging.py" in found["hanging"]["output"], "the stack at the end of the time limit"
     assert re.search(
-        r"^raising ... failed, .*\n    MemoryError: no memory left$", capsys.readouterr().out, re.MULTILINE
+        r"^raising ... failed, .*\n    MemoryError: no memory left$",
+        capsys.readouterr().out,
+        re.MULTILINE,
     )
     assert run(steps) == (0, found), "every step is in the file"
 
@@ -89,7 +95,10 @@ def test_the_same_command_runs_the_steps_for_which_no_time_was_left(steps, capsy
     assert code == 1 and list(first) == ["hanging"]
     assert "well: not run, 1.0 s are not left" in capsys.readouterr().out
     code, found = run(steps)
-    assert list(found) == ["hanging", "well", "raising", "crashing"] and found["hanging"] == first["hanging"]
+    assert (
+        list(found) == ["hanging", "well", "raising", "crashing"]
+        and found["hanging"] == first["hanging"]
+    )
     (steps.parent / "raising.py").write_text(SETUP + WRITE)
     code, found = run(steps, "--steps", "raising")
     assert code == 0 and found["raising"]["status"] == "ok"
@@ -107,7 +116,10 @@ def test_a_file_of_something_else_is_left_alone(steps, capsys):
 def test_a_device_that_can_not_be_used_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         gpu.main(["--device", "cuda:99", "--out", str(tmp_path / "gpu.json")])
-    assert "--device cuda:99 can't be used" in capsys.readouterr().err and not (tmp_path / "gpu.json").exists()
+    assert (
+        "--device cuda:99 can't be used" in capsys.readouterr().err
+        and not (tmp_path / "gpu.json").exists()
+    )
 
 
 @pytest.mark.slow
@@ -119,8 +131,13 @@ def test_wheels_are_installed_for_the_steps(steps, tmp_path):
         run(steps, "--wheels", str(wheels))
     with zipfile.ZipFile(wheels / "brought-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("brought.py", "value = 1\n")
-        wheel.writestr("brought-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1\n")
-        wheel.writestr("brought-1.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            "brought-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1\n"
+        )
+        wheel.writestr(
+            "brought-1.dist-info/WHEEL",
+            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr("brought-1.dist-info/RECORD", "")
     (tmp_path / "well.py").write_text(SETUP + "import brought\n" + WRITE)
     assert run(steps, "--steps", "well")[1]["well"]["status"] == "failed"
@@ -136,7 +153,9 @@ def test_a_step_ends_with_all_its_processes(tmp_path, hangs):
     child = f"import time; kept = open({str(pipe)!r}, 'w'); open({str(hangs)!r}, 'w').close(); time.sleep(600)"
     script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
     assert gpu.run_limited(["-c", script], LIMIT, tmp_path)["status"] == "timed out"
-    assert select.select([reading], [], [], 60)[0] and os.read(reading, 1) == b"", "the child runs on"
+    assert select.select([reading], [], [], 60)[0] and os.read(reading, 1) == b"", (
+        "the child runs on"
+    )
     os.close(reading)
 
 
@@ -163,7 +182,9 @@ def test_outcomes_of_tests_are_kept_when_one_crashes(tmp_path):
     (tmp_path / "tests" / "gpu" / "test_planted.py").write_text(TESTS)
     code = "import pathlib; from benchmarks import gpu; gpu.tests('cpu', False, pathlib.Path('out.json'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True
+    )
     result = json.loads((tmp_path / "out.json").read_text())
     assert done.returncode == -11 and result["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     first, skipped, failed = result["tests"].values()
@@ -192,20 +213,30 @@ def test_the_document_has_the_table_of_the_results():
 
 
 @pytest.mark.slow
-def test_a_step_of_each_kind_runs_in_small_on_the_cpu_and_every_step_has_a_row(tmp_path, monkeypatch):
+def test_a_step_of_each_kind_runs_in_small_on_the_cpu_and_every_step_has_a_row(
+    tmp_path, monkeypatch
+):
     def forked(arguments, limit, directory):
         kind, module, *rest = arguments
         if kind == "-c":
             module, rest = "tests.statements", [f"import sys; sys.argv[1:] = {rest}\n{module}"]
         ran = processes.run(module, *rest, timeout=limit)
-        return {"status": "failed" if ran.returncode else "ok", "seconds": 0.0, "output": ran.stdout + ran.stderr}
+        return {
+            "status": "failed" if ran.returncode else "ok",
+            "seconds": 0.0,
+            "output": ran.stdout + ran.stderr,
+        }
 
     monkeypatch.setattr(gpu, "run_limited", forked)
     chosen = ["machine", "12b-tf32", "tests", "callback", "410m", "synchronizations"]
     commands = {gpu.STEPS[name][1].split(" --")[0] for name in gpu.STEPS}
     assert {gpu.STEPS[name][1].split(" --")[0] for name in chosen} == commands
     code, steps = run(tmp_path / "gpu.json", "--limit", "1500", "--steps", *chosen)
-    assert code == 0 and list(steps) == chosen and {name for _, _, name, _ in gpu.ROWS} == set(gpu.STEPS)
+    assert (
+        code == 0
+        and list(steps) == chosen
+        and {name for _, _, name, _ in gpu.ROWS} == set(gpu.STEPS)
+    )
     table = gpu.table(steps).splitlines()[2:]
     assert all(
         (gpu.NOT_MEASURED in line) == (name not in chosen)

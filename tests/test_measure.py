@@ -49,9 +49,16 @@ PROMPTS = ["the cat sat on the mat .", "a dog", "the mat of the cat and the dog"
 def test_padding_in_a_mapping_changes_nothing():
     model, _ = build("llama, grouped keys")
     ids = tokens(1, 5)
-    padded = {"input_ids": torch.cat([ids, ids[:, :3]], 1), "attention_mask": torch.tensor([[1] * 5 + [0] * 3])}
-    plain, masked = (tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded))
-    np.testing.assert_allclose(masked.miscoupling.values[:, :5], plain.miscoupling.values, atol=1e-9)
+    padded = {
+        "input_ids": torch.cat([ids, ids[:, :3]], 1),
+        "attention_mask": torch.tensor([[1] * 5 + [0] * 3]),
+    }
+    plain, masked = (
+        tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded)
+    )
+    np.testing.assert_allclose(
+        masked.miscoupling.values[:, :5], plain.miscoupling.values, atol=1e-9
+    )
     assert np.isnan(masked.lss.values[:, 5:]).all() and masked.sizes["token"] == 5
 
 
@@ -63,14 +70,21 @@ class OfOne(nn.Module):
         self.net = net
 
     def forward(self, batch):
-        given = batch if isinstance(batch, Mapping) else dict(zip(("input_ids", "attention_mask"), batch, strict=True))
+        given = (
+            batch
+            if isinstance(batch, Mapping)
+            else dict(zip(("input_ids", "attention_mask"), batch, strict=True))
+        )
         return self.net(**given)
 
 
 def test_a_mapping_or_list_as_the_one_argument_is_measured():
     """As the tensors in it, with their mask."""
     net, _ = build("llama, grouped keys")
-    given = {"input_ids": tokens(2, 5), "attention_mask": torch.tensor([[1] * 5, [1] * 3 + [0] * 2])}
+    given = {
+        "input_ids": tokens(2, 5),
+        "attention_mask": torch.tensor([[1] * 5, [1] * 3 + [0] * 2]),
+    }
     expected = tracker.measure(net, given, k=4)
     for batch in (given, BatchEncoding(given)):
         _assert_equal_measures(tracker.measure(OfOne(net), {"batch": batch}, k=4), expected)
@@ -82,7 +96,8 @@ def test_a_mapping_or_list_as_the_one_argument_is_measured():
     listed = [given["input_ids"], torch.ones(2, 5, dtype=torch.long)]
     _assert_equal_measures(tracker.measure(OfOne(net), {"batch": listed}, k=4), unpadded)
     with pytest.raises(
-        UsageError, match=r"missing .*'batch'; if batch is one mapping of them, give {'batch': {'input_ids': ...}}"
+        UsageError,
+        match=r"missing .*'batch'; if batch is one mapping of them, give {'batch': {'input_ids': ...}}",
     ):
         tracker.measure(OfOne(net), given)
     with pytest.raises(UsageError, match=r"holds no tensor for the model, .* but \['batch'\]"):
@@ -109,15 +124,24 @@ def test_half_precision_weights_are_measured_in_float32(stored):
     expected = tracker.measure(model.float(), inputs, k=4)
     for name in ("miscoupling", "lss", "norm_normed"):
         np.testing.assert_array_equal(seen[name].values, expected[name].values)
-    assert seen.attrs["weights_dtype"] == str(stored).removeprefix("torch.") and seen.attrs["dtype"] == "float32"
+    assert (
+        seen.attrs["weights_dtype"] == str(stored).removeprefix("torch.")
+        and seen.attrs["dtype"] == "float32"
+    )
 
 
 def test_final_norm_conventions():
     model, inputs = build("gpt_neox")
-    ds = {c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64) for c in ("include", "exclude")}
+    ds = {
+        c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64)
+        for c in ("include", "exclude")
+    }
     auto = tracker.measure(model, inputs, k=4, dtype=torch.float64)
     np.testing.assert_array_equal(auto.miscoupling, ds["include"].miscoupling)
-    assert auto.attrs["final_norm"] == "include" and auto.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
+    assert (
+        auto.attrs["final_norm"] == "include"
+        and auto.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
+    )
     with torch.no_grad():
         model.double()
         hidden = model(inputs, output_hidden_states=True, use_cache=False).hidden_states
@@ -155,10 +179,15 @@ def test_default_tokens_and_k():
 
 def snapshot(model):
     return {
-        "parameters": {n: (p, p.clone(), p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()},
+        "parameters": {
+            n: (p, p.clone(), p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()
+        },
         "buffers": {n: (b, b.clone()) for n, b in model.named_buffers()},
         "modes": [m.training for m in model.modules()],
-        "hooks": [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        "hooks": [
+            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
+            for m in model.modules()
+        ],
         "attributes": [sorted(vars(m)) for m in model.modules()],
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
         "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes()),
@@ -179,7 +208,9 @@ def assert_unchanged(model, before):
     after = snapshot(model)
     for name, (p, value, dtype, wanted, grad) in before["parameters"].items():
         now = after["parameters"][name]
-        assert now[0] is p and torch.equal(p, value) and p.dtype == dtype and p.requires_grad == wanted
+        assert (
+            now[0] is p and torch.equal(p, value) and p.dtype == dtype and p.requires_grad == wanted
+        )
         assert now[4] is grad
     for name, (b, value) in before["buffers"].items():
         assert after["buffers"][name][0] is b and torch.equal(b, value)
@@ -204,7 +235,10 @@ def test_model_is_unchanged(name):
     before = snapshot(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for expected in ("the blocks of this model end in a norm", "block 1 .* measured over the full sequence"):
+        for expected in (
+            "the blocks of this model end in a norm",
+            "block 1 .* measured over the full sequence",
+        ):
             warnings.filterwarnings("ignore", expected)
         ds = tracker.measure(model, inputs, k=2, dtype=torch.float64)
     assert_unchanged(model, before)
@@ -220,7 +254,9 @@ def test_model_is_unchanged_when_measuring_raises(name):
         next(p for n, p in blocks[1].named_parameters() if "norm" not in n).fill_(float("nan"))
     before = snapshot(model)
     before["parameters"] = {n: v for n, v in before["parameters"].items() if not v[1].isnan().any()}
-    with pytest.raises(FloatingPointError, match=r"block 2 \(.*1\) gives values that are not finite"):
+    with pytest.raises(
+        FloatingPointError, match=r"block 2 \(.*1\) gives values that are not finite"
+    ):
         tracker.measure(model, inputs)
     assert_unchanged(model, before)
 
@@ -255,7 +291,9 @@ def test_undeclared_sequence_first_blocks_are_refused():
 
     model = Swapped(Encoder(batch_first=False))
     declared = find_blocks(model, batch_first=True)
-    with pytest.raises(UsageError, match=r"7 samples of 2 tokens, but 2 were given.*batch_first=False"):
+    with pytest.raises(
+        UsageError, match=r"7 samples of 2 tokens, but 2 were given.*batch_first=False"
+    ):
         tracker.measure(model, tokens(), blocks=declared)
     assert tracker.measure(model, tokens(), k=2).sizes["position"] == 7
 
@@ -263,19 +301,27 @@ def test_undeclared_sequence_first_blocks_are_refused():
 def test_the_message_for_a_sequence_first_model_gives_a_wrapper_that_works():
     def encoder(batch_first):
         torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, norm_first=True, batch_first=batch_first)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 2, WIDTH, norm_first=True, batch_first=batch_first
+        )
         return nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=False).eval()
 
     model, x = encoder(False), torch.randn(10, 2, WIDTH)
     for blocks in (None, find_blocks(model, batch_first=False)):
-        with pytest.raises(UsageError, match="2 samples of 10 tokens, but 10 were given. The blocks are seq") as error:
+        with pytest.raises(
+            UsageError, match="2 samples of 10 tokens, but 10 were given. The blocks are seq"
+        ) as error:
             tracker.measure(model, x, blocks=blocks)
-    definition, call = re.findall(r"^  (class .*\n.*)\nThen give (.*?)\. ", str(error.value), re.MULTILINE)[0]
+    definition, call = re.findall(
+        r"^  (class .*\n.*)\nThen give (.*?)\. ", str(error.value), re.MULTILINE
+    )[0]
     assert "batch_first=False" not in str(error.value)
     names = {"nn": nn, "tracker": tracker, "model": model, "x": x}
     exec(definition, names)
     found, expected = eval(call, names), tracker.measure(encoder(True), x.transpose(0, 1))
-    np.testing.assert_allclose(found.miscoupling, expected.miscoupling, atol=of_miscouplings(expected))
+    np.testing.assert_allclose(
+        found.miscoupling, expected.miscoupling, atol=of_miscouplings(expected)
+    )
 
 
 class TwoEncoders(nn.Module):
@@ -291,18 +337,33 @@ BAD = {
     "no class token": (dict(tokens="cls"), "no class token"),
     "final norm": (dict(final_norm="drop"), "choose from auto, include, exclude"),
     "svd": (dict(svd="quick"), "auto, full, krylov"),
-    "window too wide": (dict(window=99), "window=99 states, but a trajectory through this model has 4"),
+    "window too wide": (
+        dict(window=99),
+        "window=99 states, but a trajectory through this model has 4",
+    ),
     "a block twice": (dict(blocks=["gpt_neox.layers.0"] * 2), "names a module twice"),
     "blocks by a wrong name": (dict(blocks="gpt_neox.layer"), "no module named 'gpt_neox.layer'"),
-    "every second block": (dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]), "name consecutive blocks"),
-    "blocks as a number": (dict(blocks=3), r"blocks=3; give the name of the list.*, or a result of find_blocks"),
+    "every second block": (
+        dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]),
+        "name consecutive blocks",
+    ),
+    "blocks as a number": (
+        dict(blocks=3),
+        r"blocks=3; give the name of the list.*, or a result of find_blocks",
+    ),
     "a generator of blocks": (
         dict(blocks=(str(i) for i in range(2))),
         "blocks=<generator.*; give the name of the list",
     ),
     "one block": (dict(blocks=nn.Linear(2, 2)), r"blocks=Linear\(.*; give the name of the list"),
-    "a tokenizer's name": (dict(tokenizer="gpt2"), r"'gpt2' \(str\).*itself: AutoTokenizer.from_pretrained\('gpt2'\)"),
-    "an object as tokenizer": (dict(tokenizer=object()), r"\(object\), which can't be called.*AutoTokenizer"),
+    "a tokenizer's name": (
+        dict(tokenizer="gpt2"),
+        r"'gpt2' \(str\).*itself: AutoTokenizer.from_pretrained\('gpt2'\)",
+    ),
+    "an object as tokenizer": (
+        dict(tokenizer=object()),
+        r"\(object\), which can't be called.*AutoTokenizer",
+    ),
     "not a block": (dict(blocks=["gpt_neox.layers.0.mlp.dense_h_to_4h"]), "keeps the shape"),
 }
 
@@ -314,7 +375,9 @@ def test_bad_settings(case):
         tracker.measure(neox(), tokens(), **keywords)
 
 
-@pytest.mark.parametrize("model, name", [("gpt2-xl", "gpt2-xl"), (None, "gpt2"), (nn.Linear, "gpt2")])
+@pytest.mark.parametrize(
+    "model, name", [("gpt2-xl", "gpt2-xl"), (None, "gpt2"), (nn.Linear, "gpt2")]
+)
 def test_what_is_no_model_is_refused(model, name):
     message = rf"model is .* \((str|NoneType|type)\); give the loaded model, .*\.from_pretrained\('{name}'\)"
     with pytest.raises(UsageError, match=message):
@@ -323,7 +386,9 @@ def test_what_is_no_model_is_refused(model, name):
         find_blocks(model)
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, tuple, lambda blocks: dict(enumerate(blocks)).values()])
+@pytest.mark.parametrize(
+    "container", [nn.ModuleList, tuple, lambda blocks: dict(enumerate(blocks)).values()]
+)
 def test_blocks_in_any_container(container):
     model = neox()
     assert find_blocks(model, container(model.gpt_neox.layers)).names == find_blocks(model).names
@@ -332,18 +397,30 @@ def test_blocks_in_any_container(container):
 BAD_INPUTS = {
     "empty prompt": ("", "prompt 0 is empty"),
     "no prompts": ([], "at least one prompt"),
-    "an array": (np.ones((1, 3), int), r"inputs of type ndarray.*give .* a tensor .*torch.as_tensor\(inputs\)"),
+    "an array": (
+        np.ones((1, 3), int),
+        r"inputs of type ndarray.*give .* a tensor .*torch.as_tensor\(inputs\)",
+    ),
     "too long": (["the " * 40], "40 tokens, more than the model's context of 32.*max_tokens=32"),
     "beyond the vocabulary": (torch.tensor([[1, 50]]), "ids from 1 to 50.*vocabulary has 50"),
     "negative id": (torch.tensor([[-1, 3]]), "ids from -1"),
     "no batch axis": (torch.tensor([1, 2, 3]), "first axis must be the batch"),
     "no tokens": (torch.zeros(1, 0, dtype=torch.long), "no tokens"),
-    "lists of ids": ([[1, 2, 3]], r"inputs of type list.*a tensor .*of token ids.*torch.as_tensor\(inputs\)"),
+    "lists of ids": (
+        [[1, 2, 3]],
+        r"inputs of type list.*a tensor .*of token ids.*torch.as_tensor\(inputs\)",
+    ),
     "a list of tensors": ([torch.tensor([1, 2])], "inputs of type list"),
     "a number": (3, "inputs of type int"),
     "empty mapping": ({}, "holds no tensor"),
-    "a mask alone": ({"attention_mask": torch.ones(1, 3)}, r"holds no tensor .* but \['attention_mask'\]"),
-    "masked out": ({"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3)}, "no token"),
+    "a mask alone": (
+        {"attention_mask": torch.ones(1, 3)},
+        r"holds no tensor .* but \['attention_mask'\]",
+    ),
+    "masked out": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3)},
+        "no token",
+    ),
 }
 
 
@@ -366,11 +443,19 @@ def test_a_mask_before_embeddings_is_not_taken_for_token_ids():
     ]
     np.testing.assert_array_equal(ds[0].miscoupling, ds[1].miscoupling)
     padded = {"inputs_embeds": embeddings, "attention_mask": torch.tensor([[0, 0, 1, 1, 1]])}
-    assert np.isnan(tracker.measure(model, padded, k=2).norm[0, 0]).values.tolist() == [True, True, False, False, False]
+    assert np.isnan(tracker.measure(model, padded, k=2).norm[0, 0]).values.tolist() == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
 
 
 def test_a_tokenizer_without_ids_and_a_class_token_out_of_range_are_named():
-    with pytest.raises(UsageError, match=r"the tokenizer returns \['ids'\]; it has to return .* input_ids"):
+    with pytest.raises(
+        UsageError, match=r"the tokenizer returns \['ids'\]; it has to return .* input_ids"
+    ):
         tracker.measure(neox(), ["the"], tokenizer=lambda text, **_: {"ids": [1]})
     blocks = find_blocks(timm_vit(), class_token=500)
     with pytest.raises(UsageError, match="class_token=500, but the shortest sample has 5 tokens"):
@@ -390,20 +475,33 @@ IMAGE_MODELS = {
 def test_an_image_without_a_batch_axis_is_refused(name):
     make, channels = IMAGE_MODELS[name]
     model, image = make(), torch.randn(channels, Size().pixels, Size().pixels)
-    with pytest.raises(UsageError, match=r"a single image without a batch axis.*measure\(model, image\[None\]\)"):
+    with pytest.raises(
+        UsageError, match=r"a single image without a batch axis.*measure\(model, image\[None\]\)"
+    ):
         tracker.measure(model, image)
     assert tracker.measure(model, image[None], measures="trajectory").sizes["prompt"] == 1
 
 
 def test_a_batch_of_one_spectrogram_is_no_image():
-    size = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 2, "intermediate_size": WIDTH}
+    size = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 2,
+        "intermediate_size": WIDTH,
+    }
     model = ASTModel(ASTConfig(**size, max_length=32, num_mel_bins=32))
-    assert tracker.measure(model, torch.randn(1, 32, 32), measures="trajectory").sizes["prompt"] == 1
+    assert (
+        tracker.measure(model, torch.randn(1, 32, 32), measures="trajectory").sizes["prompt"] == 1
+    )
 
 
 def test_inputs_that_the_forward_does_not_accept_are_refused():
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2)
-    with pytest.raises(UsageError, match="forward of VisionTransformer does not take these inputs: missing.*'x'"):
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2
+    )
+    with pytest.raises(
+        UsageError, match="forward of VisionTransformer does not take these inputs: missing.*'x'"
+    ):
         tracker.measure(model, {"pixels": torch.randn(1, 3, 32, 32)})
 
 
@@ -423,14 +521,18 @@ def test_prompts_need_a_tokenizer():
 
 def test_max_tokens_cuts_long_prompts():
     with pytest.warns(UserWarning, match="40 tokens; cut to its first 32"):
-        ds = tracker.measure(neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=np.int64(32), k=2)
+        ds = tracker.measure(
+            neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=np.int64(32), k=2
+        )
     assert ds.sizes["position"] == 32
 
 
 def test_cut_prompts_are_one_warning():
     prompts = ["the cat " * 3, "the " * 7, "the " * 5]
     with pytest.warns(UserWarning) as caught:
-        ds = tracker.measure(neox(), prompts, tokenizer=tokenizer(), max_tokens=5, measures="trajectory")
+        ds = tracker.measure(
+            neox(), prompts, tokenizer=tokenizer(), max_tokens=5, measures="trajectory"
+        )
     assert [str(one.message) for one in caught] == [
         "2 of 3 prompts have up to 7 tokens; each is cut to its first 5 (max_tokens)"
     ]
@@ -439,7 +541,9 @@ def test_cut_prompts_are_one_warning():
 
 @pytest.mark.parametrize("given", [0, -3, "8", 2.5, True])
 def test_a_length_that_is_no_number_of_tokens_is_refused(given):
-    with pytest.raises(UsageError, match=f"max_tokens={given!r}; give a whole number of tokens, at least 1"):
+    with pytest.raises(
+        UsageError, match=f"max_tokens={given!r}; give a whole number of tokens, at least 1"
+    ):
         tracker.measure(neox(), ["the cat"], tokenizer=tokenizer(), max_tokens=given)
 
 
@@ -455,9 +559,12 @@ def test_models_without_one_list_of_blocks_are_refused():
         UsageError,
         match=r"(?s)no residual blocks found in Sequential.*'attention'.*no list of such modules.*0 \(Linear\)",
     ):
-        tracker.measure(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 4, 3))
+        tracker.measure(
+            nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)), torch.randn(2, 4, 3)
+        )
     with pytest.raises(
-        UsageError, match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)"
+        UsageError,
+        match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)",
     ):
         find_blocks(TwoEncoders())
     assert len(find_blocks(TwoEncoders(), "left.encoder.layers").names) == DEPTH
@@ -474,7 +581,9 @@ def test_overflow_names_the_block():
 
 @pytest.mark.slow
 def test_import_loads_no_heavy_module():
-    heavy = "{'torch', 'lightning', 'transformers', 'wandb', 'matplotlib', 'xarray'} & set(sys.modules)"
+    heavy = (
+        "{'torch', 'lightning', 'transformers', 'wandb', 'matplotlib', 'xarray'} & set(sys.modules)"
+    )
     code = f"import sys, tracker; assert not {heavy}, {heavy}; tracker.measure; assert 'lightning' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -492,11 +601,18 @@ def test_python_random_state_is_unchanged():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_full_and_krylov_svd_agree(dtype):
     model, inputs = neox(size=Size(width=96)), tokens(2, 6)
-    full, krylov = (tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=method) for method in ("full", "krylov"))
+    full, krylov = (
+        tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=method)
+        for method in ("full", "krylov")
+    )
     assert full.diagnostics_full_svd.all() and not krylov.diagnostics_full_svd.any()
     assert krylov.diagnostics_complete.all() and float(krylov.diagnostics_residual.max()) < 1e-5
     assert (full.attrs["svd"], krylov.attrs["svd"]) == ("full", "krylov")
     for name in ("miscoupling", "offdiag_normalized"):
-        np.testing.assert_allclose(krylov[name].values, full[name].values, atol=of_miscouplings(full))
+        np.testing.assert_allclose(
+            krylov[name].values, full[name].values, atol=of_miscouplings(full)
+        )
     s = full.singular_value
-    np.testing.assert_allclose(krylov.singular_value, s, rtol=0, atol=rounding(dtype) * float(s.max()))
+    np.testing.assert_allclose(
+        krylov.singular_value, s, rtol=0, atol=rounding(dtype) * float(s.max())
+    )

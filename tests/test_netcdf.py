@@ -85,7 +85,9 @@ def test_files_of_one_form_are_joined_as_xarray_joins_them(tmp_path):
     ids=["size", "index", "variable", "type", "dimension"],
 )
 def test_files_that_differ_in_more_than_values_have_other_forms(tmp_path, other):
-    first, second = (read_content(file).form for file in written(tmp_path, dataset(), other(dataset())))
+    first, second = (
+        read_content(file).form for file in written(tmp_path, dataset(), other(dataset()))
+    )
     assert first != second
 
 
@@ -97,7 +99,9 @@ def test_only_named_variables_are_read(tmp_path):
 def test_a_file_whose_name_is_no_text_is_read(tmp_path):
     (file,) = written(tmp_path, dataset())
     expected = decoded(read_content(file))
-    xr.testing.assert_identical(decoded(read_content(file.rename(tmp_path / os.fsdecode(b"gr\xffid.nc")))), expected)
+    xr.testing.assert_identical(
+        decoded(read_content(file.rename(tmp_path / os.fsdecode(b"gr\xffid.nc")))), expected
+    )
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
@@ -128,7 +132,9 @@ def test_a_file_that_another_process_has_locked_is_read(tmp_path):
     """HDF5 would take a lock of its own."""
     file, same = written(tmp_path, dataset(), dataset())
     with Lock.wait(file):
-        xr.testing.assert_identical(decoded(read_content(file)), xr.load_dataset(same, engine="netcdf4"))
+        xr.testing.assert_identical(
+            decoded(read_content(file)), xr.load_dataset(same, engine="netcdf4")
+        )
 
 
 def test_ctrl_c_leaves_the_c_library_unlocked(tmp_path):
@@ -154,7 +160,9 @@ def test_ctrl_c_leaves_the_c_library_unlocked(tmp_path):
             sys.settrace(None)
         return False
 
-    assert interrupted(lambda: xr.load_dataset(file, engine="netcdf4"), 0), "the lines are those that take a lock"
+    assert interrupted(lambda: xr.load_dataset(file, engine="netcdf4"), 0), (
+        "the lines are those that take a lock"
+    )
     for work in (lambda: read_content(file), lambda: file_content(dataset())):
         at = 0
         while interrupted(work, at):

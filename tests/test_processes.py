@@ -60,7 +60,13 @@ def test_its_environment_is_the_given_one(tmp_path):
         "HF_HUB_OFFLINE": "0",
         "HOME": "/nowhere",
     }
-    names = ("HF_HUB_CACHE", "ENDPOINT", "HF_HUB_OFFLINE", "HUGGINGFACE_CO_URL_TEMPLATE", "HF_TOKEN_PATH")
+    names = (
+        "HF_HUB_CACHE",
+        "ENDPOINT",
+        "HF_HUB_OFFLINE",
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        "HF_TOKEN_PATH",
+    )
     code = "import os; from huggingface_hub import constants; print({**os.environ}); print("
     code += ", ".join(f"constants.{name}" for name in names) + ", os.path.expanduser('~'))"
     env = {**os.environ, **given}
@@ -71,7 +77,9 @@ def test_its_environment_is_the_given_one(tmp_path):
 
 
 def test_variables_that_were_read_on_import_can_not_be_changed():
-    with pytest.raises(ValueError, match="^HF_HOME: read when modules are imported; .* use cold=True"):
+    with pytest.raises(
+        ValueError, match="^HF_HOME: read when modules are imported; .* use cold=True"
+    ):
         start("pass", env={**os.environ, "HF_HOME": "/elsewhere"})
 
 
@@ -93,7 +101,8 @@ def test_a_stream_that_is_not_given_is_the_test_processs(capfd):
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "status"),
+    [(signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_signals_reach_it(number, status):
     """Also an interrupt, which the test process and the server may ignore."""
@@ -112,7 +121,9 @@ def test_signals_reach_it(number, status):
 
 
 def test_a_group_is_killed_and_its_id_kept_until_the_status_is_read():
-    code = "import os, time; os.fork(); os.write(1, f'{os.getpgid(0)}\\n'.encode()); time.sleep(600)"
+    code = (
+        "import os, time; os.fork(); os.write(1, f'{os.getpgid(0)}\\n'.encode()); time.sleep(600)"
+    )
     process = start(code, start_new_session=True)
     assert [int(process.stdout.readline()) for _ in range(2)] == [process.pid] * 2
     os.killpg(process.pid, signal.SIGKILL)
@@ -180,6 +191,10 @@ def test_a_server_that_fails_says_why(monkeypatch):
 
 def test_modules_that_run_are_not_preloaded():
     """They would not be executed, and runpy would warn."""
-    assert not {"tracker.pythia", "tracker.replay", "tracker.dashboards", "vit.train", "vit.grid"} & {
-        *fork_server.PRELOADED
-    }
+    assert not {
+        "tracker.pythia",
+        "tracker.replay",
+        "tracker.dashboards",
+        "vit.train",
+        "vit.grid",
+    } & {*fork_server.PRELOADED}

@@ -25,11 +25,22 @@ from tracker.walk import display as of_walks
 METHODS = {
     "full": {"svd": "full"},
     "krylov": {"svd": "krylov", "k": 4},
-    "in a file": {"memory_budget": 20_000, "measures": ["coupling", "vju"], "final_norm": "exclude"},
-    "in a file, of blocks": {"memory_budget": 20_000, "measures": ["coupling", "products", "depth_use", "directions"]},
+    "in a file": {
+        "memory_budget": 20_000,
+        "measures": ["coupling", "vju"],
+        "final_norm": "exclude",
+    },
+    "in a file, of blocks": {
+        "memory_budget": 20_000,
+        "measures": ["coupling", "products", "depth_use", "directions"],
+    },
     "tokens": {"tokens": [0, 3, -1]},
     "tokenwise": {"measures": ["tokenwise"], "pair_tokens": 3},
-    "tokenwise in few bytes": {"measures": ["tokenwise", "coupling"], "pair_tokens": 3, "memory_budget": 40_000},
+    "tokenwise in few bytes": {
+        "measures": ["tokenwise", "coupling"],
+        "pair_tokens": 3,
+        "memory_budget": 40_000,
+    },
     "states alone": {"measures": ["trajectory", "noise"]},
 }
 
@@ -110,7 +121,9 @@ def test_the_bar_appears_on_a_terminal_alone_and_when_asked_for(terminal, delay,
 
 
 def test_the_bar_is_shown_in_a_notebook(monkeypatch):
-    stream = type("OutStream", (), {"__module__": "ipykernel.iostream", "isatty": lambda self: False})()
+    stream = type(
+        "OutStream", (), {"__module__": "ipykernel.iostream", "isatty": lambda self: False}
+    )()
     monkeypatch.setattr(sys, "stderr", stream)
     assert progress.is_interactive()
 

@@ -39,7 +39,11 @@ sys.exit("the metadata of the distribution is still found")
 @pytest.mark.slow
 def test_a_checkout_without_metadata_measures(tmp_path):
     for package in ("tracker", "checkpoints", "benchmarks"):
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__", "results"))
+        shutil.copytree(
+            ROOT / package,
+            tmp_path / package,
+            ignore=shutil.ignore_patterns("__pycache__", "results"),
+        )
     quick = ["--shape", "14m", "--tokens", "4", "--blocks", "2", "--k", "2", "--repeats", "1"]
     only = ["--published", "false", "--memory", "false", "--out", str(tmp_path / "result.json")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -55,7 +59,9 @@ def test_a_checkout_without_metadata_measures(tmp_path):
 
 def test_code_and_distribution_state_one_version():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "tracker.version.__version__"}
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {
+        "attr": "tracker.version.__version__"
+    }
     attributes = describe(torch.nn.Linear(1, 1), torch.device("cpu"))
     assert attributes["tracker_version"] == tracker.__version__
     assert attributes["torch_version"] == version("torch")

@@ -69,22 +69,32 @@ def test_other_settings_are_refused_once_results_exist(store):
 @pytest.mark.parametrize("several", [["a", "b"], ("a",), {"a": "b"}])
 def test_several_directories_name_what_takes_them(opening, several):
     with pytest.raises(
-        UsageError, match=r"give one directory\. For several, \{name: tracker\.open_results.*write_report"
+        UsageError,
+        match=r"give one directory\. For several, \{name: tracker\.open_results.*write_report",
     ):
         opening(several)
 
 
 def test_units_with_other_layer_pairs_across_tokens_are_not_joined(store):
     for step, others in ((3, [1.0, 2.0]), (4, [2.0, np.nan])):
-        pairs = xr.Dataset({"pair_position": (("prompt", "pair_token"), np.zeros((2, 1)))}, {"layer": [1, 2]}, SHARED)
+        pairs = xr.Dataset(
+            {"pair_position": (("prompt", "pair_token"), np.zeros((2, 1)))},
+            {"layer": [1, 2]},
+            SHARED,
+        )
         store.write(step, pairs.assign_coords(pair_layer_other=("layer", others), step=step))
-    with pytest.raises(ValueError, match=r"differ in their layers compared across tokens .*\[1.0, 2.0\]"):
+    with pytest.raises(
+        ValueError, match=r"differ in their layers compared across tokens .*\[1.0, 2.0\]"
+    ):
         tracker.open_results(store.path)
 
 
 def test_temporary_files_of_killed_writers_are_not_units(store):
     store.write(3, unit(3))
-    left = [store.file(step).with_name(f".{store.file(step).name}.1-1-0123456789abcdef.tmp") for step in (4, 5)]
+    left = [
+        store.file(step).with_name(f".{store.file(step).name}.1-1-0123456789abcdef.tmp")
+        for step in (4, 5)
+    ]
     for file in left:
         file.write_bytes(b"half")
     assert store.steps() == [3]
@@ -94,13 +104,16 @@ def test_temporary_files_of_killed_writers_are_not_units(store):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"\0" + b[1:]], ids=["half", "empty", "other"]
+    "damage",
+    [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"\0" + b[1:]],
+    ids=["half", "empty", "other"],
 )
 def test_damaged_units_are_reported(store, damage):
     file = store.write(3, unit(3, positions=30_000))  # files end with up to 64 KiB of zeros
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(
-        DamagedFile, match=r"step00000003\.nc is damaged \(.*move it away, or, if a walk measured it, repeat the walk"
+        DamagedFile,
+        match=r"step00000003\.nc is damaged \(.*move it away, or, if a walk measured it, repeat the walk",
     ):
         tracker.open_results(store.path)
 
@@ -151,7 +164,9 @@ def damage(store, step, kind):
     if kind == "foreign":
         xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(step), engine="netcdf4")
     else:
-        store.file(step).write_bytes(store.file(step).read_bytes()[:5000])  # the last three quarters are padding
+        store.file(step).write_bytes(
+            store.file(step).read_bytes()[:5000]
+        )  # the last three quarters are padding
 
 
 def test_foreign_file_is_reported(store):
@@ -176,7 +191,9 @@ def test_a_store_is_continued_as_its_last_whole_unit_was_measured(store, kind):
 
 def test_units_of_another_version_are_refused(store):
     store.write(3, unit(3, schema=SCHEMA - 1))
-    with pytest.raises(UsageError, match=r"step00000003\.nc was measured by another version of this package"):
+    with pytest.raises(
+        UsageError, match=r"step00000003\.nc was measured by another version of this package"
+    ):
         tracker.open_results(store.path)
 
 
@@ -232,9 +249,13 @@ def test_claim_is_exclusive_and_ends_with_its_process(store):
     free = store.claim(4)
     assert free is not None and store.claim(4) is None
     with pytest.raises(ValueError, match="never mixed"):
-        store.check_settings({"k": [5], "dtype": "float32"})  # another walk is running, without results so far
+        store.check_settings(
+            {"k": [5], "dtype": "float32"}
+        )  # another walk is running, without results so far
     free.release()  # its file remains, like that of a killed walk
-    assert store.remove_abandoned() and [file.name for file in store.units.glob(".*")] == [".step00000003.claim"]
+    assert store.remove_abandoned() and [file.name for file in store.units.glob(".*")] == [
+        ".step00000003.claim"
+    ]
     other.kill()
     other.wait()
     taken = store.claim(3)
@@ -277,9 +298,13 @@ def test_steps_without_scores_have_none(tmp_path, without):
         store.file(step).unlink()
         store.write(step, unit)
     opened = tracker.open_results(store.path)
-    assert opened.score.isnull().any("task").values.tolist() == [step in without for step in range(3)]
+    assert opened.score.isnull().any("task").values.tolist() == [
+        step in without for step in range(3)
+    ]
     assert opened.miscoupling.notnull().all()
-    assert set(read_reduced(store.path).task.values) == set(opened.task.values) == {"lambada", "piqa"}
+    assert (
+        set(read_reduced(store.path).task.values) == set(opened.task.values) == {"lambada", "piqa"}
+    )
 
 
 def test_a_store_may_be_given_where_a_path_may(tmp_path):

@@ -24,7 +24,10 @@ def test_reasons_that_differ_in_numbers_have_one_cause():
     assert skipped.add(8, "not logged:\x1b[31m refused") is None
     assert not skipped.alike(2)
     assert skipped.add(8, "not logged:\x1b[31m refused") == 8
-    assert skipped.reasons[8] == "step8 has no weights (fedcba9876543210); not logged:\\x1b[31m refused"
+    assert (
+        skipped.reasons[8]
+        == "step8 has no weights (fedcba9876543210); not logged:\\x1b[31m refused"
+    )
     assert len(skipped.lines()) == 2 and not said
 
 

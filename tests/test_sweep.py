@@ -30,7 +30,9 @@ def test_right_measurement_is_accepted(monkeypatch, llama):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variable", ["singular_value", "miscoupling", "offdiag_normalized", "lss", "norm"])
+@pytest.mark.parametrize(
+    "variable", ["singular_value", "miscoupling", "offdiag_normalized", "lss", "norm"]
+)
 def test_wrong_numbers_are_detected(monkeypatch, llama, variable):
     def wrong(*args, **settings):
         ds = measure(*args, **settings)
@@ -38,7 +40,9 @@ def test_wrong_numbers_are_detected(monkeypatch, llama, variable):
         return ds
 
     found = outcome(monkeypatch, llama, wrong)
-    assert found.outcome == "wrong" and found.detail.startswith(variable.replace("singular_value", "singular values"))
+    assert found.outcome == "wrong" and found.detail.startswith(
+        variable.replace("singular_value", "singular values")
+    )
 
 
 @pytest.mark.slow
@@ -133,7 +137,9 @@ def test_wrong_tower_is_detected(behind):
 
 
 def test_oracle_returns_jacobians_of_single_blocks():
-    built = catalogue.Built(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double(), {}, True)
+    built = catalogue.Built(
+        nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double(), {}, True
+    )
     model = nn.ModuleDict({"layers": nn.ModuleList([built.model])}).double()
     model.forward = lambda x: model["layers"][0](x)  # type: ignore[method-assign]
     x = torch.randn(2, 3, 6, dtype=torch.float64)
@@ -162,13 +168,17 @@ def test_page_in_the_docs_counts_the_rows():
     assert len({(outcome.name, outcome.group) for outcome in outcomes}) == len(outcomes) > 500
     assert {outcome.outcome for outcome in outcomes} <= set(table.ORDER)
     page = (ROOT / "docs" / "sweep.md").read_text()
-    assert [line for line in page.splitlines() if line.startswith("|")] == table.table_of_counts(outcomes)
+    assert [line for line in page.splitlines() if line.startswith("|")] == table.table_of_counts(
+        outcomes
+    )
     assert f"At fault or too slow: {', '.join(table.unsettled(outcomes)) or 'none'}.\n" in page
 
 
 def test_sweep_writes_a_page_and_its_rows(tmp_path):
     outcomes = [
-        judge.Outcome("A", "causal", "right", "", 2e-7, '4: model.layers.0, "norm"', "", "backward"),
+        judge.Outcome(
+            "A", "causal", "right", "", 2e-7, '4: model.layers.0, "norm"', "", "backward"
+        ),
         judge.Outcome("B", "vision", "refused", "two | streams, both change"),
         judge.Outcome("C", "vision", "wrong", "lss: error 1", 1.0, note="in float32"),
     ]

@@ -9,7 +9,10 @@ from pathlib import Path
 def records(file: Path) -> list[dict]:
     """Return all records in the file of an offline run."""
     inspect = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
-    return [json.loads(line) for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()]
+    return [
+        json.loads(line)
+        for line in subprocess.run(inspect, capture_output=True, text=True).stdout.splitlines()
+    ]
 
 
 def of(variant: str, among: list[dict]) -> list[dict]:

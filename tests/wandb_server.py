@@ -17,7 +17,14 @@ BUCKET = {
     "project": {"id": "project", "internalId": "1", "name": "project", "entity": {"id": "entity", "name": "entity"}},
     "historyLineCount": 0,
 }  # fmt: skip
-VIEWER = {"id": "1", "entity": "entity", "username": "user", "email": "", "flags": "{}", "teams": {"edges": []}}
+VIEWER = {
+    "id": "1",
+    "entity": "entity",
+    "username": "user",
+    "email": "",
+    "flags": "{}",
+    "teams": {"edges": []},
+}
 SERVER = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
 
 
@@ -42,7 +49,9 @@ class WandbServer:
         """Return the answer to a request."""
         self.bodies.append(body)
         if path.endswith("/file_stream"):
-            self.rows += len(body.get("files", {}).get("wandb-history.jsonl", {}).get("content", []))
+            self.rows += len(
+                body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
+            )
             return {}
         given = body.get("variables", {})
         names, run = given.get("files", []), given.get("name", "run")
@@ -57,7 +66,10 @@ class WandbServer:
                 "createRunFiles": {
                     "runID": "run",
                     "uploadHeaders": [],
-                    "files": [{"name": name, "uploadUrl": f"{self.address}/upload/{name}"} for name in names],
+                    "files": [
+                        {"name": name, "uploadUrl": f"{self.address}/upload/{name}"}
+                        for name in names
+                    ],
                 },
             }
         }
@@ -73,7 +85,11 @@ def serve() -> Iterator[WandbServer]:
 
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            content = gzip.decompress(content) if self.headers.get("Content-Encoding") == "gzip" else content
+            content = (
+                gzip.decompress(content)
+                if self.headers.get("Content-Encoding") == "gzip"
+                else content
+            )
             is_json = "json" in self.headers.get("Content-Type", "")
             state.requests.append(f"{self.path} {content[:150]!r}")
             fail = state.fault()

@@ -34,12 +34,21 @@ def connected(address: str | None, cpus: float = 1.0, gpus: float | None = None)
     Raises:
         UsageError: if there is no cluster, or none of its machines has what a process needs.
     """
-    host, _, port = (address or os.environ.get("RAY_ADDRESS") or "").removeprefix("ray://").rpartition(":")
+    host, _, port = (
+        (address or os.environ.get("RAY_ADDRESS") or "").removeprefix("ray://").rpartition(":")
+    )
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        if port.isdecimal():  # Ray waits without end, and prints nothing, for a cluster that does not answer
+        if (
+            port.isdecimal()
+        ):  # Ray waits without end, and prints nothing, for a cluster that does not answer
             socket.create_connection((host, int(port)), SECONDS).close()
-        ray.init(address=address, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(
+            address=address,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            log_to_driver=False,
+        )
     except OSError as error:
         raise UsageError(
             f"--address {address}; no Ray cluster answers ({error}): give the address that `ray start --head` prints, or leave "
@@ -52,7 +61,9 @@ def connected(address: str | None, cpus: float = 1.0, gpus: float | None = None)
         sizes = sorted({(machine.get("CPU", 0.0), machine.get("GPU", 0.0)) for machine in machines})
         if gpus is None:
             gpus = float(any(gpu for _, gpu in sizes))
-        if not any(cpus <= cpu and gpus <= gpu for cpu, gpu in sizes):  # Ray waits without end for such a one
+        if not any(
+            cpus <= cpu and gpus <= gpu for cpu, gpu in sizes
+        ):  # Ray waits without end for such a one
             largest = "; ".join(f"{cpu:g} CPUs and {gpu:g} GPUs" for cpu, gpu in sizes)
             raise UsageError(
                 f"{cpus:g} CPUs and {gpus:g} GPUs (of a grid: --cpus_per_cell, --gpus_per_cell); no machine has that, so nothing "
@@ -64,7 +75,12 @@ def connected(address: str | None, cpus: float = 1.0, gpus: float | None = None)
 
 
 def failures(
-    function: Callable[[Any], object], items: Sequence[Any], jobs: int | None, cpus: float, gpus: float, retries: int
+    function: Callable[[Any], object],
+    items: Sequence[Any],
+    jobs: int | None,
+    cpus: float,
+    gpus: float,
+    retries: int,
 ) -> Iterator[tuple[Any, str]]:
     """Call a function with each item, at most `jobs` at a time; yield those that failed at every try, with the last error."""
     # Ray's own retries have no limit if it ends a process for lack of memory.
@@ -79,7 +95,11 @@ def failures(
         try:
             ray.get(ended)
         except RayError as error:
-            died = "" if isinstance(error, RayTaskError) else "\nits process died, often for lack of memory"
+            died = (
+                ""
+                if isinstance(error, RayTaskError)
+                else "\nits process died, often for lack of memory"
+            )
             if left:
                 waiting.insert(0, (item, left - 1))
             else:
@@ -87,14 +107,19 @@ def failures(
 
 
 @contextmanager
-def workers(function: Callable[[Any], object], item: Any, count: int, gpus: float, device: str) -> Iterator[None]:
+def workers(
+    function: Callable[[Any], object], item: Any, count: int, gpus: float, device: str
+) -> Iterator[None]:
     """Call a function with an item in `count` processes during the context; one that dies is started again.
 
     A worker for which no GPU is left waits for one. That of `device`, which this process uses, is withheld from all workers.
     """
     reserved = _reserve(device) if gpus and device.startswith("cuda") else None
     task = ray.remote(num_gpus=gpus, max_retries=RETRIES)(function)
-    kept = [reserved, *(task.remote(item) for _ in range(count))]  # Ray ends a holder that nothing refers to
+    kept = [
+        reserved,
+        *(task.remote(item) for _ in range(count)),
+    ]  # Ray ends a holder that nothing refers to
     yield
     del kept
 
@@ -105,7 +130,9 @@ def _reserve(device: str) -> Any:
     index, visible = int(device.partition(":")[2] or 0), os.environ.get("CUDA_VISIBLE_DEVICES")
     own = visible.split(",")[index] if visible else str(index)
     node = ray.get_runtime_context().get_node_id()
-    count = next(int(one["Resources"].get("GPU", 0)) for one in ray.nodes() if one["NodeID"] == node)
+    count = next(
+        int(one["Resources"].get("GPU", 0)) for one in ray.nodes() if one["NodeID"] == node
+    )
     here: Any = NodeAffinitySchedulingStrategy(node, soft=False)
     holder = ray.remote(num_gpus=1, num_cpus=0, scheduling_strategy=here)(_Holder)
     names = {one.names.remote(): one for one in [holder.remote() for _ in range(count)]}

@@ -32,7 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return importlib.import_module(module).main(rest)
     usage = "\n".join(f"  {name:13} {purpose}" for name, (_, purpose) in COMMANDS.items())
     if name in ("--help", "-h"):
-        print(f"usage: block-coupling COMMAND [options]\n\n{usage}\n\nblock-coupling COMMAND --help lists the options")
+        print(
+            f"usage: block-coupling COMMAND [options]\n\n{usage}\n\nblock-coupling COMMAND --help lists the options"
+        )
         return OK
     print(f"error: {name}; choose from\n{usage}", file=sys.stderr)
     return USAGE

@@ -34,14 +34,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
     parser.add_argument("--name", type=str, default="Block coupling", help="name of the workspace")
     parser.add_argument(
-        "--k", type=INTEGERS, default=[10, 30, 50], help="numbers of singular vectors to show, as measured"
+        "--k",
+        type=INTEGERS,
+        default=[10, 30, 50],
+        help="numbers of singular vectors to show, as measured",
     )
-    parser.add_argument("--dry_run", action="store_true", help="print the workspace; needs no account and no network")
+    parser.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="print the workspace; needs no account and no network",
+    )
     parsed = parser.parse_args(arguments)
     if not parsed.entity.strip() or not parsed.project.strip():
         raise ValueError("--entity and --project are names; one is empty")
     if min(parsed.k) < 1:
-        raise ValueError(f"--k {','.join(map(str, parsed.k))}; give numbers of singular vectors, at least 1")
+        raise ValueError(
+            f"--k {','.join(map(str, parsed.k))}; give numbers of singular vectors, at least 1"
+        )
     workspace = build(parsed.entity, parsed.project, parsed.name, parsed.k)
     if parsed.dry_run:
         print(dumped(workspace))
@@ -77,7 +86,9 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
             _grid(),
         ],
         settings=WorkspaceSettings(x_axis=AXIS),
-        runset_settings=RunsetSettings(pinned_columns=[f"summary:{MEAN_OFFDIAG}.{which}" for which in ("last", "min")]),
+        runset_settings=RunsetSettings(
+            pinned_columns=[f"summary:{MEAN_OFFDIAG}.{which}" for which in ("last", "min")]
+        ),
     )
 
 
@@ -93,10 +104,14 @@ def _save(workspace: "Workspace") -> None:
 
     try:
         if not wandb.login(prompt=False):
-            raise ValueError("saving needs a key: run `wandb login` or set WANDB_API_KEY; or look at it with --dry_run")
+            raise ValueError(
+                "saving needs a key: run `wandb login` or set WANDB_API_KEY; or look at it with --dry_run"
+            )
         workspace.save()
     except wandb.Error as error:
-        raise CommandFailure(f"nothing was saved to {workspace.entity}/{workspace.project}: {error}") from error
+        raise CommandFailure(
+            f"nothing was saved to {workspace.entity}/{workspace.project}: {error}"
+        ) from error
     print(f"workspace: {workspace.url}")
 
 
@@ -104,7 +119,9 @@ def _headlines(k: int) -> "Section":
     """Return a section with what a training run logs by default; a null level shares the panel of what it belongs to."""
     from tracker.measures.registry import HEADLINES, UNDEFINED_COUNT
 
-    panels: dict[str, tuple[str, list[str]]] = {}  # title and metrics, by the metric without the null level
+    panels: dict[
+        str, tuple[str, list[str]]
+    ] = {}  # title and metrics, by the metric without the null level
     for metric, title in HEADLINES.items():
         if metric == UNDEFINED_COUNT:  # runs without undefined values do not have it
             continue
@@ -123,7 +140,9 @@ def _measures(section: str, ks: Sequence[int], is_open: bool) -> "Section":
     measures = [measure for measure in MEASURES if measure.dashboard == section]
     by_k = [measure for measure in measures if measure.null]
     panels = [_over_positions(measure) for measure in measures if not measure.null]
-    return _section(section, [*panels, *(_for_k(measure, k) for k in ks for measure in by_k)], is_open)
+    return _section(
+        section, [*panels, *(_for_k(measure, k) for k in ks for measure in by_k)], is_open
+    )
 
 
 def _over_positions(measure: "Measure") -> "LinePlot":
@@ -151,7 +170,11 @@ def _scores() -> "Section":
 
     scores = LinePlot(title="Scores", x=AXIS, metric_regex="score/.*", log_x=True)
     return _section(
-        "Scores", [scores, _lines("1: suspect, the weights may not be those of the step", ["training/suspect"])]
+        "Scores",
+        [
+            scores,
+            _lines("1: suspect, the weights may not be those of the step", ["training/suspect"]),
+        ],
     )
 
 
@@ -176,7 +199,10 @@ def _cost() -> "Section":
         "Cost of measuring (training runs)",
         [
             _lines("Seconds that a measurement took", ["coupling/seconds"]),
-            _lines("Share of the time since the last measurement that measuring took (0.01: 1 %)", ["coupling/share"]),
+            _lines(
+                "Share of the time since the last measurement that measuring took (0.01: 1 %)",
+                ["coupling/share"],
+            ),
         ],
     )
 
@@ -202,9 +228,14 @@ def _grid() -> "Section":
     }
     across = ParallelCoordinatesPlot(
         title="Weight decay, stochastic depth, mis-coupling, accuracy",
-        columns=[ParallelCoordinatesPlotColumn(metric, display_name=name) for name, metric in columns.items()],
+        columns=[
+            ParallelCoordinatesPlotColumn(metric, display_name=name)
+            for name, metric in columns.items()
+        ],
     )
-    against = ScatterPlot(title="Accuracy against mis-coupling at the end", x=last, y=accuracy, regression=True)
+    against = ScatterPlot(
+        title="Accuracy against mis-coupling at the end", x=last, y=accuracy, regression=True
+    )
     training = LinePlot(title="Test accuracy", x="trainer/global_step", y=["test/accuracy"])
     return _section("The ViT grid", [across, against, training])
 
@@ -215,7 +246,9 @@ def _lines(title: str, metrics: list[str], log: bool = False) -> "LinePlot":
 
     from tracker.loggers.wandb import AXIS
 
-    return LinePlot(title=title, x=AXIS, y=list(metrics), log_x=True, log_y=log or None, title_x="training step")
+    return LinePlot(
+        title=title, x=AXIS, y=list(metrics), log_x=True, log_y=log or None, title_x="training step"
+    )
 
 
 def _section(name: str, panels: Sequence["PanelTypes"], is_open: bool = False) -> "Section":

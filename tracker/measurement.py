@@ -63,7 +63,9 @@ def measure(
 
 
 @overload
-def measure(model: nn.Module, inputs: Any, *, dry_run: Literal[True], **options: Unpack[Given]) -> Cost: ...
+def measure(
+    model: nn.Module, inputs: Any, *, dry_run: Literal[True], **options: Unpack[Given]
+) -> Cost: ...
 
 
 @accepts_options
@@ -126,7 +128,11 @@ def measure(
 
 
 def measure_samples(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
+    model: nn.Module,
+    blocks: Blocks,
+    calls: Sequence[Batch],
+    settings: Settings,
+    device: torch.device,
 ) -> list[Sample]:
     """Measure each sample of some forward calls; other processes may measure other calls of the same inputs.
 
@@ -137,7 +143,11 @@ def measure_samples(
 
 
 def find_on_inputs(
-    model: nn.Module, blocks: Named | Blocks | None, calls: Sequence[Batch], settings: Settings, device: torch.device
+    model: nn.Module,
+    blocks: Named | Blocks | None,
+    calls: Sequence[Batch],
+    settings: Settings,
+    device: torch.device,
 ) -> Blocks:
     """Find the blocks as `measure` does, by a forward pass where the module tree does not show them.
 
@@ -149,12 +159,18 @@ def find_on_inputs(
 
 
 def measure_with_less_memory(
-    model: nn.Module, blocks: Blocks, calls: Sequence[Batch], settings: Settings, device: torch.device
+    model: nn.Module,
+    blocks: Blocks,
+    calls: Sequence[Batch],
+    settings: Settings,
+    device: torch.device,
 ) -> list[Sample]:
     """Measure samples as `measure_samples`; if memory runs out, again with half the memory budget, and a quarter."""
     message = ""
     for attempt in range(ATTEMPTS):
-        smaller = replace(settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt))
+        smaller = replace(
+            settings, memory_budget=max(LEAST_MEMORY_BUDGET, settings.memory_budget >> attempt)
+        )
         try:
             return measure_samples(model, blocks, calls, smaller, device)
         except (RuntimeError, MemoryError) as error:
@@ -180,11 +196,17 @@ def estimate_cost(
 
 @contextmanager
 def _prepared(
-    model: nn.Module, blocks: Named | Blocks | None, calls: Sequence[Batch], settings: Settings, device: torch.device
+    model: nn.Module,
+    blocks: Named | Blocks | None,
+    calls: Sequence[Batch],
+    settings: Settings,
+    device: torch.device,
 ) -> Iterator[Replica]:
     """Prepare the model; if blocks are not found, then or later, try those that the error proposes, and raise what came of it."""
     try:
-        with prepare(model, blocks, calls, device, settings.torch_dtype, settings.tokens) as replica:
+        with prepare(
+            model, blocks, calls, device, settings.torch_dtype, settings.tokens
+        ) as replica:
             yield replica
     except BlocksNotFound as error:
         raise _tried(error, model, calls[0], settings, device) from error.__cause__
@@ -207,8 +229,16 @@ def _tried(
             work += str(proposal)
         elif not closer:
             failed += f"\n  {proposal.where} ({proposal.description}): {_in_one_line(failure)}"
-    finding = f"{error.finding}\nTried on these inputs, and not measurable:{failed}" if failed else error.finding
-    remedy = f"Name the blocks to measure; each line was tried on these inputs:{work}" if work else error.remedy
+    finding = (
+        f"{error.finding}\nTried on these inputs, and not measurable:{failed}"
+        if failed
+        else error.finding
+    )
+    remedy = (
+        f"Name the blocks to measure; each line was tried on these inputs:{work}"
+        if work
+        else error.remedy
+    )
     return UsageError(f"{finding}\n{remedy}".rstrip())
 
 
@@ -226,7 +256,9 @@ def _why_not_measurable(
     """Return why these blocks can't be measured on a forward call, or None: record it, and linearize every block once."""
     settings = replace(settings, measures=("coupling",))
     try:
-        with prepare(model, blocks, [batch], device, settings.torch_dtype, settings.tokens) as replica:
+        with prepare(
+            model, blocks, [batch], device, settings.torch_dtype, settings.tokens
+        ) as replica:
             cache = CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
@@ -261,7 +293,9 @@ def to_dataset(
     dataset.attrs |= describe(unwrap(model), device) | {
         "blocks_found_by": blocks.found_by,
         "fixed": ", ".join(map(str, blocks.fixed)) or "none",
-        "tokens": (without_special or samples)[0].attributes["tokens"],  # some prompts may have been cut before [SEP]
+        "tokens": (without_special or samples)[0].attributes[
+            "tokens"
+        ],  # some prompts may have been cut before [SEP]
         "measures": ", ".join(settings.measures),
         "svd": settings.svd,
         "precision": settings.precision,
@@ -278,6 +312,8 @@ def to_dataset(
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is None:
         devices = (parameter.device for parameter in model.parameters())
-        device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))  # meta: offloaded
+        device = next(
+            (device for device in devices if device.type != "meta"), torch.device("cpu")
+        )  # meta: offloaded
         device = device if has_float64(device) else torch.device("cpu")
     return usable_device(device, f"device={str(device)!r}")

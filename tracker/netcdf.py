@@ -39,7 +39,9 @@ FIRST, SECOND = (held.lock for held in NETCDF4_PYTHON_LOCK.locks)  # type: ignor
 # What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
 
-SEAL = re.compile(rb"\nsha256 (.{64})\n", re.DOTALL)  # whatever stands in the place of the hash is compared
+SEAL = re.compile(
+    rb"\nsha256 (.{64})\n", re.DOTALL
+)  # whatever stands in the place of the hash is compared
 SEALED = 73  # bytes of a seal
 
 
@@ -82,7 +84,11 @@ def file_content(dataset: xr.Dataset) -> memoryview:
         ValueError: if it has a text that no file can hold, such as half of a surrogate pair.
     """
     # Checksums detect bytes that have changed on the disk, where a file is read by another program.
-    numbers = [name for name, v in dataset.variables.items() if v.dtype.kind in "biuf" and v.size and v.ndim]
+    numbers = [
+        name
+        for name, v in dataset.variables.items()
+        if v.dtype.kind in "biuf" and v.size and v.ndim
+    ]
     encoding: dict[Hashable, dict[str, Any]] = {name: {"fletcher32": True} for name in numbers}
     if "token_text" in dataset.coords:  # as characters a twentieth of the size of single strings
         encoding["token_text"] = {"dtype": "S1", "zlib": True}
@@ -97,7 +103,9 @@ def file_content(dataset: xr.Dataset) -> memoryview:
         return file.close()
 
 
-def read_content(file: Path, names: Collection[str] | None = None, like: Content | None = None) -> Content:
+def read_content(
+    file: Path, names: Collection[str] | None = None, like: Content | None = None
+) -> Content:
     """Read a file, or those of the named variables that it has.
 
     Args:
@@ -117,14 +125,25 @@ def read_content(file: Path, names: Collection[str] | None = None, like: Content
         with FIRST, SECOND, netCDF4.Dataset("in memory", memory=content) as opened:
             opened.set_auto_maskandscale(False)
             opened.set_auto_chartostring(False)
-            stored = {name: held for name, held in opened.variables.items() if names is None or name in names}
+            stored = {
+                name: held
+                for name, held in opened.variables.items()
+                if names is None or name in names
+            }
             values = {name: _array(held) for name, held in stored.items()}
             dims = {name: held.dimensions for name, held in stored.items()}
             attrs = dict(opened.__dict__)
             coordinates = attrs.pop("coordinates", "")
-            form = repr((coordinates, [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()]))
+            form = repr(
+                (
+                    coordinates,
+                    [(name, dims[name], *_form(name, dims[name], v)) for name, v in values.items()],
+                )
+            )
             if like is not None and like.form == form:
-                return Content(form, values, like.dims, like.attributes, like.coordinates, attrs, checked)
+                return Content(
+                    form, values, like.dims, like.attributes, like.coordinates, attrs, checked
+                )
             attributes = {name: dict(held.__dict__) for name, held in stored.items()}
             return Content(form, values, dims, attributes, coordinates, attrs, checked)
     except ERRORS as error:
@@ -169,7 +188,9 @@ def decoded(content: Content) -> xr.Dataset:
     return _decoded(content, content.values, content.dims).assign_attrs(content.attrs)
 
 
-def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, tuple[str, np.ndarray]]]:
+def common(
+    attrs: Sequence[Mapping[str, Any]],
+) -> tuple[dict[str, Any], dict[str, tuple[str, np.ndarray]]]:
     """Return the attributes that are equal in all steps, and the others as coordinates along `step`, "" where there is none."""
     equal, differing = {}, {}
     for name in {name: None for of_step in attrs for name in of_step}:
@@ -178,7 +199,10 @@ def common(attrs: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str
             equal[name] = values[0]
         else:
             alike = len({type(value) for value in values}) == 1
-            differing[name] = "step", np.asarray(values) if alike else np.array(values, dtype=object)
+            differing[name] = (
+                "step",
+                np.asarray(values) if alike else np.array(values, dtype=object),
+            )
     return equal, differing
 
 
@@ -191,8 +215,12 @@ def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ..
     return values.dtype.str, values.shape, values.tolist() if dims == (name,) else None
 
 
-def _decoded(content: Content, values: Mapping[str, np.ndarray], dims: Mapping[str, tuple[str, ...]]) -> xr.Dataset:
-    variables = {name: (dims[name], held, content.attributes[name]) for name, held in values.items()}
+def _decoded(
+    content: Content, values: Mapping[str, np.ndarray], dims: Mapping[str, tuple[str, ...]]
+) -> xr.Dataset:
+    variables = {
+        name: (dims[name], held, content.attributes[name]) for name, held in values.items()
+    }
     stored = xr.Dataset(variables, attrs={"coordinates": content.coordinates})
     return xr.decode_cf(stored, decode_times=False).load().drop_encoding()
 

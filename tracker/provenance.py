@@ -23,12 +23,17 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
     return {
         "schema": SCHEMA,
         "tracker_version": __version__,
-        **{f"{name}_version": package_version(name) for name in ("torch", "transformers", "numpy", "xarray")},
+        **{
+            f"{name}_version": package_version(name)
+            for name in ("torch", "transformers", "numpy", "xarray")
+        },
         "python_version": platform.python_version(),
         "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
         "model_name": str(getattr(config, "name_or_path", "") or ""),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "weights_dtype": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
+        "weights_dtype": ", ".join(
+            sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
+        ),
         "attention": str(getattr(config, "_attn_implementation", "") or ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),

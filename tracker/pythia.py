@@ -17,7 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tracker.common.command_line import FAILED, INPUT_ERRORS, OK, CommandFailure, leaving_at_once, reports_errors
+from tracker.common.command_line import (
+    FAILED,
+    INPUT_ERRORS,
+    OK,
+    CommandFailure,
+    leaving_at_once,
+    reports_errors,
+)
 from tracker.common.errors import UsageError, require
 from tracker.common.text import UNTRAINED, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
@@ -75,7 +82,9 @@ def run(walk: Walk) -> int:
             if walk.files:
                 suite = find_files(walk.files, walk.revisions, walk.stage)
             else:
-                suite = find_suite(walk.model, walk.revisions, walk.stage, walk.module is not None, notify)
+                suite = find_suite(
+                    walk.model, walk.revisions, walk.stage, walk.module is not None, notify
+                )
             logged = LoggedRun(store_of(walk, suite), walk.project, suite.name, {}, log=log)
             announce(openers, logged)
             plan = make_plan(walk, suite, notify)
@@ -112,7 +121,9 @@ def _walk(
     from tracker.skipped import Skipped
 
     selection, measurement, store = plan.selection, plan.measurement, plan.output.store
-    missing = [checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in units.known]
+    missing = [
+        checkpoint for checkpoint in selection.checkpoints if checkpoint.step not in units.known
+    ]
     skipped = Skipped(store, partial(print, file=sys.stderr))
     lacking = unavailable(selection, missing)
     if lacking and len(lacking) == len(missing) and not units.known:
@@ -122,12 +133,20 @@ def _walk(
         skipped.add(checkpoint.step, lacks)
     missing = [checkpoint for checkpoint in missing if checkpoint not in lacking]
     try:
-        copies.sweep(Path(checkpoint.source) for checkpoint in selection.checkpoints if checkpoint.revision is None)
+        copies.sweep(
+            Path(checkpoint.source)
+            for checkpoint in selection.checkpoints
+            if checkpoint.revision is None
+        )
         _check_selection(plan, units)
         if walk.model == "nano" and missing and not nano.is_trained():
             nano.train()
         dtype, device = measurement.settings.dtype, str(measurement.device)
-        inputs = {"prompts": walk.prompts} if walk.inputs is None else {"inputs": measurement.inputs_digest}
+        inputs = (
+            {"prompts": walk.prompts}
+            if walk.inputs is None
+            else {"inputs": measurement.inputs_digest}
+        )
         config = {"model": selection.suite.source, **inputs, "dtype": dtype, "device": device}
         with opened(openers, replace(logged, config=config)) as log:
             with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
@@ -136,7 +155,9 @@ def _walk(
                     log(units.known[step].row)
                 _measure_missing(plan, missing, units, skipped, shown, log, interrupts, walk.debug)
             print_notes(units.known)
-            no_page = _write_page(units)  # before the loggers finish: a server may keep them waiting
+            no_page = _write_page(
+                units
+            )  # before the loggers finish: a server may keep them waiting
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -153,7 +174,11 @@ def _dry_run(walk: Walk, plan: WalkPlan) -> int:
     """Print what the walk would take."""
     from tracker.walk.dry_run import describe
 
-    missing = [checkpoint for checkpoint in plan.selection.checkpoints if not plan.output.store.has(checkpoint.step)]
+    missing = [
+        checkpoint
+        for checkpoint in plan.selection.checkpoints
+        if not plan.output.store.has(checkpoint.step)
+    ]
     print_overview(plan, len(missing))
     for line in describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug):
         print(line, flush=True)
@@ -172,7 +197,9 @@ def _remembered_interrupts() -> Iterator[list[int]]:
         received.append(number)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # Python gives other threads no signals
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # Python gives other threads no signals
         yield received
         return
     before = {number: signal.signal(number, stop) for number in _stops()}
@@ -202,7 +229,9 @@ def _check_selection(plan: WalkPlan, units: "Units") -> None:
             "results of: retrained, or published again? Choose another --out, or delete the units of these steps"
         )
     if not selection.checkpoints:
-        raise UsageError("every selected checkpoint is suspect; --allow_suspect measures and marks them")
+        raise UsageError(
+            "every selected checkpoint is suspect; --allow_suspect measures and marks them"
+        )
 
 
 def _measure_missing(
@@ -227,15 +256,21 @@ def _measure_missing(
         shown.advance(f"step {step}: measured by another walk")
         return True
 
-    coming = prefetch(plan.selection, plan.disk, plan.output.store, missing, shown, measured_elsewhere)
+    coming = prefetch(
+        plan.selection, plan.disk, plan.output.store, missing, shown, measured_elsewhere
+    )
     with closing(coming):
         for prefetched in coming:
             if interrupts:
                 raise KeyboardInterrupt
             checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                prepared = units.prepare(measure_checkpoint(plan, checkpoint, prefetched.arrival.result()))
-            except Exception as error:  # whatever is wrong with this revision, the others are measured
+                prepared = units.prepare(
+                    measure_checkpoint(plan, checkpoint, prefetched.arrival.result())
+                )
+            except (
+                Exception
+            ) as error:  # whatever is wrong with this revision, the others are measured
                 if is_device_error(error):
                     raise CommandFailure(
                         f"step {checkpoint.step}: the device failed ({first_line(error)}), and this process can't use it any "
@@ -248,7 +283,11 @@ def _measure_missing(
                 why = why if before is None else f"for the same reason as step {before}"
                 shown.advance(f"step {checkpoint.step}: FAILED, {why}")
                 # An option that no revision can be measured with.
-                if isinstance(error, UsageError) and not units.known and skipped.alike(min(ALIKE, len(missing))):
+                if (
+                    isinstance(error, UsageError)
+                    and not units.known
+                    and skipped.alike(min(ALIKE, len(missing)))
+                ):
                     raise
             if prepared is None:
                 # The weights of a revision that failed leave too little for the next.
@@ -258,7 +297,9 @@ def _measure_missing(
             del prepared  # frees memory before the next is measured
             known = units.known[checkpoint.step]
             log(known.row)
-            shown.advance(f"step {checkpoint.step}: {headline(known.row)}  ({time.perf_counter() - started:.1f} s)")
+            shown.advance(
+                f"step {checkpoint.step}: {headline(known.row)}  ({time.perf_counter() - started:.1f} s)"
+            )
 
 
 def _write_page(units: "Units") -> list[str]:
@@ -273,7 +314,9 @@ def _write_page(units: "Units") -> list[str]:
         return []
 
     def leave_out(step: int, error: OSError | ValueError) -> None:
-        if step in units.known and isinstance(error, ValueError):  # those damaged at the start were named there
+        if step in units.known and isinstance(
+            error, ValueError
+        ):  # those damaged at the start were named there
             raise error
 
     with store.alone():
@@ -317,7 +360,10 @@ def _workers(walk: Walk, plan: WalkPlan, missing: int) -> Iterator[None]:
         yield
         return
     require("ray", "--workers")
-    from tracker import cluster, pythia  # this module by its name, which workers can import, also where it is __main__
+    from tracker import (
+        cluster,
+        pythia,
+    )  # this module by its name, which workers can import, also where it is __main__
     from tracker.walk.command import of_worker
 
     with cluster.connected(walk.address, gpus=0.0 if walk.device == "cpu" else None) as gpus:

@@ -22,9 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.common.parser import Parser
 
     parser = Parser(
-        prog="python -m tracker.replay", description="Log a store to a new run (W&B by default), every step once."
+        prog="python -m tracker.replay",
+        description="Log a store to a new run (W&B by default), every step once.",
     )
-    parser.add_argument("results", type=Path, help="directory of a walk (--out) or a training run (save_dir)")
+    parser.add_argument(
+        "results", type=Path, help="directory of a walk (--out) or a training run (save_dir)"
+    )
     parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
     parser.add_argument("--name", type=str, help="name of the run; default: that of the directory")
     parser.add_argument(
@@ -59,7 +62,10 @@ def replay(results: Path, project: str, name: str, openers: "Sequence[Opener]", 
     # All units are read before one is sent, to find a damaged one first.
     rows = [row for curve in store.curves(steps) for row in Row.from_curve(curve)]
     attributes = store.attributes(steps[-1])
-    config = {"model": attributes["model_name"] or attributes["model_class"], "device": attributes["device"]}
+    config = {
+        "model": attributes["model_name"] or attributes["model_class"],
+        "device": attributes["device"],
+    }
     run = LoggedRun(store, project, name, config, new=True, log=log)
     announce(openers, run)
     with opened(openers, run) as send:

@@ -26,7 +26,13 @@ import numpy as np
 import xarray as xr
 
 from tracker.common.errors import UsageError
-from tracker.common.files import Lock, read_json, remove_stale_temporaries, require_same_settings, write_atomic
+from tracker.common.files import (
+    Lock,
+    read_json,
+    remove_stale_temporaries,
+    require_same_settings,
+    write_atomic,
+)
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
@@ -43,7 +49,9 @@ ATTRIBUTES = {
 def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
     """Return the values of an attribute, or of the coordinate along `step` where units differ in it."""
     held: Any = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, [])
-    return list(dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object))))
+    return list(
+        dict.fromkeys(str(value) for value in np.atleast_1d(np.asarray(held, dtype=object)))
+    )
 
 
 def likeness(ds: xr.Dataset) -> dict[str, set[str]]:
@@ -51,7 +59,9 @@ def likeness(ds: xr.Dataset) -> dict[str, set[str]]:
     values = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
     values["number of blocks"] = {str(ds.sizes.get("layer"))}
     pairs = ds["pair_layer_other"] if "pair_position" in ds else None
-    values["layers compared across tokens"] = set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
+    values["layers compared across tokens"] = (
+        set() if pairs is None else set(map(str, np.atleast_2d(pairs).tolist()))
+    )
     return values
 
 
@@ -115,7 +125,9 @@ class Store:
         try:
             stored = self.read_settings()
         except ValueError as error:
-            raise ValueError(f"{error}; results are never mixed: choose another directory") from error
+            raise ValueError(
+                f"{error}; results are never mixed: choose another directory"
+            ) from error
         require_same_settings(self.path, stored, settings)
 
     def file(self, step: int) -> Path:
@@ -216,7 +228,9 @@ class Store:
         return self._joined(contents)
 
     def curves(
-        self, steps: Sequence[int], leave_out: Callable[[int, OSError | ValueError], None] | None = None
+        self,
+        steps: Sequence[int],
+        leave_out: Callable[[int, OSError | ValueError], None] | None = None,
     ) -> Iterator[xr.Dataset]:
         """Read units, joined along `step` in parts that fit in memory.
 
@@ -237,7 +251,9 @@ class Store:
                 yield self._joined(contents)
                 contents, size = [], 0
 
-    def _content(self, step: int, names: Collection[str] | None = None, like: Content | None = None) -> Content:
+    def _content(
+        self, step: int, names: Collection[str] | None = None, like: Content | None = None
+    ) -> Content:
         file = self.file(step)
         try:
             content = read_content(file, None if names is None else {*names, "step"}, like)
@@ -299,7 +315,9 @@ class Store:
 
     def steps(self) -> list[int]:
         """Return the steps measured so far, ascending."""
-        names = (re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc"))
+        names = (
+            re.fullmatch(r"step(\d{8,})\.nc", file.name) for file in self.units.glob("step*.nc")
+        )
         return sorted(int(match[1]) for match in names if match)
 
     def read_settings(self) -> dict[str, Any]:
@@ -335,7 +353,11 @@ def short_name(ds: xr.Dataset) -> str:
     name = str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "")
     if in_cache := re.search(r"models--(.+?)/", name):  # a directory of the hub's cache
         return in_cache[1].replace("--", "/")
-    return name if name and not Path(name).is_absolute() else str(ds.attrs.get("model_class", "")).rpartition(".")[2]
+    return (
+        name
+        if name and not Path(name).is_absolute()
+        else str(ds.attrs.get("model_class", "")).rpartition(".")[2]
+    )
 
 
 Result = xr.Dataset | os.PathLike[str] | str  # a Dataset, or a store or its directory
@@ -381,7 +403,9 @@ def distinct_names(directories: Sequence[Path]) -> list[str]:
         names = ["/".join(part[-count:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    same = next(path for path, part in zip(directories, parts, strict=True) if parts.count(part) > 1)
+    same = next(
+        path for path, part in zip(directories, parts, strict=True) if parts.count(part) > 1
+    )
     raise ValueError(f"{same} is given twice; give each directory of results once")
 
 
@@ -425,7 +449,9 @@ def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
     if (np.diff(joined["step"]) < 0).any():
         joined = joined.sortby("step")
     prints = (
-        joined.coords["fingerprint"].broadcast_like(joined["step"]).values if "fingerprint" in joined.coords else ()
+        joined.coords["fingerprint"].broadcast_like(joined["step"]).values
+        if "fingerprint" in joined.coords
+        else ()
     )
     steps = joined["step"].values.tolist()
     repeated = find_repeats(dict(zip(steps, map(str, prints), strict=False)))
@@ -434,7 +460,11 @@ def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
 
 def _with_attributes(curve: xr.Dataset, differing: Collection[str]) -> xr.Dataset:
     """Return a curve whose attributes of these names are coordinates along `step`."""
-    along = {name: ("step", [curve.attrs[name]] * curve.sizes["step"]) for name in differing if name in curve.attrs}
+    along = {
+        name: ("step", [curve.attrs[name]] * curve.sizes["step"])
+        for name in differing
+        if name in curve.attrs
+    }
     kept = {name: value for name, value in curve.attrs.items() if name not in differing}
     return curve.assign_coords(along).drop_attrs(deep=False).assign_attrs(kept)
 
@@ -446,7 +476,11 @@ def _with_coordinates(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dat
         for name, coordinate in other.coords.items():
             if name in curve.coords or name in coordinates:
                 continue
-            of_prompts = coordinate.variable.isel(step=0) if "step" in coordinate.dims else coordinate.variable
+            of_prompts = (
+                coordinate.variable.isel(step=0)
+                if "step" in coordinate.dims
+                else coordinate.variable
+            )
             unknown = np.nan if coordinate.dtype.kind in "iuf" else ""
             coordinates[name] = of_prompts if of_prompts.dims else unknown
     return curve.assign_coords(coordinates)

@@ -103,18 +103,34 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
     from vit.answers import answers, cautions, exploratory, reliable_measures
     from vit.figures import described
     from vit.results import GRID_FILE, write_grid
-    from vit.statistics import cell_table, column, correlations, named_tests, quantities, quantity, reliabilities
+    from vit.statistics import (
+        cell_table,
+        column,
+        correlations,
+        named_tests,
+        quantities,
+        quantity,
+        reliabilities,
+    )
 
     cells, tests, reliable = cell_table(grid), named_tests(grid), reliabilities(grid)
     table = correlations(grid)
     pictures = {theme: _drawn(grid, at, table, reliable, theme) for theme in ("light", "dark")}
     out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)
-    for file, content in (("cells", cells), ("tests", tests), ("reliability", reliable), ("correlations", table)):
+    for file, content in (
+        ("cells", cells),
+        ("tests", tests),
+        ("reliability", reliable),
+        ("correlations", table),
+    ):
         write_atomic(out / f"{file}.csv", content.to_csv(index=False).encode())
     for key, picture in pictures["light"].items():
         write_atomic(out / f"{key}.png", picture)
-    shown = {key: _figure(key, picture, pictures["dark"][key]) for key, picture in pictures["light"].items()}
+    shown = {
+        key: _figure(key, picture, pictures["dark"][key])
+        for key, picture in pictures["light"].items()
+    }
     fits = table.loc[(table[list(at)] == list(at.values())).all(axis=1)]
     headings = OF_CELLS | {column(quantities(grid), at): described(grid, at)}
     page = Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
@@ -143,7 +159,11 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
 
 
 def _drawn(
-    grid: "xr.Dataset", at: dict[str, Any], table: "pd.DataFrame", reliable: "pd.DataFrame", theme: "Theme"
+    grid: "xr.Dataset",
+    at: dict[str, Any],
+    table: "pd.DataFrame",
+    reliable: "pd.DataFrame",
+    theme: "Theme",
 ) -> dict[str, bytes]:
     """Draw the figures that the grid has numbers for, as PNG, by name."""
     from matplotlib import rc_context
@@ -173,7 +193,9 @@ def _grid(grid: "xr.Dataset", at: dict[str, Any]) -> str:
     from tracker.common.text import counted
     from vit.figures import described
 
-    decays, rates, seeds = (len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed"))
+    decays, rates, seeds = (
+        len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed")
+    )
     accuracy = grid["accuracy"]
     return (
         f"{counted(grid.sizes['cell'], 'vision transformer')} on {grid.attrs['data']}: {counted(decays, 'weight decay')}, "
@@ -187,7 +209,9 @@ def _limits(grid: "xr.Dataset") -> str:
     from vit.answers import more_seeds
     from vit.statistics import FEWEST_SEEDS
 
-    decays, rates, seeds = (sorted(set(grid[name].values.tolist())) for name in ("weight_decay", "drop_path", "seed"))
+    decays, rates, seeds = (
+        sorted(set(grid[name].values.tolist())) for name in ("weight_decay", "drop_path", "seed")
+    )
     if len(seeds) >= FEWEST_SEEDS:
         return ""
     return (
@@ -207,9 +231,13 @@ def _worded_tests(tests: "pd.DataFrame") -> "pd.DataFrame":
         "units": [counted(row["n"], row["unit"]) for row in rows],
         "r": [interval(row, "r") for row in rows],
         "coupling": [
-            interval(row, f"reliability_{'y' if rate else 'x'}") for row, rate in zip(rows, set_by_us, strict=True)
+            interval(row, f"reliability_{'y' if rate else 'x'}")
+            for row, rate in zip(rows, set_by_us, strict=True)
         ],
-        "outcome": ["" if rate else interval(row, "reliability_y") for row, rate in zip(rows, set_by_us, strict=True)],
+        "outcome": [
+            "" if rate else interval(row, "reliability_y")
+            for row, rate in zip(rows, set_by_us, strict=True)
+        ],
     }
     return tests.assign(**words)
 
@@ -221,7 +249,10 @@ def _worded_fits(fits: "pd.DataFrame") -> "pd.DataFrame":
     rows = fits.to_dict("records")
     words = {
         "outcome": [LABELS[row["outcome"]] for row in rows],
-        "rates": ["within all rates" if row["drop_path"] == "fixed" else f"rate {row['drop_path']}" for row in rows],
+        "rates": [
+            "within all rates" if row["drop_path"] == "fixed" else f"rate {row['drop_path']}"
+            for row in rows
+        ],
         "units": fits["n"],
         "r": [interval(row, "r") for row in rows],
         "coupling": [interval(row, "reliability_x") for row in rows],
@@ -243,14 +274,22 @@ def _items(lines: Sequence[str]) -> str:
 
 def _table(table: "pd.DataFrame", headings: dict[str, str], digits: int) -> str:
     """Return the columns that hold anything, under their headings, as HTML."""
-    held = [name for name in headings if any(value not in ("", None) and value == value for value in table[name])]
+    held = [
+        name
+        for name in headings
+        if any(value not in ("", None) and value == value for value in table[name])
+    ]
     shown = table[held].set_axis([headings[name] for name in held], axis=1)
-    return shown.to_html(index=False, border=0, na_rep="", float_format=lambda value: f"{value:.{digits}g}")
+    return shown.to_html(
+        index=False, border=0, na_rep="", float_format=lambda value: f"{value:.{digits}g}"
+    )
 
 
 def _figure(key: str, light: bytes, dark: bytes) -> str:
     caption = html.escape(CAPTIONS[key])
-    source, dark_source = (f"data:image/png;base64,{base64.b64encode(of).decode()}" for of in (light, dark))
+    source, dark_source = (
+        f"data:image/png;base64,{base64.b64encode(of).decode()}" for of in (light, dark)
+    )
     return (
         f'<figure><picture><source media="(prefers-color-scheme: dark)" srcset="{dark_source}">'
         f'<img alt="{caption}" src="{source}"></picture><figcaption>{caption}</figcaption></figure>'
@@ -273,10 +312,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="directory written by vit.grid (--out), or grid.nc of an earlier analysis; several are analysed as one grid",
     )
     parser.add_argument(
-        "--out", type=Path, help="directory for tables, figures and page; default: analysis, in the first directory"
+        "--out",
+        type=Path,
+        help="directory for tables, figures and page; default: analysis, in the first directory",
     )
     for name, kind in SHOWN.items():
-        parser.add_argument(f"--{name}", type=kind, help="shown in figures; default: that of the primary test")
+        parser.add_argument(
+            f"--{name}", type=kind, help="shown in figures; default: that of the primary test"
+        )
     parsed = parser.parse_args(arguments)
     from tracker.common.errors import UsageError
     from vit.results import read_grid
@@ -287,7 +330,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     at = primary(grid) | {name: parsed[name] for name in SHOWN if parsed[name] is not None}
     for name, value in at.items():
         if value not in grid[name].values:
-            raise UsageError(f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}")
+            raise UsageError(
+                f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}"
+            )
     out = parsed.out or (first.parent if first.is_file() else first) / "analysis"
     print(write_analysis(grid, at, out))
     return OK

@@ -19,9 +19,13 @@ def cautions(grid: "xr.Dataset") -> list[str]:
     lines = []
     if chance:
         rest = (
-            "No question on accuracy or test loss is answered." if chance == len(accuracy) else "They count as others."
+            "No question on accuracy or test loss is answered."
+            if chance == len(accuracy)
+            else "They count as others."
         )
-        lines.append(f"Accuracy is not above chance in {chance} of {counted(len(accuracy), 'model')}. {rest}")
+        lines.append(
+            f"Accuracy is not above chance in {chance} of {counted(len(accuracy), 'model')}. {rest}"
+        )
     if len(accuracy) > 1 and accuracy.min() == accuracy.max():
         lines.append(f"Accuracy is {accuracy[0]:.4f} in all {len(accuracy)} models.")
     return lines
@@ -33,7 +37,10 @@ def unanswerable(decays: int, rates: int, seeds: int) -> list[str]:
     for question in QUESTIONS:
         if why := too_few(question.within, decays, rates, seeds):
             by_reason.setdefault(why, []).append(question.name.format(coupling=COUPLING))
-    lines = [f"{capitalised('; '.join(names))}: not answered, because {why}." for why, names in by_reason.items()]
+    lines = [
+        f"{capitalised('; '.join(names))}: not answered, because {why}."
+        for why, names in by_reason.items()
+    ]
     if seeds < FEWEST_SEEDS:
         lines.append("Reliability: unknown with one seed, so that a small r may be one of noise.")
     return lines
@@ -60,7 +67,10 @@ def answers(tests: "pd.DataFrame") -> list[str]:
 
 def _answer(row: dict[str, Any]) -> str:
     primary = row["role"] == "primary"
-    question, test = capitalised(row["question"]), f"{'primary test, ' if primary else ''}{row['token']}"
+    question, test = (
+        capitalised(row["question"]),
+        f"{'primary test, ' if primary else ''}{row['token']}",
+    )
     if row["why"]:
         return f"{question}: not answered, because {row['why']} ({test})."
     p_value = row["p"] if primary else row["p_holm"]
@@ -68,7 +78,9 @@ def _answer(row: dict[str, Any]) -> str:
     if p_value < 0.05:
         answer = "yes" if (row["r"] > 0) == (row["expected"] == "+") else "the opposite"
     else:
-        answer = "could not be tested" if row["attainable"] < row["detectable"] else "not significantly"
+        answer = (
+            "could not be tested" if row["attainable"] < row["detectable"] else "not significantly"
+        )
     corrected = "" if primary else ", corrected"
     return f"{question}: {answer}, r = {interval(row, 'r')}, {p}{corrected} ({test}). {_power(row)}"
 
@@ -77,7 +89,10 @@ def _power(row: dict[str, Any]) -> str:
     power = f"{counted(row['n'], row['unit'])} find a measured |r| ≥ {row['detectable']:.2f} with 80 % power"
     if row["x"] == "drop_path":
         return f"{power}."
-    of = {LABELS.get(row[axis], row[axis]): interval(row, f"reliability_{axis}") for axis in ("x", "y")}
+    of = {
+        LABELS.get(row[axis], row[axis]): interval(row, f"reliability_{axis}")
+        for axis in ("x", "y")
+    }
     if not all(of.values()):
         return f"Reliability is unknown: it takes several seeds, and weight decays that differ. {power}."
     reliable = ", ".join(f"{name} {text}" for name, text in of.items())
@@ -103,9 +118,15 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     ]
     by_measure: dict[str, dict[str, list[bool]]] = {}
     for row in rows[len(outcomes) :]:
-        by_measure.setdefault(row["token"], {}).setdefault(row["measure"], []).append(row["reliable"])
+        by_measure.setdefault(row["token"], {}).setdefault(row["measure"], []).append(
+            row["reliable"]
+        )
     for token, measures in by_measure.items():
-        names = [f"{BY_NAME[name].label} ({sum(of)} of {len(of)})" for name, of in measures.items() if any(of)]
+        names = [
+            f"{BY_NAME[name].label} ({sum(of)} of {len(of)})"
+            for name, of in measures.items()
+            if any(of)
+        ]
         lines.append(f"{word} of the {token}: {', '.join(names) or 'none'} reliable")
     lines.append(
         f"Reliable means that the interval is above {RELIABLE}; brackets: for how many choices of K and layer pairs."

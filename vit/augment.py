@@ -98,7 +98,11 @@ def parse(notation: str) -> RandAugment:
             f"--rand_augment {notation!r}: give timm's notation, such as rand-m9-mstd0.5-inc1, or off"
         ) from error
     first, names = timm.ops[0], tuple(op.name for op in timm.ops)
-    if not set(names) <= _CHANGES.keys() | _MOVES.keys() or timm.choice_weights is not None or first.magnitude_max:
+    if (
+        not set(names) <= _CHANGES.keys() | _MOVES.keys()
+        or timm.choice_weights is not None
+        or first.magnitude_max
+    ):
         raise ValueError(
             f"--rand_augment {notation}: the operations are those of the increasing set; give inc1, such as rand-m9-mstd0.5-inc1"
         )
@@ -133,15 +137,24 @@ def apply(
     changes = [name for name in members if name in _CHANGES]
     # Level and signed level of each changed image, operation after operation, and the map of each moved one.
     none = choice.new_empty(0)
-    changed, moved = (torch.cat([none, *(members[name] for name in group)]) for group in (changes, moves))
-    maps = torch.cat([torch.empty(0, 2, 3), *(_MOVES[name](signed[members[name]], images.shape[-1]) for name in moves)])
+    changed, moved = (
+        torch.cat([none, *(members[name] for name in group)]) for group in (changes, moves)
+    )
+    maps = torch.cat(
+        [
+            torch.empty(0, 2, 3),
+            *(_MOVES[name](signed[members[name]], images.shape[-1]) for name in moves),
+        ]
+    )
     sent = to_device(images.device, changed, level[changed], signed[changed], moved, maps)
     changed, level, signed, moved, maps = sent
     start = 0
     for name in changes:
         part = slice(start, start := start + len(members[name]))
         chosen = changed[part]
-        images[chosen] = _CHANGES[name](images[chosen], _per_image(level[part]), _per_image(signed[part]))
+        images[chosen] = _CHANGES[name](
+            images[chosen], _per_image(level[part]), _per_image(signed[part])
+        )
     if moves:
         images[moved] = move(images[moved], maps, fill)
     return images
@@ -162,7 +175,9 @@ def move(images: Images, maps: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"])
     outside = ((x < 0) | (x >= W) | (y < 0) | (y >= H))[:, None]
     columns, after_column = _taps(x, W)
     rows, after_row = _taps(y, H)
-    nearest = (rows[:, :, None] * W + columns[:, None]).flatten(1)[:, None].expand(-1, 3, -1)  # 4 x 4 for each pixel
+    nearest = (
+        (rows[:, :, None] * W + columns[:, None]).flatten(1)[:, None].expand(-1, 3, -1)
+    )  # 4 x 4 for each pixel
     values = images.flatten(2).gather(2, nearest).unflatten(2, (4, 4, H, W)).float()
     moved = _cubic(_cubic(values.movedim(3, 0), after_column[:, :, None]).movedim(2, 0), after_row)
     colour = (255 * fill).round()[:, None, None]
@@ -186,11 +201,15 @@ def _cubic(values: Tensor, t: Tensor) -> Tensor:
 def _rotation(signed: PerImage, side: int) -> Float[Tensor, "b 2 3"]:
     angle = torch.deg2rad(30 * signed)
     cos, sin, centre = angle.cos(), angle.sin(), side / 2
-    return _map([[cos, -sin, centre * (1 - cos + sin)], [sin, cos, centre * (1 - cos - sin)]], signed)
+    return _map(
+        [[cos, -sin, centre * (1 - cos + sin)], [sin, cos, centre * (1 - cos - sin)]], signed
+    )
 
 
 def _map(rows: list[list[Tensor | float]], like: Tensor) -> Float[Tensor, "b 2 3"]:
-    return torch.stack([torch.stack([torch.as_tensor(v).expand_as(like) for v in row], -1) for row in rows], -2)
+    return torch.stack(
+        [torch.stack([torch.as_tensor(v).expand_as(like) for v in row], -1) for row in rows], -2
+    )
 
 
 # Signed level and side of the square images -> map.

@@ -81,7 +81,9 @@ class Data:
     def probe(self, size: int) -> Float[Tensor, "b 3 h w"]:
         """Return the test images to measure on: balanced over classes, and the same for every seed."""
         if size > len(self.test):
-            raise DataError(f"--probe_size {size}: the test split has {len(self.test)} images; give at most that")
+            raise DataError(
+                f"--probe_size {size}: the test split has {len(self.test)} images; give at most that"
+            )
         return self.normalise(self.test.images[balanced(self.test.labels, size)])
 
 
@@ -110,14 +112,18 @@ def prepared(sources: Sources, recipe: Recipe) -> Data:
         )
     mean, std = _statistics(train.images)
     if not (std > 0).all():
-        raise DataError(f"{recipe.data}: a channel of the training images is constant; give other images")
+        raise DataError(
+            f"{recipe.data}: a channel of the training images is constant; give other images"
+        )
     return Data(train, test, sources[2], mean.float(), std.float())
 
 
 def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], Float[Tensor, "3"]]:
     """Return the mean and standard deviation of each channel in [0, 1], exact in float64, from the counts of grey levels."""
     level = torch.arange(256, dtype=torch.float64) / 255
-    counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]).double()
+    counts = torch.stack(
+        [torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)]
+    ).double()
     mean = counts @ level / counts.sum(1)
     variance = (counts * (level - mean[:, None]).square()).sum(1) / (counts.sum(1) - 1)
     return mean, variance.sqrt()
@@ -136,7 +142,9 @@ def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
     if recipe.test_unused:
         unused = torch.full((len(train.labels),), True).index_fill_(0, used, False)
         added = train.decoded(torch.nonzero(unused).flatten(), side)
-        tested = Split(torch.cat([tested.images, added.images]), torch.cat([tested.labels, added.labels]))
+        tested = Split(
+            torch.cat([tested.images, added.images]), torch.cat([tested.labels, added.labels])
+        )
     return train.decoded(used, side), tested
 
 
@@ -165,7 +173,12 @@ def _cifar10(root: Path) -> Sources:
         ) from error
     splits = [CIFAR10(root, train) for train in (True, False)]
     train, test = (
-        _in_memory(Split(torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(split.targets)))
+        _in_memory(
+            Split(
+                torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(),
+                torch.tensor(split.targets),
+            )
+        )
         for split in splits
     )
     return train, test, list(splits[0].classes)
@@ -179,7 +192,11 @@ def _digits() -> Sources:
     images = torch.from_numpy(np.round(pixels.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8))
     whole = Split(images.repeat(1, 3, 1, 1), torch.from_numpy(labels).long())
     mixed = whole[balanced(whole.labels, len(whole))]
-    return _in_memory(mixed[slice(360, None)]), _in_memory(mixed[slice(360)]), [str(digit) for digit in range(10)]
+    return (
+        _in_memory(mixed[slice(360, None)]),
+        _in_memory(mixed[slice(360)]),
+        [str(digit) for digit in range(10)],
+    )
 
 
 def _in_memory(split: Split) -> Source:
@@ -187,7 +204,9 @@ def _in_memory(split: Split) -> Source:
 
     def read(index: Int[Tensor, " n"], side: int) -> UInt8[Tensor, "n 3 side side"]:
         images = split.images[index]
-        return images if images.shape[-1] == side else F.resize(images, [side, side], antialias=True)
+        return (
+            images if images.shape[-1] == side else F.resize(images, [side, side], antialias=True)
+        )
 
     return Source(split.labels, read)
 
@@ -197,7 +216,9 @@ def _folder(path: Path) -> Sources:
     train, test = (_listing(path, names) for names in (("train",), ("test", "val")))
     if train.classes != test.classes:
         differing = sorted(set(train.classes) ^ set(test.classes))
-        raise DataError(f"--data folder:{path}: train and test must have the same classes, but differ in {differing}")
+        raise DataError(
+            f"--data folder:{path}: train and test must have the same classes, but differ in {differing}"
+        )
     return _files(train), _files(test), train.classes
 
 

@@ -67,11 +67,16 @@ def style(theme: Theme) -> dict[Any, Any]:
         ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"),
     )
     colours = {name: surface["ink"] for name in ink} | {name: surface["paper"] for name in paper}
-    rest = {"grid.color": surface["faint"], "axes.prop_cycle": cycler(color=[*SERIES[theme], surface["faint"]])}
+    rest = {
+        "grid.color": surface["faint"],
+        "axes.prop_cycle": cycler(color=[*SERIES[theme], surface["faint"]]),
+    }
     return STYLE | colours | rest
 
 
-def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str, theme: Theme = "light") -> Figure:
+def outcome_against_coupling(
+    grid: xr.Dataset, at: dict[str, Any], outcome: str, theme: Theme = "light"
+) -> Figure:
     """Draw test accuracy or loss against coupling, a panel for each stochastic depth rate (Fig. 6a).
 
     Args:
@@ -91,7 +96,13 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str,
             error = np.sqrt(y * (1 - y) / grid.attrs["images"])
             panel.errorbar(x, y, error, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(
-            x, y, c=[colours[decay] for decay in cells["weight_decay"].values], **shade, s=10, alpha=0.35, lw=0
+            x,
+            y,
+            c=[colours[decay] for decay in cells["weight_decay"].values],
+            **shade,
+            s=10,
+            alpha=0.35,
+            lw=0,
         )
         means = unit_means(cells, np.stack([x, y], 1), "drop_path")
         of_mean = [colours[decay] for decay in unit_labels(cells, "drop_path", "weight_decay")]
@@ -100,7 +111,12 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str,
         title = f"depth rate {rate:g}"
         if not fit["why"]:
             ends = np.array([means[:, 0].min(), means[:, 0].max()])
-            panel.plot(ends, means[:, 1].mean() + fit["slope"] * (ends - means[:, 0].mean()), color=ORANGE, lw=1.2)
+            panel.plot(
+                ends,
+                means[:, 1].mean() + fit["slope"] * (ends - means[:, 0].mean()),
+                color=ORANGE,
+                lw=1.2,
+            )
             title += f"\nr = {interval(fit, 'r')}"
             if np.isfinite([fit["reliability_x"], fit["reliability_y"]]).all():
                 title += f"\nreliability {fit['reliability_x']:.2f}, {fit['reliability_y']:.2f}"
@@ -117,7 +133,9 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str,
     figure.suptitle(title, fontsize=8)
     figure.supxlabel(coupling_label(grid, at))
     figure.supylabel(capitalised(LABELS[outcome]))
-    bar = figure.colorbar(ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="bottom", aspect=40, pad=0.02)
+    bar = figure.colorbar(
+        ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="bottom", aspect=40, pad=0.02
+    )
     bar.ax.set_xticklabels([f"{decay:g}" for decay in decays])
     bar.set_label("weight decay")
     return figure
@@ -150,11 +168,15 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any], theme: Theme = 
     for rate, shade in zip(rates, np.linspace(0, 1, len(rates)), strict=True):
         chosen, colour = np.flatnonzero(grid["drop_path"] == rate), palette(shade)
         coupling = values.isel(cell=chosen)
-        over_steps.fill_between(step, coupling.min("cell"), coupling.max("cell"), color=colour, alpha=0.12, lw=0)
+        over_steps.fill_between(
+            step, coupling.min("cell"), coupling.max("cell"), color=colour, alpha=0.12, lw=0
+        )
         line = {"color": colour, "marker": "o", "ms": 2, "lw": 1, "label": f"depth rate {rate:g}"}
         over_steps.plot(step, coupling.mean("cell"), **line)
         for axes in over_loss:
-            axes.plot(grid["training_loss"].isel(cell=chosen).mean("cell"), coupling.mean("cell"), **line)
+            axes.plot(
+                grid["training_loss"].isel(cell=chosen).mean("cell"), coupling.mean("cell"), **line
+            )
     training_axis(over_steps, step)
     for axes in over_loss:
         axes.invert_xaxis()
@@ -172,7 +194,9 @@ def correlations_with_accuracy(table: pd.DataFrame, token: str) -> Figure:
     rates = set(rows["drop_path"])
     rate = "fixed" if "fixed" in rates else rates.pop()
     words = {name: BY_NAME[name].label for name in set(rows["measure"])}
-    figure = correlation_heatmap(rows.loc[rows["drop_path"] == rate].replace({"measure": words}), "accuracy")
+    figure = correlation_heatmap(
+        rows.loc[rows["drop_path"] == rate].replace({"measure": words}), "accuracy"
+    )
     figure.axes[0].set_facecolor("lightgrey")  # where there is no r, under a black text
     return figure
 
@@ -187,7 +211,9 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     outcomes = [row for row in rows if row["variable"] in LABELS]
     of_k = [row for row in rows if row["variable"] not in LABELS and row["k"] == k]
     labels = [LABELS[row["variable"]] for row in outcomes]
-    labels += dict.fromkeys(f"{BY_NAME[row['measure']].label}, {PAIR_WORDS[row['pairs']]}" for row in of_k)
+    labels += dict.fromkeys(
+        f"{BY_NAME[row['measure']].label}, {PAIR_WORDS[row['pairs']]}" for row in of_k
+    )
     figure, (axes,) = panels(1, size=(WIDTH, 0.9 + 0.24 * len(labels)))
     tokens = list(dict.fromkeys(row["token"] for row in of_k))
     series: list[tuple[str | None, list[dict], str, float]] = [(None, outcomes, GREY, 0)]
@@ -197,7 +223,16 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     for label, records, colour, first in series:
         value, low, high = np.array([[row[name] for name in RELIABILITY] for row in records]).T
         place = first + np.arange(len(records))
-        axes.errorbar(value, place, xerr=[value - low, high - value], fmt="o", ms=3, lw=1, color=colour, label=label)
+        axes.errorbar(
+            value,
+            place,
+            xerr=[value - low, high - value],
+            fmt="o",
+            ms=3,
+            lw=1,
+            color=colour,
+            label=label,
+        )
     axes.axvline(RELIABLE, color=GREY, ls=":", lw=1)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
@@ -245,6 +280,8 @@ def _panels(count: int, below: float = 0.0) -> tuple[Figure, list[Axes]]:
     """Return a figure of panels that share the y axis, two in a row, with room in inches for a colour bar below them."""
     columns = min(count, 2)
     rows = -(-count // columns)
-    figure, axes = panels(count, per_row=columns, size=(WIDTH / columns, HEIGHT + below / rows), sharey=True)
+    figure, axes = panels(
+        count, per_row=columns, size=(WIDTH / columns, HEIGHT + below / rows), sharey=True
+    )
     figure.get_layout_engine().set(wspace=0.1)  # type: ignore[union-attr,call-arg]  # between labels of neighbouring panels
     return figure, axes

@@ -74,21 +74,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="python -m vit.grid", description=summary(GridCommand))
     parser.add_class_arguments(GridCommand, as_group=False)
-    parser.add_class_arguments(Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"})
+    parser.add_class_arguments(
+        Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"}
+    )
     add_flags(parser, DEFAULTS, FLAGS)
     settings = parse(parser, arguments)
     grid = GridCommand(**{name: settings[name] for name in GridCommand.__dataclass_fields__})
     return run(grid, from_dict(settings))
 
 
-@reports_errors(interrupted="interrupted; the same command continues each cell from its last finished epoch")
+@reports_errors(
+    interrupted="interrupted; the same command continues each cell from its last finished epoch"
+)
 def run(grid: GridCommand, recipe: Recipe) -> int:
     """Train the missing cells of a grid and show their progress; return the exit status."""
     recipes = cells(grid, recipe)
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
-    counts, out = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done", recipes[0].directory.parent
+    counts, out = (
+        f"{len(recipes)} cells, {len(recipes) - len(missing)} already done",
+        recipes[0].directory.parent,
+    )
     with _training(grid, missing) as failures:
         from tracker.loggers.wandb import resolve_mode
         from vit.answers import more_seeds
@@ -103,25 +110,39 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
         parse_policy(recipe.rand_augment)
         data = load(recipe)  # missing or damaged data is reported once here, not by every cell
         if grid.dry_run:
-            print(f"{counts}; results would be in {out}; nothing is trained, and nothing is written")
+            print(
+                f"{counts}; results would be in {out}; nothing is trained, and nothing is written"
+            )
             if missing:
                 from vit.training import try_cell
 
                 trial = try_cell(missing[0], data)
                 print(costs(missing, trial, len(data.train)))
                 seeds = {cell.seed for cell in recipes}
-                more = cells(replace(grid, seeds=more_seeds(*seeds)), recipe) if len(seeds) == 1 else []
-                added = [cell for cell in more if cell.seed not in seeds and not is_done(cell.directory)]
+                more = (
+                    cells(replace(grid, seeds=more_seeds(*seeds)), recipe)
+                    if len(seeds) == 1
+                    else []
+                )
+                added = [
+                    cell for cell in more if cell.seed not in seeds and not is_done(cell.directory)
+                ]
                 print(limits(recipes, added, trial, len(data.train)))
             return OK
         for cell in missing:
-            with suppress(OSError):  # none, or a directory that can't be used, which is reported when it is trained
+            with suppress(
+                OSError
+            ):  # none, or a directory that can't be used, which is reported when it is trained
                 (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
         print(f"{counts}; results in {out}", flush=True)
         with shown(missing):
             for cell, error in failures:
                 record_failure(cell, error)
-    bad = [cell for cell in recipes if (read(cell.directory, "result") or {}).get("status") != "finished"]
+    bad = [
+        cell
+        for cell in recipes
+        if (read(cell.directory, "result") or {}).get("status") != "finished"
+    ]
     for cell in bad:
         print(f"{cell.cell}: {state_of(cell)}", file=sys.stderr)
     print(f"analysis: python -m vit.analysis {out}")
@@ -129,7 +150,9 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
 
 
 @contextmanager
-def _training(grid: GridCommand, missing: Sequence[Recipe]) -> Iterator[Iterator[tuple[Recipe, str]]]:
+def _training(
+    grid: GridCommand, missing: Sequence[Recipe]
+) -> Iterator[Iterator[tuple[Recipe, str]]]:
     """Yield an iterator that trains the missing cells, here or on Ray; its items are those that failed, with the last error."""
     if grid.jobs == 1 or grid.dry_run or not missing:
         yield train_in_turn(missing, grid.retries)
@@ -186,20 +209,27 @@ def cells(grid: GridCommand, recipe: Recipe) -> list[Recipe]:
         ValueError: for a value that is given twice or is not allowed.
     """
     if (grid.jobs is not None and grid.jobs < 1) or grid.retries < 0:
-        raise ValueError(f"--jobs {grid.jobs} --retries {grid.retries}; give at least 1 job and 0 retries")
+        raise ValueError(
+            f"--jobs {grid.jobs} --retries {grid.retries}; give at least 1 job and 0 retries"
+        )
     if grid.address and grid.jobs == 1:
         raise ValueError(
             f"--address {grid.address} --jobs 1; one cell at a time is trained here: give more jobs, or no address"
         )
     if recipe.devices > 1:
-        raise ValueError(f"--devices {recipe.devices}; each cell of a grid trains on one device: leave it out")
+        raise ValueError(
+            f"--devices {recipe.devices}; each cell of a grid trains on one device: leave it out"
+        )
     axes = [
         _values("--weight_decays", grid.weight_decays, float),
         _values("--drop_paths", grid.drop_paths, float),
         _values("--seeds", grid.seeds, int),
     ]
     out = grid.out or Path("results") / "vit" / recipe.data_name
-    points = [replace(recipe, weight_decay=decay, drop_path=rate, seed=seed) for decay, rate, seed in product(*axes)]
+    points = [
+        replace(recipe, weight_decay=decay, drop_path=rate, seed=seed)
+        for decay, rate, seed in product(*axes)
+    ]
     points = [replace(point, out=out / point.cell) for point in points]
     for point in points:
         check(point)
@@ -213,7 +243,9 @@ def _values(option: str, text: Any, kind: Callable[[str], Any]) -> list[Any]:
         raise ValueError(f"{option} {text!r}; give numbers separated by commas") from error
     twice = sorted({value for value in values if values.count(value) > 1})
     if twice:
-        raise ValueError(f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is given twice")
+        raise ValueError(
+            f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is given twice"
+        )
     return values
 
 

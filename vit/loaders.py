@@ -28,7 +28,9 @@ class Batches(lightning.LightningDataModule):
         self.mixup = None
         if recipe.mixup or recipe.cutmix:
             # The loss smooths labels, in the same way for mixed and for plain ones.
-            self.mixup = Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=len(data.classes))
+            self.mixup = Mixup(
+                recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=len(data.classes)
+            )
 
     def train_dataloader(self) -> DataLoader:
         """Return full batches, in an order that depends on seed and epoch only."""
@@ -55,7 +57,9 @@ class Batches(lightning.LightningDataModule):
         share = _Gathered(self.data.test[slice(rank, None, world)])
         return DataLoader(share, TEST_BATCH, collate_fn=tuple, pin_memory=self._pins())
 
-    def on_after_batch_transfer(self, batch: tuple[Tensor, Tensor], dataloader_idx: int) -> tuple[Tensor, Tensor]:
+    def on_after_batch_transfer(
+        self, batch: tuple[Tensor, Tensor], dataloader_idx: int
+    ) -> tuple[Tensor, Tensor]:
         """Augment, normalise and mix a training batch; normalise a test batch."""
         images, labels = batch
         if not self.trainer or not self.trainer.training:
@@ -82,7 +86,9 @@ class Order(RepeatAugSampler):
 
     def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
         super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
-        self.num_selected_samples = images // world  # so that every device has the same number of full batches
+        self.num_selected_samples = (
+            images // world
+        )  # so that every device has the same number of full batches
         self.seed = seed
         self.set_epoch(0)
 

@@ -27,11 +27,16 @@ class DivergedError(FloatingPointError):
 class Classifier(lightning.LightningModule):
     """A recipe's model in training; `history` has a row per finished epoch and is saved in checkpoints."""
 
-    def __init__(self, recipe: Recipe, classes: int, steps_per_epoch: int, print_epochs: bool = False):
+    def __init__(
+        self, recipe: Recipe, classes: int, steps_per_epoch: int, print_epochs: bool = False
+    ):
         super().__init__()
         self.recipe, self.steps_per_epoch, self.print_epochs = recipe, steps_per_epoch, print_epochs
         self.model = build(recipe, classes)
-        self.train_loss, self.test_loss = MeanMetric(nan_strategy="disable"), MeanMetric(nan_strategy="disable")
+        self.train_loss, self.test_loss = (
+            MeanMetric(nan_strategy="disable"),
+            MeanMetric(nan_strategy="disable"),
+        )
         # Validation would read every label.
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
         self.history: list[dict[str, float]] = []
@@ -56,7 +61,9 @@ class Classifier(lightning.LightningModule):
         """Compute the cross-entropy with class indices, or with the mixed distributions of mixup and cutmix."""
         images, targets = batch
         logits = self(images)
-        loss = torch.nn.functional.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
+        loss = torch.nn.functional.cross_entropy(
+            logits, targets, label_smoothing=self.recipe.label_smoothing
+        )
         self.train_loss.update(loss.detach())
         return loss
 
@@ -75,11 +82,16 @@ class Classifier(lightning.LightningModule):
         """
         train_loss = float(self.train_loss.compute())
         if not math.isfinite(train_loss):
-            raise DivergedError(f"the training loss is {train_loss} in epoch {self.current_epoch + 1}")
+            raise DivergedError(
+                f"the training loss is {train_loss} in epoch {self.current_epoch + 1}"
+            )
         row = {"train/loss": train_loss, "lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
         tested = self.accuracy.update_called
         if tested:
-            row |= {"test/loss": float(self.test_loss.compute()), "test/accuracy": float(self.accuracy.compute())}
+            row |= {
+                "test/loss": float(self.test_loss.compute()),
+                "test/accuracy": float(self.accuracy.compute()),
+            }
         self.log_dict(row)
         seconds = time.perf_counter() - self.started
         progress = {"epoch": self.current_epoch + 1, "step": self.global_step, "seconds": seconds}
@@ -101,7 +113,10 @@ class Classifier(lightning.LightningModule):
         """Return AdamW with timm's parameter groups, and a cosine schedule with warm-up, updated every step."""
         recipe = self.recipe
         optimizer = create_optimizer_v2(
-            self.model, "adamw", lr=recipe.lr * recipe.batch_size / 512, weight_decay=recipe.weight_decay
+            self.model,
+            "adamw",
+            lr=recipe.lr * recipe.batch_size / 512,
+            weight_decay=recipe.weight_decay,
         )
         scheduler, _ = create_scheduler_v2(
             optimizer,
@@ -113,7 +128,10 @@ class Classifier(lightning.LightningModule):
             step_on_epochs=False,
             updates_per_epoch=self.steps_per_epoch,
         )
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         """Step timm's scheduler, which takes the number of updates so far."""

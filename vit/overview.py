@@ -27,9 +27,16 @@ def costs(missing: Sequence[Recipe], trial: "Trial", images: int) -> str:
         images: number of training images.
     """
     seconds = sum(trial.seconds(cell, images) for cell in missing)
-    kept = f"{size(len(missing) * trial.checkpoint)} (last.ckpt)" if missing[0].keep_checkpoint else "none"
+    kept = (
+        f"{size(len(missing) * trial.checkpoint)} (last.ckpt)"
+        if missing[0].keep_checkpoint
+        else "none"
+    )
     lines = [
-        ("time", f"about {duration(seconds)} in all, one cell at a time, without tests and checkpoints"),
+        (
+            "time",
+            f"about {duration(seconds)} in all, one cell at a time, without tests and checkpoints",
+        ),
         ("memory", f"about {size(trial.memory)} per cell"),
         ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
     ]
@@ -46,12 +53,20 @@ def limits(recipes: Sequence[Recipe], added: Sequence[Recipe], trial: "Trial", i
     """
     from vit.answers import more_seeds, unanswerable
 
-    sizes = [len({getattr(cell, name) for cell in recipes}) for name in ("weight_decay", "drop_path", "seed")]
+    sizes = [
+        len({getattr(cell, name) for cell in recipes})
+        for name in ("weight_decay", "drop_path", "seed")
+    ]
     lines = [("questions", line) for line in unanswerable(*sizes)]
     if added:
         seconds = sum(trial.seconds(cell, images) for cell in added)
         seeds = more_seeds(recipes[0].seed)
-        lines.append(("seeds", f"--seeds {seeds} adds {counted(len(added), 'cell')}, about {duration(seconds)}"))
+        lines.append(
+            (
+                "seeds",
+                f"--seeds {seeds} adds {counted(len(added), 'cell')}, about {duration(seconds)}",
+            )
+        )
     return "\n".join(entry(*line) for line in lines)
 
 
@@ -59,7 +74,11 @@ def state_of(recipe: Recipe) -> str:
     """Return a cell's state from its directory: accuracy, reason of a failure, or finished epochs."""
     result = read(recipe.directory, "result")
     if result:
-        return f"{result['accuracy']:.4f}" if result["status"] == "finished" else f"diverged: {result['reason']}"
+        return (
+            f"{result['accuracy']:.4f}"
+            if result["status"] == "finished"
+            else f"diverged: {result['reason']}"
+        )
     if failure := read(recipe.directory, "failed"):
         return f"crashed: {failure['reason']}"
     finished = finished_epochs(recipe.directory)
@@ -77,7 +96,14 @@ def shown(missing: Sequence[Recipe]) -> Iterator[None]:
     started, before = time.perf_counter(), sum(finished_epochs(cell.directory) for cell in missing)
     form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {remaining} left"
     epochs = sum(cell.epochs for cell in missing)
-    bar = tqdm(desc="training", total=epochs, initial=before, file=out, disable=not out.isatty(), bar_format=form)
+    bar = tqdm(
+        desc="training",
+        total=epochs,
+        initial=before,
+        file=out,
+        disable=not out.isatty(),
+        bar_format=form,
+    )
 
     def write(line: str) -> None:
         tqdm.write(line, file=out)
@@ -86,7 +112,9 @@ def shown(missing: Sequence[Recipe]) -> Iterator[None]:
     def count_epochs() -> str:
         """Update the bar; return the time left in words, if it is known."""
         trained = sum(finished_epochs(cell.directory) for cell in missing)
-        trained = max(trained, before)  # an earlier history whose checkpoint is missing is written anew
+        trained = max(
+            trained, before
+        )  # an earlier history whose checkpoint is missing is written anew
         # A cell that diverges or crashes has no epochs left.
         left = sum(cell.epochs - finished_epochs(cell.directory) for cell in pending)
         bar.n, bar.total = trained, trained + left
@@ -100,7 +128,9 @@ def shown(missing: Sequence[Recipe]) -> Iterator[None]:
         for cell in [*pending]:
             if is_done(cell.directory) or read(cell.directory, "failed"):
                 pending.remove(cell)
-                write(f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}{count_epochs()}")
+                write(
+                    f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}{count_epochs()}"
+                )
         count_epochs()
 
     def watch() -> None:

@@ -142,7 +142,9 @@ class Recipe:
         recipe = {name: value for name, value in asdict(self).items() if name not in INCIDENTAL}
         options = self.settings.identity(("k", "tokens"))
         options |= {name: _text(options[name]) for name in ("k", "tokens")}
-        return recipe | {name if name in FLAGS else f"measure_{name}": value for name, value in options.items()}
+        return recipe | {
+            name if name in FLAGS else f"measure_{name}": value for name, value in options.items()
+        }
 
     @property
     def settings(self) -> Settings:
@@ -158,7 +160,9 @@ class Recipe:
         text = str(self.measure_at)
         if text == "off":
             return None
-        chosen = [2**power for power in range(last.bit_length())] if text == "log2" else _steps(text)
+        chosen = (
+            [2**power for power in range(last.bit_length())] if text == "log2" else _steps(text)
+        )
         return sorted({0, last, *(step for step in chosen if step < last)})
 
 
@@ -173,9 +177,21 @@ RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda value: value >= 0,
         "it must not be negative",
     ),
-    ("drop_path label_smoothing", lambda value: 0 <= value < 1, "it must be at least 0 and below 1"),
-    ("erasing flip", lambda value: 0 <= value <= 1, "it is a probability: give a value from 0 to 1"),
-    ("clip", lambda value: value is None or value > 0, "it must be above 0; leave it out for no limit"),
+    (
+        "drop_path label_smoothing",
+        lambda value: 0 <= value < 1,
+        "it must be at least 0 and below 1",
+    ),
+    (
+        "erasing flip",
+        lambda value: 0 <= value <= 1,
+        "it is a probability: give a value from 0 to 1",
+    ),
+    (
+        "clip",
+        lambda value: value is None or value > 0,
+        "it must be above 0; leave it out for no limit",
+    ),
 )
 
 
@@ -200,19 +216,26 @@ def check(recipe: Recipe) -> None:
         refuse("test_unused", "no image is unused; give --train_size too")
     if recipe.image_size % recipe.patch_size:
         divisors = [p for p in range(2, recipe.image_size + 1) if recipe.image_size % p == 0]
-        refuse("patch_size", f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}")
+        refuse(
+            "patch_size",
+            f"it has to divide --image_size {recipe.image_size}: {', '.join(map(str, divisors))}",
+        )
     if recipe.width % recipe.heads:
         refuse("width", f"it has to be a multiple of --heads {recipe.heads}")
     if recipe.warmup_epochs >= recipe.epochs:
         refuse("warmup_epochs", f"it has to be below --epochs {recipe.epochs}")
     if recipe.test_every and recipe.epochs % recipe.test_every:
-        refuse("test_every", f"it has to divide --epochs {recipe.epochs}, so that the last epoch is tested; or give 0")
+        refuse(
+            "test_every",
+            f"it has to divide --epochs {recipe.epochs}, so that the last epoch is tested; or give 0",
+        )
     devices = recipe.devices
     if recipe.batch_size % devices:
         refuse("batch_size", f"it is split over {devices} devices: give a multiple of {devices}")
     if (recipe.mixup or recipe.cutmix) and recipe.batch_size // devices % 2:
         refuse(
-            "batch_size", "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0"
+            "batch_size",
+            "mixup and cutmix pair images, so each device needs an even number; or --mixup 0 --cutmix 0",
         )
     ks = recipe.settings.k
     if ks and max(ks) > recipe.width:
@@ -228,7 +251,9 @@ def recipe_file(name: str) -> str:
 
 def from_dict(settings: dict[str, Any]) -> Recipe:
     """Return the Recipe of the values that a parser read."""
-    values: dict[str, Any] = {name: settings[name] for name in Recipe.__dataclass_fields__ if name in settings}
+    values: dict[str, Any] = {
+        name: settings[name] for name in Recipe.__dataclass_fields__ if name in settings
+    }
     return Recipe(**values, options=given_options(settings, FLAGS))
 
 

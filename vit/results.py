@@ -38,7 +38,9 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
         UsageError: if cells were trained by different recipes, or a cell is given twice.
     """
     paths = map(Path, sources)
-    read_sources = [(path, _read_file(path) if path.is_file() else _read_directory(path)) for path in paths]
+    read_sources = [
+        (path, _read_file(path) if path.is_file() else _read_directory(path)) for path in paths
+    ]
     unfinished = [line for _, part in read_sources for line in part.attrs["unfinished"]]
     parts = [(source, part) for source, part in read_sources if part.sizes]
     if not parts:
@@ -47,11 +49,20 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
         )
     (first, part), *others = parts
     for source, other in others:
-        _require_same(json.loads(other.attrs["recipe"]), json.loads(part.attrs["recipe"]), source, first)
+        _require_same(
+            json.loads(other.attrs["recipe"]), json.loads(part.attrs["recipe"]), source, first
+        )
     grid = xr.concat([cells for _, cells in parts], "cell", coords="all", join="exact")
-    names = list(zip(*(grid[name].values.tolist() for name in ("weight_decay", "drop_path", "seed")), strict=True))
+    names = list(
+        zip(
+            *(grid[name].values.tolist() for name in ("weight_decay", "drop_path", "seed")),
+            strict=True,
+        )
+    )
     for decay, rate, seed in {name for name in names if names.count(name) > 1}:
-        raise UsageError(f"weight decay {decay:g}, rate {rate:g}, seed {seed} is given twice; give each cell once")
+        raise UsageError(
+            f"weight decay {decay:g}, rate {rate:g}, seed {seed} is given twice; give each cell once"
+        )
     return grid.assign_attrs(part.attrs, unfinished=unfinished)
 
 
@@ -75,8 +86,16 @@ def _read_directory(directory: Path) -> xr.Dataset:
     finished: dict[str, xr.Dataset] = {}
     for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
         result = read(cell, "result")
-        if result is None or result["status"] != "finished" or not (cell / "coupling" / "units").is_dir():
-            why = "no result yet" if result is None else result["reason"] or "coupling was not measured"
+        if (
+            result is None
+            or result["status"] != "finished"
+            or not (cell / "coupling" / "units").is_dir()
+        ):
+            why = (
+                "no result yet"
+                if result is None
+                else result["reason"] or "coupling was not measured"
+            )
             unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
             continue
         if skipped := Store(cell / "coupling").skipped():
@@ -90,7 +109,9 @@ def _read_directory(directory: Path) -> xr.Dataset:
         _require_same(recipe, first[1], cell, first[0])
         store = Store(cell / "coupling")
         points = _with_exact_levels(read_miscouplings(store.path))
-        tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]  # what the measurement chose
+        tokens = (
+            recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]
+        )  # what the measurement chose
         losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
         finished[cell.name] = points.assign_coords(
             varied | {"token": _positions(tokens, points.sizes["token"])}
@@ -102,7 +123,9 @@ def _read_directory(directory: Path) -> xr.Dataset:
     steps = set().union(*(points["step"].values.tolist() for points in finished.values()))
     for name, points in list(finished.items()):
         if lacking := steps - {*points["step"].values.tolist()}:
-            unfinished.append(f"{name}: not measured at {', '.join(f'step {step}' for step in sorted(lacking))}")
+            unfinished.append(
+                f"{name}: not measured at {', '.join(f'step {step}' for step in sorted(lacking))}"
+            )
             del finished[name]
     if not finished or first is None:
         return xr.Dataset(attrs={"unfinished": unfinished})
@@ -110,7 +133,11 @@ def _read_directory(directory: Path) -> xr.Dataset:
     grid = xr.concat(list(finished.values()), "cell", coords="all", join="exact")
     # In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
     return grid.drop_sel(pairs="mean").assign_attrs(
-        unfinished=unfinished, images=images, data=recipe["data"], recipe=json.dumps(recipe, sort_keys=True), **chance
+        unfinished=unfinished,
+        images=images,
+        data=recipe["data"],
+        recipe=json.dumps(recipe, sort_keys=True),
+        **chance,
     )
 
 

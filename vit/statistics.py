@@ -45,7 +45,13 @@ import pandas as pd
 import xarray as xr
 from scipy import stats
 
-from tracker.analysis.regression import CONFIDENCE, FEWEST_POINTS, detectable_correlation, holm, linear_fit
+from tracker.analysis.regression import (
+    CONFIDENCE,
+    FEWEST_POINTS,
+    detectable_correlation,
+    holm,
+    linear_fit,
+)
 from tracker.common.text import counted
 
 # The primary test. K is the smallest that was measured.
@@ -123,7 +129,9 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
             continue
         before, after = loss[i, reached - 1], loss[i, reached]
         share = (before - level[i]) / (before - after)
-        out[i] = coupling[i, reached - 1] + share * (coupling[i, reached] - coupling[i, reached - 1])
+        out[i] = coupling[i, reached - 1] + share * (
+            coupling[i, reached] - coupling[i, reached - 1]
+        )
     return out
 
 
@@ -143,7 +151,9 @@ QUESTIONS = (
     Question("accuracy rises with {coupling}", "coupling", "accuracy", "drop_path"),
     Question("test loss falls with {coupling}", "coupling", "loss", "drop_path", "-"),
     Question(RISES, "drop_path", "coupling", "weight_decay"),
-    Question(f"{RISES}, at equal training loss", "drop_path", "coupling at equal loss", "weight_decay"),
+    Question(
+        f"{RISES}, at equal training loss", "drop_path", "coupling at equal loss", "weight_decay"
+    ),
 )
 
 
@@ -191,7 +201,16 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
 
 
 def _shown(fit: dict[str, Any], within: str) -> dict[str, Any]:
-    names = ("n", "df", "r", "r_low", "r_high", "p", "why", *(name for name in fit if name.startswith("reliability")))
+    names = (
+        "n",
+        "df",
+        "r",
+        "r_low",
+        "r_high",
+        "p",
+        "why",
+        *(name for name in fit if name.startswith("reliability")),
+    )
     detectable = attainable = float("nan")
     if not fit["why"]:
         detectable = detectable_correlation(int(fit["df"]))
@@ -226,7 +245,8 @@ def correlations(grid: xr.Dataset) -> pd.DataFrame:
             cells = grid.isel(cell=chosen)
             fits = _fits(cells, coupling[chosen], cells[outcome].values, "drop_path")
             rows += [
-                {"outcome": outcome, "drop_path": name, **label, **fit} for label, fit in zip(labels, fits, strict=True)
+                {"outcome": outcome, "drop_path": name, **label, **fit}
+                for label, fit in zip(labels, fits, strict=True)
             ]
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"].to_numpy()))
@@ -251,7 +271,9 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
     return fit
 
 
-def _fits(grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str) -> list[dict[str, Any]]:
+def _fits(
+    grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str
+) -> list[dict[str, Any]]:
     """Fit y on each column, (cells, columns), as `fit_units` does."""
     values = np.column_stack([columns, y])
     *means, mean_y = unit_means(grid, values, within).T
@@ -325,7 +347,10 @@ def reliability(grid: xr.Dataset, values: np.ndarray, within: str) -> pd.DataFra
         f = (of_seeds - rest) / df[0] / (rest / df[1])
     f = np.where(min(df) > 0, f, np.nan)
     quantiles = (1, stats.f.ppf((1 + CONFIDENCE) / 2, *df), stats.f.ppf((1 - CONFIDENCE) / 2, *df))
-    shares = {name: np.maximum(1 - quantile / f, 0) for name, quantile in zip(RELIABILITY, quantiles, strict=True)}
+    shares = {
+        name: np.maximum(1 - quantile / f, 0)
+        for name, quantile in zip(RELIABILITY, quantiles, strict=True)
+    }
     return pd.DataFrame({"f": f, "df_levels": df[0], "df_noise": df[1]} | shares)
 
 
@@ -351,11 +376,16 @@ def reliabilities(grid: xr.Dataset) -> pd.DataFrame:
 def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray]:
     """Return token, measure, k and pairs of each coupling, and the couplings after the last step, (cells, couplings)."""
     stacked = couplings(grid).isel(step=-1).stack(definition=DEFINITION)
-    labels: list[dict[str, Any]] = [dict(zip(DEFINITION, label, strict=True)) for label in stacked["definition"].values]
+    labels: list[dict[str, Any]] = [
+        dict(zip(DEFINITION, label, strict=True)) for label in stacked["definition"].values
+    ]
     return labels, stacked.transpose("cell", "definition").values
 
 
-UNITS = {"drop_path": "weight decay", "weight_decay": "rate-seed pair"}  # of a question within these, in words
+UNITS = {
+    "drop_path": "weight decay",
+    "weight_decay": "rate-seed pair",
+}  # of a question within these, in words
 
 
 def _units(grid: xr.Dataset, within: str) -> tuple[np.ndarray, np.ndarray]:
@@ -399,7 +429,9 @@ def _additive(
     design = np.concatenate([np.eye(labels)[label], np.eye(block.max() + 1)[block]], 1)
     effects, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     residual = ((values - design @ effects) ** 2).sum(0)
-    residual = np.where(residual > 1e-20 * (values**2).sum(0), residual, 0)  # else only rounding error
+    residual = np.where(
+        residual > 1e-20 * (values**2).sum(0), residual, 0
+    )  # else only rounding error
     return effects[:labels], effects[labels:], residual, int(rank)
 
 
@@ -421,7 +453,9 @@ def cell_table(grid: xr.Dataset) -> pd.DataFrame:
     words = quantities(grid)
     for token in grid["token"].values:
         at = primary(grid) | {"token": token}
-        table[f"{words[at['measure'], at['k']]} at equal training loss/{token}"] = coupling_at_equal_loss(grid, at)
+        table[f"{words[at['measure'], at['k']]} at equal training loss/{token}"] = (
+            coupling_at_equal_loss(grid, at)
+        )
     named = pd.DataFrame(coupling, columns=[column(words, label) for label in labels])
     return pd.concat([table, named], axis=1).sort_values([*SETTINGS], ignore_index=True)
 

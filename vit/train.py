@@ -9,7 +9,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from tracker.common.command_line import FAILED, INPUT_ERRORS, OK, CommandFailure, leaving_at_once, reports_errors
+from tracker.common.command_line import (
+    FAILED,
+    INPUT_ERRORS,
+    OK,
+    CommandFailure,
+    leaving_at_once,
+    reports_errors,
+)
 from vit.cells import BusyError, is_done
 from vit.recipe import DEFAULTS, FLAGS, RECIPES, Recipe, check, from_dict, recipe_file
 
@@ -36,7 +43,9 @@ def recipe_of(arguments: Sequence[str] | None) -> Recipe:
 def parse(parser: Any, arguments: Sequence[str] | None) -> dict[str, Any]:
     """Read a command line with an optional `--config`; the other options override it."""
     names = sorted(file.stem for file in RECIPES.glob("*.yaml"))
-    parser.add_argument("--config", action="config", help=f"a recipe ({', '.join(names)}) or a YAML file")
+    parser.add_argument(
+        "--config", action="config", help=f"a recipe ({', '.join(names)}) or a YAML file"
+    )
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     for i, word in enumerate(words):
         if word.startswith("--config="):
@@ -64,7 +73,9 @@ def run(recipe: Recipe) -> int:
     if result["status"] != "finished":
         print(f"diverged: {result['reason']}; a smaller --lr may help", file=sys.stderr)
         return FAILED
-    print(f"accuracy {result['accuracy']:.4f}, {result['seconds']:.0f} s; results in {recipe.directory}")
+    print(
+        f"accuracy {result['accuracy']:.4f}, {result['seconds']:.0f} s; results in {recipe.directory}"
+    )
     return OK
 
 

@@ -28,7 +28,13 @@ from checkpoints.nano import quiet_lightning
 from tracker import CouplingCallback
 from tracker.common.files import write_atomic
 from tracker.common.text import first_line
-from tracker.loggers.wandb import finish, open_run, resolve_mode, run_settings, with_offline_fallback
+from tracker.loggers.wandb import (
+    finish,
+    open_run,
+    resolve_mode,
+    run_settings,
+    with_offline_fallback,
+)
 from tracker.provenance import describe, package_version
 from vit.cells import SCHEMA, check_settings, claim, finished_epochs, read, write
 from vit.data import Data, balanced, load
@@ -59,9 +65,13 @@ def train(recipe: Recipe, show: bool = False) -> Row:
     check_accelerator(recipe.accelerator)
     directory = recipe.directory
     check_settings(directory, recipe)
-    if (result := read(directory, "result")) is not None:  # on all ranks, none of which would wait for another
+    if (
+        result := read(directory, "result")
+    ) is not None:  # on all ranks, none of which would wait for another
         return result
-    if rank_zero_only.rank:  # of several processes that train one model, only the first writes to the directory
+    if (
+        rank_zero_only.rank
+    ):  # of several processes that train one model, only the first writes to the directory
         return _train(recipe, load(recipe), show=False)
     with claim(directory, recipe):
         if (result := read(directory, "result")) is not None:
@@ -77,7 +87,11 @@ def train(recipe: Recipe, show: bool = False) -> Row:
 def train_cell(recipe: Recipe) -> Row:
     """Train a cell of a grid as `train` does; what is printed meanwhile goes to CELL/log.txt."""
     recipe.directory.mkdir(parents=True, exist_ok=True)
-    with open(recipe.directory / "log.txt", "a", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        open(recipe.directory / "log.txt", "a", buffering=1) as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         return train(recipe, show=True)
 
 
@@ -88,7 +102,9 @@ def check_accelerator(name: str) -> None:
         ValueError: if PyTorch finds none.
     """
     if name in ("gpu", "cuda") and not torch.accelerator.device_count():
-        raise ValueError(f"--accelerator {name}; PyTorch finds no GPU on this machine: leave it out, or give cpu")
+        raise ValueError(
+            f"--accelerator {name}; PyTorch finds no GPU on this machine: leave it out, or give cpu"
+        )
 
 
 def _train(recipe: Recipe, data: Data, show: bool) -> Row:
@@ -127,7 +143,10 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
                 if unsent := finish(logger.experiment, failed):
                     print(f"W&B {unsent}; send it with: wandb sync", file=sys.stderr)
     device = trainer.strategy.root_device
-    return {**_result(recipe, module, data, device, reason), "seconds": time.perf_counter() - started}
+    return {
+        **_result(recipe, module, data, device, reason),
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def make_trainer(recipe: Recipe, data: Data, **options: Any) -> lightning.Trainer:
@@ -140,7 +159,9 @@ def make_trainer(recipe: Recipe, data: Data, **options: Any) -> lightning.Traine
     loss, coupling = _coupling(recipe, data)
     callbacks = [
         *([loss, coupling] if loss and coupling else []),
-        ModelCheckpoint(recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False),
+        ModelCheckpoint(
+            recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False
+        ),
     ]
     return lightning.Trainer(
         accelerator=recipe.accelerator,
@@ -159,7 +180,9 @@ def make_trainer(recipe: Recipe, data: Data, **options: Any) -> lightning.Traine
     )
 
 
-def _coupling(recipe: Recipe, data: Data) -> "tuple[TrainingLoss, CouplingCallback] | tuple[None, None]":
+def _coupling(
+    recipe: Recipe, data: Data
+) -> "tuple[TrainingLoss, CouplingCallback] | tuple[None, None]":
     """Return the callbacks that measure the weights that are tested, if coupling is measured."""
     # The last step is one of them, so that it is measured before the last checkpoint is written: a training that is resumed from
     # that one has nothing left to do.
@@ -205,7 +228,9 @@ def _wandb(recipe: Recipe) -> WandbLogger | bool:
     return with_offline_fallback(start, mode)
 
 
-def _result(recipe: Recipe, module: Classifier, data: Data, device: torch.device, reason: str) -> Row:
+def _result(
+    recipe: Recipe, module: Classifier, data: Data, device: torch.device, reason: str
+) -> Row:
     last = module.history[-1] if module.history else {}
     return {
         "schema": SCHEMA,
@@ -214,12 +239,17 @@ def _result(recipe: Recipe, module: Classifier, data: Data, device: torch.device
         "accuracy": None if reason else last["test/accuracy"],
         "loss": None if reason else last["test/loss"],
         "images": {"train": len(data.train), "test": len(data.test)},
-        "chance": float(torch.bincount(data.test.labels).max() / len(data.test)),  # the accuracy of one answer for all
+        "chance": float(
+            torch.bincount(data.test.labels).max() / len(data.test)
+        ),  # the accuracy of one answer for all
         "history": module.history,
         "recipe": recipe.identity,
         "environment": {
             **describe(module.model, device),
-            **{f"{name}_version": package_version(name) for name in ("timm", "torchvision", "lightning")},
+            **{
+                f"{name}_version": package_version(name)
+                for name in ("timm", "torchvision", "lightning")
+            },
         },
     }
 
@@ -238,7 +268,9 @@ class TrainingLoss(lightning.Callback):
         self.data, self.images, self.labels = data, split.images, split.labels
         self.directory = recipe.directory
 
-    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def setup(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str
+    ) -> None:
         """Keep the module, which the measurement does not pass on."""
         self.module = pl_module
 
@@ -253,10 +285,14 @@ class TrainingLoss(lightning.Callback):
         parameter = next(module.parameters())
         total = torch.zeros((), device=parameter.device)
         with evaluating(module), torch.autocast(parameter.device.type, enabled=False):
-            for images, labels in zip(self.images.split(TEST_BATCH), self.labels.split(TEST_BATCH), strict=True):
+            for images, labels in zip(
+                self.images.split(TEST_BATCH), self.labels.split(TEST_BATCH), strict=True
+            ):
                 pixels = self.data.normalise(images.to(parameter.device)).to(parameter.dtype)
                 logits = module(pixels).float()
-                total += torch.nn.functional.cross_entropy(logits, labels.to(parameter.device), reduction="sum")
+                total += torch.nn.functional.cross_entropy(
+                    logits, labels.to(parameter.device), reduction="sum"
+                )
         return float(total) / len(self.labels)
 
 
@@ -267,7 +303,9 @@ class AtomicCheckpoints(TorchCheckpointIO):
     can leave incomplete, and the earlier checkpoint is lost.
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write a checkpoint completely or not at all."""
         content = io.BytesIO()
         torch.save(checkpoint, content)
@@ -324,7 +362,9 @@ class Trial:
         """
         per_epoch = recipe.steps_per_epoch(images)
         last, done = recipe.epochs * per_epoch, finished_epochs(recipe.directory) * per_epoch
-        measurements = sum(step > done or step == done == 0 for step in recipe.measured_steps(last) or ())
+        measurements = sum(
+            step > done or step == done == 0 for step in recipe.measured_steps(last) or ()
+        )
         return (last - done) * self.step + measurements * self.measurement
 
 
@@ -332,25 +372,41 @@ def try_cell(recipe: Recipe, data: Data) -> Trial:
     """Train a few steps of a cell, test a batch of images and measure twice, in a temporary directory."""
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    with tempfile.TemporaryDirectory() as temporary, quiet_lightning(), redirect_stdout(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as temporary,
+        quiet_lightning(),
+        redirect_stdout(io.StringIO()),
+    ):
         measure_at = "off" if recipe.measure_at == "off" else "0"  # and after the last step
-        recipe = replace(recipe, out=Path(temporary), measure_at=measure_at, test_every=1, wandb="off")
+        recipe = replace(
+            recipe, out=Path(temporary), measure_at=measure_at, test_every=1, wandb="off"
+        )
         lightning.seed_everything(recipe.seed, verbose=False)
         whole_epoch = recipe.steps_per_epoch(len(data.train))
         steps = min(whole_epoch, WARM_UP + TIMED)
         epochs = ceil((WARM_UP + TIMED) / steps)
         # A test is not timed, but one batch of it may need the most memory.
-        limits: dict[str, Any] = {"max_epochs": epochs, "limit_train_batches": steps, "limit_val_batches": 1}
+        limits: dict[str, Any] = {
+            "max_epochs": epochs,
+            "limit_train_batches": steps,
+            "limit_val_batches": 1,
+        }
         trainer, times = make_trainer(recipe, data, **limits), StepTimes()
         callbacks: list[lightning.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.append(times)
         couplings = [callback for callback in callbacks if isinstance(callback, CouplingCallback)]
         for coupling in couplings:
-            coupling.run.max_overhead = None  # the share of measuring in a few steps is not that of a training
-        trainer.fit(Classifier(recipe, len(data.classes), whole_epoch), datamodule=Batches(data, recipe))
+            coupling.run.max_overhead = (
+                None  # the share of measuring in a few steps is not that of a training
+            )
+        trainer.fit(
+            Classifier(recipe, len(data.classes), whole_epoch), datamodule=Batches(data, recipe)
+        )
         # The last measurement: the first one also makes checks whose results are kept.
         measurement = couplings[0].run.overhead.last if couplings else 0.0
         on_gpu = trainer.strategy.root_device.type == "cuda"
         process_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         memory = torch.cuda.max_memory_reserved() if on_gpu else process_memory
-        return Trial(times.typical(), measurement, memory, (recipe.directory / "last.ckpt").stat().st_size)
+        return Trial(
+            times.typical(), measurement, memory, (recipe.directory / "last.ckpt").stat().st_size
+        )

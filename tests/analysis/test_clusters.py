@@ -8,12 +8,22 @@ import pytest
 from scipy import stats
 
 from tests.stores import stored, unit
-from tracker.analysis.across_models import assign_clusters, cluster_labels, compare_models, independence_note
+from tracker.analysis.across_models import (
+    assign_clusters,
+    cluster_labels,
+    compare_models,
+    independence_note,
+)
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
 from tracker.figures.__main__ import main
 from tracker.figures.choices import Choices
-from tracker.figures.model_comparisons import definitions, score_against_coupling, score_against_sizes, subsets
+from tracker.figures.model_comparisons import (
+    definitions,
+    score_against_coupling,
+    score_against_sizes,
+    subsets,
+)
 from tracker.report.write import main as report
 from tracker.store import open_results
 
@@ -27,7 +37,11 @@ def stores(tmp_path_factory):
     place = tmp_path_factory.mktemp("variants")
     for i, name in enumerate(NAMES):
         size = sorted(set(LABELS)).index(LABELS[i])
-        attributes = {"suite": f"pythia-{name}", "parameters": 1000 * (size + 1) ** 2, "width": 64 * (size + 1)}
+        attributes = {
+            "suite": f"pythia-{name}",
+            "parameters": 1000 * (size + 1) ** 2,
+            "width": 64 * (size + 1),
+        }
         stored(place / name, {1: unit(1, 3 + size, (4,), 5, False, i, **attributes)})
     return [place / name for name in NAMES]
 
@@ -56,7 +70,15 @@ def test_variants_of_one_model_are_recognised_by_name_and_sizes(results):
 
 def test_given_clusters_take_precedence(results):
     given = assign_clusters(results, "70m=small, 160m=small")
-    assert cluster_labels(given).tolist() == ["small", "70m-deduped", "small", "160m-deduped", "410m", "1b", "1b"]
+    assert cluster_labels(given).tolist() == [
+        "small",
+        "70m-deduped",
+        "small",
+        "160m-deduped",
+        "410m",
+        "1b",
+        "1b",
+    ]
     assert assign_clusters(results, None).keys() == results.keys()
     for wrong in ("70m", "9b=x", "70m="):
         with pytest.raises(ValueError, match=re.escape(f"--clusters {wrong}: ")):
@@ -65,9 +87,15 @@ def test_given_clusters_take_precedence(results):
 
 def test_the_note_states_independence_and_averaged_clusters(results):
     note = independence_note(results)
-    assert note.startswith("7 models of 1 architecture: p and intervals treat models as independent")
-    assert note.endswith("Clusters averaged in the second fit: 70m, 70m-deduped; 160m, 160m-deduped; 1b, 1b-seed3.")
-    assert "averaged" not in independence_note({name: results[name] for name in ("70m", "160m", "410m", "1b")})
+    assert note.startswith(
+        "7 models of 1 architecture: p and intervals treat models as independent"
+    )
+    assert note.endswith(
+        "Clusters averaged in the second fit: 70m, 70m-deduped; 160m, 160m-deduped; 1b, 1b-seed3."
+    )
+    assert "averaged" not in independence_note(
+        {name: results[name] for name in ("70m", "160m", "410m", "1b")}
+    )
 
 
 def compared(results):
@@ -86,20 +114,27 @@ def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     coupling, score = table["coupling, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
     averaged = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
-    assert averaged in figure.axes[0].get_title() and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
-    assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
-    assert "treat models as independent" in score_against_sizes(results, Choices(4))[0].get_supxlabel().replace(
-        "\n", " "
+    assert (
+        averaged in figure.axes[0].get_title()
+        and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
     )
+    assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
+    assert "treat models as independent" in score_against_sizes(results, Choices(4))[
+        0
+    ].get_supxlabel().replace("\n", " ")
 
     _, table = subsets(results, Choices(4))
-    assert table.subset.tolist()[:2] == ["all", "all, clusters averaged"] and table.n.tolist()[:2] == [7, 4]
+    assert table.subset.tolist()[:2] == ["all", "all, clusters averaged"] and table.n.tolist()[
+        :2
+    ] == [7, 4]
     assert table.p[1] == pytest.approx(fit.pvalue)
 
     _, table = definitions(results, Choices(4))
     row = table[(table.measure == "offdiag_normalized") & (table.pairs == "mean_offdiag")].iloc[0]
     assert (
-        row.cluster_n == 4 and row.cluster_p == pytest.approx(fit.pvalue) and row.cluster_r == pytest.approx(fit.rvalue)
+        row.cluster_n == 4
+        and row.cluster_p == pytest.approx(fit.pvalue)
+        and row.cluster_r == pytest.approx(fit.rvalue)
     )
 
 
@@ -111,8 +146,13 @@ def test_the_page_has_both_fits(results):
     fit = stats.linregress(means(at["values"]), means(found["score"]))
     assert at["fit"]["averaged"]["p"] == pytest.approx(fit.pvalue) and at["fit"]["n"] == 7
     whole = stats.linregress(at["values"], found["score"])
-    assert at["fit"]["p"] == pytest.approx(whole.pvalue) and at["fit"]["intercept"] == pytest.approx(whole.intercept)
-    assert at["controlled"]["averaged"]["n"] == 4 and at["subsets"]["subset"][1] == "all, clusters averaged"
+    assert at["fit"]["p"] == pytest.approx(whole.pvalue) and at["fit"][
+        "intercept"
+    ] == pytest.approx(whole.intercept)
+    assert (
+        at["controlled"]["averaged"]["n"] == 4
+        and at["subsets"]["subset"][1] == "all, clusters averaged"
+    )
     fit = stats.linregress(means(found["sizes"]["width"]), means(at["values"]))
     assert at["size_fits"]["width"]["averaged"]["p"] == pytest.approx(fit.pvalue)
 
@@ -122,7 +162,12 @@ def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
     unknown = results | {"1b": results["1b"].assign(miscoupling=results["1b"].miscoupling * np.nan)}
     at = compared(unknown)["coupling"]["miscoupling"][4]["mean"]
     assert at["values"].count(None) == 1
-    fits = [at["fit"], at["fit"]["averaged"], at["controlled"]["averaged"], at["size_fits"]["width"]["averaged"]]
+    fits = [
+        at["fit"],
+        at["fit"]["averaged"],
+        at["controlled"]["averaged"],
+        at["size_fits"]["width"]["averaged"],
+    ]
     assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]
     table = definitions(unknown, Choices(4))[1].set_index(["measure", "k", "pairs"])
     assert table.loc[("miscoupling", 4, "mean"), ["r2", "cluster_r2"]].isna().all()
@@ -139,5 +184,8 @@ def test_clusters_on_the_command_lines(stores, tmp_path, capsys):
     assert report([*paths, "--out", str(tmp_path / "page.html"), "--clusters", given]) == 0
     said = "Clusters averaged in the second fit: 160m, 160m-deduped; 410m, 1b."
     assert said in (tmp_path / "page.html").read_text()
-    assert main(["1a", *paths, "--clusters", "7b=x"]) == 2 and report([*paths, "--clusters", "7b=x", "--out", "x"]) == 2
+    assert (
+        main(["1a", *paths, "--clusters", "7b=x"]) == 2
+        and report([*paths, "--clusters", "7b=x", "--out", "x"]) == 2
+    )
     assert capsys.readouterr().err.count("is not NAME=CLUSTER with one of 70m, 70m-deduped") == 2

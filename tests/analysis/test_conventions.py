@@ -6,7 +6,13 @@ from tracker.analysis.across_models import compare_models
 from tracker.analysis.doubts import CONVENTIONS, describe_differences, differing_conventions
 from tracker.common.errors import UsageError
 
-ALIKE = {"final_norm": "include", "dtype": "float32", "precision": "float32", "tokens": "last", "inputs_sha256": "ab"}
+ALIKE = {
+    "final_norm": "include",
+    "dtype": "float32",
+    "precision": "float32",
+    "tokens": "last",
+    "inputs_sha256": "ab",
+}
 
 
 def result(**attributes):
@@ -27,7 +33,9 @@ def test_results_of_different_conventions_differ(key):
 
 
 def test_values_along_step():
-    changed = xr.Dataset(coords={"step": [0, 1], "final_norm": ("step", np.array(["include", "exclude"], object))})
+    changed = xr.Dataset(
+        coords={"step": [0, 1], "final_norm": ("step", np.array(["include", "exclude"], object))}
+    )
     found = differing_conventions({"a": result(), "b": changed})
     assert found["final_norm"] == {"a": "include", "b": "include, exclude"}
 
@@ -37,5 +45,7 @@ def test_models_of_different_conventions_are_not_compared():
     scored = {"score": ("step", [0.5]), "blocks": ("layer", [1.0, 2.0])}
     results = {f"m{i}": result().assign(scored) for i in range(4)}
     results["m3"] = results["m3"].assign_attrs(final_norm="exclude")
-    with pytest.raises(UsageError, match="not measured alike: they differ in final norm .*m3: exclude"):
+    with pytest.raises(
+        UsageError, match="not measured alike: they differ in final norm .*m3: exclude"
+    ):
         compare_models(results)

@@ -19,7 +19,13 @@ from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
-from tracker.figures.coupling import by_layer, coupling_of_prompts, heatmaps, layer_graph, over_training
+from tracker.figures.coupling import (
+    by_layer,
+    coupling_of_prompts,
+    heatmaps,
+    layer_graph,
+    over_training,
+)
 from tracker.measures.equal_blocks import read_equal_blocks
 from tracker.report.contents import contents
 from tracker.report.write import write_report
@@ -30,7 +36,9 @@ ONE_IN_40 = "One in 40"
 
 
 def layer(**options) -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=True, **options)
+    return nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=True, **options
+    )
 
 
 def measured(blocks, **options):
@@ -61,8 +69,13 @@ def assert_means(ds, counted):
     """Compare all means over pairs with plain loops, where these pairs with l != l' count."""
     L = ds.sizes["layer"]
     assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == counted
-    values, levels = (of.sel(k=K).values.astype(float) for of in (ds.offdiag, null_level(ds, "offdiag")))
-    pairs = {"mean_offdiag": counted, "mean_adjacent": [(l, m) for l, m in counted if abs(l - m) == 1]}
+    values, levels = (
+        of.sel(k=K).values.astype(float) for of in (ds.offdiag, null_level(ds, "offdiag"))
+    )
+    pairs = {
+        "mean_offdiag": counted,
+        "mean_adjacent": [(l, m) for l, m in counted if abs(l - m) == 1],
+    }
     pairs["mean"] = list(itertools.product(range(L), range(L)))
     points = curves(ds, ["offdiag"]).sel(k=K)
     at = reduced(ds).sel(k=K)
@@ -71,13 +84,17 @@ def assert_means(ds, counted):
         level = np.mean([levels[..., l, m] for l, m in chosen], 0)
         for found in (points, at):
             assert float(found.offdiag.sel(pairs=name)) == pytest.approx(by_prompt.mean(), rel=1e-6)
-            assert float(found.offdiag_null.sel(pairs=name)) == pytest.approx(level.mean(), rel=1e-6)
+            assert float(found.offdiag_null.sel(pairs=name)) == pytest.approx(
+                level.mean(), rel=1e-6
+            )
         coupling = at.offdiag_coupling_by_prompt.sel(pairs=name)
         np.testing.assert_allclose(coupling, (level - by_prompt).mean(1), rtol=1e-5)
 
 
 def test_pairs_of_the_same_two_modules_are_one_pair_of_a_test(looped):
-    departure = (null_level(looped, "miscoupling") - looped.miscoupling).mean(("prompt", "token")).sel(k=K)
+    departure = (
+        (null_level(looped, "miscoupling") - looped.miscoupling).mean(("prompt", "token")).sel(k=K)
+    )
     values = departure.values
     expected = []
     for a, b in itertools.combinations(range(3), 2):
@@ -96,10 +113,14 @@ def test_an_untrained_looped_model_is_not_called_coupled():
     for seed in range(6):
         torch.manual_seed(seed)
         ds = measured([layer() for _ in range(4)] * 3)
-        departure = (null_level(ds, "miscoupling") - ds.miscoupling).mean(("prompt", "token")).sel(k=K)
+        departure = (
+            (null_level(ds, "miscoupling") - ds.miscoupling).mean(("prompt", "token")).sel(k=K)
+        )
         above.append(bool(coupled(independent_pairs(departure, ds)[None])[0]))
         table = tracker.summary(ds)
-        first, second = map(int, next(of for _, of in table.index if of.startswith("blocks")).split()[1::2])
+        first, second = map(
+            int, next(of for _, of in table.index if of.startswith("blocks")).split()[1::2]
+        )
         assert (first - second) % 4, "the most coupled pair is of two modules"
         assert abs(table.loc["miscoupling", "all pairs"].coupling) < 0.02
     assert sum(above) <= 1
@@ -113,10 +134,16 @@ def test_the_summary_names_equal_blocks(looped):
     ds = tracker.measure(encoder, torch.randn(3, 6, WIDTH), k=K)
     assert ds.attrs["equal_blocks"] == "equal weights: 1 2 3 4"
     said = repr(tracker.summary(ds))
-    assert "equal weights (1, 2, 3, 4): they are coupled by construction" in said and ONE_IN_40 not in said
+    assert (
+        "equal weights (1, 2, 3, 4): they are coupled by construction" in said
+        and ONE_IN_40 not in said
+    )
     assert (counted_pairs(ds).values > 0).sum() == 12
     both = repr(tracker.summary({"looped": looped, "copies": ds}))
-    assert "looped: Some blocks are one module" in both and "copies: Some blocks have equal weights" in both
+    assert (
+        "looped: Some blocks are one module" in both
+        and "copies: Some blocks have equal weights" in both
+    )
     assert ONE_IN_40 not in both
     own = measured([layer() for _ in range(3)])
     assert own.attrs["equal_blocks"] == "none" and ONE_IN_40 in repr(tracker.summary(own))
@@ -130,12 +157,15 @@ def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
     )  # fmt: skip
     network, layers = transformers.AlbertModel(config).eval(), "encoder.albert_layer_groups"
     with pytest.raises(
-        UsageError, match=f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'"
+        UsageError,
+        match=f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'",
     ):
         tracker.measure(network, tokens(), k=K)
     ds = tracker.measure(network, tokens(), k=K, blocks=layers)
     assert ds.attrs["equal_blocks"] == "one module: 1 2 3 4"
-    assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == list(itertools.permutations(range(4), 2))
+    assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == list(
+        itertools.permutations(range(4), 2)
+    )
     table = tracker.summary(ds)
     expected = ds.miscoupling.sel(k=K).where(ds.layer != ds.layer_other).mean()
     assert table.loc["miscoupling", "all pairs"].value == pytest.approx(float(expected), rel=1e-6)
@@ -146,7 +176,9 @@ def test_which_blocks_are_equal():
     a, b, c = (layer() for _ in range(3))
     again, other = copy.deepcopy(a), copy.deepcopy(a)
     assert measured([a, b, again, b]).attrs["equal_blocks"] == "one module: 2 4; equal weights: 1 3"
-    assert measured([a, b, again, a]).attrs["equal_blocks"] == "one module: 1 4; equal weights: 1 3 4"
+    assert (
+        measured([a, b, again, a]).attrs["equal_blocks"] == "one module: 1 4; equal weights: 1 3 4"
+    )
     with torch.no_grad():
         other.linear2.bias[-1] += 1e-3  # the last of its numbers
     assert measured([a, b, other]).attrs["equal_blocks"] == "none"
@@ -181,8 +213,12 @@ def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
 def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path):
     store = stored(tmp_path / "store", dict.fromkeys((0, 10, 20), looped))
     results = {"looped": open_results(store)}
-    expected = np.mean([looped.offdiag_normalized.sel(k=K).values[..., l, m] for l, m in COUNTED], 0)
-    read = read_miscouplings(store).sel(measure="offdiag_normalized", k=K, pairs="mean_offdiag", step=10)
+    expected = np.mean(
+        [looped.offdiag_normalized.sel(k=K).values[..., l, m] for l, m in COUNTED], 0
+    )
+    read = read_miscouplings(store).sel(
+        measure="offdiag_normalized", k=K, pairs="mean_offdiag", step=10
+    )
     np.testing.assert_allclose(read.miscoupling, expected.mean(0), rtol=1e-6)
     below = (null_level(looped, "offdiag_normalized") - looped.offdiag_normalized).sel(k=K)
     coupling = np.mean([below.values[..., l, m] for l, m in COUNTED], 0)
@@ -221,7 +257,14 @@ def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
     assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
     store = stored(tmp_path / "store", {0: ds, 10: ds})
     tracker.summary(store)
-    for figure in ("1b", "1c", "30", "curves", "heatmap", *["26"] * inside):  # the entropy is of logits
+    for figure in (
+        "1b",
+        "1c",
+        "30",
+        "curves",
+        "heatmap",
+        *["26"] * inside,
+    ):  # the entropy is of logits
         tracker.plot(store, figure)
     write_report([tmp_path / "store"], tmp_path / "page.html")
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

@@ -15,7 +15,16 @@ def ds():
 
 def test_a_row_for_each_pair_of_blocks(ds):
     table = tracker.to_frame(ds)
-    expected = ["prompt", "token", "token_position", "k", "layer", "layer_other", "miscoupling", "miscoupling_null"]
+    expected = [
+        "prompt",
+        "token",
+        "token_position",
+        "k",
+        "layer",
+        "layer_other",
+        "miscoupling",
+        "miscoupling_null",
+    ]
     assert table.columns.tolist() == expected and len(table) == ds.miscoupling.size
     levels = tracker.null_level(ds, "miscoupling")
     for row in table.sample(20, random_state=0).itertuples():
@@ -34,7 +43,9 @@ def test_positions_that_a_shorter_prompt_lacks_are_left_out(ds):
 
 
 def test_selected_coordinates_stay(ds):
-    table = tracker.to_frame(ds.sel(k=4).expand_dims(step=[64]).isel(step=0), "miscoupling", null=False)
+    table = tracker.to_frame(
+        ds.sel(k=4).expand_dims(step=[64]).isel(step=0), "miscoupling", null=False
+    )
     assert set(table.k) == {4} and set(table.step) == {64} and "miscoupling_null" not in table
 
 
@@ -51,7 +62,10 @@ def test_token_pairs_have_two_positions():
     ("of", "message"),
     [
         ("miscouplin", "'miscouplin' is not in the results; .* such as miscoupling"),
-        (["lss", "norm"], r"the same dimensions \(lss: position, prompt; norm: depth, position, prompt\)"),
+        (
+            ["lss", "norm"],
+            r"the same dimensions \(lss: position, prompt; norm: depth, position, prompt\)",
+        ),
         ([], "none was given"),
     ],
 )
@@ -62,11 +76,15 @@ def test_what_is_refused(ds, of, message):
 
 def test_too_many_rows(ds, monkeypatch):
     monkeypatch.setattr("tracker.analysis.summary.ROWS", 10)
-    with pytest.raises(UsageError, match=r"rows are too many; select first, such as results.sel\(k=10\)"):
+    with pytest.raises(
+        UsageError, match=r"rows are too many; select first, such as results.sel\(k=10\)"
+    ):
         tracker.to_frame(ds)
 
 
 def test_public_names_are_listed():
     names = [name for name in dir(tracker) if not name.startswith("_")]
-    assert {"summary", "to_frame", "measure", "Watch", "report"} <= set(names) and "importlib" not in names
+    assert {"summary", "to_frame", "measure", "Watch", "report"} <= set(
+        names
+    ) and "importlib" not in names
     assert all(hasattr(tracker, name) for name in names)

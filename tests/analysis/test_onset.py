@@ -22,7 +22,9 @@ RAMP = np.outer([0, 0, 0, 0, 0, 0.1, 0.2, 0.3, 0.4], np.random.default_rng(10).n
 def onset(steps, departure, clusters=None, pairs=None):
     """The onset where, unless `pairs` says otherwise, each of 15 pairs of blocks departs like the mean over prompts."""
     if pairs is None:
-        pairs = np.nanmean(np.where(np.isfinite(departure), departure, 0), 1, keepdims=True) * np.linspace(0.8, 1.2, 15)
+        pairs = np.nanmean(
+            np.where(np.isfinite(departure), departure, 0), 1, keepdims=True
+        ) * np.linspace(0.8, 1.2, 15)
     return onset_of(steps, departure, pairs, clusters)
 
 
@@ -33,7 +35,10 @@ def test_onset_of_a_ramp():
     assert (found.low, found.high) == (8, 16), "the interval is never narrower than the steps"
     assert found.words == "between steps 8 and 16 (95 % interval over prompts: 8 to 16)"
     of_sources = onset(STEPS, RAMP, np.arange(20) % 4)
-    assert of_sources.words == "between steps 8 and 16 (95 % interval over prompts in 4 clusters: 8 to 16)"
+    assert (
+        of_sources.words
+        == "between steps 8 and 16 (95 % interval over prompts in 4 clusters: 8 to 16)"
+    )
 
 
 def test_the_onset_is_at_a_tenth_of_the_maximum():
@@ -62,21 +67,30 @@ def test_rate_of_false_onsets(pairs, dependence):
 def test_coupled_pairs_are_told_from_unrelated_ones():
     random = np.random.default_rng(3)
     unrelated = random.standard_normal((2000, 15))
-    assert 0.018 <= coupled(unrelated).mean() <= 0.033 and 0.04 <= coupled(unrelated, level=0.05).mean() <= 0.06
+    assert (
+        0.018 <= coupled(unrelated).mean() <= 0.033
+        and 0.04 <= coupled(unrelated, level=0.05).mean() <= 0.06
+    )
     assert coupled(unrelated + 2).mean() > 0.99
     some = unrelated + 2
     some[:, 12:] = np.nan
     np.testing.assert_array_equal(coupled(some), coupled(some[:, :12]))
     assert (
-        not coupled(np.full((1, 15), np.nan)).any() and not coupled(np.ones((1, 2))).any() and coupled(np.ones((1, 3)))
+        not coupled(np.full((1, 15), np.nan)).any()
+        and not coupled(np.ones((1, 2))).any()
+        and coupled(np.ones((1, 3)))
     )
     # Blocks that are coupled in a few prompts alone: over their pairs, the mean is the same in all.
     pairs, prompts = 0.5 + 0.1 * unrelated[:200], 0.5 + 2 * random.standard_normal((200, 4))
     assert coupled(pairs).all() and coupled(pairs, prompts).mean() < 0.3
-    np.testing.assert_array_equal(coupled(pairs, prompts), coupled(pairs, np.repeat(prompts, 8, 1), np.arange(32) // 8))
+    np.testing.assert_array_equal(
+        coupled(pairs, prompts), coupled(pairs, np.repeat(prompts, 8, 1), np.arange(32) // 8)
+    )
     np.testing.assert_array_equal(coupled(pairs, prompts[:, :1]), coupled(pairs))
     matrices = random.random((2, 4, 4))
-    expected = [(matrices[:, l, m] + matrices[:, m, l]) / 2 for l in range(4) for m in range(l + 1, 4)]
+    expected = [
+        (matrices[:, l, m] + matrices[:, m, l]) / 2 for l in range(4) for m in range(l + 1, 4)
+    ]
     np.testing.assert_array_equal(pairs_of_blocks(matrices), np.stack(expected, -1))
 
 
@@ -105,19 +119,28 @@ def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
     broken[0] = np.nan
     assert onset(STEPS, broken) == onset(STEPS[1:], RAMP[1:])
     assert onset(STEPS, np.full((9, 20), np.nan)).words == "unknown: fewer than 2 steps"
-    assert onset(STEPS, RAMP[:, :1]).words == "between steps 8 and 16 (no interval: fewer than 2 independent prompts)"
-    assert onset(STEPS, RAMP, pairs=np.ones((9, 1))).words == "unknown: fewer than 3 pairs of blocks"
+    assert (
+        onset(STEPS, RAMP[:, :1]).words
+        == "between steps 8 and 16 (no interval: fewer than 2 independent prompts)"
+    )
+    assert (
+        onset(STEPS, RAMP, pairs=np.ones((9, 1))).words == "unknown: fewer than 3 pairs of blocks"
+    )
     broken = RAMP.copy()
     broken[0, 10:] = np.nan
     of_one = onset(STEPS, broken, np.arange(20) < 10)
-    assert of_one.words.endswith("(no interval: fewer than 2 independent prompts)"), "prompts of one source of two"
+    assert of_one.words.endswith("(no interval: fewer than 2 independent prompts)"), (
+        "prompts of one source of two"
+    )
 
 
 def test_models_that_are_unrelated_over_pairs_and_prompts():
     """Both sources of error: of 2,000 models at most 2.5 % are called coupled, and not far fewer where one source dominates."""
     random = np.random.default_rng(4)
     for of_pairs, of_prompts in ((1, 0.1), (0.1, 1), (1, 1)):
-        table = of_pairs * random.standard_normal((2000, 15, 1)) + of_prompts * random.standard_normal((2000, 1, 6))
+        table = of_pairs * random.standard_normal(
+            (2000, 15, 1)
+        ) + of_prompts * random.standard_normal((2000, 1, 6))
         table += 0.1 * random.standard_normal(table.shape)
         rate = coupled(table.mean(2), table.mean(1)).mean()
         assert 0.012 <= rate <= 0.033, (of_pairs, of_prompts, rate)
@@ -132,14 +155,21 @@ def test_onset_at_the_first_step():
 
 def test_no_onset_beyond_chance():
     noise = np.random.default_rng(15).standard_normal((9, 6))
-    assert onset(STEPS, noise, pairs=np.random.default_rng(16).standard_normal((9, 15))).words == "none beyond chance"
+    assert (
+        onset(STEPS, noise, pairs=np.random.default_rng(16).standard_normal((9, 15))).words
+        == "none beyond chance"
+    )
 
 
 @pytest.mark.slow
 def test_untrained_models_are_not_coupled_beyond_chance():
     """The numbers in docs/measurements.md: t of the mean departure over pairs, and the departure as a share of the level."""
     sizes = transformers.GPTNeoXConfig(
-        hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512, vocab_size=200
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=512,
+        vocab_size=200,
     )
     shares, scores = {name: [] for name in MISCOUPLINGS}, []
     for seed in range(6):
@@ -159,14 +189,18 @@ def test_untrained_models_are_not_coupled_beyond_chance():
 def test_two_grids_of_one_run():
     """A tiny GPT-NeoX trained on text, offdiag_normalized at K = 10: interpolated, the onsets would be 2.5 and 0.5."""
     steps = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 300])
-    curve = np.array([0, 0.0017, 0.0172, 0.0822, 0.1647, 0.2359, 0.2646, 0.3553, 0.3563, 0.2298, 0.1609, 0.1255])
+    curve = np.array(
+        [0, 0.0017, 0.0172, 0.0822, 0.1647, 0.2359, 0.2646, 0.3553, 0.3563, 0.2298, 0.1609, 0.1255]
+    )
     prompts = curve[:, None] * np.random.default_rng(16).normal(1, 0.05, 8)
     fine = onset(steps, prompts)
     kept = steps % 64 == 0
     coarse = onset(steps[kept], prompts[kept])
     assert (fine.earlier, fine.later) == (2, 4) and (coarse.earlier, coarse.later) == (0, 64)
     assert coarse.low <= fine.earlier and fine.later <= coarse.high
-    assert fine.words.startswith("between steps 2 and 4 ") and coarse.words.startswith("between steps 0 and 64 ")
+    assert fine.words.startswith("between steps 2 and 4 ") and coarse.words.startswith(
+        "between steps 0 and 64 "
+    )
 
 
 @given(
@@ -180,7 +214,9 @@ def test_fewer_steps_never_move_the_onset_off_the_truth(gaps, rises, data):
     S = len(steps)
     peak = data.draw(st.integers(1, S - 1))
     curve = np.cumsum([0, *rises])[:S]
-    curve[peak:] = np.minimum(curve[peak], curve[peak] - 0.5 * (np.arange(S - peak)) / S * curve[peak])
+    curve[peak:] = np.minimum(
+        curve[peak], curve[peak] - 0.5 * (np.arange(S - peak)) / S * curve[peak]
+    )
     curve = curve / (curve[peak] or 1) * (curve[peak] > 1e-3)
     kept = np.array([data.draw(st.booleans()) or i in (0, peak) for i in range(S)])
     prompts = curve[:, None] * np.linspace(0.9, 1.1, 4)

@@ -33,14 +33,18 @@ def measured(model, inputs):
 def results(tmp_path_factory, ds):
     """Opened results of two steps, the second more coupled."""
     later = ds.assign(miscoupling=ds.miscoupling * 0.8)
-    return open_results(stored(tmp_path_factory.mktemp("selections") / "toy", {0: ds, 8: later}).path)
+    return open_results(
+        stored(tmp_path_factory.mktemp("selections") / "toy", {0: ds, 8: later}).path
+    )
 
 
 ANALYSES = {
     "summary": tracker.summary,
     "curves": tracker.curves,
     "null_level": lambda results: tracker.null_level(results, "miscoupling"),
-    "null_level of the trace": lambda results: tracker.null_level(results, "miscoupling_release_trace"),
+    "null_level of the trace": lambda results: tracker.null_level(
+        results, "miscoupling_release_trace"
+    ),
     "null_level of tokens": lambda results: tracker.null_level(results, "self_miscoupling"),
     "null_spread": tracker.null_spread,
     "to_frame": tracker.to_frame,
@@ -84,9 +88,15 @@ def assert_same(one, other):
         (lambda ds: ds.isel(token=0), {}),
         (lambda ds: ds.squeeze(), {}),
         (lambda ds: ds.isel(prompt=0).sel(k=2).squeeze(), {"prompt": [0], "k": [0]}),
-        (lambda ds: ds.sel(layer=[1, 2], layer_other=[1, 2]), {"layer": [0, 1], "layer_other": [0, 1]}),
+        (
+            lambda ds: ds.sel(layer=[1, 2], layer_other=[1, 2]),
+            {"layer": [0, 1], "layer_other": [0, 1]},
+        ),
         (lambda ds: ds.transpose(*reversed(list(ds.dims))), {}),
-        (lambda ds: ds.assign_coords(topic=("prompt", ["a", "b", "c"])).isel(prompt=2), {"prompt": [2]}),
+        (
+            lambda ds: ds.assign_coords(topic=("prompt", ["a", "b", "c"])).isel(prompt=2),
+            {"prompt": [2]},
+        ),
     ],
     ids=["K", "prompt", "token", "squeeze", "all", "blocks", "transposed", "own coordinate"],
 )
@@ -104,8 +114,13 @@ def test_a_selected_label_is_a_dimension_of_length_1(ds, analysis, selected, kep
 
 
 def test_a_selected_prompt_has_the_values_of_its_own_measurement(model, ds):
-    ours, other = tracker.summary(ds.isel(prompt=1)), tracker.summary(measured(model, tokens(3)[1:2]))
-    np.testing.assert_allclose(ours[["value", "null_level"]], other[["value", "null_level"]], rtol=1e-3, atol=1e-5)
+    ours, other = (
+        tracker.summary(ds.isel(prompt=1)),
+        tracker.summary(measured(model, tokens(3)[1:2])),
+    )
+    np.testing.assert_allclose(
+        ours[["value", "null_level"]], other[["value", "null_level"]], rtol=1e-3, atol=1e-5
+    )
     assert ours.attrs["title"] == other.attrs["title"]
 
 
@@ -124,10 +139,17 @@ def test_a_selected_step_and_a_directory(results, ds, tmp_path):
 
 
 def test_null_levels_have_the_dimensions_of_what_was_given(ds):
-    for part in (ds.sel(k=3), ds.isel(prompt=0), ds.squeeze(), ds.transpose(*reversed(list(ds.dims)))):
+    for part in (
+        ds.sel(k=3),
+        ds.isel(prompt=0),
+        ds.squeeze(),
+        ds.transpose(*reversed(list(ds.dims))),
+    ):
         assert tracker.null_level(part, "miscoupling").dims == part.miscoupling.dims
         whole = tracker.null_level(ds, "miscoupling")
-        found, expected = xr.align(tracker.null_level(part, "miscoupling"), whole.sel(_scalars(part)), join="exact")
+        found, expected = xr.align(
+            tracker.null_level(part, "miscoupling"), whole.sel(_scalars(part)), join="exact"
+        )
         np.testing.assert_array_equal(found, expected.transpose(*found.dims))
 
 
@@ -139,7 +161,9 @@ def test_neighbours_are_blocks_that_follow_each_other(ds):
     kept = [1, 3, 4]
     points = tracker.curves(ds.sel(layer=kept, layer_other=kept)).sel(k=2, pairs="mean_adjacent")
     pair = ds.miscoupling.sel(k=2, layer=[3, 4], layer_other=[3, 4]).values
-    assert float(points.miscoupling) == pytest.approx(np.mean([pair[..., 0, 1], pair[..., 1, 0]]), rel=1e-6)
+    assert float(points.miscoupling) == pytest.approx(
+        np.mean([pair[..., 0, 1], pair[..., 1, 0]]), rel=1e-6
+    )
 
 
 def test_a_curve_of_the_last_state_needs_the_last_state(ds):
@@ -161,12 +185,30 @@ def test_a_dataset_of_another_type_or_file(ds, analysis, kind, tmp_path):
 
 
 REFUSED = {
-    "a mean": (lambda ds: ds.mean("prompt"), "lacks the dimension prompt: leave means to the analysis"),
-    "a dropped label": (lambda ds: ds.isel(k=0, drop=True), "lacks the dimension k: .* which keeps its label"),
-    "where": (lambda ds: ds.where(ds.prompt == 0), "has the dimension prompt, on which no measurement of it depends"),
-    "no attributes": (lambda ds: ds.drop_attrs(), "without the attribute model_class lost its attributes"),
-    "no labels": (lambda ds: ds.drop_vars("layer"), "has a dimension layer without the coordinate layer"),
-    "no texts": (lambda ds: ds.drop_vars("prompt_text"), "has a dimension prompt without the coordinate prompt_text"),
+    "a mean": (
+        lambda ds: ds.mean("prompt"),
+        "lacks the dimension prompt: leave means to the analysis",
+    ),
+    "a dropped label": (
+        lambda ds: ds.isel(k=0, drop=True),
+        "lacks the dimension k: .* which keeps its label",
+    ),
+    "where": (
+        lambda ds: ds.where(ds.prompt == 0),
+        "has the dimension prompt, on which no measurement of it depends",
+    ),
+    "no attributes": (
+        lambda ds: ds.drop_attrs(),
+        "without the attribute model_class lost its attributes",
+    ),
+    "no labels": (
+        lambda ds: ds.drop_vars("layer"),
+        "has a dimension layer without the coordinate layer",
+    ),
+    "no texts": (
+        lambda ds: ds.drop_vars("prompt_text"),
+        "has a dimension prompt without the coordinate prompt_text",
+    ),
     "none": (lambda ds: ds.isel(prompt=[]), "this selection has no prompt; select one at least"),
     "another name": (lambda ds: ds.rename(layer="block"), "lacks the dimension layer"),
     "an array": (lambda ds: ds.miscoupling, "DataArray is no result; give a Dataset"),
@@ -183,12 +225,21 @@ def test_what_is_refused_at_the_door(ds, analysis, case):
 
 def test_what_a_part_lacks_is_named(ds):
     alone = ds[["miscoupling"]]
-    for analyse in (tracker.summary, tracker.plot, tracker.to_frame, tracker.curves, ANALYSES["null_level"]):
+    for analyse in (
+        tracker.summary,
+        tracker.plot,
+        tracker.to_frame,
+        tracker.curves,
+        ANALYSES["null_level"],
+    ):
         with pytest.raises(
-            UsageError, match="the null level of miscoupling needs miscoupling_level, which this part .* lacks"
+            UsageError,
+            match="the null level of miscoupling needs miscoupling_level, which this part .* lacks",
         ):
             analyse(alone)
-    with pytest.raises(UsageError, match="the spread of miscoupling needs singular_value, isotropic, "):
+    with pytest.raises(
+        UsageError, match="the spread of miscoupling needs singular_value, isotropic, "
+    ):
         tracker.null_spread(alone)
     with_level = ds[["miscoupling", "miscoupling_level"]]
     rows, expected = (tracker.summary(of).loc["miscoupling"] for of in (with_level, ds))
@@ -196,10 +247,13 @@ def test_what_a_part_lacks_is_named(ds):
     assert_same(tracker.plot(with_level), tracker.plot(ds))
     assert "coupling/undefined" not in tracker.scalars(with_level)
     with pytest.raises(
-        UsageError, match=r"same blocks along layer \[1, 2\] and layer_other \[1, 2, 3, 4\]; select both"
+        UsageError,
+        match=r"same blocks along layer \[1, 2\] and layer_other \[1, 2, 3, 4\]; select both",
     ):
         tracker.summary(ds.sel(layer=[1, 2]))
-    with pytest.raises(UsageError, match="a null level needs rank 1 to 3, and this part of the results has 2, 3"):
+    with pytest.raises(
+        UsageError, match="a null level needs rank 1 to 3, and this part of the results has 2, 3"
+    ):
         tracker.null_level(ds.isel(rank=[1, 2]), "miscoupling_release_trace")
     with pytest.raises(UsageError, match="the response to noise needs depth 0 to 1"):
         tracker.plot(ds.isel(depth=-1), 32)
@@ -212,7 +266,10 @@ def test_runs_by_name_make_one_table(ds, results):
         of = {"a": ds, "b": results.isel(step=[-1]).sel(k=[3])}[name]
         values = tracker.to_frame(of, "miscoupling").miscoupling
         np.testing.assert_array_equal(part.miscoupling, values)
-    assert set(tracker.to_frame([ds, ds], "lss").result) == {"GPTNeoXForCausalLM (1)", "GPTNeoXForCausalLM (2)"}
+    assert set(tracker.to_frame([ds, ds], "lss").result) == {
+        "GPTNeoXForCausalLM (1)",
+        "GPTNeoXForCausalLM (2)",
+    }
     with pytest.raises(UsageError, match="no results"):
         tracker.to_frame({})
 

@@ -52,10 +52,14 @@ def test_regression_with_groups_is_that_with_dummies():
     fit = linear_fit(x, y, groups)
     assert fit["slope"] == pytest.approx(weights[0])
     assert fit["p"] == pytest.approx(2 * stats.t.sf(abs(weights[0] / error), df))
-    assert linear_fit(x, y)["slope"] < 0 < fit["slope"]  # Simpson's paradox is what the groups are for
+    assert (
+        linear_fit(x, y)["slope"] < 0 < fit["slope"]
+    )  # Simpson's paradox is what the groups are for
 
 
-@pytest.mark.parametrize("x, y", [([1.0, 2, 3], [1.0, 2, 4]), ([1.0] * 5, range(5)), (range(5), [2.0] * 5)])
+@pytest.mark.parametrize(
+    "x, y", [([1.0, 2, 3], [1.0, 2, 4]), ([1.0] * 5, range(5)), (range(5), [2.0] * 5)]
+)
 def test_fits_of_three_points_or_without_spread_are_undefined(x, y):
     fit = linear_fit(np.array(x, float), np.array(y, float))
     assert np.isnan(
@@ -82,7 +86,9 @@ def test_partial_correlation_is_that_of_a_multiple_regression():
     y = 2 * depth - width + 0.5 * x + 0.2 * random.standard_normal(20)
     oracle = sm.OLS(y, sm.add_constant(np.column_stack([x, depth, width]))).fit()
     fit = partial_correlation(x, y, [depth, width])
-    assert fit["slope"] == pytest.approx(oracle.params[1]) and fit["p"] == pytest.approx(oracle.pvalues[1])
+    assert fit["slope"] == pytest.approx(oracle.params[1]) and fit["p"] == pytest.approx(
+        oracle.pvalues[1]
+    )
     t = oracle.tvalues[1]
     assert fit["r2"] == pytest.approx(t**2 / (t**2 + oracle.df_resid))
 
@@ -90,7 +96,9 @@ def test_partial_correlation_is_that_of_a_multiple_regression():
 def test_a_variable_that_the_controls_explain_has_no_partial_correlation():
     x = np.arange(8.0)
     assert np.isnan(partial_correlation(x, x**2, [x])["r2"])
-    assert np.isnan(partial_correlation(x[:5], x[:5] ** 2, [x[:5] ** 3, x[:5] ** 0.5, x[:5] ** 1.5])["p"])
+    assert np.isnan(
+        partial_correlation(x[:5], x[:5] ** 2, [x[:5] ** 3, x[:5] ** 0.5, x[:5] ** 1.5])["p"]
+    )
 
 
 @pytest.mark.parametrize("a, b", [(2.0, 0.7), (-3.0, -0.02), (1e-3, 40.0), (5.0, 1e-6)])
@@ -111,7 +119,9 @@ def test_an_exponential_is_fitted_in_y_not_in_its_logarithm():
         return ((y - a * np.exp(b * x)) ** 2).sum()
 
     best = left(fit["a"], fit["b"])
-    assert all(best <= left(fit["a"] * i, fit["b"] * j) for i in (0.99, 1, 1.01) for j in (0.99, 1, 1.01))
+    assert all(
+        best <= left(fit["a"] * i, fit["b"] * j) for i in (0.99, 1, 1.01) for j in (0.99, 1, 1.01)
+    )
     assert fit["r2"] == pytest.approx(1 - best / ((y - y.mean()) ** 2).sum())
 
 
@@ -139,7 +149,9 @@ def clustered(random, sizes, icc, count=20_000):
     """Prompts of mean 0 and variance 1, of which those of one source share `icc`; and their sources."""
     label = np.repeat(np.arange(len(sizes)), sizes)
     shared = random.standard_normal((count, len(sizes)))[:, label]
-    return np.sqrt(icc) * shared + np.sqrt(1 - icc) * random.standard_normal((count, len(label))), label
+    return np.sqrt(icc) * shared + np.sqrt(1 - icc) * random.standard_normal(
+        (count, len(label))
+    ), label
 
 
 @pytest.mark.parametrize("icc", [0, 0.5, 1])
@@ -154,7 +166,9 @@ def test_prompts_of_four_sources(icc):
 def test_sources_of_different_sizes(sizes):
     """There the degrees of freedom are an approximation: G - 1 of them would cover 0.93, 0.86 and 0.86."""
     for icc in (0, 0.5):
-        assert_covers(holds(0, *mean_interval(*clustered(np.random.default_rng(21), sizes, icc))), 0.94, 0.985)
+        assert_covers(
+            holds(0, *mean_interval(*clustered(np.random.default_rng(21), sizes, icc))), 0.94, 0.985
+        )
 
 
 @pytest.mark.parametrize("sizes, coverage", [((1, 1, 30), 0.91), ((1, 1, 100), 0.81)])
@@ -176,7 +190,9 @@ def test_of_sources_of_one_size_it_is_the_t_interval_of_their_means():
     alone = stats.t.interval(0.95, 11, values.mean(1), stats.sem(values, 1))
     for labels in (None, np.arange(12)):
         np.testing.assert_allclose(mean_interval(values, labels), alone, rtol=1e-12)
-    assert np.isnan(mean_interval(values, np.full(12, "one"))).all(), "one cluster shows no variance"
+    assert np.isnan(mean_interval(values, np.full(12, "one"))).all(), (
+        "one cluster shows no variance"
+    )
 
 
 def test_errors_of_clusters_are_cr2_with_bell_and_mccaffrey_s_degrees_of_freedom():
@@ -227,16 +243,28 @@ def fits_of(design, rho, count=2000):
 @pytest.mark.parametrize("rho", [0, 0.6])
 def test_intervals_of_r_and_r2_cover_them(design, rho):
     """Fisher's z is approximate, by at most half a per cent here; a bootstrap interval of R^2 never contained 0."""
-    ends = np.array([[fit[end] for end in ("r_low", "r_high", "r2_low", "r2_high")] for fit in fits_of(design, rho)]).T
+    ends = np.array(
+        [
+            [fit[end] for end in ("r_low", "r_high", "r2_low", "r2_high")]
+            for fit in fits_of(design, rho)
+        ]
+    ).T
     assert_covers(holds(rho, *ends[:2]), 0.945, 0.955)
-    assert_covers(holds(rho**2, *ends[2:]), 0.945, 0.975)  # where r's reaches below 0, R^2's holds (-r)^2 too
+    assert_covers(
+        holds(rho**2, *ends[2:]), 0.945, 0.975
+    )  # where r's reaches below 0, R^2's holds (-r)^2 too
     assert (ends[2] <= ends[3]).all() and (ends[2][(ends[0] < 0) & (ends[1] > 0)] == 0).all()
 
 
 def test_one_degree_of_freedom_excludes_no_correlation():
     x, y, *others = np.random.default_rng(25).standard_normal((5, 6))
     fit = partial_correlation(x, y, others)
-    assert (fit["r_low"], fit["r_high"], fit["r2_low"], fit["r2_high"]) == (-1, 1, 0, 1) and np.isfinite(fit["p"])
+    assert (fit["r_low"], fit["r_high"], fit["r2_low"], fit["r2_high"]) == (
+        -1,
+        1,
+        0,
+        1,
+    ) and np.isfinite(fit["p"])
 
 
 def test_averaged_copies_count_as_one_point():
@@ -245,7 +273,10 @@ def test_averaged_copies_count_as_one_point():
     label = np.repeat(list("abcdef"), 2)
     x, y = (np.repeat(v, 2) for v in random.standard_normal((2, 6)))
     means = cluster_means(pd.DataFrame({"x": x, "y": y}), label)
-    fit, oracle = linear_fit(means.x.to_numpy(), means.y.to_numpy()), stats.linregress(x[::2], y[::2])
+    fit, oracle = (
+        linear_fit(means.x.to_numpy(), means.y.to_numpy()),
+        stats.linregress(x[::2], y[::2]),
+    )
     assert fit["n"] == 6 and fit["p"] == pytest.approx(oracle.pvalue)
     assert linear_fit(x, y)["p"] < fit["p"]
 

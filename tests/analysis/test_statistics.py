@@ -35,7 +35,9 @@ def test_means_over_pairs_and_prompts(ds):
             per_prompt = np.mean([values[:, :, l, m] for l, m in chosen], 0)
             point = points.sel(k=4, pairs=name)
             assert float(point[measure]) == pytest.approx(per_prompt.mean(), rel=1e-6)
-            assert float(point[f"{measure}_q25"]) == pytest.approx(np.quantile(per_prompt, 0.25), rel=1e-6)
+            assert float(point[f"{measure}_q25"]) == pytest.approx(
+                np.quantile(per_prompt, 0.25), rel=1e-6
+            )
             null = null_level(ds, measure).sel(k=4).values
             expected = np.mean([null[:, :, l, m] for l, m in chosen])
             assert float(point[f"{measure}_null"]) == pytest.approx(expected, rel=1e-6)
@@ -52,7 +54,9 @@ def test_medians_over_tokens_and_prompts(ds):
 
 def test_scalars_are_the_curve_points_under_flat_names(ds):
     flat, points = scalars(ds), curves(ds)
-    assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(points.miscoupling.sel(k=4, pairs="mean_offdiag"))
+    assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(
+        points.miscoupling.sel(k=4, pairs="mean_offdiag")
+    )
     assert flat["trajectory/lss/median"] == float(points.lss.sel(statistic="median"))
     assert all(isinstance(value, float) for value in flat.values())
     below = flat["coupling/miscoupling_null/k4/mean"] - flat["coupling/miscoupling/k4/mean"]
@@ -71,14 +75,20 @@ def test_optional_measures_in_logs():
     for kind in ("self", "fixed_input", "fixed_output"):
         measured = ds[f"{kind}_offdiag_normalized"].sel(k=4)  # l' = l + 1: also t = t'
         null = null_level(ds, f"{kind}_offdiag_normalized").sel(k=4).where(measured.notnull())
-        expected, level = (np.mean([np.nanmean(of_prompt) for of_prompt in values]) for values in (measured, null))
+        expected, level = (
+            np.mean([np.nanmean(of_prompt) for of_prompt in values]) for values in (measured, null)
+        )
         assert flat[f"tokens/{kind}/offdiag_normalized/k4"] == pytest.approx(expected, rel=1e-6)
         assert flat[f"tokens/{kind}/offdiag_normalized_null/k4"] == pytest.approx(level, rel=1e-6)
     last = ds.entropy.values[:, -1]
     assert flat["trajectory/entropy/q75"] == pytest.approx(np.nanquantile(last, 0.75), rel=1e-6)
     similar = ds.noise_similarity.sel(noise=0.1).values[:, -1]
-    assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(np.nanmean(similar, -1).mean(), rel=1e-6)
-    assert float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
+    assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(
+        np.nanmean(similar, -1).mean(), rel=1e-6
+    )
+    assert (
+        float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
+    )
     assert not [name for name in flat if "." in name]
 
 
@@ -104,9 +114,13 @@ def test_no_jacobian_in_its_own_basis_counts():
 )
 def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
     model = neox(size=Size(32, 4))
-    ds = tracker.measure(model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers)
+    ds = tracker.measure(
+        model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers
+    )
     assert (layers_in_words(ds), middle_layers(ds)) == (said, middle)
-    older = ds.assign_coords(pair_layer_other=("layer", [2, np.nan, 3, np.nan]))  # pairs could be listed
+    older = ds.assign_coords(
+        pair_layer_other=("layer", [2, np.nan, 3, np.nan])
+    )  # pairs could be listed
     assert (layers_in_words(older), middle_layers(older)) == ("(l, l') = (1, 2), (3, 3)", (1, 2))
 
 
@@ -144,7 +158,10 @@ def test_what_prompts_were_drawn_from(ds):
     ):
         found = sources(ds.assign_coords(prompt_source=("prompt", labels)))
         assert (found is None) if clusters is None else found.tolist() == clusters
-    assert "prompt_source" in reduced(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
+    assert (
+        "prompt_source"
+        in reduced(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
+    )
 
 
 def test_equal_prompts_are_one_cluster(ds):
@@ -156,7 +173,9 @@ def test_equal_prompts_are_one_cluster(ds):
         clusters = sources(ds.drop_vars(coords, errors="ignore").assign_coords(given))
         return None if clusters is None else clusters.tolist()
 
-    assert found([7, 8, 9]) is None and found([7, 8, 7]) == [0, 1, 0] and found([7, 7, 7]) == [0, 0, 0]
+    assert (
+        found([7, 8, 9]) is None and found([7, 8, 7]) == [0, 1, 0] and found([7, 7, 7]) == [0, 0, 0]
+    )
     assert found([7, 8, 9], ("a", "a", "a")) is None, "one text, of which several prompts were made"
     assert found(None, ("a", "b", "a")) == [0, 1, 0] and found(None) is None
     assert found([7, 7, 8], labels=["a", "b", "b"]) == [0, 0, 0]
@@ -171,10 +190,14 @@ def test_the_digest_of_a_prompt_is_of_what_the_model_received():
     assert digests.max() >= 2**32, "of more bits than a seed has"
     again = tracker.measure(model, ids, k=2).prompt_digest.values
     assert again.tolist() == digests[[0, 1, 3]].tolist()
-    repeated = tracker.summary(tracker.measure(model, ids[[0, 1, 2] * 4], k=2)).loc["miscoupling", "all pairs"]
+    repeated = tracker.summary(tracker.measure(model, ids[[0, 1, 2] * 4], k=2)).loc[
+        "miscoupling", "all pairs"
+    ]
     once = tracker.summary(tracker.measure(model, ids, k=2)).loc["miscoupling", "all pairs"]
     assert repeated.over == "3 clusters of samples"
-    np.testing.assert_allclose(repeated[["low", "high"]].astype(float), once[["low", "high"]].astype(float), rtol=1e-4)
+    np.testing.assert_allclose(
+        repeated[["low", "high"]].astype(float), once[["low", "high"]].astype(float), rtol=1e-4
+    )
 
 
 def test_the_digest_of_a_prompt_is_of_all_of_its_inputs():
@@ -188,7 +211,9 @@ def test_the_digest_of_a_prompt_is_of_all_of_its_inputs():
 
     assert len(set(digests(first, other))) == len(set(digests(first, images=[other]))) == 2
     assert len(set(digests(first, other[[0, 0]]))) == len(set(digests(first, torch.arange(5)))) == 1
-    assert digests(first, torch.arange(5)) != digests(first, torch.arange(1, 6)), "belongs to every sample"
+    assert digests(first, torch.arange(5)) != digests(first, torch.arange(1, 6)), (
+        "belongs to every sample"
+    )
     padded = torch.tensor([[1, 2, 0], [1, 2, 7]])
     assert len(set(digests(padded))) == 2 and len(set(digests(padded, valid=((0, 1),) * 2))) == 1
     assert len(set(digests(padded, n=1, valid=((0,),) * 2))) == 2, "one token of three numbers"
@@ -200,5 +225,9 @@ def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, 
     later = ds.assign_coords(commit="b", prompt_source=("prompt", ["a", "b", "a"]))
     stored(tmp_path, {0: ds.assign_coords(commit="a"), 1: later})
     joined = open_results(tmp_path)
-    assert joined.prompt_source.dims == ("prompt",) and joined.prompt_source.values.tolist() == ["a", "b", "a"]
+    assert joined.prompt_source.dims == ("prompt",) and joined.prompt_source.values.tolist() == [
+        "a",
+        "b",
+        "a",
+    ]
     assert joined["commit"].values.tolist() == ["a", "b"]

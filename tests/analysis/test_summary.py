@@ -51,7 +51,11 @@ def interval_of_median(values, clusters=None):
     """Woodruff's interval of the median of values over (prompts, positions), by definition."""
     values = np.asarray(values, float)
     pooled = values[np.isfinite(values)]
-    below = np.where(np.isfinite(values), (values < np.median(pooled)) + 0.5 * (values == np.median(pooled)), np.nan)
+    below = np.where(
+        np.isfinite(values),
+        (values < np.median(pooled)) + 0.5 * (values == np.median(pooled)),
+        np.nan,
+    )
     shares = np.nansum(below - 0.5, 1) * len(values) / len(pooled)
     if clusters is not None:
         shares = np.array([shares[clusters == one].mean() for one in np.unique(clusters)])
@@ -71,15 +75,26 @@ def test_numbers_and_intervals_of_one_measurement():
     for name in ("miscoupling", "offdiag_normalized"):
         for words, where in {"all pairs": apart, "neighbours": near}.items():
             by_prompt, row = coupling(ds, name, 2, where), table.loc[name, words]
-            assert row.value == pytest.approx(float(ds[name].sel(k=2).where(where).mean()), rel=1e-6)
-            assert row.null_level - row.value == row.coupling == pytest.approx(by_prompt.mean(), rel=1e-5)
+            assert row.value == pytest.approx(
+                float(ds[name].sel(k=2).where(where).mean()), rel=1e-6
+            )
+            assert (
+                row.null_level - row.value
+                == row.coupling
+                == pytest.approx(by_prompt.mean(), rel=1e-5)
+            )
             assert_ends(row, interval(by_prompt))
     for name in ("lss", "expodistance", "alpha_mean"):
         row = table.loc[name, "median of tokens"]
-        assert row.value == pytest.approx(np.nanmedian(ds[name]), rel=1e-6) and np.isnan(row.null_level)
+        assert row.value == pytest.approx(np.nanmedian(ds[name]), rel=1e-6) and np.isnan(
+            row.null_level
+        )
         assert row.value == curves(ds)[name].sel(statistic="median")
         assert_ends(row, interval_of_median(ds[name]))
-    assert tracker.summary(ds, k=4).loc["miscoupling", "all pairs"].value != table.loc["miscoupling", "all pairs"].value
+    assert (
+        tracker.summary(ds, k=4).loc["miscoupling", "all pairs"].value
+        != table.loc["miscoupling", "all pairs"].value
+    )
     assert "5 samples, K = 2" in repr(table) and "95 % interval of the coupling" in repr(table)
     assert set(table.over) == {"samples", ""}
     with warnings.catch_warnings():
@@ -96,17 +111,28 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
     for step in ("0", "512", "4,096"):
         unit = ds.sel(step=int(step.replace(",", "")))
         expected = coupling(unit, "miscoupling", 4, unit.layer != unit.layer_other).mean()
-        assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(expected, rel=1e-6)
+        assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(
+            expected, rel=1e-6
+        )
         both = blocks_2_and_4(unit)
         pair = table.loc["miscoupling", "blocks 2 and 4", step]
-        assert pair.coupling == pytest.approx(coupling(unit, "miscoupling", 4, both).mean(), rel=1e-6)
-        assert pair.value == pytest.approx(float(unit.miscoupling.sel(k=4).where(both).mean()), rel=1e-6)
+        assert pair.coupling == pytest.approx(
+            coupling(unit, "miscoupling", 4, both).mean(), rel=1e-6
+        )
+        assert pair.value == pytest.approx(
+            float(unit.miscoupling.sel(k=4).where(both).mean()), rel=1e-6
+        )
         assert np.isnan(pair.low)
     assert "the first, the most coupled and the last of 4 steps" in table.attrs["title"]
     assert any(
-        "Blocks 2 and 4 have the largest coupling by miscoupling at step 512" in note for note in table.attrs["notes"]
+        "Blocks 2 and 4 have the largest coupling by miscoupling at step 512" in note
+        for note in table.attrs["notes"]
     )
-    for other in (tracker.summary(ds), tracker.summary(Store(store)), summary_of_reduced({"": reduced(ds)})):
+    for other in (
+        tracker.summary(ds),
+        tracker.summary(Store(store)),
+        summary_of_reduced({"": reduced(ds)}),
+    ):
         pd.testing.assert_frame_equal(pd.DataFrame(other), pd.DataFrame(table), rtol=1e-6)
 
 
@@ -118,9 +144,19 @@ def test_a_step_of_an_earlier_version_withholds_its_own_intervals_alone(store, t
     table = tracker.summary(mixed)
     rows = table.loc["offdiag_normalized", "all pairs"]
     assert rows.low.isna().tolist() == [True] + [False] * (len(rows) - 1)
-    assert (rows.answer == "no test: the null level is approximate").tolist() == rows.low.isna().tolist()
-    for other in (open_results(mixed.path), reduced(open_results(mixed.path)), read_reduced(mixed.path)):
-        found = tracker.summary(other) if "miscoupling_matrix" not in other else summary_of_reduced({"": other})
+    assert (
+        rows.answer == "no test: the null level is approximate"
+    ).tolist() == rows.low.isna().tolist()
+    for other in (
+        open_results(mixed.path),
+        reduced(open_results(mixed.path)),
+        read_reduced(mixed.path),
+    ):
+        found = (
+            tracker.summary(other)
+            if "miscoupling_matrix" not in other
+            else summary_of_reduced({"": other})
+        )
         pd.testing.assert_frame_equal(pd.DataFrame(found), pd.DataFrame(table), rtol=1e-6)
 
 
@@ -154,7 +190,10 @@ def test_names_of_results_in_a_list(store):
     results = tracker.summary([ds, ds]).index.get_level_values("result")
     first = "GPTNeoXForCausalLM (1)"
     assert set(results) == {first, "GPTNeoXForCausalLM (2)", f"GPTNeoXForCausalLM (2) − {first}"}
-    assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {"GPTNeoXForCausalLM", store.name}
+    assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {
+        "GPTNeoXForCausalLM",
+        store.name,
+    }
 
 
 def test_an_interval_above_0_beside_another_answer_is_explained():
@@ -166,12 +205,16 @@ def test_an_interval_above_0_beside_another_answer_is_explained():
     row = told.loc["miscoupling", "all pairs"]
     explained = [note for note in told.attrs["notes"] if note.startswith("Where low is above 0")]
     assert row.low > 0 and row.answer == "not above 0" and len(explained) == 1
-    assert "Where low" not in repr(tracker.summary(ds.assign(miscoupling=ds.miscoupling_level - 0.3)))
+    assert "Where low" not in repr(
+        tracker.summary(ds.assign(miscoupling=ds.miscoupling_level - 0.3))
+    )
 
 
 def test_no_number_is_minus_zero():
     ds = tracker.measure(neox(), tokens(2), k=2, measures="coupling")
-    assert " -0.000" not in repr(tracker.summary(ds.assign(miscoupling=ds.miscoupling_level + 1e-6)))
+    assert " -0.000" not in repr(
+        tracker.summary(ds.assign(miscoupling=ds.miscoupling_level + 1e-6))
+    )
 
 
 def test_prompts_of_several_sources_and_one_prompt():
@@ -220,14 +263,25 @@ def test_an_untrained_store_and_a_coupled_one_have_an_answer_for_each_definition
     answers = table.xs("all pairs", level="of").answer
     assert answers["miscoupling"].tolist() == ["above 0"] * 3
     unit = open_results(store).isel(step=0)
-    noise = 1 + 0.1 * xr.DataArray(np.random.default_rng(0).standard_normal((5, 5)), dims=("layer", "layer_other"))
+    noise = 1 + 0.1 * xr.DataArray(
+        np.random.default_rng(0).standard_normal((5, 5)), dims=("layer", "layer_other")
+    )
     level = tracker.null_level(unit, "offdiag_normalized")
-    assert answer(unit.assign(offdiag_normalized=level * noise), "offdiag_normalized") == "not above 0"
-    assert answer(unit.assign(offdiag_normalized=0.9 * level * noise), "offdiag_normalized") == "above 0"
+    assert (
+        answer(unit.assign(offdiag_normalized=level * noise), "offdiag_normalized") == "not above 0"
+    )
+    assert (
+        answer(unit.assign(offdiag_normalized=0.9 * level * noise), "offdiag_normalized")
+        == "above 0"
+    )
     assert set(table.drop("all pairs", level="of").answer) == {""}
     chance = "One in 40 untrained models whose blocks have independent weights passes it by chance."
     assert any(chance in note for note in table.attrs["notes"])
-    for changed in ({"equal_blocks": "equal weights: 1 2"}, {"equal_blocks": "one module: 1 2"}, {"post_norm": 1}):
+    for changed in (
+        {"equal_blocks": "equal weights: 1 2"},
+        {"equal_blocks": "one module: 1 2"},
+        {"post_norm": 1},
+    ):
         ds = open_results(store).isel(step=0).assign_attrs(changed)
         assert not any("One in 40" in note for note in tracker.summary(ds).attrs["notes"])
 
@@ -240,12 +294,19 @@ def test_where_there_is_no_test():
     ds = tracker.measure(neox(size=Size(depth=4)), tokens(3), k=2)
     assert answer(ds) in ("above 0", "not above 0")
     two = tracker.measure(neox(size=Size(depth=2)), tokens(3), k=2)
-    assert answer(two) == "no test: 1 pair of blocks" and "answer:" not in repr(tracker.summary(two))
-    assert answer(ds.assign_attrs(equal_blocks="one module: 1 2 3 4")) == "no test: the blocks are one module"
+    assert answer(two) == "no test: 1 pair of blocks" and "answer:" not in repr(
+        tracker.summary(two)
+    )
+    assert (
+        answer(ds.assign_attrs(equal_blocks="one module: 1 2 3 4"))
+        == "no test: the blocks are one module"
+    )
     old = tracker.summary(ds.drop_vars([name for name in ds.data_vars if "_level" in name]))
     of_formula = old.loc["offdiag_normalized", "all pairs"]
     assert of_formula.answer == "no test: the null level is approximate"
-    assert np.isnan(of_formula.low) and of_formula.coupling == pytest.approx(of_formula.null_level - of_formula.value)
+    assert np.isnan(of_formula.low) and of_formula.coupling == pytest.approx(
+        of_formula.null_level - of_formula.value
+    )
     assert old.loc["miscoupling", "all pairs"].answer in ("above 0", "not above 0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -77,7 +77,9 @@ def qwen2_vl() -> nn.Module:
 
 
 IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(3))
-WITH_PATCHES = torch.cat([IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1)  # four patches of 8 x 8
+WITH_PATCHES = torch.cat(
+    [IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1
+)  # four patches of 8 x 8
 PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
 
 
@@ -112,7 +114,11 @@ FOUND = {
     ),
     "paligemma": Case(
         paligemma,
-        {"input_ids": WITH_PATCHES, "pixel_values": images(), "token_type_ids": torch.zeros_like(IDS)},
+        {
+            "input_ids": WITH_PATCHES,
+            "pixel_values": images(),
+            "token_type_ids": torch.zeros_like(IDS),
+        },
         "model.language_model.layers",
         "model.language_model.norm",
         8,
@@ -130,12 +136,24 @@ FOUND = {
         8,
     ),
     "clip, vision": Case(
-        lambda: of("CLIPVisionModel", **VISION), images(), "encoder.layers", None, 0, "class token: position 0"
+        lambda: of("CLIPVisionModel", **VISION),
+        images(),
+        "encoder.layers",
+        None,
+        0,
+        "class token: position 0",
     ),
     "siglip, vision": Case(
-        lambda: of("SiglipVisionModel", **VISION), images(), "encoder.layers", None, 3, "class token: none"
+        lambda: of("SiglipVisionModel", **VISION),
+        images(),
+        "encoder.layers",
+        None,
+        3,
+        "class token: none",
     ),
-    "bert": Case(lambda: of("BertModel", **COMMON, vocab_size=VOCABULARY), IDS, "encoder.layer", None, 8),
+    "bert": Case(
+        lambda: of("BertModel", **COMMON, vocab_size=VOCABULARY), IDS, "encoder.layer", None, 8
+    ),
     "bart, its decoder alone": Case(
         lambda: of(
             "BartForCausalLM",
@@ -154,16 +172,32 @@ FOUND = {
         "the only list of blocks with attention, 2 x BartDecoderLayer",
     ),
     "vit": Case(lambda: of("ViTModel", **VISION), images(), "layers", None, 0),
-    "beit, mean of the patches": Case(lambda: of("BeitModel", **VISION), images(), "layers", None, 4),
+    "beit, mean of the patches": Case(
+        lambda: of("BeitModel", **VISION), images(), "layers", None, 4
+    ),
     "beit, class token": Case(
-        lambda: of("BeitForImageClassification", **VISION, use_mean_pooling=False), images(), "beit.layers", None, 0
+        lambda: of("BeitForImageClassification", **VISION, use_mean_pooling=False),
+        images(),
+        "beit.layers",
+        None,
+        0,
     ),
     "dinov2, class token and mean": Case(
-        lambda: of("Dinov2ForImageClassification", **VISION), images(), "dinov2.encoder.layer", None, 0
+        lambda: of("Dinov2ForImageClassification", **VISION),
+        images(),
+        "dinov2.encoder.layer",
+        None,
+        0,
     ),
     "timm vit, mean of the patches": Case(
         lambda: of_timm(
-            "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=4, global_pool="avg"
+            "vit_tiny_patch16_224",
+            img_size=16,
+            patch_size=8,
+            embed_dim=32,
+            depth=3,
+            num_heads=4,
+            global_pool="avg",
         ),
         images(),
         "blocks",
@@ -179,7 +213,9 @@ FOUND = {
         "3 x XCABlock, before the class attention of cls_attn_blocks (2 x ClassAttentionBlock)",
     ),
     "cait": Case(
-        lambda: of_timm("cait_xxs24_224", img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=4),
+        lambda: of_timm(
+            "cait_xxs24_224", img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=4
+        ),
         images(),
         "blocks",
         None,
@@ -199,34 +235,57 @@ class Several:
     message: str
 
 
-T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_heads": HEADS, "num_layers": 3}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_heads": HEADS,
+    "num_layers": 3,
+}
 REFUSED = {
     "t5": Several(
         lambda: of("T5ForConditionalGeneration", **T5),
         PAIR,
-        {"encoder.block": ("encoder.final_layer_norm", 8), "decoder.block": ("decoder.final_layer_norm", 5)},
+        {
+            "encoder.block": ("encoder.final_layer_norm", 8),
+            "decoder.block": ("decoder.final_layer_norm", 5),
+        },
         "2 lists of 3 blocks found ('encoder.block', 'decoder.block') in T5ForConditionalGeneration",
     ),
     "t5, the decoder shorter": Several(
         lambda: of("T5Model", **T5, num_decoder_layers=2),
         PAIR | {"attention_mask": torch.ones_like(IDS)},
-        {"encoder.block": ("encoder.final_layer_norm", 8), "decoder.block": ("decoder.final_layer_norm", 5)},
+        {
+            "encoder.block": ("encoder.final_layer_norm", 8),
+            "decoder.block": ("decoder.final_layer_norm", 5),
+        },
         "blocks='decoder.block'  # 2 x T5Block in decoder (T5Stack)",
     ),
     "clip": Several(
         lambda: of(
             "CLIPModel",
-            text_config=COMMON | {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 2},
+            text_config=COMMON
+            | {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "eos_token_id": 2},
             vision_config=VISION,
             projection_dim=8,
         ),
         {"input_ids": IDS, "pixel_values": images()},
-        {"text_model.encoder.layers": ("text_model.final_layer_norm", 8), "vision_model.encoder.layers": (None, 0)},
+        {
+            "text_model.encoder.layers": ("text_model.final_layer_norm", 8),
+            "vision_model.encoder.layers": (None, 0),
+        },
         "3 x CLIPEncoderLayer in vision_model (CLIPVisionModel)",
     ),
     "swin": Several(
         lambda: of(
-            "SwinModel", image_size=32, patch_size=4, embed_dim=16, depths=[2, 3], num_heads=[2, 2], window_size=4
+            "SwinModel",
+            image_size=32,
+            patch_size=4,
+            embed_dim=16,
+            depths=[2, 3],
+            num_heads=[2, 2],
+            window_size=4,
         ),
         images(1, 32),
         {"encoder.layers.0.blocks": (None, 63), "encoder.layers.1.blocks": (None, 15)},
@@ -241,7 +300,9 @@ def perturbed(make: Callable[[], nn.Module]) -> nn.Module:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+            parameter.add_(
+                0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            )
     return model
 
 
@@ -256,7 +317,9 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
     for part in model.modules():
         if hasattr(getattr(part, "config", None), "use_cache"):
             part.config.use_cache = False  # a block's replay would meet its own keys there
-    oracle = brute_force.run(model, given, blocks, model.get_submodule(norm) if norm else None, batch_first=True)
+    oracle = brute_force.run(
+        model, given, blocks, model.get_submodule(norm) if norm else None, batch_first=True
+    )
     J = [oracle.jacobian(l, 0, position, position).detach() for l in range(len(blocks))]
     for name, values in brute_force.couplings(J, K).items():
         seen = ds[name if norm is None else f"{name}_normed"]
@@ -268,7 +331,9 @@ def test_the_blocks_that_reach_the_output_are_found(name):
     case = FOUND[name]
     model = perturbed(case.make)
     found = find_blocks(model)
-    assert [model.get_submodule(block) for block in found.names] == list(model.get_submodule(case.container).children())
+    assert [model.get_submodule(block) for block in found.names] == list(
+        model.get_submodule(case.container).children()
+    )
     assert case.message in str(found)
     assert case.norm is None or found.final_norms[0] == case.norm
     assert_measured_as_by_brute_force(model, case.inputs, case.container, case.norm, case.position)
@@ -284,17 +349,24 @@ def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(
     assert [eval(line) for line in lines] == list(case.lines)
     for line in lines:
         norm, position = case.lines[eval(line)]
-        assert_measured_as_by_brute_force(model, case.inputs, eval(line), norm, position, blocks=eval(line))
+        assert_measured_as_by_brute_force(
+            model, case.inputs, eval(line), norm, position, blocks=eval(line)
+        )
 
 
 def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
     model = perturbed(paligemma)
     found = find_blocks(model, "model.vision_tower.encoder.layers")
-    assert found.final_norms == ("model.vision_tower.post_layernorm",) and not found.include_final_norm
+    assert (
+        found.final_norms == ("model.vision_tower.post_layernorm",) and not found.include_final_norm
+    )
     assert found.unembedding is None
     clip = find_blocks(perturbed(llava), "model.vision_tower.encoder.layers")
     assert clip.unembedding is None and not clip.include_final_norm
-    assert set(clip.final_norms) == {"model.vision_tower.post_layernorm", "model.vision_tower.pre_layrnorm"}
+    assert set(clip.final_norms) == {
+        "model.vision_tower.post_layernorm",
+        "model.vision_tower.pre_layrnorm",
+    }
 
 
 def test_the_encoders_states_have_no_logits():
@@ -307,7 +379,9 @@ def test_padding_beside_a_decoders_input_is_refused():
     model = perturbed(lambda: of("T5Model", **T5))
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0
-    with pytest.raises(UsageError, match="padding among 9 tokens, but which of the blocks' 6 tokens"):
+    with pytest.raises(
+        UsageError, match="padding among 9 tokens, but which of the blocks' 6 tokens"
+    ):
         tracker.measure(model, PAIR | {"attention_mask": mask}, blocks="decoder.block", k=K)
 
 
@@ -319,7 +393,9 @@ class Own(nn.Module):
 
         def layers(depth):
             options = {"batch_first": True, "norm_first": True}
-            return nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **options) for _ in range(depth))
+            return nn.ModuleList(
+                nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, **options) for _ in range(depth)
+            )
 
         self.patches = nn.Linear(192, WIDTH)
         self.vision_blocks = layers(vision)
@@ -341,7 +417,9 @@ class Own(nn.Module):
 
 def test_custom_towers_are_ambiguous_and_keep_their_norms():
     model = Own().double()
-    with pytest.raises(UsageError, match=r"blocks='vision_blocks'  # 4 x .*\n  blocks='text_blocks'  # 3 x"):
+    with pytest.raises(
+        UsageError, match=r"blocks='vision_blocks'  # 4 x .*\n  blocks='text_blocks'  # 3 x"
+    ):
         find_blocks(model)
     assert find_blocks(model, "vision_blocks").final_norms == ("vision_norm",)
     assert find_blocks(model, "text_blocks").final_norms == ("text_norm",)
@@ -357,9 +435,14 @@ def test_two_language_models_in_one_module_are_ambiguous():
             super().__init__()
             self.teacher, self.student = neox(), neox(num_hidden_layers=2)
 
-    with pytest.raises(UsageError, match="blocks='teacher.gpt_neox.layers'  # 3 x .* in teacher ") as refusal:
+    with pytest.raises(
+        UsageError, match="blocks='teacher.gpt_neox.layers'  # 3 x .* in teacher "
+    ) as refusal:
         find_blocks(Distilled())
-    assert "blocks='student.gpt_neox.layers'  # 2 x GPTNeoXLayer in student (GPTNeoXForCausalLM)" in str(refusal.value)
+    assert (
+        "blocks='student.gpt_neox.layers'  # 2 x GPTNeoXLayer in student (GPTNeoXForCausalLM)"
+        in str(refusal.value)
+    )
     assert len(find_blocks(Distilled(), "student.gpt_neox.layers").names) == 2
 
 
@@ -382,7 +465,9 @@ def test_heads_inside_a_block_are_not_blocks():
             x = x + sum(head(x) for head in self.heads)
             return x + self.mlp(x)
 
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 5))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 5)
+    )
     assert find_blocks(model).names == ("1.0", "1.1")
     assert tracker.measure(model, torch.randn(2, 4, WIDTH), k=2).sizes["layer"] == 2
 
@@ -394,7 +479,10 @@ def test_blocks_among_other_modules_are_offered_by_their_names():
         find_blocks(model)
     lines = re.findall(r"^  blocks=(.*?)  #", str(refusal.value), re.MULTILINE)
     assert [eval(line) for line in lines] == [["1", "2"], ["4", "5"]]
-    assert tracker.measure(model, torch.randn(2, 4, WIDTH), blocks=eval(lines[1]), k=2).sizes["layer"] == 2
+    assert (
+        tracker.measure(model, torch.randn(2, 4, WIDTH), blocks=eval(lines[1]), k=2).sizes["layer"]
+        == 2
+    )
 
 
 class Unread(nn.Module):
@@ -435,15 +523,24 @@ WITHOUT_TENSORS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def test_blocks_that_do_not_reach_the_output_are_refused():
-    with pytest.raises(UsageError, match=r"returns depends on its last block, encoder.encoder.layers.2"):
+    with pytest.raises(
+        UsageError, match=r"returns depends on its last block, encoder.encoder.layers.2"
+    ):
         tracker.measure(Unread(read=False), tokens(), k=2)
-    assert tracker.measure(Unread(read=False), tokens(), k=2, blocks="encoder.encoder.layers").sizes["layer"] == 3
+    assert (
+        tracker.measure(Unread(read=False), tokens(), k=2, blocks="encoder.encoder.layers").sizes[
+            "layer"
+        ]
+        == 3
+    )
     assert tracker.measure(Unread(read=True), tokens(), k=2).sizes["layer"] == 3
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
-    with pytest.raises(UsageError, match=r"returns depends on its last block, encoder.encoder.layers.2"):
+    with pytest.raises(
+        UsageError, match=r"returns depends on its last block, encoder.encoder.layers.2"
+    ):
         tracker.measure(Unread(False, FORMS[form]), tokens(), k=2)
     assert tracker.measure(Unread(True, FORMS[form]), tokens(), k=2).sizes["layer"] == 3
 
@@ -462,7 +559,10 @@ class Pooled(nn.Module):
 
     def __init__(self, at: int, reads: int | None):
         super().__init__()
-        self.patch, self.cls_token = nn.Conv2d(3, WIDTH, 8, 8), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.patch, self.cls_token = (
+            nn.Conv2d(3, WIDTH, 8, 8),
+            nn.Parameter(torch.zeros(1, 1, WIDTH)),
+        )
         layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head, self.at, self.reads = nn.Linear(WIDTH, 5), at, reads
@@ -476,20 +576,32 @@ class Pooled(nn.Module):
 
 def test_a_class_token_is_confirmed_by_what_reaches_the_output():
     assert tracker.measure(Pooled(0, 0), images(1), k=2).attrs["tokens"] == "cls"
-    with pytest.raises(UsageError, match=r"output does not depend on it \(position 0 after encoder.layers.1\)"):
+    with pytest.raises(
+        UsageError, match=r"output does not depend on it \(position 0 after encoder.layers.1\)"
+    ):
         tracker.measure(Pooled(0, None), images(1), k=2)
-    with pytest.raises(UsageError, match=r"cls_token enters the first block at position 4, not at 0 alone"):
+    with pytest.raises(
+        UsageError, match=r"cls_token enters the first block at position 4, not at 0 alone"
+    ):
         tracker.measure(Pooled(4, 4), images(1), k=2)
     found = find_blocks(Pooled(4, 4), class_token=4)
     assert (tracker.measure(Pooled(4, 4), images(1), blocks=found, k=2).token_position == 4).all()
     for choice in ("last", "cls", "all", [0, 1]):
-        assert tracker.measure(Pooled(0, None), images(1), tokens=choice, k=2).diagnostics_complete.all()
+        assert tracker.measure(
+            Pooled(0, None), images(1), tokens=choice, k=2
+        ).diagnostics_complete.all()
 
 
 def test_llama4s_class_token_stands_last():
-    settings = VISION | {"intermediate_size": 4 * WIDTH, "pixel_shuffle_ratio": 0.5, "vision_output_dim": 16}
+    settings = VISION | {
+        "intermediate_size": 4 * WIDTH,
+        "pixel_shuffle_ratio": 0.5,
+        "vision_output_dim": 16,
+    }
     model = of("Llama4VisionModel", **settings, projector_input_dim=16, projector_output_dim=16)
-    with pytest.raises(UsageError, match="class_embedding enters the first block at position 4") as refusal:
+    with pytest.raises(
+        UsageError, match="class_embedding enters the first block at position 4"
+    ) as refusal:
         tracker.measure(model, images(), k=2)
     line = re.findall(r"blocks=find_blocks\(.*\)", str(refusal.value))[0].removeprefix("blocks=")
     blocks = eval(line, {"find_blocks": find_blocks, "model": model})
@@ -498,5 +610,8 @@ def test_llama4s_class_token_stands_last():
 
 def test_detection_tokens_are_read_and_the_class_token_is_not():
     settings = VISION | {"image_size": [16, 16], "num_detection_tokens": 3}
-    with pytest.raises(UsageError, match="YolosForObjectDetection has a class token, but its output does not depend"):
+    with pytest.raises(
+        UsageError,
+        match="YolosForObjectDetection has a class token, but its output does not depend",
+    ):
         tracker.measure(of("YolosForObjectDetection", **settings), images(), k=2)

@@ -20,7 +20,10 @@ class Attending(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.attn = nn.LayerNorm(WIDTH), nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.norm, self.attn = (
+            nn.LayerNorm(WIDTH),
+            nn.MultiheadAttention(WIDTH, 4, batch_first=True),
+        )
         self.mlp = PreNorm(MLP())
 
     def forward(self, x):
@@ -77,7 +80,9 @@ class LM(nn.Module):
         x = self.embed(ids)
         for name in before:
             x = self.get_submodule(name)(x)
-        for block in self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers:
+        for block in (
+            self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
+        ):
             x = block(x)
         for name in after:
             x = self.get_submodule(name)(x)
@@ -86,7 +91,9 @@ class LM(nn.Module):
 
 KINDS = {"A": Attending, "C": Convolving, "O": OnlyConvolving, "F": Flat, "D": Dense}
 LISTS = {"ModuleList": nn.ModuleList, "Sequential": lambda blocks: nn.Sequential(*blocks)}
-LISTS["ModuleDict"] = lambda blocks: nn.ModuleDict({f"block_{i}": block for i, block in enumerate(blocks)})
+LISTS["ModuleDict"] = lambda blocks: nn.ModuleDict(
+    {f"block_{i}": block for i, block in enumerate(blocks)}
+)
 
 
 def model(kinds: str, container: str = "ModuleList", before: str = "", after: str = "") -> LM:
@@ -184,7 +191,9 @@ def test_what_is_no_block_next_to_the_blocks_is_no_reason_to_refuse():
     ds = tracker.measure(network, tokens(), k=K)
     assert ds.attrs["blocks"] == "layers.0, layers.1, layers.2"
     assert ds.attrs["final_norm_module"] == "transform.0"
-    in_list = nn.Sequential(Positions(), *(Attending() for _ in range(3)), nn.LayerNorm(WIDTH), projection())
+    in_list = nn.Sequential(
+        Positions(), *(Attending() for _ in range(3)), nn.LayerNorm(WIDTH), projection()
+    )
     assert tracker.measure(in_list, torch.randn(2, 6, WIDTH), k=K).attrs["blocks"] == "1, 2, 3"
 
 
@@ -200,7 +209,10 @@ def test_a_declared_list_is_followed_too(kind):
     network = Longer(neox().config)
     message = refusal(network)
     assert "gpt_neox.final_layer_norm.0 takes the last one's output" in message
-    assert lines(message)[0][-1] == "gpt_neox.final_layer_norm.0" and lines(message)[1] == "gpt_neox.layers"
+    assert (
+        lines(message)[0][-1] == "gpt_neox.final_layer_norm.0"
+        and lines(message)[1] == "gpt_neox.layers"
+    )
 
 
 def test_layers_that_move_nothing_between_tokens_in_a_list_of_several_classes():

@@ -24,7 +24,11 @@ def in_dict(blocks):
 # A model, its input, the names of its blocks with {i} for the number.
 FOUND = {
     "nanoGPT": (home_made.NanoGPT, tokens(), "transformer.h.{i}"),
-    "a list of heads, softmax by hand": (lambda: home_made.Sequential(home_made.LectureBlock), tokens(), "blocks.{i}"),
+    "a list of heads, softmax by hand": (
+        lambda: home_made.Sequential(home_made.LectureBlock),
+        tokens(),
+        "blocks.{i}",
+    ),
     "einsum": (lambda: LM(home_made.Mixer), tokens(), "blocks.{i}"),
     "functional attention in the block": (lambda: LM(Flat), tokens(), "blocks.{i}"),
     "nn.MultiheadAttention": (lambda: LM(home_made.Torch), tokens(), "blocks.{i}"),
@@ -36,7 +40,11 @@ FOUND = {
         tokens(),
         "blocks.{i}",
     ),
-    "sequence first": (lambda: LM(lambda: Flat(sequence_first=True), sequence_first=True), tokens(), "blocks.{i}"),
+    "sequence first": (
+        lambda: LM(lambda: Flat(sequence_first=True), sequence_first=True),
+        tokens(),
+        "blocks.{i}",
+    ),
     "between convolutions and MLPs": (home_made.ViT, images(), "layers.{i}"),
 }
 
@@ -60,13 +68,17 @@ def test_blocks_are_found_whatever_their_attention_is_called(name):
     make, inputs, pattern = FOUND[name]
     torch.manual_seed(0)
     names = [pattern.format(i=i) for i in range(DEPTH)]
-    measured_as_by_brute_force(make().double().eval(), inputs, names, batch_first=name != "sequence first")
+    measured_as_by_brute_force(
+        make().double().eval(), inputs, names, batch_first=name != "sequence first"
+    )
 
 
 def test_attention_with_a_name_needs_no_further_pass(monkeypatch):
     monkeypatch.setattr("tracker.blocks.prepare.choose_blocks", None)
     assert (
-        tracker.measure(home_made.NanoGPT(), tokens(), measures="trajectory").attrs["blocks"].startswith("transformer")
+        tracker.measure(home_made.NanoGPT(), tokens(), measures="trajectory")
+        .attrs["blocks"]
+        .startswith("transformer")
     )
     with pytest.raises(TypeError):
         tracker.measure(LM(Flat), tokens(), measures="trajectory")
@@ -97,29 +109,48 @@ def test_several_chains_are_offered_not_chosen_from():
     assert lines(message) == ["encoder", "decoder"]
     for line, depth in (("encoder", DEPTH), ("decoder", DEPTH + 1)):
         model = home_made.Towers().double().eval()
-        measured_as_by_brute_force(model, tokens(), [f"{line}.{i}" for i in range(depth)], blocks=line)
+        measured_as_by_brute_force(
+            model, tokens(), [f"{line}.{i}" for i in range(depth)], blocks=line
+        )
     assert lines(refusal(home_made.Ensemble())) == ["stages", "stages.0", "stages.1"]
 
 
 def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
     message = refusal(LM(lambda: PreNorm(MLP())))
-    assert "  blocks (3 x PreNorm): they move no information between tokens" in message and not lines(message)
+    assert (
+        "  blocks (3 x PreNorm): they move no information between tokens" in message
+        and not lines(message)
+    )
     assert "a class whose name contains 'attention' or 'attn', or an attribute attn" in message
     message = refusal(home_made.Columns())
     assert "  mix (3 x SA): the model changes the state between them" in message
-    assert "  feed (3 x MLP): the model changes the state between them" in message and not lines(message)
-    stem = nn.Sequential(nn.Conv2d(3, WIDTH, 1), nn.Sequential(*(home_made.Residual2d() for _ in range(3))))
-    assert "The model has no list of such modules; its parts are 0 (Conv2d), 1 (Sequential)" in refusal(stem, images())
-    message = refusal(nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(MLP() for _ in range(3)))), torch.randn(2, 8))
+    assert "  feed (3 x MLP): the model changes the state between them" in message and not lines(
+        message
+    )
+    stem = nn.Sequential(
+        nn.Conv2d(3, WIDTH, 1), nn.Sequential(*(home_made.Residual2d() for _ in range(3)))
+    )
+    assert (
+        "The model has no list of such modules; its parts are 0 (Conv2d), 1 (Sequential)"
+        in refusal(stem, images())
+    )
+    message = refusal(
+        nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(MLP() for _ in range(3)))),
+        torch.randn(2, 8),
+    )
     assert "they take (2, 32), not (batch, tokens, width)" in message
 
 
-@pytest.mark.parametrize("part, where", [("blocks.1", "block blocks.1"), ("embed", "the model, before blocks.0,")])
+@pytest.mark.parametrize(
+    "part, where", [("blocks.1", "block blocks.1"), ("embed", "the model, before blocks.0,")]
+)
 def test_what_gives_nan_is_named(part, where):
     model = LM(Flat)
     with torch.no_grad():
         next(model.get_submodule(part).parameters()).fill_(torch.nan)
-    with pytest.raises(FloatingPointError, match=f"^{where} gives values that are not finite .*check the weights"):
+    with pytest.raises(
+        FloatingPointError, match=f"^{where} gives values that are not finite .*check the weights"
+    ):
         tracker.measure(model, tokens(), k=K)
 
 
@@ -134,30 +165,50 @@ def test_attention_and_mlp_as_modules_of_one_list_are_offered_as_pairs():
     message = refusal(model)
     assert "blocks (6 x PreNorm): 3 of them move no information between tokens" in message
     (blocks,) = lines(message)
-    assert blocks == ["input of blocks.0", "input of blocks.2", "input of blocks.4", "output of blocks.5"]
+    assert blocks == [
+        "input of blocks.0",
+        "input of blocks.2",
+        "input of blocks.4",
+        "output of blocks.5",
+    ]
     assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
 
 
 def test_lists_of_lists_get_the_line_of_their_boundaries():
     model = home_made.Pairs()
     message = refusal(model)
-    assert 'blocks=[f"input of layers.{i}.0" for i in range(3)] + ["input of norm"]  # 3 blocks of 1 x' in message
+    assert (
+        'blocks=[f"input of layers.{i}.0" for i in range(3)] + ["input of norm"]  # 3 blocks of 1 x'
+        in message
+    )
     (blocks,) = lines(message)
     assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
 
 
 def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     found = tracker.find_blocks(LM(Flat))
-    assert "the only list of modules of one class, 3 x Flat; assumed, and checked when measuring" in str(found)
+    assert (
+        "the only list of modules of one class, 3 x Flat; assumed, and checked when measuring"
+        in str(found)
+    )
     assert tracker.measure(LM(Flat), tokens(), blocks=found, k=K).sizes["layer"] == DEPTH
     assert tracker.measure(LM(Flat), tokens(), blocks=found, dry_run=True).peak_bytes
     mlps = LM(lambda: PreNorm(MLP()))
-    assert "they move no information between tokens" in refusal(mlps, blocks=tracker.find_blocks(mlps), dry_run=True)
-    assert "they move no information between tokens" in refusal(mlps, blocks=tracker.find_blocks(mlps))
-    with pytest.raises(UsageError, match="These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"):
+    assert "they move no information between tokens" in refusal(
+        mlps, blocks=tracker.find_blocks(mlps), dry_run=True
+    )
+    assert "they move no information between tokens" in refusal(
+        mlps, blocks=tracker.find_blocks(mlps)
+    )
+    with pytest.raises(
+        UsageError, match="These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"
+    ):
         tracker.find_blocks(home_made.Towers())
     turned = LM(lambda: Flat(sequence_first=True), sequence_first=True)
-    assert tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K).sizes["prompt"] == 2
+    assert (
+        tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K).sizes["prompt"]
+        == 2
+    )
 
 
 class Module(lightning.LightningModule):

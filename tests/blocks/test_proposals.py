@@ -34,7 +34,11 @@ class Model(nn.Module):
 
     def __init__(self, blocks: nn.ModuleList):
         super().__init__()
-        self.embed, self.blocks, self.head = nn.Embedding(VOCABULARY, WIDTH), blocks, nn.Linear(WIDTH, VOCABULARY)
+        self.embed, self.blocks, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            blocks,
+            nn.Linear(WIDTH, VOCABULARY),
+        )
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -69,10 +73,18 @@ def test_blocks_in_a_list_of_lists_are_proposed_as_one_chain(block):
     flat = Model(nn.ModuleList(b for chunk in chunks.blocks for b in chunk))  # type: ignore[union-attr]
     flat.embed, flat.head = chunks.embed, chunks.head
     proposed = lines(refusal(chunks))
-    assert proposed == [["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"], "blocks.0", "blocks.1"]
+    assert proposed == [
+        ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"],
+        "blocks.0",
+        "blocks.1",
+    ]
     found = tracker.measure(chunks, tokens(), blocks=proposed[0], k=K)
-    np.testing.assert_array_equal(found.miscoupling, tracker.measure(flat, tokens(), k=K).miscoupling)
-    with pytest.raises(UsageError, match="These lines were not tried, which takes inputs; tracker.measure"):
+    np.testing.assert_array_equal(
+        found.miscoupling, tracker.measure(flat, tokens(), k=K).miscoupling
+    )
+    with pytest.raises(
+        UsageError, match="These lines were not tried, which takes inputs; tracker.measure"
+    ):
         tracker.find_blocks(chunks)
 
 
@@ -104,7 +116,9 @@ class TwoTowers(nn.Module):
 def test_a_line_whose_derivative_fails_is_not_proposed():
     message = refusal(TwoTowers(NoGradients), torch.randn(2, 4, WIDTH))
     assert lines(message) == ["second"]
-    assert re.search(r"^  spans from the input of first.*no backward on this device", message, re.MULTILINE)
+    assert re.search(
+        r"^  spans from the input of first.*no backward on this device", message, re.MULTILINE
+    )
     assert "Name the blocks to measure; each line was tried on these inputs" in message
 
 
@@ -113,7 +127,9 @@ def test_a_line_that_needs_more_memory_than_the_budget_is_not_proposed():
     with pytest.raises(UsageError) as enough:
         tracker.measure(model, x, k=K)
     assert "second" in lines(str(enough.value))
-    with pytest.raises(UsageError, match=r"second \(3 x Torch.*needs more than 0\.0001 GB of memory") as error:
+    with pytest.raises(
+        UsageError, match=r"second \(3 x Torch.*needs more than 0\.0001 GB of memory"
+    ) as error:
         tracker.measure(model, x, k=K, memory_budget=400_000)
     assert not lines(str(error.value))
 
@@ -130,7 +146,10 @@ def test_where_no_line_works_the_message_says_why_for_each():
 
     message = refusal(OnlyFirst(home_made.Torch), torch.randn(2, 4, WIDTH))
     assert not lines(message) and message.count("is not the whole hidden state") == 2
-    assert message.endswith("blocks=[('input of A', 'output of B'), ...]") and message.count("Name the blocks") == 1
+    assert (
+        message.endswith("blocks=[('input of A', 'output of B'), ...]")
+        and message.count("Name the blocks") == 1
+    )
 
 
 def test_a_refusal_can_be_sent_between_processes():
@@ -151,7 +170,10 @@ class Joint(nn.Module):
     def forward(self, image, text):
         x = torch.cat([image, text], 1)
         y = self.attn(x, x, x, need_weights=False)[0]
-        image, text = image + self.image(y[:, : image.shape[1]]), text + self.text(y[:, image.shape[1] :])
+        image, text = (
+            image + self.image(y[:, : image.shape[1]]),
+            text + self.text(y[:, image.shape[1] :]),
+        )
         return (image, text) if self.image_first else (text, image)
 
 
@@ -187,8 +209,12 @@ def test_blocks_with_two_streams_are_refused_for_that_reason(image_first, words)
     inputs = {"image": torch.randn(2, 6, 16), "text": torch.randn(2, words, 16)}
     assert "two streams" in refusal(Diffusion(image_first, 0), inputs)
     message = refusal(Diffusion(image_first, 2), inputs)
-    assert lines(message) == ["single"] and re.search(r"^  joint \(3 x Joint.*two streams", message, re.MULTILINE)
-    assert tracker.measure(Diffusion(image_first, 2), inputs, blocks="single", k=K).sizes["layer"] == 2
+    assert lines(message) == ["single"] and re.search(
+        r"^  joint \(3 x Joint.*two streams", message, re.MULTILINE
+    )
+    assert (
+        tracker.measure(Diffusion(image_first, 2), inputs, blocks="single", k=K).sizes["layer"] == 2
+    )
 
 
 @pytest.mark.parametrize("changes", [True, False])

@@ -21,20 +21,34 @@ pytestmark = pytest.mark.filterwarnings(
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] </s> the cat sat on mat a dog".split()
 SIZE: dict[str, Any] = dict(
-    vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=3, num_attention_heads=2, intermediate_size=32
+    vocab_size=len(WORDS),
+    hidden_size=16,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    intermediate_size=32,
 )
 PROMPTS = ["the cat sat on the mat", "a dog"]
 ENCODERS = ("Bert", "Roberta", "Electra", "DebertaV2", "ModernBert", "DistilBert")
-DECODERS: dict[str, dict[str, Any]] = {"GPT2": dict(n_embd=16, n_layer=3, n_head=2), "GPTNeoX": SIZE, "Llama": SIZE}
+DECODERS: dict[str, dict[str, Any]] = {
+    "GPT2": dict(n_embd=16, n_layer=3, n_head=2),
+    "GPTNeoX": SIZE,
+    "Llama": SIZE,
+}
 
 
-def tokenizer(template: str = "[CLS] $A [SEP]", **special: str) -> transformers.PreTrainedTokenizerFast:
+def tokenizer(
+    template: str = "[CLS] $A [SEP]", **special: str
+) -> transformers.PreTrainedTokenizerFast:
     """Return a tokenizer of words; `special` names its special tokens in addition to [UNK]."""
-    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    plain = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     ids = [(word, i) for i, word in enumerate(WORDS) if word in template.split()]
     plain.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]", **special)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="[UNK]", **special
+    )
 
 
 def of_bert() -> transformers.PreTrainedTokenizerFast:
@@ -46,13 +60,21 @@ def hugging_face(family: str, head: str = "Model", **config) -> nn.Module:
     sizes = dict(dim=16, n_layers=3, n_heads=2, hidden_dim=32) if family == "DistilBert" else {}
     sizes |= dict(embedding_size=16) if family == "Electra" else {}
     settings = DECODERS.get(family, SIZE | sizes) | {"vocab_size": len(WORDS)} | config
-    absent = {"pad_token_id": None if family in DECODERS else 0, "bos_token_id": None, "eos_token_id": None}
+    absent = {
+        "pad_token_id": None if family in DECODERS else 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     settings = absent | settings
-    return getattr(transformers, family + head)(getattr(transformers, f"{family}Config")(**settings)).eval()
+    return getattr(transformers, family + head)(
+        getattr(transformers, f"{family}Config")(**settings)
+    ).eval()
 
 
 def measured(model, inputs, tokenizer=None, tokens=None, **options):
-    return tracker.measure(model, inputs, tokenizer=tokenizer, tokens=tokens, k=2, dtype="float64", **options)
+    return tracker.measure(
+        model, inputs, tokenizer=tokenizer, tokens=tokens, k=2, dtype="float64", **options
+    )
 
 
 def at(ds) -> list[int]:
@@ -80,16 +102,24 @@ def test_text_encoders_are_measured_at_the_last_word(family):
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_decoders_keep_their_last_token_whatever_it_is(family):
-    for template, special in (("$A </s>", dict(eos_token="</s>")), ("[CLS] $A [SEP]", dict(sep_token="[SEP]"))):
+    for template, special in (
+        ("$A </s>", dict(eos_token="</s>")),
+        ("[CLS] $A [SEP]", dict(sep_token="[SEP]")),
+    ):
         ds = measured(hugging_face(family), PROMPTS, tokenizer(template, **special))
         assert texts(ds) == [template.split()[-1]] * 2 and ds.attrs["tokens"] == "last"
 
 
 def test_an_encoder_that_ends_texts_with_an_end_token_alone():
     model = transformers.T5EncoderModel(
-        transformers.T5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)
+        transformers.T5Config(
+            vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2
+        )
     )
-    assert texts(measured(model.eval(), PROMPTS, tokenizer("$A </s>", eos_token="</s>"))) == ["mat", "dog"]
+    assert texts(measured(model.eval(), PROMPTS, tokenizer("$A </s>", eos_token="</s>"))) == [
+        "mat",
+        "dog",
+    ]
 
 
 def test_other_special_tokens_and_prompts_of_special_tokens_alone_are_kept():
@@ -123,35 +153,50 @@ def test_the_class_token_of_text_encoders(family):
     model = hugging_face(family)
     ds = measured(model, PROMPTS, of_bert(), "cls")
     assert texts(ds) == ["[CLS]", "[CLS]"] and ds.attrs["tokens"] == "cls"
-    np.testing.assert_array_equal(ds.miscoupling, measured(model, PROMPTS, of_bert(), [0]).miscoupling)
+    np.testing.assert_array_equal(
+        ds.miscoupling, measured(model, PROMPTS, of_bert(), [0]).miscoupling
+    )
 
 
 @pytest.mark.parametrize(
     "made, message",
     [
         (lambda: tokenizer("[CLS] $A [SEP]"), "the tokenizer has no class token"),
-        (lambda: tokenizer("$A [SEP]", cls_token="[CLS]"), "prompt 0 begins with token 6, not with the class token, 2"),
+        (
+            lambda: tokenizer("$A [SEP]", cls_token="[CLS]"),
+            "prompt 0 begins with token 6, not with the class token, 2",
+        ),
     ],
 )
 def test_prompts_without_a_class_token_are_refused(made, message):
-    with pytest.raises(UsageError, match=rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"):
+    with pytest.raises(
+        UsageError, match=rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"
+    ):
         measured(hugging_face("Bert"), PROMPTS, made(), "cls")
 
 
 @pytest.mark.parametrize(
     "family, head",
-    [("Bert", "Model"), ("Roberta", "ForSequenceClassification"), ("Electra", "ForSequenceClassification")],
+    [
+        ("Bert", "Model"),
+        ("Roberta", "ForSequenceClassification"),
+        ("Electra", "ForSequenceClassification"),
+    ],
 )
 def test_ids_have_a_class_token_if_a_pooler_or_classifier_reads_it(family, head):
     ids = torch.tensor([[6, 7, 8, 9], [9, 8, 7, 6]])
     assert at(measured(hugging_face(family, head), ids, tokens="cls")) == [0, 0]
-    assert tracker.measure(hugging_face(family, head), ids, tokens="cls", k=2, dry_run=True).rows == 2
+    assert (
+        tracker.measure(hugging_face(family, head), ids, tokens="cls", k=2, dry_run=True).rows == 2
+    )
 
 
 def test_the_class_token_that_a_config_states():
     model = hugging_face("ModernBert", cls_token_id=2)
     assert at(measured(model, torch.tensor([[2, 7, 8], [2, 8, 6]]), tokens="cls")) == [0, 0]
-    with pytest.raises(UsageError, match="sample 1 begins with token 9, not with the class token, 2"):
+    with pytest.raises(
+        UsageError, match="sample 1 begins with token 9, not with the class token, 2"
+    ):
         measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
 
 
@@ -176,7 +221,9 @@ class Mean(nn.Module):
     ],
 )
 def test_ids_of_models_that_read_other_tokens_are_refused(model):
-    with pytest.raises(UsageError, match="no class token: no pooler or classifier reads position 0 alone"):
+    with pytest.raises(
+        UsageError, match="no class token: no pooler or classifier reads position 0 alone"
+    ):
         measured(model(), torch.tensor([[6, 7, 8, 9], [9, 8, 7, 6]]), tokens="cls")
 
 
@@ -209,13 +256,17 @@ def test_a_walk_measures_the_last_word(tmp_path):
         return tracker.open_results(tmp_path / out)
 
     ds = walk("new", "1")
-    assert ds.attrs["tokens"] == "last non-special" and ds.token_position.values.ravel().tolist() == [6, 2]
+    assert ds.attrs[
+        "tokens"
+    ] == "last non-special" and ds.token_position.values.ravel().tolist() == [6, 2]
     settings = Store(tmp_path / "new").read_settings()
     assert settings["tokens"] == "last"
 
 
 def test_the_very_last_token_is_recorded_by_one_name():
-    assert measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1]).attrs["tokens"] == "last"
+    assert (
+        measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1]).attrs["tokens"] == "last"
+    )
 
 
 def test_image_models_are_unchanged():

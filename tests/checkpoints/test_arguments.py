@@ -19,13 +19,20 @@ def test_the_help_of_a_walk_begins_with_what_most_people_need(capsys):
         parse(["--help"])
     usage, _, text = capsys.readouterr().out.partition("\n\n")
     first = ["--model", "--steps", "--k", "--measures", "--out", "--wandb"]
-    assert usage == "usage: python -m tracker.pythia (--model MODEL | --files PATTERN --load FUNCTION) [flags]"
+    assert (
+        usage
+        == "usage: python -m tracker.pythia (--model MODEL | --files PATTERN --load FUNCTION) [flags]"
+    )
     groups = re.split(r"^(\w[\w ]*):\n", text, flags=re.MULTILINE)[1:]
     names = (re.findall(r"^  (?:-h, )?(--\w+)", body, re.MULTILINE) for body in groups[1::2])
     flags = dict(zip(groups[::2], names, strict=True))
     assert flags["most used"] == first and flags["others"] == ["--help"]
-    every = {f"--{field.name}" for field in fields(Walk) if field.name != "options"} | {f"--{name}" for name in OPTIONS}
-    assert sorted(sum(flags.values(), [])) == sorted(every | {"--config", "--print_config", "--help"})
+    every = {f"--{field.name}" for field in fields(Walk) if field.name != "options"} | {
+        f"--{name}" for name in OPTIONS
+    }
+    assert sorted(sum(flags.values(), [])) == sorted(
+        every | {"--config", "--print_config", "--help"}
+    )
 
 
 @pytest.mark.parametrize("flag", ["--memory-budget", "--memory_budget"])
@@ -36,8 +43,15 @@ def test_hyphens_and_underscores(flag):
 
 
 def test_values_keep_their_hyphens():
-    walk = parse(["--model=70m-deduped", "--suffix= --step-by-step", "--out", "my-run", "--max-tokens", "5"])
-    assert (walk.model, walk.suffix, str(walk.out), walk.max_tokens) == ("70m-deduped", " --step-by-step", "my-run", 5)
+    walk = parse(
+        ["--model=70m-deduped", "--suffix= --step-by-step", "--out", "my-run", "--max-tokens", "5"]
+    )
+    assert (walk.model, walk.suffix, str(walk.out), walk.max_tokens) == (
+        "70m-deduped",
+        " --step-by-step",
+        "my-run",
+        5,
+    )
     parser = Parser()
     parser.add_argument("names", nargs="*", type=str)
     assert parser.parse_args(["--", "--a-b"]).names == ["--a-b"]
@@ -64,7 +78,11 @@ def test_a_boolean_that_is_true_by_default_is_switched_off_by_its_value():
 
 
 ERRORS = [
-    (parse, ["--model", "nano", "--allow_suspect", "perhaps"], "--allow_suspect perhaps; choose from true, false"),
+    (
+        parse,
+        ["--model", "nano", "--allow_suspect", "perhaps"],
+        "--allow_suspect perhaps; choose from true, false",
+    ),
     (parse, ["--model", "nano", "--k", "ten"], "--k 'ten'; give whole numbers"),
     (recipe_of, ["--train_size", "a"], "--train_size a; give a whole number\n("),
     (recipe_of, ["--clip", "a"], "--clip a; give a number\n("),
@@ -74,7 +92,11 @@ ERRORS = [
     (checkpoints.main, ["list"], "the following arguments are required: model"),
     (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2\n"),
     (parse, [], "the following arguments are required: --model, or --files and --load\n"),
-    (parse, ["--files", "a_*.pt"], "--files 'a_*.pt' takes --load module:function, and neither --model nor --module\n"),
+    (
+        parse,
+        ["--files", "a_*.pt"],
+        "--files 'a_*.pt' takes --load module:function, and neither --model nor --module\n",
+    ),
     (
         parse,
         ["--model", "nano", "--load", "a:b"],
@@ -85,8 +107,16 @@ ERRORS = [
         ["--files", "a.py", str(ROOT / "README.md")],
         f"unrecognized arguments: {ROOT / 'README.md'}; a pattern of files",
     ),
-    (parse, ["--model", "nano", "--tokenzer", "x"], "unrecognized arguments: --tokenzer x; did you mean --tokenizer?"),
-    (parse, ["--model", "nano", "--dry-rum"], "unrecognized arguments: --dry_rum; did you mean --dry_run?"),
+    (
+        parse,
+        ["--model", "nano", "--tokenzer", "x"],
+        "unrecognized arguments: --tokenzer x; did you mean --tokenizer?",
+    ),
+    (
+        parse,
+        ["--model", "nano", "--dry-rum"],
+        "unrecognized arguments: --dry_rum; did you mean --dry_run?",
+    ),
 ]
 
 

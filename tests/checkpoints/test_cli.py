@@ -38,7 +38,9 @@ def test_an_unexpected_error_keeps_its_traceback():
 def test_a_warning_is_one_line_and_said_once(capsys, monkeypatch):
     """As a walk gives it at every checkpoint, with filters that a library changes in between."""
     shown = []
-    monkeypatch.setattr(warnings, "showwarning", lambda message, *where, **options: shown.append(str(message)))
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda message, *where, **options: shown.append(str(message))
+    )
 
     @reports_errors()
     def walk() -> int:
@@ -52,7 +54,10 @@ def test_a_warning_is_one_line_and_said_once(capsys, monkeypatch):
 
     assert walk() == 0
     err = capsys.readouterr().err.splitlines()
-    assert err == ["warning: 3 prompts are cut", *(f"warning: step {step} is suspect" for step in range(3))]
+    assert err == [
+        "warning: 3 prompts are cut",
+        *(f"warning: step {step} is suspect" for step in range(3)),
+    ]
     assert shown == ["a library's"] * 3
     warnings.warn_explicit("after the command", UserWarning, command_line.__file__, 1, registry={})
     assert shown[-1] == "after the command"

@@ -22,7 +22,13 @@ from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
 
 READ = ("model.safetensors", "config.json", "tokenizer.json", "vocab.txt")
-NOT_READ = ("optimizer.bin", "training_args.bin", "rng_state_0.pth", "trainer_state.json", "train_log.txt")
+NOT_READ = (
+    "optimizer.bin",
+    "training_args.bin",
+    "rng_state_0.pth",
+    "trainer_state.json",
+    "train_log.txt",
+)
 
 
 @pytest.fixture
@@ -78,7 +84,14 @@ def test_a_file_is_loaded_from_a_copy_of_its_name(name, tmp_path, temporary):
 def test_all_that_the_users_code_may_read_of_a_directory_is_copied_and_hashed(tmp_path, temporary):
     run = tmp_path / "step8"
     (run / "model").mkdir(parents=True)
-    for name in ("config.yaml", "model/weights.npz", "model/train.log", "optimizer.pt", "ema.pt", "model.safetensors"):
+    for name in (
+        "config.yaml",
+        "model/weights.npz",
+        "model/train.log",
+        "optimizer.pt",
+        "ema.pt",
+        "model.safetensors",
+    ):
         (run / name).write_text(name)
 
     def load(copy: Path) -> str:
@@ -130,7 +143,8 @@ def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):
     with open(run / "model.safetensors", "wb") as file:
         file.truncate(1 << 43)
     with pytest.raises(
-        CheckpointError, match=r"no space for its 8.8e\+03 GB in .*temporary .* and .*/runs .* set TMPDIR"
+        CheckpointError,
+        match=r"no space for its 8.8e\+03 GB in .*temporary .* and .*/runs .* set TMPDIR",
     ):
         load_copy(Path.iterdir, run)
     os.truncate(run / "model.safetensors", 1)
@@ -139,7 +153,9 @@ def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(copies.shutil, "copyfile", fail)
-    with pytest.raises(CheckpointError, match=r"can't be copied to .*/temporary \(.*Input/output error"):
+    with pytest.raises(
+        CheckpointError, match=r"can't be copied to .*/temporary \(.*Input/output error"
+    ):
         load_copy(Path.iterdir, run)
     assert not any(temporary.iterdir())
 
@@ -166,7 +182,9 @@ def test_a_file_that_changes_while_it_is_copied_is_named(name, run, temporary, m
         os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
     when_copied(name, monkeypatch, change)
-    with pytest.raises(CheckpointError, match=f"{file} was changed while it was copied, and this checkpoint is not"):
+    with pytest.raises(
+        CheckpointError, match=f"{file} was changed while it was copied, and this checkpoint is not"
+    ):
         load_copy(lambda copy: None, run)
 
 
@@ -198,7 +216,10 @@ def test_the_hash_of_a_copied_file_is_noted(run, temporary, monkeypatch):
 
 def is_in_memory(path: Path) -> bool:
     """Ask another program."""
-    return subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout == "tmpfs\n"
+    return (
+        subprocess.run(["stat", "-f", "-c", "%T", path], capture_output=True, text=True).stdout
+        == "tmpfs\n"
+    )
 
 
 @pytest.fixture
@@ -211,24 +232,32 @@ def in_memory(monkeypatch):
         yield Path(directory)
 
 
-def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_in_memory(run, in_memory, monkeypatch):
+def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_in_memory(
+    run, in_memory, monkeypatch
+):
     if is_in_memory(run):
         pytest.skip("this system has the directories of tests in memory")
     (link := run.parent.parent / "link").symlink_to(run)
 
     def load(copy: Path) -> Path:
-        assert find_suite(str(run.parent)).checkpoints[0].source == str(run), "the copy is taken for a checkpoint"
+        assert find_suite(str(run.parent)).checkpoints[0].source == str(run), (
+            "the copy is taken for a checkpoint"
+        )
         return copy.parents[1]
 
     for source in (run, link):
         assert load_copy(load, source)[0] == run.parent
     assert [file.name for file in run.parent.iterdir()] == ["step8"]
     monkeypatch.setattr(copies.os, "access", lambda *_: False)
-    with pytest.warns(UserWarning, match=f"{in_memory} is in memory, .* set TMPDIR to a directory on a disk"):
+    with pytest.warns(
+        UserWarning, match=f"{in_memory} is in memory, .* set TMPDIR to a directory on a disk"
+    ):
         assert load_copy(lambda copy: copy.parents[1], run)[0] == in_memory
 
 
-def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_too_small(run, temporary, monkeypatch):
+def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_too_small(
+    run, temporary, monkeypatch
+):
     usage = copies.shutil.disk_usage
 
     def full(place: Path):
@@ -243,7 +272,9 @@ def test_copies_of_lightning_checkpoints_are_no_checkpoints(tmp_path):
     for directory in (tmp_path, copy):
         (directory / "epoch=0-step=8.ckpt").touch()
     suite = find_suite(str(tmp_path), lightning=True)
-    assert [checkpoint.source for checkpoint in suite.checkpoints] == [str(tmp_path / "epoch=0-step=8.ckpt")]
+    assert [checkpoint.source for checkpoint in suite.checkpoints] == [
+        str(tmp_path / "epoch=0-step=8.ckpt")
+    ]
 
 
 COPYING = """
@@ -259,7 +290,9 @@ load_copy(load, Path(sys.argv[2]))
 
 def test_copies_that_nobody_holds_are_removed_and_nothing_else(run, temporary):
     def copying():
-        process = processes.start("tests.statements", COPYING, run, env={**os.environ, "TMPDIR": str(temporary)})
+        process = processes.start(
+            "tests.statements", COPYING, run, env={**os.environ, "TMPDIR": str(temporary)}
+        )
         processes.wait_for_line(process, "loading")
         return process, max(temporary.glob(f"{PREFIX}*"), key=lambda file: file.stat().st_mtime_ns)
 

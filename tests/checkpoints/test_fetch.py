@@ -41,11 +41,21 @@ class Fetcher:
     def fetch(self, step: int, commits: dict[str, str] | None = None, **options) -> Path:
         revision = f"step{step}"
         commits = commits or list_branches(REPO, self.messages.append)[0]
-        listings, faults = list_revisions(REPO, {revision: commits[revision]}, self.cache, notify=self.messages.append)
+        listings, faults = list_revisions(
+            REPO, {revision: commits[revision]}, self.cache, notify=self.messages.append
+        )
         for fault in faults.values():
             raise fault
         listing = listings[revision]
-        return fetch(REPO, revision, listing, self.cache, notify=self.messages.append, count=self.count, **options)
+        return fetch(
+            REPO,
+            revision,
+            listing,
+            self.cache,
+            notify=self.messages.append,
+            count=self.count,
+            **options,
+        )
 
     def listings(self) -> tuple[dict[str, str], dict[str, hub.Listing]]:
         """Return the commit and the files of every revision."""
@@ -57,7 +67,10 @@ class Fetcher:
 
     def assert_whole(self, step: int, directory: Path) -> None:
         published = self.published(step)
-        assert sorted(file.name for file in directory.iterdir()) == ["config.json", "model.safetensors"]
+        assert sorted(file.name for file in directory.iterdir()) == [
+            "config.json",
+            "model.safetensors",
+        ]
         for file in directory.iterdir():
             assert file.read_bytes() == (published / file.name).read_bytes()
         assert not list(self.cache.rglob("*.tracker.incomplete"))
@@ -77,7 +90,9 @@ def publish(root: Path, step: int, content: bytes) -> None:
     (repository / "refs").mkdir(exist_ok=True)
     (repository / "refs" / f"step{step}").write_text(commit)
     for name in ("model.safetensors", "pytorch_model.bin"):  # the same weights in both formats
-        (repository / "snapshots" / commit / name).write_bytes(content + (b"" if name.startswith("model") else b"!"))
+        (repository / "snapshots" / commit / name).write_bytes(
+            content + (b"" if name.startswith("model") else b"!")
+        )
     (repository / "snapshots" / commit / "config.json").write_text(json.dumps({"step": step}))
 
 
@@ -99,7 +114,9 @@ def fetcher(tmp_path, monkeypatch):
 
 def test_fetch_downloads_needed_files_once_and_counts_bytes(fetcher):
     fetcher.assert_whole(1, fetcher.fetch(1))
-    assert fetcher.counted == sum(f.stat().st_size for f in fetcher.published(1).iterdir() if f.suffix != ".bin")
+    assert fetcher.counted == sum(
+        f.stat().st_size for f in fetcher.published(1).iterdir() if f.suffix != ".bin"
+    )
     assert not fetcher.server.requested("pytorch_model.bin")
     before = len(fetcher.server.requests)
     fetcher.assert_whole(1, fetcher.fetch(1))
@@ -144,7 +161,10 @@ def test_stopped_download_is_resumed_by_the_next_call(fetcher):
     assert 0 < have < SIZE
     fetcher.assert_whole(1, fetcher.fetch(1))
     assert f"resuming after {have / 1e9:.3g}" in fetcher.messages[-1]
-    assert fetcher.server.requests[-1].startswith("GET") and "model.safetensors" in fetcher.server.requests[-1]
+    assert (
+        fetcher.server.requests[-1].startswith("GET")
+        and "model.safetensors" in fetcher.server.requests[-1]
+    )
 
 
 @pytest.mark.parametrize("etag", ["1" * 64, "../../../../evil", ""])
@@ -153,7 +173,9 @@ def test_the_snapshot_has_the_listed_content_whatever_the_hub_says_of_a_file(fet
     fetcher.server.fail("/resolve/", headers={"ETag": f'"{etag}"'}, times=1000)
     fetcher.assert_whole(1, fetcher.fetch(1))
     assert not list(fetcher.cache.parent.rglob("evil*"))
-    names = {file.resolve().name for file in cached_snapshot(REPO, "step1", fetcher.cache).iterdir()}
+    names = {
+        file.resolve().name for file in cached_snapshot(REPO, "step1", fetcher.cache).iterdir()
+    }
     assert names == {blob(file) for file in fetcher.published(1).iterdir() if file.suffix != ".bin"}
 
 
@@ -170,11 +192,22 @@ def test_a_snapshot_has_copies_where_links_are_not_supported(fetcher, monkeypatc
 
 def test_branches_whose_names_leave_the_cache_are_left_out(fetcher):
     listed = {"branches": [], "converts": [], "tags": []}
-    for name in ("step1", "../../../../evil/step2", "/tmp/step3", "step4\0", "step5\ud800", "a/step6"):
-        listed["branches"].append({"name": name, "ref": f"refs/heads/{name}", "targetCommit": "1" * 40})
+    for name in (
+        "step1",
+        "../../../../evil/step2",
+        "/tmp/step3",
+        "step4\0",
+        "step5\ud800",
+        "a/step6",
+    ):
+        listed["branches"].append(
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": "1" * 40}
+        )
     fetcher.server.fail("/refs", content=lambda _: json.dumps(listed).encode())
     assert list(list_branches(REPO, fetcher.messages.append)[0]) == ["step1", "a/step6"]
-    assert "lists a branch '../../../../evil/step2', which git does not allow" in fetcher.messages[0]
+    assert (
+        "lists a branch '../../../../evil/step2', which git does not allow" in fetcher.messages[0]
+    )
 
 
 def test_download_restarts_on_a_server_without_ranges(fetcher, monkeypatch):
@@ -188,7 +221,9 @@ def test_wrong_hash_is_fetched_again_once_and_then_refused(fetcher):
     fetcher.assert_whole(1, fetcher.fetch(1))
     assert "does not match the hash" in fetcher.messages[0]
     fetcher.server.fail("GET .*model.safetensors", content=lambda b: b[::-1], times=2)
-    with pytest.raises(CheckpointError, match="was downloaded twice and does not match its SHA-256"):
+    with pytest.raises(
+        CheckpointError, match="was downloaded twice and does not match its SHA-256"
+    ):
         fetcher.fetch(2)
     assert not list(fetcher.cache.rglob("*.incomplete"))
     fetcher.assert_whole(2, fetcher.fetch(2))
@@ -224,7 +259,9 @@ def test_revision_that_moves_after_the_listing_is_fetched_as_listed(fetcher):
     publish(fetcher.root, 1, b"new" * 1000)
     directory = fetcher.fetch(1, commits)
     assert directory.name == before.name
-    assert (directory / "model.safetensors").read_bytes() == (before / "model.safetensors").read_bytes()
+    assert (directory / "model.safetensors").read_bytes() == (
+        before / "model.safetensors"
+    ).read_bytes()
     # The listing of step 2 is cached, but its commit is removed from the hub before the download.
     list_revisions(REPO, {"step2": commits["step2"]}, fetcher.cache)
     fetcher.published(2).rename(fetcher.root / "gone")
@@ -237,7 +274,9 @@ def in_listing(**entries):
 
     def change(content: bytes) -> bytes:
         info = json.loads(content)
-        next(file for file in info["siblings"] if file["rfilename"] == "model.safetensors").update(entries)
+        next(file for file in info["siblings"] if file["rfilename"] == "model.safetensors").update(
+            entries
+        )
         return json.dumps(info).encode()
 
     return "GET .*blobs=", {"content": change}
@@ -275,7 +314,9 @@ def test_an_answer_that_is_of_no_use_is_one_message(fetcher, case):
 def test_a_file_larger_than_the_free_space_is_not_requested(fetcher):
     path, fault = in_listing(size=10**18)
     fetcher.server.fail(path, **fault)
-    with pytest.raises(CheckpointError, match=r"step1 does not fit on the disk of .*1e\+09 GB are needed"):
+    with pytest.raises(
+        CheckpointError, match=r"step1 does not fit on the disk of .*1e\+09 GB are needed"
+    ):
         fetcher.fetch(1)
     assert not fetcher.server.requested("GET .*model.safetensors")
 
@@ -307,7 +348,9 @@ def test_pauses_are_those_that_the_hub_asks_for_up_to_a_limit(monkeypatch, case)
 
     headers, expected = PAUSES[case]
     waited: list[float] = []
-    monkeypatch.setattr(retries.time, "time", lambda: parsedate_to_datetime(WEDNESDAY).timestamp() - 10)
+    monkeypatch.setattr(
+        retries.time, "time", lambda: parsedate_to_datetime(WEDNESDAY).timestamp() - 10
+    )
 
     class Stop(threading.Event):
         def wait(self, timeout=None):
@@ -315,7 +358,9 @@ def test_pauses_are_those_that_the_hub_asks_for_up_to_a_limit(monkeypatch, case)
             return False
 
     request = httpx.Request("GET", "http://localhost")
-    error = httpx.HTTPStatusError("", request=request, response=httpx.Response(429, headers=headers, request=request))
+    error = httpx.HTTPStatusError(
+        "", request=request, response=httpx.Response(429, headers=headers, request=request)
+    )
     attempts = retries.Attempts("a file", lambda line: None, Stop())
     with pytest.raises(
         Unreachable, match="can't get a file: the hub can't be reached .429 Too Many Requests"
@@ -323,9 +368,9 @@ def test_pauses_are_those_that_the_hub_asks_for_up_to_a_limit(monkeypatch, case)
         while True:
             attempts.wait_or_raise(error)
     assert waited == expected
-    assert ("it asks for a pause of 86,400 s: run the same command again later" in str(raised.value)) == (
-        case == "a day"
-    )
+    assert (
+        "it asks for a pause of 86,400 s: run the same command again later" in str(raised.value)
+    ) == (case == "a day")
 
 
 def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
@@ -333,7 +378,9 @@ def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
     hung = threading.Event()
     fetcher.server.fail("GET .*model.safetensors", times=1000, then=lambda: hung.wait(300))
     try:
-        with pytest.raises(Unreachable, match="model.safetensors of org/toy at step1: .*ReadTimeout.*3 attempts"):
+        with pytest.raises(
+            Unreachable, match="model.safetensors of org/toy at step1: .*ReadTimeout.*3 attempts"
+        ):
             fetcher.fetch(1)
     finally:
         hung.set()
@@ -343,13 +390,17 @@ def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
 @pytest.fixture
 def clock(monkeypatch):
     """A clock by which 40 s pass before each block arrives, of which there are five in the file."""
-    monkeypatch.setattr("checkpoints.fetch.time", SimpleNamespace(monotonic=partial(next, count(0.0, 40.0))))
+    monkeypatch.setattr(
+        "checkpoints.fetch.time", SimpleNamespace(monotonic=partial(next, count(0.0, 40.0)))
+    )
 
 
 @pytest.mark.usefixtures("clock")
 def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch):
     monkeypatch.setattr("checkpoints.fetch.SLOWEST", 10_000)
-    message = r"model.safetensors of org/toy at step1: .*ReadTimeout: [\d,]+ bytes in 80 s, 3 attempts"
+    message = (
+        r"model.safetensors of org/toy at step1: .*ReadTimeout: [\d,]+ bytes in 80 s, 3 attempts"
+    )
     with pytest.raises(Unreachable, match=message):
         fetcher.fetch(1)
 
@@ -368,7 +419,9 @@ def test_a_few_bytes_at_a_time_are_no_progress(fetcher):
 
 def test_endless_file_is_refused(fetcher):
     fetcher.server.fail("GET .*model.safetensors", content=lambda b: b * 100, times=2)
-    with pytest.raises(CheckpointError, match="was downloaded twice and does not match its SHA-256"):
+    with pytest.raises(
+        CheckpointError, match="was downloaded twice and does not match its SHA-256"
+    ):
         fetcher.fetch(1)
     # Received beyond the listed size, in both downloads. What the server has sent depends on the buffers of its sockets.
     assert 0 < fetcher.counted < SIZE
@@ -387,7 +440,10 @@ def test_hub_that_lists_nothing_is_not_asked_for_ever(fetcher, monkeypatch):
 def test_token_that_gives_no_access_is_named(fetcher, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
     fetcher.server.fail("GET .*refs", status=401)
-    with pytest.raises(CheckpointError, match="the branches of org/toy: .*401.*the token in use does not give access"):
+    with pytest.raises(
+        CheckpointError,
+        match="the branches of org/toy: .*401.*the token in use does not give access",
+    ):
         list_branches(REPO)
 
 
@@ -400,7 +456,9 @@ def test_branch_without_a_commit_is_a_fault_of_its_own(fetcher):
 
 def test_permanently_busy_hub_is_reported(fetcher):
     fetcher.server.fail("GET .*refs", status=502, times=100)
-    with pytest.raises(Unreachable, match=r"502 Bad Gateway, 6 attempts.*nothing of org/toy is in the cache"):
+    with pytest.raises(
+        Unreachable, match=r"502 Bad Gateway, 6 attempts.*nothing of org/toy is in the cache"
+    ):
         list_branches(REPO, fetcher.messages.append)
     assert len(fetcher.messages) == 5
 
@@ -423,7 +481,9 @@ def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher
     shutil.rmtree(Path(os.environ["TRACKER_CACHE"]))
     found, _ = list_revisions(REPO, list_branches(REPO)[0], fetcher.cache, offline=True)
     (weights,) = found["step1"].weights
-    assert found.keys() == {"step1"} and weights.sha256 == blob(fetcher.published(1) / "model.safetensors")
+    assert found.keys() == {"step1"} and weights.sha256 == blob(
+        fetcher.published(1) / "model.safetensors"
+    )
 
 
 FETCH = """
@@ -443,19 +503,27 @@ for step in sys.argv[2:]:
 
 
 def process(fetcher: Fetcher, *steps: str) -> subprocess.Popen:
-    environment = {**os.environ, **fetcher.server.environment, "TRACKER_CACHE": str(fetcher.cache.parent / "ours")}
+    environment = {
+        **os.environ,
+        **fetcher.server.environment,
+        "TRACKER_CACHE": str(fetcher.cache.parent / "ours"),
+    }
     command = [sys.executable, "-c", FETCH, str(fetcher.cache), *steps]
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
 
 
 @pytest.mark.slow
 def test_several_processes_fetch_the_same_revisions_into_one_cache(fetcher):
-    fetcher.server.fail("GET .*model.safetensors", pause=lambda: time.sleep(0.1), times=1000)  # so that they meet
+    fetcher.server.fail(
+        "GET .*model.safetensors", pause=lambda: time.sleep(0.1), times=1000
+    )  # so that they meet
     commits, _ = list_branches(REPO)
     directories = {step: fetcher.snapshot(commits[f"step{step}"]) for step in STEPS}
     for running in [process(fetcher, *(f"step{step}" for step in STEPS)) for _ in range(4)]:
         out, _ = running.communicate(timeout=300)
-        assert out.splitlines() == [f"step{step} {directory}" for step, directory in directories.items()]
+        assert out.splitlines() == [
+            f"step{step} {directory}" for step, directory in directories.items()
+        ]
     for step, directory in directories.items():
         fetcher.assert_whole(step, directory)
     assert len(fetcher.server.requested("GET .*model.safetensors")) == len(STEPS)
@@ -493,7 +561,9 @@ def test_read_only_cache_is_reported(fetcher, monkeypatch):
     for function in ("write_atomic", "_download"):
         monkeypatch.setattr(f"checkpoints.fetch.{function}", refuse)
     assert fetcher.fetch(1) == directory
-    with pytest.raises(CheckpointError, match=r"step2 is not in the cache .*can't be written to; set HF_HUB_CACHE"):
+    with pytest.raises(
+        CheckpointError, match=r"step2 is not in the cache .*can't be written to; set HF_HUB_CACHE"
+    ):
         fetcher.fetch(2)
 
 
@@ -505,7 +575,9 @@ def begun(cache: Path) -> bool:
 @pytest.mark.slow
 def test_killed_downloads_are_completed(fetcher):
     in_the_middle = 0
-    for last in range(1, 6):  # the piece of 64 kB after which no more arrives; the first is never the last of its file
+    for last in range(
+        1, 6
+    ):  # the piece of 64 kB after which no more arrives; the first is never the last of its file
         pieces, sent, killed = count(1), threading.Event(), threading.Event()
 
         def pause(pieces=pieces, last=last, sent=sent, killed=killed):
@@ -529,7 +601,9 @@ def test_killed_downloads_are_completed(fetcher):
 
 
 def used(cache: Path) -> int:
-    return sum(file.stat().st_size for file in cache.rglob("*") if file.is_file() and not file.is_symlink())
+    return sum(
+        file.stat().st_size for file in cache.rglob("*") if file.is_file() and not file.is_symlink()
+    )
 
 
 def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
@@ -555,7 +629,10 @@ def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
 
 def test_revision_in_use_is_not_evicted(fetcher):
     commits, found = fetcher.listings()
-    mine, others = DiskBudget(fetcher.cache, budget=SIZE + 1000), DiskBudget(fetcher.cache, budget=SIZE + 1000)
+    mine, others = (
+        DiskBudget(fetcher.cache, budget=SIZE + 1000),
+        DiskBudget(fetcher.cache, budget=SIZE + 1000),
+    )
     use = mine.try_reserve(REPO, found["step1"])
     directory = fetcher.fetch(1, commits)
     assert others.try_reserve(REPO, found["step2"]) is None
@@ -586,7 +663,9 @@ def test_eviction_keeps_what_others_added_or_need(fetcher):
     blob_of_both = (directory / "model.safetensors").resolve()
     (directory / "theirs").write_text("kept")
     assert DiskBudget(fetcher.cache, budget=SIZE + 1000).try_reserve(REPO, listings["step2"])
-    assert not (directory / "config.json").exists() and [file.name for file in directory.iterdir()] == ["theirs"]
+    assert not (directory / "config.json").exists() and [
+        file.name for file in directory.iterdir()
+    ] == ["theirs"]
     assert blob_of_both.exists() and (directory.parents[1] / "refs" / "step1").exists()
     fetcher.assert_whole(8, fetcher.fetch(8, commits))
     use.release()

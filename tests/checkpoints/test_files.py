@@ -121,9 +121,13 @@ def test_other_files_are_kept(tmp_path):
     assert names(tmp_path) == [".hidden", ".old.tmp", "plain.tmp"]
 
 
-@pytest.mark.parametrize("failure", [partial(OSError, 28, "No space left on device"), KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize(
+    "failure", [partial(OSError, 28, "No space left on device"), KeyboardInterrupt, MemoryError]
+)
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(tmp_path, monkeypatch, failure, moment):
+def test_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(
+    tmp_path, monkeypatch, failure, moment
+):
     file = tmp_path / "file"
     write_atomic(file, b"old")
 
@@ -154,7 +158,9 @@ def test_removed_temporary_file_is_written_again(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_only_a_directory_that_cannot_be_synced_at_all_is_left_unsynced(tmp_path, monkeypatch, number):
+def test_only_a_directory_that_cannot_be_synced_at_all_is_left_unsynced(
+    tmp_path, monkeypatch, number
+):
     """SMB and vboxsf refuse it with EINVAL; EIO is a disk that fails."""
     fsync = os.fsync
 
@@ -170,7 +176,9 @@ def test_only_a_directory_that_cannot_be_synced_at_all_is_left_unsynced(tmp_path
 
 
 @pytest.mark.parametrize(
-    "use", [Lock.take, Lock.wait, hash_file, lambda file: read_json(file, dict)], ids=["take", "wait", "hash", "json"]
+    "use",
+    [Lock.take, Lock.wait, hash_file, lambda file: read_json(file, dict)],
+    ids=["take", "wait", "hash", "json"],
 )
 def test_errors_of_an_open_file_name_it(tmp_path, monkeypatch, use):
     file = tmp_path / "file"

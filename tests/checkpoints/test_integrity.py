@@ -18,12 +18,18 @@ SHARDS = [f"pytorch_model-0000{i}-of-00003.bin" for i in (1, 2, 3)]
 def listing(step: int, **hashes: str) -> Listing:
     """Return a listing of three shards unique to the step, with the hashes given by name: shard1="..."."""
     contents = {name: hashes.get(f"shard{i}", f"{step}/{i}") for i, name in enumerate(SHARDS, 1)}
-    return Listing(f"c{step}", (CONFIG, *(File(name, 10**9, sha) for name, sha in contents.items() if sha)))
+    return Listing(
+        f"c{step}", (CONFIG, *(File(name, 10**9, sha) for name, sha in contents.items() if sha))
+    )
 
 
 def suspects(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dict[int, str]:
-    checkpoints = [Checkpoint(step, "org/toy", f"step{step}") for step in sorted((*listings, *missing))]
-    return find_suspects(checkpoints, {f"step{step}": of_step for step, of_step in listings.items()})
+    checkpoints = [
+        Checkpoint(step, "org/toy", f"step{step}") for step in sorted((*listings, *missing))
+    ]
+    return find_suspects(
+        checkpoints, {f"step{step}": of_step for step, of_step in listings.items()}
+    )
 
 
 def test_suite_without_faults_has_no_suspects():
@@ -32,7 +38,9 @@ def test_suite_without_faults_has_no_suspects():
 
 def test_revision_with_the_final_weights_is_suspect():
     final = {f"shard{i}": f"8/{i}" for i in (1, 2, 3)}
-    assert suspects({1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}) == {
+    assert suspects(
+        {1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}
+    ) == {
         2: "its weights are identical to those of step 4, 8",
         4: "its weights are identical to those of step 2, 8",
     }
@@ -46,12 +54,19 @@ def test_revision_with_a_shard_of_another_is_suspect():
 def test_identical_steps_0_and_1_are_not_suspect():
     first = {f"shard{i}": f"0/{i}" for i in (1, 2, 3)}
     assert suspects({0: listing(0), 1: listing(1, **first), 8: listing(8)}) == {}
-    assert suspects({0: listing(0), 1: listing(1, **first), 2: listing(2, **first), 8: listing(8)}).keys() == {2}
+    assert suspects(
+        {0: listing(0), 1: listing(1, **first), 2: listing(2, **first), 8: listing(8)}
+    ).keys() == {2}
 
 
 def test_missing_files_and_revisions_are_suspect():
     found = suspects(
-        {1: listing(1, shard2=""), 2: Listing("c", (CONFIG,)), 4: Listing("c", listing(4).files[1:])}, (8,)
+        {
+            1: listing(1, shard2=""),
+            2: Listing("c", (CONFIG,)),
+            4: Listing("c", listing(4).files[1:]),
+        },
+        (8,),
     )
     assert SHARDS[1] in found[1] and "no weight files" in found[2]
     assert found[4] == "without config.json" and found[8] == "org/toy has no revision step8"
@@ -64,14 +79,18 @@ def test_known_defects_are_reported():
     # 76 branches serve main's file and 10 that of step143000, which is rightly one of the 10.
     assert len(defects("2.8b")) == 85 and defects("2.8b-deduped") == []
     assert defects("12b") == [50000, 58000] and defects("410m-seed2") == [111000]
-    olmo = Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "stage1-step101000-tokens424B", stage="stage1")
+    olmo = Checkpoint(
+        101_000, "allenai/OLMo-2-1124-7B", "stage1-step101000-tokens424B", stage="stage1"
+    )
     assert "allenai/OLMo/issues/915" in str(known_defect(olmo))
     assert known_defect(Checkpoint(101_000, "allenai/OLMo-2-1124-7B", "x", stage="stage2")) is None
 
 
 def test_known_defects_need_no_network(monkeypatch):
     def unreachable(*_):
-        raise Unreachable("no network, and nothing of the suite is in the cache") from Unreachable("no network")
+        raise Unreachable("no network, and nothing of the suite is in the cache") from Unreachable(
+            "no network"
+        )
 
     monkeypatch.setattr("checkpoints.hub.list_branches", unreachable)
     suite = find_suite("12b")
@@ -87,17 +106,33 @@ def test_one_format_and_its_index_are_fetched():
         "README.md",
         "optimizer.bin",
     ]
-    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "onnx/model.safetensors"]
+    shards = [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "onnx/model.safetensors",
+    ]
     both = Listing("c", tuple(File(name, 1) for name in [*names, *shards, *SHARDS]))
-    assert [f.name for f in both.needed] == ["config.json", "model.safetensors.index.json", *shards[:2]]
+    assert [f.name for f in both.needed] == [
+        "config.json",
+        "model.safetensors.index.json",
+        *shards[:2],
+    ]
     # If one format is incomplete, the other is chosen.
     broken = Listing("c", tuple(File(name, 1) for name in [*names, shards[0], *SHARDS]))
-    assert [f.name for f in broken.needed] == ["config.json", "pytorch_model.bin.index.json", *SHARDS]
+    assert [f.name for f in broken.needed] == [
+        "config.json",
+        "pytorch_model.bin.index.json",
+        *SHARDS,
+    ]
     assert missing_shards(broken.formats["safetensors"]) == [shards[1]]
 
 
 def weights() -> dict[str, torch.Tensor]:
-    return {"a": torch.randn(3, 4).half().float(), "b": torch.randn(5).half().float(), "n": torch.tensor([1, 2])}
+    return {
+        "a": torch.randn(3, 4).half().float(),
+        "b": torch.randn(5).half().float(),
+        "n": torch.tensor([1, 2]),
+    }
 
 
 def test_fingerprint_depends_only_on_names_shapes_and_values():
@@ -106,7 +141,9 @@ def test_fingerprint_depends_only_on_names_shapes_and_values():
     assert all(fingerprint(some) == own for some in itertools.permutations(tensors.items()))
     stored_in_half = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
     assert fingerprint(stored_in_half.items()) == own
-    assert fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own  # strides don't count
+    assert (
+        fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own
+    )  # strides don't count
     others = [
         tensors | {"a": tensors["a"].view(4, 3)},
         tensors | {"a": tensors["a"] + torch.eye(3, 4) * 1e-6},
@@ -147,7 +184,9 @@ def test_digest_of_files_is_the_same_from_hub_and_disk(tmp_path, monkeypatch):
     content = b"weights"
     (tmp_path / "model.safetensors").write_bytes(content)
     (tmp_path / "config.json").write_text("{}")
-    published = Listing("c", (CONFIG, File("model.safetensors", 7, hashlib.sha256(content).hexdigest())))
+    published = Listing(
+        "c", (CONFIG, File("model.safetensors", 7, hashlib.sha256(content).hexdigest()))
+    )
     assert files_digest(tmp_path) == files_digest(tmp_path, published)
     (tmp_path / "model.safetensors").write_bytes(b"retrained")
     assert files_digest(tmp_path) != files_digest(tmp_path, published)

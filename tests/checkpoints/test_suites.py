@@ -42,7 +42,9 @@ def test_the_size_of_a_published_file():
     assert find_suite("70m-deduped").shape.file_bytes == pytest.approx(166_029_852, rel=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["160m-weight-seed1", "160m-data-seed3", "14m-seed9", "12b-deduped"])
+@pytest.mark.parametrize(
+    "variant", ["160m-weight-seed1", "160m-data-seed3", "14m-seed9", "12b-deduped"]
+)
 def test_published_variants_are_suites_of_their_own(variant):
     for name in (variant, f"pythia-{variant}", f"EleutherAI/pythia-{variant}"):
         suite = find_suite(name)
@@ -73,7 +75,9 @@ def test_a_pattern_selects_revisions_of_a_pythia_too(name, monkeypatch):
     assert (suite.source, suite.steps) == ("EleutherAI/pythia-160m-seed3", (7,))
 
 
-@pytest.mark.parametrize("name", ["14m-deduped", "70m-weight-seed1", "160m-data-seed4", "410m-seed10", "12b-final"])
+@pytest.mark.parametrize(
+    "name", ["14m-deduped", "70m-weight-seed1", "160m-data-seed4", "410m-seed10", "12b-final"]
+)
 def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)
@@ -91,7 +95,8 @@ def holding(directory, *files):
 def test_lightning_checkpoints_without_a_module_name_the_flag(tmp_path, given):
     path = holding(tmp_path, "epoch=0-step=10.ckpt", "last.ckpt") / given
     with pytest.raises(
-        ValueError, match=r"10\.ckpt.*--module package\.module:Class, and --tokenizer NAME or --inputs FILE"
+        ValueError,
+        match=r"10\.ckpt.*--module package\.module:Class, and --tokenizer NAME or --inputs FILE",
     ):
         find_suite(str(path))
     assert find_suite(str(path), lightning=True).steps == (10,)
@@ -99,22 +104,40 @@ def test_lightning_checkpoints_without_a_module_name_the_flag(tmp_path, given):
 
 def test_other_files_than_the_flags_ask_for(tmp_path):
     path = holding(tmp_path, "step8/config.json")
-    with pytest.raises(ValueError, match="config.json is a file: give the directory of a checkpoint"):
+    with pytest.raises(
+        ValueError, match="config.json is a file: give the directory of a checkpoint"
+    ):
         find_suite(str(path / "step8" / "config.json"))
     for directory in (path, path / "step8"):
-        with pytest.raises(ValueError, match="holds checkpoints of Hugging Face: leave out --module"):
+        with pytest.raises(
+            ValueError, match="holds checkpoints of Hugging Face: leave out --module"
+        ):
             find_suite(str(directory), lightning=True)
     assert find_suite(str(path)).steps == find_suite(str(path / "step8")).steps == (8,)
 
 
-INSIDE = ("", "hub", "hub/models--org--a-b", "hub/models--org--a-b/snapshots", "hub/models--org--a-b/refs")
+INSIDE = (
+    "",
+    "hub",
+    "hub/models--org--a-b",
+    "hub/models--org--a-b/snapshots",
+    "hub/models--org--a-b/refs",
+)
 
 
 @pytest.mark.parametrize("given", INSIDE)
 @pytest.mark.parametrize("flag", ["--model", "--tokenizer"])
 def test_a_path_in_the_cache_of_the_hub_names_what_to_run(tmp_path, given, flag):
-    cache = holding(tmp_path / "of hub", f"hub/models--org--a-b/snapshots/{'1' * 40}/config.json") / "hub"
-    holding(cache, "models--org--a-b/refs/main", "datasets--org--c/refs/main", "models--broken/refs/main")
+    cache = (
+        holding(tmp_path / "of hub", f"hub/models--org--a-b/snapshots/{'1' * 40}/config.json")
+        / "hub"
+    )
+    holding(
+        cache,
+        "models--org--a-b/refs/main",
+        "datasets--org--c/refs/main",
+        "models--broken/refs/main",
+    )
     command = f"org/a-b: set HF_HUB_CACHE .*HF_HUB_CACHE='{cache}' python -m tracker.pythia {flag} org/a-b$"
     with pytest.raises(ValueError, match=command):
         (find_suite if flag == "--model" else load_tokenizer)(str(tmp_path / "of hub" / given))
@@ -136,18 +159,38 @@ def test_checkpoints_that_are_incomplete_stay_in_the_suite(tmp_path):
     assert [checkpoint.step for checkpoint in find_suite(str(path)).checkpoints] == [1, 2, 4, 8, 16]
 
 
-@pytest.mark.parametrize("name", ["../nothere", "./run", "/data/run", "results/run/units", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["../nothere", "./run", "/data/run", "results/run/units", ".hidden"]
+)
 def test_a_path_that_is_no_directory_is_named_as_such(name):
     """It is not asked for on the hub, whose client calls the connection bad."""
-    with pytest.raises(ValueError, match=f"^no directory {name}, and it can't be the name of a repository"):
+    with pytest.raises(
+        ValueError, match=f"^no directory {name}, and it can't be the name of a repository"
+    ):
         find_suite(name)
 
 
 def test_selections_of_steps():
     suite = find_suite("6.9b")
-    chosen = {choice: [c.step for c in suite.select(choice)] for choice in ("paper", "all", "log2", "128,143000")}
+    chosen = {
+        choice: [c.step for c in suite.select(choice)]
+        for choice in ("paper", "all", "log2", "128,143000")
+    }
     assert chosen["paper"] == list(PAPER_STEPS) == [c.step for c in suite.select(None)]
-    assert chosen["paper"] == [128, 256, 512, 1000, 2000, 4000, 8000, 16000, 32000, 64000, 128000, 143000]
+    assert chosen["paper"] == [
+        128,
+        256,
+        512,
+        1000,
+        2000,
+        4000,
+        8000,
+        16000,
+        32000,
+        64000,
+        128000,
+        143000,
+    ]
     assert chosen["all"] == list(PYTHIA_STEPS) and chosen["128,143000"] == [128, 143_000]
     assert chosen["log2"] == [0, 1, 2, 4, 8, 16, 32, 64, *PAPER_STEPS]
     scored = [c.step for c in suite.select("scores", scores.load_published("pythia-6.9b"))]
@@ -172,7 +215,10 @@ def test_seed_determines_nano(suite, tmp_path, monkeypatch):
     again = nano.train(recipe=TINY)
     assert nano.is_trained(recipe=TINY) and not nano.is_trained(seed=1, recipe=TINY)
     for step in TINY.steps:
-        commits = [(repo_dir(nano.REPO, path) / "refs" / f"step{step}").read_text() for path in (suite, again)]
+        commits = [
+            (repo_dir(nano.REPO, path) / "refs" / f"step{step}").read_text()
+            for path in (suite, again)
+        ]
         assert commits[0] == commits[1]
     other = nano.train(seed=1, recipe=TINY)
     assert (repo_dir(nano.REPO, other) / "refs" / "step0").read_text() != commits[0]
@@ -203,7 +249,10 @@ def test_nano_is_initialised_as_pythia():
     assert len(matrices) == 2 + 6 * 4
     for name, weight in matrices.items():
         expected = writes if "attention.dense." in name or "dense_4h_to_h" in name else others
-        assert float(weight.std()) == pytest.approx(expected, rel=0.03) and abs(float(weight.mean())) < 0.002, name
+        assert (
+            float(weight.std()) == pytest.approx(expected, rel=0.03)
+            and abs(float(weight.mean())) < 0.002
+        ), name
 
 
 def test_rate_of_nano_rises_and_falls():
@@ -218,37 +267,62 @@ def test_embeddings_of_nano_learn_faster_and_matrices_of_blocks_decay(tmp_path):
     module = nano._module(recipe, None, torch.zeros(16, dtype=torch.long), tmp_path)
     names = {id(weight): name for name, weight in module.model.named_parameters()}
     groups = module.configure_optimizers()["optimizer"].param_groups
-    embeddings, blocks, others = ([names.pop(id(weight)) for weight in group["params"]] for group in groups)
+    embeddings, blocks, others = (
+        [names.pop(id(weight)) for weight in group["params"]] for group in groups
+    )
     assert not names and embeddings == ["gpt_neox.embed_in.weight"] and len(blocks) == 2 * 4
-    assert all("layers." in name and name.endswith(".weight") and "layernorm" not in name for name in blocks)
+    assert all(
+        "layers." in name and name.endswith(".weight") and "layernorm" not in name
+        for name in blocks
+    )
     assert "gpt_neox.layers.0.mlp.dense_h_to_4h.bias" in others
     assert [group["initial_lr"] for group in groups] == pytest.approx([20 * 2e-3, 2e-3, 2e-3])
     assert [group["weight_decay"] for group in groups] == [0, 3, 0.1]
 
 
 def branches(monkeypatch, *names: str):
-    monkeypatch.setattr("checkpoints.hub.list_branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), ""))
+    monkeypatch.setattr(
+        "checkpoints.hub.list_branches", lambda repo, notify=print: (dict.fromkeys(names, "c"), "")
+    )
 
 
-OLMO_2 = ["main", *(f"stage1-step{step}" for step in ("1000-tokens5B", "150-tokens1B", "928646-tokens3896B"))]
+OLMO_2 = [
+    "main",
+    *(f"stage1-step{step}" for step in ("1000-tokens5B", "150-tokens1B", "928646-tokens3896B")),
+]
 OLMO_2 += [f"stage2-ingredient{i}-step1000-tokens5B" for i in (1, 2, 10)]
 
 
 def test_olmo_branches_state_tokens(monkeypatch):
-    branches(monkeypatch, "main", "step1000-tokens4B", "step557000-tokens2463B", "step0-tokens0B", "preview")
+    branches(
+        monkeypatch,
+        "main",
+        "step1000-tokens4B",
+        "step557000-tokens2463B",
+        "step0-tokens0B",
+        "preview",
+    )
     suite = find_suite("allenai/OLMo-7B-hf")
-    assert [(c.step, c.tokens) for c in suite.checkpoints] == [(0, 0), (1000, 4 * 10**9), (557_000, 2463 * 10**9)]
+    assert [(c.step, c.tokens) for c in suite.checkpoints] == [
+        (0, 0),
+        (1000, 4 * 10**9),
+        (557_000, 2463 * 10**9),
+    ]
 
 
 def test_olmo_2_is_walked_one_stage_at_a_time(monkeypatch):
     branches(monkeypatch, *OLMO_2)
     suite = find_suite("allenai/OLMo-2-1124-7B")
     assert suite.name == "OLMo-2-1124-7B-stage1" and suite.steps == (150, 1000, 928_646)
-    assert suite.checkpoints[0].tokens == 10**9 and "trained in 4 stages: this is stage1" in suite.notice
+    assert (
+        suite.checkpoints[0].tokens == 10**9
+        and "trained in 4 stages: this is stage1" in suite.notice
+    )
     second = find_suite("allenai/OLMo-2-1124-7B", stage="stage2-ingredient2")
     assert [c.revision for c in second.checkpoints] == ["stage2-ingredient2-step1000-tokens5B"]
     with pytest.raises(
-        ValueError, match="no such stage.*stage1, stage2-ingredient1, stage2-ingredient2, stage2-ingredient10"
+        ValueError,
+        match="no such stage.*stage1, stage2-ingredient1, stage2-ingredient2, stage2-ingredient10",
     ):
         find_suite("allenai/OLMo-2-1124-7B", stage="stage3")
 
@@ -257,7 +331,9 @@ def test_regular_expression_selects_revisions_of_any_repository(monkeypatch):
     branches(monkeypatch, "main", "ckpt_100", "ckpt_20", "ema_20")
     suite = find_suite("org/amber", revisions=r"^ckpt_(?P<step>\d+)$")
     assert (
-        suite.steps == (20, 100) and suite.checkpoints[0].revision == "ckpt_20" and suite.checkpoints[0].tokens is None
+        suite.steps == (20, 100)
+        and suite.checkpoints[0].revision == "ckpt_20"
+        and suite.checkpoints[0].tokens is None
     )
     with pytest.raises(ValueError, match="ckpt_20 and ema_20 are both step 20"):
         find_suite("org/amber", revisions=r"(?P<step>\d+)")
@@ -285,18 +361,23 @@ def test_scores_are_read_from_a_users_table(tmp_path, form):
     found = scores.read_user_scores(tmp_path / "scores.csv", find_suite("70m"))
     assert found[0] == {"piqa": 0.5} and found[512]["piqa"] == 0.6
     assert found[512].keys() == ({"piqa"} if form == "long" else {"piqa", "sciq"})
-    assert "scores: 1 of 3 checkpoints" in scores.describe_coverage(found, [256, 512, 1000], "a file")
+    assert "scores: 1 of 3 checkpoints" in scores.describe_coverage(
+        found, [256, 512, 1000], "a file"
+    )
 
 
 def harness(revision: str, **results) -> str:
     return json.dumps(
         {
             "results": {
-                task: {"alias": task, "acc,none": value, "acc_stderr,none": 0.01} for task, value in results.items()
+                task: {"alias": task, "acc,none": value, "acc_stderr,none": 0.01}
+                for task, value in results.items()
             }
             | {"wikitext": {"word_perplexity,none": 20.0}},
             "group_subtasks": {"mmlu": ["mmlu_anatomy"]},
-            "config": {"model_args": f"pretrained=EleutherAI/pythia-70m,revision={revision},dtype=float32"},
+            "config": {
+                "model_args": f"pretrained=EleutherAI/pythia-70m,revision={revision},dtype=float32"
+            },
         }
     )
 
@@ -304,10 +385,14 @@ def harness(revision: str, **results) -> str:
 def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
     for step, value in ((512, 0.5), (1000, 0.6)):
         (tmp_path / f"step{step}").mkdir()
-        (tmp_path / f"step{step}" / "results.json").write_text(harness(f"step{step}", mmlu=value, mmlu_anatomy=0.1))
+        (tmp_path / f"step{step}" / "results.json").write_text(
+            harness(f"step{step}", mmlu=value, mmlu_anatomy=0.1)
+        )
     found = scores.read_user_scores(tmp_path, find_suite("70m"))
     assert found == {512: {"mmlu": 0.5, "wikitext": 20.0}, 1000: {"mmlu": 0.6, "wikitext": 20.0}}
-    with pytest.raises(ValueError, match="no scores of pythia-160m.*EleutherAI/pythia-70m at step1000"):
+    with pytest.raises(
+        ValueError, match="no scores of pythia-160m.*EleutherAI/pythia-70m at step1000"
+    ):
         scores.read_user_scores(tmp_path, find_suite("160m"))
 
 
@@ -316,7 +401,10 @@ def test_results_of_the_evaluation_harness_are_joined_by_revision(tmp_path):
     [
         ("task,value\npiqa,0.5\n", "neither a table with the columns step"),
         ("step,task,value\nten,piqa,0.5\n", "line 2 of"),
-        ("step,task,value\n1,piqa,0.5\n1,piqa,0.6\n", "is 0.5 in line 2 of .* and 0.6 in line 3 of .*; keep one"),
+        (
+            "step,task,value\n1,piqa,0.5\n1,piqa,0.6\n",
+            "is 0.5 in line 2 of .* and 0.6 in line 3 of .*; keep one",
+        ),
         ("", "it contains no scores"),
     ],
 )
@@ -330,5 +418,7 @@ def test_missing_values_are_left_out_and_files_must_agree(tmp_path):
     (tmp_path / "a.csv").write_text("step,piqa,sciq\n1,0.5,nan\n1,0.5,nan\n")
     assert scores.read_user_scores(tmp_path, find_suite("70m")) == {1: {"piqa": 0.5}}
     (tmp_path / "b.csv").write_text("step,piqa\n1,0.6\n")
-    with pytest.raises(ValueError, match="piqa at step 1 is 0.5 in .*a.csv and 0.6 in .*b.csv; keep one"):
+    with pytest.raises(
+        ValueError, match="piqa at step 1 is 0.5 in .*a.csv and 0.6 in .*b.csv; keep one"
+    ):
         scores.read_user_scores(tmp_path, find_suite("70m"))

@@ -23,7 +23,9 @@ K, L = 4, 5
 def course():
     """Two steps of a model of five blocks, with every measure that a figure of one result needs."""
     units = [
-        tracker.measure(neox(size=Size(32, L)), tokens(3), k=[2, K], measures="all", window=3).assign_coords(step=step)
+        tracker.measure(
+            neox(size=Size(32, L)), tokens(3), k=[2, K], measures="all", window=3
+        ).assign_coords(step=step)
         for step in (0, 100)
     ]
     return xr.concat(units, "step", combine_attrs="override")
@@ -42,7 +44,11 @@ def test_the_paper_s_coupling_is_minus_the_mis_coupling_over_all_pairs_with_the_
     expected = -over_all_pairs(course)
     figure, table = of("1b", course, convention="paper")
     np.testing.assert_allclose(table["minus mis-coupling"], expected.mean("prompt"), rtol=1e-6)
-    level = null_level(course, "offdiag_normalized_normed").sel(k=K).mean(("prompt", "token", "layer", "layer_other"))
+    level = (
+        null_level(course, "offdiag_normalized_normed")
+        .sel(k=K)
+        .mean(("prompt", "token", "layer", "layer_other"))
+    )
     np.testing.assert_allclose(table.unrelated, -level, rtol=1e-6)
     label = figure.axes[0].get_ylabel().replace("\n", " ").replace("\u00a0", " ")
     assert label == "Minus mis-coupling, eq. 14, with the final norm, all pairs, K = 4"
@@ -63,7 +69,9 @@ def test_fig_15_of_the_paper_counts_pairs_of_one_module(course):
     expected = values.where(values.layer != values.layer_other).mean(("prompt", "layer_other"))
     _, paper = draw("15", results, K, convention="paper")
     for name in results:
-        np.testing.assert_allclose(paper[paper.result == name]["minus mis-coupling"], expected, rtol=1e-5)
+        np.testing.assert_allclose(
+            paper[paper.result == name]["minus mis-coupling"], expected, rtol=1e-5
+        )
     _, ours = draw("15", results, K)
     first = ours[ours.layer == 1].set_index("result").coupling
     assert abs(first["a"] - first["b"]) > 1e-4, "the package leaves the pair of blocks 1 and 2 out"
@@ -71,7 +79,13 @@ def test_fig_15_of_the_paper_counts_pairs_of_one_module(course):
 
 @pytest.mark.parametrize(
     "name, variable",
-    [("5", "expodistance"), ("27", "lss"), ("28", "lss_window"), ("30", "norm"), ("30", "expodistance_window")],
+    [
+        ("5", "expodistance"),
+        ("27", "lss"),
+        ("28", "lss_window"),
+        ("30", "norm"),
+        ("30", "expodistance_window"),
+    ],
 )
 def test_the_paper_s_paths_end_with_the_final_norm(course, name, variable):
     figure, table = of(name, course, convention="paper")
@@ -82,7 +96,9 @@ def test_the_paper_s_paths_end_with_the_final_norm(course, name, variable):
     else:
         at = at * (-1 if name == "28" else 1)
     axis = next((dim for dim in ("layer", "depth") if dim in at.dims), None)
-    expected = at.median([dim for dim in at.dims if dim != axis]).dropna(axis) if axis else at.median()
+    expected = (
+        at.median([dim for dim in at.dims if dim != axis]).dropna(axis) if axis else at.median()
+    )
     if name == "28":
         expected = expected.sel(layer=rows.layer.tolist())
     np.testing.assert_allclose(rows["median"], expected, rtol=1e-5)
@@ -91,7 +107,9 @@ def test_the_paper_s_paths_end_with_the_final_norm(course, name, variable):
 
 def test_results_without_the_final_norm_are_refused_with_the_remedy(course):
     alone = course.drop_vars("lss_normed")
-    with pytest.raises(UsageError, match="toy lacks lss_normed; measure again with final_norm='include'"):
+    with pytest.raises(
+        UsageError, match="toy lacks lss_normed; measure again with final_norm='include'"
+    ):
         of("27", alone, convention="paper")
 
 
@@ -105,7 +123,9 @@ def test_blocks_are_chosen(course):
     assert set(table.layer) == {3}
     with pytest.raises(UsageError, match="toy has no window at block 5; choose from 1 to 4"):
         of("29", course, layers=[3, 5])
-    with pytest.raises(UsageError, match="layer 9 was not measured in all results; they share 1, 2, 3, 4, 5"):
+    with pytest.raises(
+        UsageError, match="layer 9 was not measured in all results; they share 1, 2, 3, 4, 5"
+    ):
         of("3", course, layers=[9])
     with pytest.raises(UsageError, match="layers 3 is for the figures 3, 4, 18, 19, 28, 29"):
         of("1b", course, layers=[3])
@@ -113,18 +133,29 @@ def test_blocks_are_chosen(course):
 
 
 def test_one_block_is_chosen_that_is_compared_with_another():
-    ds = tracker.measure(neox(size=Size(32, L)), tokens(1), k=K, measures="coupling,matrices,tokenwise")
+    ds = tracker.measure(
+        neox(size=Size(32, L)), tokens(1), k=K, measures="coupling,matrices,tokenwise"
+    )
     ds = ds.expand_dims(step=[0])
     assert set(of("4", ds, layers=[4])[1].block) == {4}
     for layers in ([L], [2, 3]):  # the last block is compared with none
-        with pytest.raises(UsageError, match=f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$"):
+        with pytest.raises(
+            UsageError,
+            match=f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$",
+        ):
             of("4", ds, layers=layers)
 
 
 def test_the_paper_s_blocks_are_shown_where_the_model_has_them(course, monkeypatch):
-    assert FIGURES["3"].paper_layers == tuple(range(9, 17)) and FIGURES["28"].paper_layers == (5, 15, 30)
+    assert FIGURES["3"].paper_layers == tuple(range(9, 17)) and FIGURES["28"].paper_layers == (
+        5,
+        15,
+        30,
+    )
     assert set(of("3", course, convention="paper")[1].block) == {1, 2, 3, 4, 5}
-    monkeypatch.setitem(FIGURES, "3", type(FIGURES["3"])(**(vars(FIGURES["3"]) | {"paper_layers": (2, 3)})))
+    monkeypatch.setitem(
+        FIGURES, "3", type(FIGURES["3"])(**(vars(FIGURES["3"]) | {"paper_layers": (2, 3)}))
+    )
     assert set(of("3", course, convention="paper")[1].block) == {2, 3}
     assert set(of("3", course, convention="paper", layers=[4])[1].block) == {4}
 
@@ -163,7 +194,12 @@ def test_the_axis_is_linear_for_evenly_spaced_steps_and_says_where_it_is_not(ste
     assert axes.get_xlabel() == ("Training step" if linear else "Training step (log scale)")
     steps = np.array(steps)
     places = axes.transData.transform(np.column_stack([steps, steps]))[:, 0]
-    assert np.allclose(np.diff(places) / np.diff(steps), (places[1] - places[0]) / (steps[1] - steps[0])) == linear
+    assert (
+        np.allclose(
+            np.diff(places) / np.diff(steps), (places[1] - places[0]) / (steps[1] - steps[0])
+        )
+        == linear
+    )
     ticks = axes.get_xticks()
     assert ticks[-1] == steps[-1] and 3 <= len(ticks) <= 8
     drawn = axes.transData.transform([(tick, 0) for tick in ticks])[:, 0]
@@ -186,7 +222,10 @@ def test_an_axis_of_step_0_alone_is_linear():
 
 def test_an_axis_is_chosen_by_name(course):
     assert of("27", course)[0].axes[0].get_xlabel() == "Training step"
-    assert tracker.plot({"toy": course}, "27", axis="log").axes[0].get_xlabel() == "Training step (log scale)"
+    assert (
+        tracker.plot({"toy": course}, "27", axis="log").axes[0].get_xlabel()
+        == "Training step (log scale)"
+    )
     with pytest.raises(UsageError, match="axis 'logarithmic'; choose from auto, linear, log"):
         tracker.plot({"toy": course}, "27", axis="logarithmic")
     with pytest.raises(UsageError, match="axis log is for the figures curves, 1b, 27, 28, 29"):
@@ -205,7 +244,10 @@ def test_no_legend_covers_data(course):
 
 def test_ordered_lines_have_enough_contrast_with_paper():
     def luminance(colour):
-        linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in colour[:3]]
+        linear = [
+            value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+            for value in colour[:3]
+        ]
         return np.dot([0.2126, 0.7152, 0.0722], linear)
 
     for count in (1, 2, 4, 6):
@@ -215,9 +257,15 @@ def test_ordered_lines_have_enough_contrast_with_paper():
 def test_1c_shows_the_steps_around_the_onset(course):
     """The last before it, the first at half of the largest coupling, and the last."""
     units = [course.isel(step=0, drop=True)] * 8
-    ds = xr.concat([unit.assign_coords(step=2**i) for i, unit in enumerate(units)], "step", combine_attrs="override")
+    ds = xr.concat(
+        [unit.assign_coords(step=2**i) for i, unit in enumerate(units)],
+        "step",
+        combine_attrs="override",
+    )
     depth = xr.DataArray([0, 0, 0, 0.05, 0.15, 0.3, 0.4, 0.35], dims="step")
     level = null_level(ds, "offdiag_normalized")
-    ds["offdiag_normalized"] = (level - depth.where(ds.layer != ds.layer_other, 0)).transpose(*level.dims)
+    ds["offdiag_normalized"] = (level - depth.where(ds.layer != ds.layer_other, 0)).transpose(
+        *level.dims
+    )
     _, table = of("1c", ds)
     assert sorted(set(table.step)) == [4, 32, 128]

@@ -56,8 +56,12 @@ def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=ST
     inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
     for step in steps:
         torch.manual_seed(1000 * seed + step)
-        unit = tracker.measure(neox(size=size), inputs, k=[K, 8], measures=measures, pair_tokens=[0, 2, 6], **options)
-        unit["score"] = xr.DataArray([0.1 * seed + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task")
+        unit = tracker.measure(
+            neox(size=size), inputs, k=[K, 8], measures=measures, pair_tokens=[0, 2, 6], **options
+        )
+        unit["score"] = xr.DataArray(
+            [0.1 * seed + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task"
+        )
         made.write(step, unit.assign_coords(step=step, tokens_seen=1e6 * (step + seed)))
     return path
 
@@ -76,7 +80,17 @@ def several(tmp_path_factory):
 
 
 def drawn(name, results, out):
-    assert main([name, *map(str, results if isinstance(results, list) else [results]), "--out", str(out)]) == 0
+    assert (
+        main(
+            [
+                name,
+                *map(str, results if isinstance(results, list) else [results]),
+                "--out",
+                str(out),
+            ]
+        )
+        == 0
+    )
     for suffix in ("pdf", "png", "csv"):
         assert (out / f"{ALIASES.get(name, name)}.{suffix}").stat().st_size > 0
     return pd.read_csv(out / f"{ALIASES.get(name, name)}.csv")
@@ -102,8 +116,16 @@ def off_diagonal(matrices):
 @pytest.mark.slow
 def test_1b(one, tmp_path):
     table, ds = drawn("1b", one, tmp_path), open_results(one)
-    m = ds.offdiag_normalized.sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other").values[:, :, 0]
-    level = null_level(ds, "offdiag_normalized").sel(k=K).transpose("step", "prompt", "token", "layer", "layer_other")
+    m = (
+        ds.offdiag_normalized.sel(k=K)
+        .transpose("step", "prompt", "token", "layer", "layer_other")
+        .values[:, :, 0]
+    )
+    level = (
+        null_level(ds, "offdiag_normalized")
+        .sel(k=K)
+        .transpose("step", "prompt", "token", "layer", "layer_other")
+    )
     close(table.coupling, off_diagonal(level.values[:, :, 0] - m).mean(1), atol=1e-6)
     assert (table.unrelated == 0).all()
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
@@ -129,7 +151,9 @@ def test_1b_draws_the_onset_between_steps_on_the_axis(one, steps, first):
     assert set(table.onset_after) == set(table.onset_low) == {earlier}
     assert set(table.onset_by) == set(table.onset_high) == {later}
     bands = [patch.get_extents().intervalx for patch in panel.patches]
-    np.testing.assert_allclose(bands, [panel.transData.transform([(earlier, 0), (later, 0)])[:, 0]] * 2, atol=1e-6)
+    np.testing.assert_allclose(
+        bands, [panel.transData.transform([(earlier, 0), (later, 0)])[:, 0]] * 2, atol=1e-6
+    )
     assert len(panel.lines) == 2, "no line at a point between the steps"
     left, right = panel.get_xlim()
     assert left < earlier and right > steps[-1]
@@ -139,7 +163,9 @@ def test_1b_draws_the_onset_between_steps_on_the_axis(one, steps, first):
 
 
 def test_1b_states_that_there_is_no_onset(one):
-    figure, table = draw("1b", {"toy": with_onset(open_results(one), STEPS, np.zeros(4, bool))}, None)
+    figure, table = draw(
+        "1b", {"toy": with_onset(open_results(one), STEPS, np.zeros(4, bool))}, None
+    )
     assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
     assert table.onset_by.isna().all()
 
@@ -158,7 +184,9 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
 
 def test_1c(one, tmp_path):
     table, ds = drawn("1c", one, tmp_path), open_results(one)
-    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3, "without an onset: evenly spaced"
+    assert sorted(set(table.step)) == [0, 8, 2000] and len(table) == 3 * 3, (
+        "without an onset: evenly spaced"
+    )
     row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
     last = ds.offdiag_normalized.sel(k=K, step=2000)
     both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
@@ -197,7 +225,10 @@ def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
     figure, table = figure_of(name, one)
     first, last, bar = figure.axes
     assert bar.get_ylabel() == "|A| relative to the largest\nsingular value of the row's Jacobian"
-    assert [panel.get_title().split("\n")[0] for panel in (first, last)] == ["toy, step 0", "toy, step 2,000"]
+    assert [panel.get_title().split("\n")[0] for panel in (first, last)] == [
+        "toy, step 0",
+        "toy, step 2,000",
+    ]
     title = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
     assert first.get_title().endswith(title) and (name == "3" or "block 2" in first.get_xlabel())
     picture, ds = last.images[0].get_array(), open_results(one).sel(step=2000).isel(prompt=0)
@@ -206,7 +237,10 @@ def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
         expected = abs(A.sel(layer=2, layer_other=1)) / s.sel(layer=2)
     else:
         variant = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
-        A, s = ds[f"{variant}_matrix"].sel(layer=1), ds[f"{variant}_singular_value"].sel(layer=1, rank=1)
+        A, s = (
+            ds[f"{variant}_matrix"].sel(layer=1),
+            ds[f"{variant}_singular_value"].sel(layer=1, rank=1),
+        )
         expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
     close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
 
@@ -214,14 +248,21 @@ def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
 def test_5_and_25(one, tmp_path):
     table, ds = drawn("5", one, tmp_path), open_results(one)
     row = table[(table.variable == "lss") & (table.step == 2000)]
-    close(row[["q25", "median", "q75"]].values[0], np.quantile(ds.lss.sel(step=2000), [0.25, 0.5, 0.75]))
+    close(
+        row[["q25", "median", "q75"]].values[0],
+        np.quantile(ds.lss.sel(step=2000), [0.25, 0.5, 0.75]),
+    )
     close(drawn("25", one, tmp_path)["median"], np.median(ds.equidistance.sel(step=0)))
 
 
 @pytest.mark.slow
 def test_9(one, tmp_path):
     table, ds = drawn("9", one, tmp_path), open_results(one)
-    below = (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K, step=2000).values[:, 0]
+    below = (
+        (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized)
+        .sel(k=K, step=2000)
+        .values[:, 0]
+    )
     close(table.coupling, off_diagonal(below), atol=1e-6)
     assert (table.tokens == 7).all() and "difficulty" not in table
     figure, _ = figure_of("9", one)
@@ -235,7 +276,9 @@ def test_9(one, tmp_path):
 def test_12(one, tmp_path):
     table, ds = drawn("13", one, tmp_path), open_results(one)
     row = table[(table.step == 0) & (table.position == 3) & (table.depth == 2)]
-    close(row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0))
+    close(
+        row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0)
+    )
 
 
 @pytest.mark.slow
@@ -243,13 +286,23 @@ def test_15(one, tmp_path):
     other = store(tmp_path / "other", seed=3, steps=(0, 2000))
     table = drawn("15", [one, other], tmp_path)
     ds = open_results(other)
-    below = (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K, step=2000).values[:, 0]
-    close(table[table.result == "other"].coupling, [below[:, l].sum(-1).mean() / 2 for l in range(3)], atol=1e-6)
+    below = (
+        (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized)
+        .sel(k=K, step=2000)
+        .values[:, 0]
+    )
+    close(
+        table[table.result == "other"].coupling,
+        [below[:, l].sum(-1).mean() / 2 for l in range(3)],
+        atol=1e-6,
+    )
 
 
 def test_27_to_29(one, tmp_path):
     ds = open_results(one)
-    close(drawn("27", one, tmp_path)["median"], [np.median(ds.lss.sel(step=step)) for step in STEPS])
+    close(
+        drawn("27", one, tmp_path)["median"], [np.median(ds.lss.sel(step=step)) for step in STEPS]
+    )
     for name, variable, sign in (("28", "lss_window", -1), ("29", "expodistance_window", 1)):
         table = drawn(name, one, tmp_path)
         layer = table.layer.iloc[0]
@@ -289,7 +342,10 @@ def test_33_and_34(one, tmp_path, few_points):
     assert (s.n == 5).all()
     _, inverse = figure_of("34", deep)[0].axes
     points, line = inverse.lines
-    close(points.get_ydata(), 1 / np.median(open_results(deep).singular_value.sel(step=1, rank=1).values[:, 0], 0))
+    close(
+        points.get_ydata(),
+        1 / np.median(open_results(deep).singular_value.sel(step=1, rank=1).values[:, 0], 0),
+    )
     close(line.get_xdata(), points.get_xdata())
     close(line.get_ydata(), fit.intercept + fit.slope * np.arange(1, 6))
     assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
@@ -302,7 +358,9 @@ def test_products(one, tmp_path):
     last = table[(table.step == 2000) & table["rank"].notna()].set_index(["rank", "layer"]).value
     assert last[2, 3] == pytest.approx(float(s.sel(rank=2, layer=3)))
     exponents = table[(table.step == 0) & table["exponent"].notna()].value
-    np.testing.assert_allclose(exponents, ds.lyapunov_exponent.isel(step=0).median(("prompt", "token")), rtol=1e-5)
+    np.testing.assert_allclose(
+        exponents, ds.lyapunov_exponent.isel(step=0).median(("prompt", "token")), rtol=1e-5
+    )
 
 
 @pytest.mark.slow
@@ -342,7 +400,9 @@ def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one)
     last = open_results(one).isel(step=-1, prompt=0, token=0, layer=-1)
     assert titles == [f"{half} of block {l}" for half in ("attention", "MLP") for l in (1, 2, 3)]
     np.testing.assert_allclose(
-        panels[-1].images[0].get_array(), abs(last.mlp_matrix) / float(last.singular_value.sel(rank=1)), rtol=1e-5
+        panels[-1].images[0].get_array(),
+        abs(last.mlp_matrix) / float(last.singular_value.sel(rank=1)),
+        rtol=1e-5,
     )
     assert [panel.get_subplotspec().is_first_row() for panel in panels] == 3 * [True] + 3 * [
         False
@@ -357,7 +417,9 @@ def test_null_levels_are_drawn_by_depth(one):
     )
     assert table[table.variable == "mlp_gain"]["null"].isna().all()
     legends = [
-        [text.get_text() for text in panel.get_legend().get_texts()] for panel in figure.axes if panel.get_legend()
+        [text.get_text() for text in panel.get_legend().get_texts()]
+        for panel in figure.axes
+        if panel.get_legend()
     ]
     assert ["null level" in legend for legend in legends] == [False, True, True]
 
@@ -391,7 +453,9 @@ def with_gsm8k(paths, place, task="gsm8k"):
     copies = []
     for i, path in enumerate(paths):
         unit = Store(path).read(2000).drop_dims("task")
-        unit["score"] = xr.DataArray([0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task")
+        unit["score"] = xr.DataArray(
+            [0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task"
+        )
         copies.append(stored(place / path.name, {2000: unit}).path)
     return copies
 
@@ -399,27 +463,43 @@ def with_gsm8k(paths, place, task="gsm8k"):
 def test_fits_of_few_points_are_not_drawn(several, tmp_path):
     for name in ("1a", "7"):
         figure, table = figure_of(name, *several)
-        assert figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
-        assert not figure.axes[0].lines or not any(len(line.get_xdata()) for line in figure.axes[0].lines)
+        assert (
+            figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
+        )
+        assert not figure.axes[0].lines or not any(
+            len(line.get_xdata()) for line in figure.axes[0].lines
+        )
     figure, table = figure_of("table4", *several)
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
         "all\nn = 5: fewer than 8 points, no fit"
     ]
-    assert table.r2.notnull().all() and not np.isfinite(np.asarray(figure.axes[0].lines[0].get_xdata(), float)).any()
+    assert (
+        table.r2.notnull().all()
+        and not np.isfinite(np.asarray(figure.axes[0].lines[0].get_xdata(), float)).any()
+    )
     figure, table = figure_of("definitions", *several)
-    assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {"n = 5"}
+    assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {
+        "n = 5"
+    }
 
 
 @pytest.mark.slow
 def test_31(several, tmp_path, capsys, few_points):
     paths = with_gsm8k(several, tmp_path)
     table = drawn("31", paths, tmp_path)
-    one, mean = [0.05 * i**2 for i in range(5)], [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
+    one, mean = (
+        [0.05 * i**2 for i in range(5)],
+        [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)],
+    )
     close(table.gsm8k, one)
     close(table["mean score"], mean)
     figure, _ = figure_of("31", *paths)
     fit = stats.linregress(mean, one)
-    close(figure.axes[0].lines[0].get_ydata(), fit.intercept + fit.slope * np.array([min(mean), max(mean)]), rtol=1e-4)
+    close(
+        figure.axes[0].lines[0].get_ydata(),
+        fit.intercept + fit.slope * np.array([min(mean), max(mean)]),
+        rtol=1e-4,
+    )
     assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
     assert main(["31", *map(str, several)]) == 2
     error = capsys.readouterr().err
@@ -435,14 +515,21 @@ def test_table_1(several, tmp_path):
     table = drawn("table1", [*several, unscored.path], tmp_path)
     widths, blocks = [32, 40, 48, 56, 64, 32], [3, 4, 3, 5, 4, 3]
     sizes = [neox(size=Size(width, layers)) for width, layers in zip(widths, blocks, strict=True)]
-    assert table.parameters.tolist() == [sum(p.numel() for p in model.parameters()) for model in sizes]
+    assert table.parameters.tolist() == [
+        sum(p.numel() for p in model.parameters()) for model in sizes
+    ]
     assert table.blocks.tolist() == blocks and table.width.tolist() == widths
     assert set(table.architecture) == {"GPTNeoXForCausalLM"}
     close(table["training tokens"], [1e6 * (2000 + i) for i in range(5)] + [np.nan])
     close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
     figure, _ = figure_of("table1", *several, unscored.path)
     (cells,) = figure.axes[0].tables
-    assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == ["unscored", "32", "—", "—"]
+    assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == [
+        "unscored",
+        "32",
+        "—",
+        "—",
+    ]
     assert figure.get_supxlabel() == (
         "score: mean of arc, wino\ntraining tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
     )
@@ -464,7 +551,9 @@ def test_the_tables_in_the_docs_are_those_of_the_registry():
     listed = rows_of_the_docs()
     drawn = {", ".join((name, *figure.also)): figure.title for name, figure in FIGURES.items()}
     assert {names: title for names, (title, *_) in listed.items() if title} == drawn
-    assert {name for names, (title, *_) in listed.items() if not title for name in names.split(", ")} == {*NOT_DRAWN}
+    assert {
+        name for names, (title, *_) in listed.items() if not title for name in names.split(", ")
+    } == {*NOT_DRAWN}
 
 
 def test_the_docs_state_how_every_figure_is_drawn():
@@ -472,7 +561,11 @@ def test_the_docs_state_how_every_figure_is_drawn():
     listed = {names.split(", ")[0]: rest for names, rest in rows_of_the_docs().items()}
     for name, figure in FIGURES.items():
         _, results, drawn = listed[name]
-        states = [need for need in figure.needs if need.startswith(("lss", "expodistance", "equidistance"))]
+        states = [
+            need
+            for need in figure.needs
+            if need.startswith(("lss", "expodistance", "equidistance"))
+        ]
         if states or "singular_value" in figure.needs:
             assert "median" in drawn or drawn.startswith("as 33"), name
         if {"pca", "noise_similarity"} & set(figure.needs):
@@ -483,7 +576,9 @@ def test_the_docs_state_how_every_figure_is_drawn():
         of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
         assert all(option in results or results == "as for 4" for option in of_option), name
     for name, why in NOT_DRAWN.items():
-        (drawn,) = [rest[-1] for names, rest in rows_of_the_docs().items() if name in names.split(", ")]
+        (drawn,) = [
+            rest[-1] for names, rest in rows_of_the_docs().items() if name in names.split(", ")
+        ]
         assert drawn.startswith("by `python -m vit.analysis" if "vit.analysis" in why else "not: ")
 
 
@@ -499,7 +594,11 @@ def test_subsets_of_models(several, tmp_path):
     table = drawn("table4", several, tmp_path)
     assert table.subset.tolist() == ["all"], "one family, and halves of three and two, are too few"
     fit = stats.linregress(couplings, scores)
-    close(table[["n", "r2", "slope", "p"]].values[0], [5, fit.rvalue**2, fit.slope, fit.pvalue], rtol=1e-3)
+    close(
+        table[["n", "r2", "slope", "p"]].values[0],
+        [5, fit.rvalue**2, fit.slope, fit.pvalue],
+        rtol=1e-3,
+    )
 
     rng = np.random.default_rng(0)
     made = pd.DataFrame(
@@ -524,10 +623,14 @@ def test_subsets_of_models(several, tmp_path):
 def test_definitions(several, tmp_path):
     table = drawn("definitions", several, tmp_path)
     assert len(table) == 2 * len(MISCOUPLINGS) * 2 * 3  # each before the final norm too
-    row = table[(table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")].iloc[0]
+    row = table[
+        (table.measure == "miscoupling_release") & (table.k == 8) & (table.pairs == "mean")
+    ].iloc[0]
     last = [open_results(path).sel(step=2000) for path in several]
     over = ("prompt", "token", "layer", "layer_other")
-    apart = [ds.layer != ds.layer_other for ds in last]  # a block's own basis is exact: its null level is 0
+    apart = [
+        ds.layer != ds.layer_other for ds in last
+    ]  # a block's own basis is exact: its null level is 0
     couplings = [
         float((null_level(ds, "miscoupling_release") - ds.miscoupling_release).sel(k=8).mean(over))
         for ds, other in zip(last, apart, strict=True)
@@ -557,7 +660,10 @@ def test_definitions_by_the_paper_s_convention_are_minus_the_mis_coupling():
     close(row.r, stats.linregress(negative, scores).rvalue, rtol=1e-5)
     assert "r of minus mis-coupling and score" in figure.axes[-1].get_ylabel()
     figure, ours = draw("definitions", results, K)
-    assert abs(ours.r[row.Index] - row.r) > 1e-3 and "r of coupling and score" in figure.axes[-1].get_ylabel()
+    assert (
+        abs(ours.r[row.Index] - row.r) > 1e-3
+        and "r of coupling and score" in figure.axes[-1].get_ylabel()
+    )
 
 
 def test_couplings_below_approximate_null_levels_have_no_intervals():
@@ -579,14 +685,22 @@ def test_couplings_below_approximate_null_levels_have_no_intervals():
             table[word].notna().all()
             and (table[["low", "high"]].isna().all(axis=1) == (table.result == "model0")).all()
         )
-        legends = " ".join(axes.get_legend().get_texts()[i].get_text() for axes in figure.axes for i in range(2))
+        legends = " ".join(
+            axes.get_legend().get_texts()[i].get_text() for axes in figure.axes for i in range(2)
+        )
         assert legends.count(note) == 1, name
     for name in ("definitions", "table4"):
-        assert f"{note}: model0." in draw(name, results, K)[0].get_supxlabel().replace("\n", " "), name
+        assert f"{note}: model0." in draw(name, results, K)[0].get_supxlabel().replace("\n", " "), (
+            name
+        )
     page = compare_models({name: reduced(ds) for name, ds in results.items()})["coupling"]
-    of_eq_14, of_m_k = (page[name][K]["mean_offdiag"] for name in ("offdiag_normalized", "miscoupling"))
+    of_eq_14, of_m_k = (
+        page[name][K]["mean_offdiag"] for name in ("offdiag_normalized", "miscoupling")
+    )
     assert of_eq_14["approximate"] == ["model0"] and of_m_k["approximate"] == []
-    assert [[end is None for end in ends] for ends in of_eq_14["interval"]] == [[True, False, False, False]] * 2
+    assert [[end is None for end in ends] for ends in of_eq_14["interval"]] == [
+        [True, False, False, False]
+    ] * 2
     assert not any(None in ends for ends in of_m_k["interval"])
     titles = [axes.get_title() for axes in draw("9", results, K)[0].axes]
     assert [note in title for title in titles] == ["model0" in title for title in titles]
@@ -595,11 +709,16 @@ def test_couplings_below_approximate_null_levels_have_no_intervals():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "unknown, message",
-    [("score", "have no benchmark in common"), ("offdiag_normalized", "3 of 5 results have coupling, K = 4, score")],
+    [
+        ("score", "have no benchmark in common"),
+        ("offdiag_normalized", "3 of 5 results have coupling, K = 4, score"),
+    ],
 )
 def test_too_few_results_with_scores(unknown, message, several, tmp_path, capsys):
     known = {path: Store(path).read(2000) for path in several[:2]}
-    units = {path.name: unit.assign({unknown: unit[unknown] * np.nan}) for path, unit in known.items()}
+    units = {
+        path.name: unit.assign({unknown: unit[unknown] * np.nan}) for path, unit in known.items()
+    }
     others = [stored(tmp_path / name, {2000: unit}).path for name, unit in units.items()]
     assert main(["table4", *map(str, [*others, *several[2:]])]) == 2
     assert message in capsys.readouterr().err
@@ -629,7 +748,9 @@ def test_logarithmic_axes_have_plain_numbers(low, high, labels):
     axes.figure.draw_without_rendering()
     texts = axes.get_yticklabels() + axes.get_yticklabels(minor=True)
     assert {
-        float(text.get_text()) for text in texts if text.get_text() and low <= text.get_position()[1] <= high
+        float(text.get_text())
+        for text in texts
+        if text.get_text() and low <= text.get_position()[1] <= high
     } == labels
 
 
@@ -638,7 +759,9 @@ def test_the_notes_of_the_table_are_within_the_figure(one):
     figure, _ = draw("table1", results, None)
     figure.draw_without_rendering()
     note = figure._supxlabel.get_window_extent()
-    assert 0 <= note.x0 and note.x1 <= figure.bbox.x1 and "training tokens" in figure.get_supxlabel()
+    assert (
+        0 <= note.x0 and note.x1 <= figure.bbox.x1 and "training tokens" in figure.get_supxlabel()
+    )
 
 
 def test_list(one, capsys):
@@ -700,7 +823,10 @@ def test_a_measure_k_and_step_are_chosen_on_the_command_line(one, tmp_path):
 
 def test_a_step_that_was_not_measured(one, capsys):
     assert main(["1b", str(one), "--step", "7"]) == 2
-    assert "step 7 was not measured in all results; they share 0, 1, 8, 2000" in capsys.readouterr().err
+    assert (
+        "step 7 was not measured in all results; they share 0, 1, 8, 2000"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -716,7 +842,9 @@ def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
 
 
 def test_untrained_is_step_0(one):
-    with pytest.raises(UsageError, match="late starts at step 8, but the figure shows the untrained model"):
+    with pytest.raises(
+        UsageError, match="late starts at step 8, but the figure shows the untrained model"
+    ):
         draw("33", {"late": open_results(one).sel(step=[8, 2000])}, None)
 
 

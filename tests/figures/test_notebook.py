@@ -26,9 +26,9 @@ def course(measured):
     """Two points of a training course."""
     import xarray as xr
 
-    return xr.concat([measured.assign_coords(step=0), (measured * 1.5).assign_coords(step=100)], "step").assign_attrs(
-        measured.attrs
-    )
+    return xr.concat(
+        [measured.assign_coords(step=0), (measured * 1.5).assign_coords(step=100)], "step"
+    ).assign_attrs(measured.attrs)
 
 
 def test_a_measurement_is_a_heat_map(measured):
@@ -38,7 +38,13 @@ def test_a_measurement_is_a_heat_map(measured):
     drawn, others = image.get_array(), ~np.eye(len(expected), dtype=bool)
     np.testing.assert_allclose(drawn[others], expected[others])
     assert np.ma.getmaskarray(drawn).diagonal().all()
-    null = null_level(measured, "miscoupling").sel(k=4).where(measured.layer != measured.layer_other).mean().item()
+    null = (
+        null_level(measured, "miscoupling")
+        .sel(k=4)
+        .where(measured.layer != measured.layer_other)
+        .mean()
+        .item()
+    )
     low, high = image.get_clim()
     assert low == pytest.approx(min(expected[others].min(), null)) and low > 0
     assert high == pytest.approx(max(expected[others].max(), null))
@@ -69,18 +75,24 @@ def test_a_measurement_allows_the_figures_that_need_one_step(measured):
     assert allowed == ["heatmap", "1c", "9", "34", "table1"]  # as docs/notebook.md lists them
     for name in allowed:
         for axes in tracker.plot(measured, name).axes:
-            assert not axes.axison or (axes.get_ylabel() and (axes.get_xlabel() or not axes.get_xticks().size)), name
+            assert not axes.axison or (
+                axes.get_ylabel() and (axes.get_xlabel() or not axes.get_xticks().size)
+            ), name
             assert "nan" not in axes.get_title(), name
 
 
 def test_a_figure_is_drawn_into_given_axes(measured, course):
     figure, (left, right) = plt.subplots(1, 2)
     assert tracker.plot(measured, ax=left) is figure and left.images and not right.has_data()
-    assert tracker.plot(course, "1b", ax=right) is figure and right.get_ylabel().startswith("Coupling: ")
+    assert tracker.plot(course, "1b", ax=right) is figure and right.get_ylabel().startswith(
+        "Coupling: "
+    )
     assert figure.get_suptitle() == ""
     with pytest.raises(ValueError, match="ax is a Figure; give matplotlib axes"):
         tracker.plot(measured, ax=figure)
-    with pytest.raises(ValueError, match="takes a figure of one panel, and this one has 3; leave ax out"):
+    with pytest.raises(
+        ValueError, match="takes a figure of one panel, and this one has 3; leave ax out"
+    ):
         tracker.plot(course, "curves", ax=left)
     plt.close(figure)
 
@@ -106,21 +118,30 @@ def test_a_number_names_a_figure(measured):
 
 def test_several_results_stand_beside_each_other_with_a_warning_of_what_differs(measured, course):
     other = tracker.measure(neox(), tokens(3), k=[2, 4], final_norm="exclude")
-    with pytest.warns(UserWarning, match=r"not measured alike: they differ in final norm \(a: include; b: exclude\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"not measured alike: they differ in final norm \(a: include; b: exclude\)",
+    ):
         figure = tracker.plot({"a": measured, "b": other})
     panels = [axes for axes in figure.axes if axes.images]
-    assert [axes.get_title() for axes in panels] == [f"{name}\nmis-coupling m_K, K = 2" for name in "ab"]
+    assert [axes.get_title() for axes in panels] == [
+        f"{name}\nmis-coupling m_K, K = 2" for name in "ab"
+    ]
     assert panels[0].images[0].get_clim() == panels[1].images[0].get_clim()
     with pytest.raises(ValueError, match=r"differ in final norm \(a: include; b: exclude\); give"):
         tracker.plot({"a": measured, "b": other}, "34")
     shorter = course.assign_attrs(inputs_sha256="other prompts") * 0.5
     with pytest.warns(UserWarning, match=r"differ in inputs \("):
-        figure = tracker.plot([course, shorter.assign_attrs(course.attrs, inputs_sha256="other prompts")])
+        figure = tracker.plot(
+            [course, shorter.assign_attrs(course.attrs, inputs_sha256="other prompts")]
+        )
     names = [f"GPTNeoXForCausalLM ({i})" for i in (1, 2)]
     coupling, lss, _ = figure.axes
     lines = {line.get_label(): line for line in coupling.lines}
     for name, ds in zip(names, (course, shorter), strict=True):
-        expected = curves(course).miscoupling.sel(k=2, pairs="mean_offdiag") * (1 if ds is course else 0.5)
+        expected = curves(course).miscoupling.sel(k=2, pairs="mean_offdiag") * (
+            1 if ds is course else 0.5
+        )
         np.testing.assert_allclose(lines[name].get_ydata(), expected, rtol=1e-6)
     assert lines[names[0]].get_color() != lines[names[1]].get_color() == lss.lines[1].get_color()
 
@@ -133,7 +154,9 @@ def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
     drawn, others = figure.axes[0].images[0].get_array(), ~np.eye(len(expected), dtype=bool)
     np.testing.assert_allclose(drawn[others], expected[others])
     assert np.ma.getmaskarray(drawn).diagonal().all() == (not measure.endswith("_vju"))
-    assert figure.axes[0].get_title().endswith(f"step 0\n{course[measure].attrs['long_name']}, K = 4")
+    assert (
+        figure.axes[0].get_title().endswith(f"step 0\n{course[measure].attrs['long_name']}, K = 4")
+    )
     (line,) = [
         line
         for line in tracker.plot(course, measure=measure, k=4, step=100).axes[0].lines
@@ -141,7 +164,9 @@ def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
     ]
     points = curves(course, [measure])[measure].sel(k=4, pairs="mean_offdiag")
     np.testing.assert_allclose(line.get_ydata(), points)
-    assert BY_NAME[measure].label in tracker.plot(course, "1b", measure=measure).axes[0].get_ylabel().replace("\n", " ")
+    assert BY_NAME[measure].label in tracker.plot(course, "1b", measure=measure).axes[
+        0
+    ].get_ylabel().replace("\n", " ")
 
 
 def test_a_step_is_marked_in_curves(course):
@@ -154,8 +179,13 @@ def test_stores_and_their_directories(measured, tmp_path):
     stores = [stored(tmp_path / name, {0: measured}) for name in ("a", "b")]
     for results in (stores, [store.path for store in stores], [stores[0], str(stores[1].path)]):
         figure = tracker.plot(results)
-        assert [axes.get_title().split("\n")[0] for axes in figure.axes if axes.images] == ["a, step 0", "b, step 0"]
-    assert tracker.plot(stores[0]).axes[0].images and tracker.plot({"one": stores[0]}).axes[0].images
+        assert [axes.get_title().split("\n")[0] for axes in figure.axes if axes.images] == [
+            "a, step 0",
+            "b, step 0",
+        ]
+    assert (
+        tracker.plot(stores[0]).axes[0].images and tracker.plot({"one": stores[0]}).axes[0].images
+    )
 
 
 def test_several_steps_are_curves(course):
@@ -177,7 +207,10 @@ def test_one_step_of_a_store(measured):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("27", r"needs 2 training steps or more, and GPTNeoXForCausalLM has one training step; .* xarray.concat"),
+        (
+            "27",
+            r"needs 2 training steps or more, and GPTNeoXForCausalLM has one training step; .* xarray.concat",
+        ),
         ("33", "does not state its training step, but the figure shows the untrained model"),
         ("3", "lacks matrix; measure again with measures='coupling,trajectory,matrices'"),
         ("1a", "no scores; give results of several models with scores"),
@@ -201,7 +234,9 @@ def test_values_that_were_not_measured(measured, course):
     for name in ("heatmap", "curves", "1b"):
         with pytest.raises(ValueError, match=said):
             tracker.plot(course, name, measure="lss")
-        with pytest.raises(ValueError, match="step 7 was not measured in all results; they share 0, 100"):
+        with pytest.raises(
+            ValueError, match="step 7 was not measured in all results; they share 0, 100"
+        ):
             tracker.plot(course, name, step=7)
         with pytest.raises(ValueError, match="lacks offdiag_vju; measure again with measures="):
             tracker.plot(course.drop_vars("offdiag_vju"), name, measure="offdiag_vju")

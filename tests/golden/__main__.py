@@ -18,14 +18,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status: 1 if two sets differ."""
     parser = argparse.ArgumentParser(prog="python -m tests.golden")
     commands = parser.add_subparsers(dest="command", required=True)
-    writing = commands.add_parser("write", help="write the results of all cases, each to a directory of its own")
+    writing = commands.add_parser(
+        "write", help="write the results of all cases, each to a directory of its own"
+    )
     writing.add_argument("directory", type=Path)
     writing.add_argument("cases", nargs="*", help="only these cases")
     comparing = commands.add_parser("compare", help="print a line for each difference of two sets")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument(
-        "--tolerance", type=float, default=0.0, help="difference allowed, relative to a variable's largest value"
+        "--tolerance",
+        type=float,
+        default=0.0,
+        help="difference allowed, relative to a variable's largest value",
     )
     given = parser.parse_args(arguments)
     if given.command == "write":

@@ -26,19 +26,79 @@ from tests.training import plain_loop
 
 Case = tuple[nn.Module, Any]
 ROOT = Path(tracker.__file__).parents[1]
-PROMPTS = ["for name in sorted(names, key=len):\n    print(", "import os", "The function raises an error if"]
+PROMPTS = [
+    "for name in sorted(names, key=len):\n    print(",
+    "import os",
+    "The function raises an error if",
+]
 EVERYTHING = "all,tokenwise,halves,eigenvalues"
 WALK = (
-    *("tracker.pythia", "--model", "nano", "--steps", "0,16,256", "--measures", EVERYTHING, "--k", "4,8"),
-    *("--device", "cpu", "--memory_budget", "1GB", "--wandb", "off", "--prompts", "prompts.txt", "--out", "store"),
+    *(
+        "tracker.pythia",
+        "--model",
+        "nano",
+        "--steps",
+        "0,16,256",
+        "--measures",
+        EVERYTHING,
+        "--k",
+        "4,8",
+    ),
+    *(
+        "--device",
+        "cpu",
+        "--memory_budget",
+        "1GB",
+        "--wandb",
+        "off",
+        "--prompts",
+        "prompts.txt",
+        "--out",
+        "store",
+    ),
 )
 SMALL_VIT = (
-    *("--data", "digits", "--patch_size", "8", "--width", "32", "--depth", "2", "--heads", "2", "--batch_size", "32"),
-    *("--epochs", "2", "--warmup_epochs", "1", "--train_size", "96", "--probe_size", "2", "--k", "2,4"),
+    *(
+        "--data",
+        "digits",
+        "--patch_size",
+        "8",
+        "--width",
+        "32",
+        "--depth",
+        "2",
+        "--heads",
+        "2",
+        "--batch_size",
+        "32",
+    ),
+    *(
+        "--epochs",
+        "2",
+        "--warmup_epochs",
+        "1",
+        "--train_size",
+        "96",
+        "--probe_size",
+        "2",
+        "--k",
+        "2,4",
+    ),
     *("--threads", "1", "--accelerator", "cpu"),
 )
 GRID = (
-    *("vit.grid", *SMALL_VIT, "--wandb", "off", "--jobs", "1", "--weight_decays", "0.01", "--drop_paths", "0.1"),
+    *(
+        "vit.grid",
+        *SMALL_VIT,
+        "--wandb",
+        "off",
+        "--jobs",
+        "1",
+        "--weight_decays",
+        "0.01",
+        "--drop_paths",
+        "0.1",
+    ),
     *("--repeats", "1", "--out", "grid"),
 )
 DURATION = re.compile(r"\b\d+(\.\d+)? (s|min|h)\b")
@@ -48,7 +108,9 @@ def run(directory: Path, *arguments: str) -> str:
     """Run a command line in a directory, with the package under test; return what it prints, without durations."""
     command = [sys.executable, "-P", "-m", *arguments]
     settings = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=directory, env=settings, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=directory, env=settings, stdout=subprocess.PIPE, text=True, check=True
+    )
     return DURATION.sub("TIME", done.stdout)
 
 
@@ -59,7 +121,9 @@ def of_dry_run(cost: Any) -> str:
 
 def walk(directory: Path) -> None:
     """Walk nano; keep its store, curve, null level, summary and table, the page's data and the tables of all figures."""
-    (directory / "prompts.txt").write_text("\n".join(prompt.replace("\n", "\\n") for prompt in PROMPTS))
+    (directory / "prompts.txt").write_text(
+        "\n".join(prompt.replace("\n", "\\n") for prompt in PROMPTS)
+    )
     (directory / "dry_run.txt").write_text(of_dry_run(run(directory, *WALK, "--dry_run")))
     (directory / "walk.txt").write_text(run(directory, *WALK))
     keep_curve(directory)
@@ -76,7 +140,9 @@ def models(directory: Path) -> None:
         for step in (0, 2000):
             torch.manual_seed(1000 * i + step)
             unit = tracker.measure(neox(size=Size(32 + 8 * i)), tokens(4), k=[4, 8])
-            unit["score"] = xr.DataArray([0.1 * i + 1e-5 * step, 0.3], {"task": ["gsm8k", "wino"]}, "task")
+            unit["score"] = xr.DataArray(
+                [0.1 * i + 1e-5 * step, 0.3], {"task": ["gsm8k", "wino"]}, "task"
+            )
             store.write(step, unit.assign_coords(step=step, tokens_seen=1e6 * (step + i)))
     keep_figures(directory, *names)
     run(directory, "tracker.report", *names, "--out", "report.html")
@@ -85,14 +151,22 @@ def models(directory: Path) -> None:
 
 def keep_figures(directory: Path, *stores: str) -> None:
     """Write the tables of all figures that the stores allow, and what the others lack."""
-    (directory / "figures.txt").write_text(run(directory, "tracker.figures", "all", *stores, "--out", "figures"))
+    (directory / "figures.txt").write_text(
+        run(directory, "tracker.figures", "all", *stores, "--out", "figures")
+    )
     remove(directory, "figures/*.pdf", "figures/*.png")
 
 
 def keep_page(directory: Path, page: Path) -> None:
     """Write the data that a page holds, in place of the page."""
-    found = dict(re.findall(r'<script type="application/json" id="(\w+)">(.*?)</script>', page.read_text(), re.S))
-    write_json(directory / "page.json", with_arrays(json.loads(found["data"]), json.loads(found["arrays"])))
+    found = dict(
+        re.findall(
+            r'<script type="application/json" id="(\w+)">(.*?)</script>', page.read_text(), re.S
+        )
+    )
+    write_json(
+        directory / "page.json", with_arrays(json.loads(found["data"]), json.loads(found["arrays"]))
+    )
     page.unlink()
 
 
@@ -102,7 +176,9 @@ def with_arrays(data: Any, arrays: list[str]) -> Any:
         return [with_arrays(entry, arrays) for entry in data]
     if not isinstance(data, dict):
         return data
-    return {name: arrays[v] if name == "codes" else with_arrays(v, arrays) for name, v in data.items()}
+    return {
+        name: arrays[v] if name == "codes" else with_arrays(v, arrays) for name, v in data.items()
+    }
 
 
 def keep_curve(directory: Path) -> None:
@@ -129,7 +205,9 @@ def remove(directory: Path, *patterns: str) -> None:
 
 def lightning_run(directory: Path) -> None:
     """Train with the callback, which chooses its probe itself."""
-    callback = tracker.CouplingCallback(every_n_steps=2, k=(2, 4), max_overhead=None, save_dir=str(directory / "store"))
+    callback = tracker.CouplingCallback(
+        every_n_steps=2, k=(2, 4), max_overhead=None, save_dir=str(directory / "store")
+    )
     fit(trainer([callback], max_steps=4))
     keep_curve(directory)
 
@@ -188,10 +266,14 @@ def spans() -> tuple[nn.Module, Tensor]:
 
     torch.manual_seed(0)
     layers = x_transformers.Decoder(dim=32, depth=3, heads=4, attn_dim_head=8)
-    return x_transformers.TransformerWrapper(num_tokens=50, max_seq_len=16, attn_layers=layers), tokens()
+    return x_transformers.TransformerWrapper(
+        num_tokens=50, max_seq_len=16, attn_layers=layers
+    ), tokens()
 
 
-SPANS = [f"input of attn_layers.layers.{i}.0.0" for i in (0, 2, 4)] + ["input of attn_layers.final_norm"]
+SPANS = [f"input of attn_layers.layers.{i}.0.0" for i in (0, 2, 4)] + [
+    "input of attn_layers.final_norm"
+]
 
 
 def write_json(file: Path, value: Any) -> None:
@@ -207,14 +289,20 @@ CASES: dict[str, Callable[[Path], None]] = {
     "prompts": prompts,
     "bert": partial(measured, lambda: padded("bert")),
     "padding": partial(measured, lambda: padded("gpt2"), measures="all", tokens=[0, -1]),
-    "grouped keys": partial(measured, lambda: build("llama, grouped keys"), measures=EVERYTHING, keep="jacobian"),
+    "grouped keys": partial(
+        measured, lambda: build("llama, grouped keys"), measures=EVERYTHING, keep="jacobian"
+    ),
     "experts": partial(measured, lambda: build("mixtral"), measures="all"),
     "deit": partial(measured, lambda: build("timm deit, distilled")),
     "bfloat16": partial(measured, rounded),
     # Jacobians and states wait in files.
-    "small memory": partial(measured, lambda: build("gpt_neox"), measures="all", memory_budget=20_000),
+    "small memory": partial(
+        measured, lambda: build("gpt_neox"), measures="all", memory_budget=20_000
+    ),
     "krylov": partial(measured, lambda: build("gpt_neox", Size(width=128)), svd="krylov", k=4),
     "spans": partial(measured, spans, blocks=SPANS),
     "full sequence": partial(measured, lambda: build("bloom"), measures="all"),
-    "tokenwise": partial(measured, lambda: build("gpt_neox"), measures="tokenwise", pair_tokens=3, pair_layers=0),
+    "tokenwise": partial(
+        measured, lambda: build("gpt_neox"), measures="tokenwise", pair_tokens=3, pair_layers=0
+    ),
 }

@@ -35,8 +35,12 @@ def compare(before: Path, after: Path, tolerance: float = 0.0) -> list[str]:
     Args:
         tolerance: the difference of numbers that is allowed, relative to the largest absolute value of the same variable.
     """
-    files = [{str(path.relative_to(root)): path for path in root.rglob("*")} for root in (before, after)]
-    first, second = ({name: path for name, path in found.items() if path.suffix in READERS} for found in files)
+    files = [
+        {str(path.relative_to(root)): path for path in root.rglob("*")} for root in (before, after)
+    ]
+    first, second = (
+        {name: path for name, path in found.items() if path.suffix in READERS} for found in files
+    )
     if not first:
         raise FileNotFoundError(f"{before} holds no results")
     lines = _apart(first, second)
@@ -51,7 +55,9 @@ def _apart(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     return [*(f"{name}: missing" for name in missing), *(f"{name}: extra" for name in extra)]
 
 
-def _different(before: Mapping[str, Part], after: Mapping[str, Part], tolerance: float) -> Iterator[str]:
+def _different(
+    before: Mapping[str, Part], after: Mapping[str, Part], tolerance: float
+) -> Iterator[str]:
     for name in before:
         if name in after and (text := difference(name, before[name], after[name], tolerance)):
             yield f"{name}: {text}"
@@ -84,7 +90,11 @@ def difference(name: str, before: Part, after: Part, tolerance: float) -> str:
 
 def read(file: Path) -> dict[str, Part]:
     """Read the parts of a file but for those whose last name is of one that varies, such as attribute.created."""
-    return {name: part for name, part in READERS[file.suffix](file) if name.rpartition(".")[2] not in VARYING}
+    return {
+        name: part
+        for name, part in READERS[file.suffix](file)
+        if name.rpartition(".")[2] not in VARYING
+    }
 
 
 def read_netcdf(file: Path) -> Iterator[tuple[str, Part]]:
@@ -92,7 +102,10 @@ def read_netcdf(file: Path) -> Iterator[tuple[str, Part]]:
         for name, variable in dataset.variables.items():
             kind = "coordinate" if name in dataset.coords else "variable"
             type = variable.dtype if variable.dtype.kind in "biuf" else "text"
-            yield str(name), Part(variable.values, f"{kind} ({', '.join(map(str, variable.dims))}) {type}")
+            yield (
+                str(name),
+                Part(variable.values, f"{kind} ({', '.join(map(str, variable.dims))}) {type}"),
+            )
             for key, value in variable.attrs.items():
                 yield f"{name}.attribute.{key}", Part(np.asarray(value))
         for key, value in dataset.attrs.items():
@@ -137,12 +150,16 @@ def _entries(name: str, value: Any) -> Iterator[tuple[str, Part]]:
         yield name, _texts(value if isinstance(value, list) else [value])
 
 
-def _unpacked(codes: str, bits: int, shape: list[int], low: str = "", span: str = "", **_: Any) -> Part:
+def _unpacked(
+    codes: str, bits: int, shape: list[int], low: str = "", span: str = "", **_: Any
+) -> Part:
     """Return the values of an array that the page holds as float32, or as integers over the range of each part."""
     data = base64.b64decode(codes)
     if bits == 32:
         return Part(np.frombuffer(data, "<f4").reshape(shape), "32 bits")
-    lows, spans = (np.frombuffer(base64.b64decode(text), "<f4").astype(float)[:, None] for text in (low, span))
+    lows, spans = (
+        np.frombuffer(base64.b64decode(text), "<f4").astype(float)[:, None] for text in (low, span)
+    )
     whole = np.frombuffer(data, f"<u{bits // 8}").reshape(len(lows), -1)
     values = np.where(whole == 2**bits - 1, np.nan, lows + whole * spans / (2**bits - 2))
     return Part(values.reshape(shape), f"{bits} bits", float(spans.max(initial=0)) / (2**bits - 2))

@@ -10,7 +10,10 @@ from _pytest.mark import ParameterSet
 
 from tests.models import Size
 
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ON_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 class Accelerator(Protocol):
@@ -19,7 +22,9 @@ class Accelerator(Protocol):
     device: torch.device
     trainer: dict[str, Any]  # options of a Lightning trainer
     size: Size
-    budgets: tuple[int, int]  # memory budgets that hold the Jacobians of a model of this size, and that do not
+    budgets: tuple[
+        int, int
+    ]  # memory budgets that hold the Jacobians of a model of this size, and that do not
 
     def live(self) -> int:
         """Return the bytes of all tensors on the device."""

@@ -25,6 +25,11 @@ except Exception as error:
 @pytest.mark.parametrize("accelerator", on_each(pretend=()), indirect=True)
 def test_an_error_of_a_kernel_is_raised_as_such(accelerator):
     command = [sys.executable, "-c", OUTSIDE_THE_VOCABULARY]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90
+    )
     assert done.stdout.split() == ["AcceleratorError"], done.stderr[-2000:]

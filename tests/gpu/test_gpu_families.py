@@ -29,8 +29,12 @@ CASES = [(name,) for name in FAMILIES]
 )
 def test_every_measure_equals_that_of_the_cpu(accelerator, name, dtype, record_property):
     model, inputs = build(name)
-    exact = tracker.measure(copy.deepcopy(model), inputs, k=4, measures="all,tokenwise", dtype="float64")
-    seen = tracker.measure(model.to(accelerator.device), inputs, k=4, measures="all,tokenwise", dtype=dtype)
+    exact = tracker.measure(
+        copy.deepcopy(model), inputs, k=4, measures="all,tokenwise", dtype="float64"
+    )
+    seen = tracker.measure(
+        model.to(accelerator.device), inputs, k=4, measures="all,tokenwise", dtype=dtype
+    )
     assert set(seen.data_vars) == set(exact.data_vars)
     errors = {}
     for variable in exact.data_vars:
@@ -39,10 +43,14 @@ def test_every_measure_equals_that_of_the_cpu(accelerator, name, dtype, record_p
             continue
         if variable == "noise_similarity" and dtype == "float32":  # of other noise
             continue
-        if str(variable).endswith("matrix"):  # a pair of singular vectors has a common sign, free to choose
+        if str(variable).endswith(
+            "matrix"
+        ):  # a pair of singular vectors has a common sign, free to choose
             a, b = abs(a), abs(b)
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b), err_msg=str(variable))
-        errors[variable] = float(np.nanmax(abs(a.astype(float) - b), initial=0) / np.nanmax(abs(a), initial=1))
+        errors[variable] = float(
+            np.nanmax(abs(a.astype(float) - b), initial=0) / np.nanmax(abs(a), initial=1)
+        )
     worst = max(errors, key=lambda variable: errors[variable])
     record_property(str(worst), errors[worst])
     assert errors[worst] < BOUNDS[dtype], worst

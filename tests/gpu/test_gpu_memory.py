@@ -28,7 +28,9 @@ def test_a_measurement_that_runs_out_of_memory_leaves_none_behind(accelerator):
     measure = partial(tracker.measure, model, inputs, **OPTIONS)
     large, small = accelerator.budgets
     expected = measure(memory_budget=large)  # to warm up: libraries allocate workspaces
-    needed, least = (accelerator.peak(partial(measure, memory_budget=budget)) for budget in (large, small))
+    needed, least = (
+        accelerator.peak(partial(measure, memory_budget=budget)) for budget in (large, small)
+    )
     assert least < 0.6 * needed, "the budget makes too little of a difference for this test"
     before = accelerator.live()
     with accelerator.limited((needed + least) // 2):
@@ -47,15 +49,21 @@ def test_the_callback_measures_with_a_smaller_budget_where_memory_runs_out(accel
     data = Noisy(n=16, length=length, noise=0.0)
     probe = data.x[:samples]
     jacobians = samples * length * width**2 * 4
-    budget = 2 * 3 * jacobians  # holds those of all three blocks; a quarter of it holds less than one block's
+    budget = (
+        2 * 3 * jacobians
+    )  # holds those of all three blocks; a quarter of it holds less than one block's
     module = make().to(accelerator.device)
     measure = partial(tracker.measure, module, probe, **OPTIONS)
     measure(memory_budget=budget)
-    needed, least = (accelerator.peak(partial(measure, memory_budget=size)) for size in (budget, budget // 4))
+    needed, least = (
+        accelerator.peak(partial(measure, memory_budget=size)) for size in (budget, budget // 4)
+    )
     assert least < 0.75 * needed, "the budget makes too little of a difference for this test"
     expected = measure(memory_budget=budget)
     units = []
-    watch = tracker.CouplingCallback(steps=[0], probe=probe, memory_budget=budget, on_measure=units.append, **OPTIONS)
+    watch = tracker.CouplingCallback(
+        steps=[0], probe=probe, memory_budget=budget, on_measure=units.append, **OPTIONS
+    )
     state = sum(parameter.nbytes for parameter in module.parameters())
     del module, measure
     runner = trainer([watch], max_steps=1, **accelerator.trainer)
@@ -73,7 +81,12 @@ def test_weights_on_the_host_give_the_same_and_take_less_memory(accelerator: Acc
     size = Size(width=2 * accelerator.size.width, depth=2 * accelerator.size.depth, tokens=8)
     model, inputs = build("gpt_neox", size)
     model = model.to(stored)
-    options = {"k": 4, "measures": "coupling", "device": accelerator.device, "memory_budget": 1 << 22}
+    options = {
+        "k": 4,
+        "measures": "coupling",
+        "device": accelerator.device,
+        "memory_budget": 1 << 22,
+    }
     streamed = tracker.measure(model, inputs, **options)
     of_stream = accelerator.peak(lambda: tracker.measure(model, inputs, **options))
     before = accelerator.live()

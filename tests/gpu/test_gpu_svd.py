@@ -43,12 +43,16 @@ def test_values_vectors_and_certificate(accelerator, dtype, spectrum, method, re
 CASES = [(method, precision) for method in METHODS for precision in BOUNDS]
 
 
-@pytest.mark.parametrize("accelerator, method, precision", on_each(pretend=CASES, cuda=CASES), indirect=["accelerator"])
+@pytest.mark.parametrize(
+    "accelerator, method, precision", on_each(pretend=CASES, cuda=CASES), indirect=["accelerator"]
+)
 def test_methods_and_precisions(accelerator, method, precision, record_property):
     model, inputs = build("gpt_neox", Size(width=accelerator.size.width * 2, depth=2, tokens=8))
     options = {"k": 5, "measures": "coupling", "final_norm": "exclude"}
     exact = tracker.measure(copy.deepcopy(model), inputs, svd="full", dtype="float64", **options)
-    seen = tracker.measure(model.to(accelerator.device), inputs, svd=method, precision=precision, **options)
+    seen = tracker.measure(
+        model.to(accelerator.device), inputs, svd=method, precision=precision, **options
+    )
     s = exact.singular_value
     value_error = float((abs(seen.singular_value - s) / s.isel(rank=0)).max())
     errors = {name: float(abs(seen[name] - exact[name]).max()) for name in MISCOUPLINGS}

@@ -25,12 +25,17 @@ PRECISIONS = [("32-true",), ("16-mixed",), ("bf16-mixed",), ("bf16-true",)]
 )
 def test_training_is_bit_identical(accelerator, precision):
     runs, steps = [], []
-    for watch in ([], [tracker.CouplingCallback(2, k=2, on_measure=lambda unit: steps.append(int(unit.step)))]):
+    for watch in (
+        [],
+        [tracker.CouplingCallback(2, k=2, on_measure=lambda unit: steps.append(int(unit.step)))],
+    ):
         runner = trainer(watch, deterministic=True, precision=precision, **accelerator.trainer)
         trained = fit(runner)
         states = [*trained.state_dict().values()]
         for optimizer in runner.optimizers:
-            states += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+            states += [
+                v for state in optimizer.state_dict()["state"].values() for v in state.values()
+            ]
         runs.append((trained.losses, [torch.as_tensor(tensor).cpu() for tensor in states]))
     (losses, states), (watched_losses, watched_states) = runs
     assert losses == watched_losses and steps == [0, 2, 4, 6, 8]

@@ -24,7 +24,9 @@ M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 @pytest.fixture(autouse=True, params=[0, 1 << 60], ids=["cheapest order", "reverse mode"])
 def order(request, monkeypatch):
     """Multiply in the cheapest order also in models as small as these, or never."""
-    monkeypatch.setattr(tracker.jacobians.rows, "WORTHWHILE", dict.fromkeys((True, False), request.param))
+    monkeypatch.setattr(
+        tracker.jacobians.rows, "WORTHWHILE", dict.fromkeys((True, False), request.param)
+    )
 
 
 @torch.no_grad()
@@ -44,27 +46,40 @@ def oracle(name, dtype):
     ds = tracker.measure(model, inputs, k=[2, K], tokens=[1, -1], dtype=dtype)
     norm = brute_force.final_norm(model, ds)
     blocks = [model.get_submodule(n) for n in found.names]
-    return model, inputs, ds, brute_force.run(model, inputs, blocks, norm, found.batch_first, functorch=name != "bloom")
+    return (
+        model,
+        inputs,
+        ds,
+        brute_force.run(model, inputs, blocks, norm, found.batch_first, functorch=name != "bloom"),
+    )
 
 
 # float32 takes the same road: a family of each path, sliced and over the full sequence.
-CASES = [*((name, torch.float64) for name in FAMILIES), ("gpt_neox", torch.float32), ("bloom", torch.float32)]
+CASES = [
+    *((name, torch.float64) for name in FAMILIES),
+    ("gpt_neox", torch.float32),
+    ("bloom", torch.float32),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_jacobians_and_mis_couplings(name, dtype):
     model, inputs, ds, expected = oracle(name, dtype)
-    assert bool(ds.diagnostics_sliced.all()) == (not FAMILIES[name].full) and bool(ds.diagnostics_sliced.any()) == bool(
-        ds.diagnostics_sliced.all()
-    )
+    assert bool(ds.diagnostics_sliced.all()) == (not FAMILIES[name].full) and bool(
+        ds.diagnostics_sliced.any()
+    ) == bool(ds.diagnostics_sliced.all())
     assert ds.diagnostics_complete.all()
     truth = brute_force_jacobians(expected, inputs)
     assert jacobian_difference(model, inputs, ds, truth, dtype) <= J_TOLERANCE[dtype]
     assert ("miscoupling_normed" in ds) == (expected.norm is not None)
     for (b, position), J in truth.items():
         found = ds.isel(prompt=b, token=0 if position == 1 else 1)
-        last = dataclasses.replace(expected, norm=None).jacobian(len(J) - 1, b, position, position).detach()
+        last = (
+            dataclasses.replace(expected, norm=None)
+            .jacobian(len(J) - 1, b, position, position)
+            .detach()
+        )
         by_name = {"": [*J[:-1], last]} | ({"_normed": J} if expected.norm is not None else {})
         for (end, of_blocks), k in itertools.product(by_name.items(), (2, K)):
             # Only in float32 do near-degenerate pairs cost digits that the tolerance does not leave.
@@ -72,18 +87,25 @@ def test_jacobians_and_mis_couplings(name, dtype):
             for measure, values in brute_force.couplings(of_blocks, k).items():
                 scale = 1 if measure != "offdiag" else max(1, float(values.max()))
                 seen = found[f"{measure}{end}"].sel(k=k).values
-                np.testing.assert_allclose(seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale)
+                np.testing.assert_allclose(
+                    seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale
+                )
 
 
 def brute_force_jacobians(expected, inputs):
     """By (sample, position), the Jacobian of every block."""
     rows = [(b, t) for b in range(len(inputs)) for t in (1, expected.inputs[0].shape[1] - 1)]
-    return {(b, t): [expected.jacobian(l, b, t, t).detach() for l in range(len(expected.blocks))] for b, t in rows}
+    return {
+        (b, t): [expected.jacobian(l, b, t, t).detach() for l in range(len(expected.blocks))]
+        for b, t in rows
+    }
 
 
 def jacobian_difference(model, inputs, ds, truth, dtype):
     """Largest difference of an entry, relative to the largest entry where that is above 1."""
-    found = jacobians_at(model, inputs, list(truth), dtype, final_norm=ds.attrs["final_norm"] == "include")
+    found = jacobians_at(
+        model, inputs, list(truth), dtype, final_norm=ds.attrs["final_norm"] == "include"
+    )
     differences = [
         (J[r] - truth[at][l]).abs().max() / truth[at][l].abs().max().clamp(min=1)
         for l, (J, _) in enumerate(found)
@@ -102,7 +124,15 @@ def jacobian_error(name, dtype):
 
 def test_the_table_in_the_docs_is_that_of_these_tests():
     """`python -m tests.architectures` writes it."""
-    rows = [line.split(" | ") for line in (ROOT / "docs" / "architectures.md").read_text().splitlines()]
-    listed = {row[0].removeprefix("| "): row[1] for row in rows if len(row) == 5 and row[1] in ("sliced", "full")}
-    assert listed == {name: "full" if family.full else "sliced" for name, family in FAMILIES.items()}
+    rows = [
+        line.split(" | ") for line in (ROOT / "docs" / "architectures.md").read_text().splitlines()
+    ]
+    listed = {
+        row[0].removeprefix("| "): row[1]
+        for row in rows
+        if len(row) == 5 and row[1] in ("sliced", "full")
+    }
+    assert listed == {
+        name: "full" if family.full else "sliced" for name, family in FAMILIES.items()
+    }
     assert sum(path == "sliced" for path in listed.values()) >= 25

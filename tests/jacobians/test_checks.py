@@ -58,7 +58,9 @@ def test_what_fails_in_a_window_has_another_chance_in_the_whole(name, windows, m
     model, inputs = build(name)
     replica, (calls,) = recorded(model, [inputs])
     n = calls[0].x.shape[1]
-    monkeypatch.setattr(checks, "tolerance", lambda dtype, rounded: -1.0 if len(windows) == 1 else 1e-9)
+    monkeypatch.setattr(
+        checks, "tolerance", lambda dtype, rounded: -1.0 if len(windows) == 1 else 1e-9
+    )
     rows = Rows(torch.tensor([0, 1]), torch.tensor([n - 1, n - 1]))
     with replica.materialize(calls[0].block):
         assert derivative_error(calls[0], rows, by_own_code) <= 1e-9
@@ -75,7 +77,9 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
         assert torch.equal(at.select(call.x), rows.select(calls[0].x))
         with replica.materialize(call.block):
             y = call(call.x)
-        torch.testing.assert_close(y[1, 0], calls[0].y[1, 0])  # at position 0 a causal row sees itself alone
+        torch.testing.assert_close(
+            y[1, 0], calls[0].y[1, 0]
+        )  # at position 0 a causal row sees itself alone
         assert not torch.allclose(y[0, 2], calls[0].y[0, 6])
 
 

@@ -125,7 +125,9 @@ def eliminate(f: Callable[[Tensor], Tensor], memory: int = 1 << 30) -> Eliminati
 def test_the_jacobian_is_that_of_reverse_mode(f, chunk):
     reverse, found = linearize(f, X), eliminate(f)
     J = dense_jacobian(reverse.pullback, reverse.y, D)
-    torch.testing.assert_close(dense_jacobian(found.pullback, found.y, chunk), J, atol=1e-12, rtol=0)
+    torch.testing.assert_close(
+        dense_jacobian(found.pullback, found.y, chunk), J, atol=1e-12, rtol=0
+    )
     u = torch.randn(4, R, D, generator=GENERATOR, dtype=torch.float64)
     torch.testing.assert_close(found.pullback(u), reverse.pullback(u), atol=1e-12, rtol=0)
     assert torch.equal(found.y, reverse.y) and float(found.error(J, identity=False)) < 1e-12
@@ -140,11 +142,15 @@ def test_merged_layers_that_do_not_fit_the_memory_are_multiplied_one_by_one():
         assert float(found.error(J, identity=False)) < 1e-12
 
 
-@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys", "gpt2", "timm vit", "phi3", "qwen3, q/k norms"])
+@pytest.mark.parametrize(
+    "name", ["gpt_neox", "llama, grouped keys", "gpt2", "timm vit", "phi3", "qwen3, q/k norms"]
+)
 def test_no_map_of_these_families_takes_products(name, monkeypatch):
     seen = []
     differentiate = Elimination._differentiate
-    monkeypatch.setattr(Elimination, "_differentiate", lambda self: seen.append(differentiate(self)) or seen[-1])
+    monkeypatch.setattr(
+        Elimination, "_differentiate", lambda self: seen.append(differentiate(self)) or seen[-1]
+    )
     model, inputs = build(name)
     tracker.measure(model, inputs, k=2, measures="coupling", final_norm="exclude")
     assert seen and all(not map.others for maps in seen for map in maps)
@@ -166,7 +172,9 @@ def test_a_wrong_guess_is_noticed_and_the_jacobian_formed_by_reverse_mode(monkey
     monkeypatch.setattr(Elimination, "_heads", turned)
     errors = []
     error = Elimination.error
-    monkeypatch.setattr(Elimination, "error", lambda self, *given: errors.append(error(self, *given)) or errors[-1])
+    monkeypatch.setattr(
+        Elimination, "error", lambda self, *given: errors.append(error(self, *given)) or errors[-1]
+    )
     seen = tracker.measure(model, inputs, **options)
     assert errors and min(map(float, errors)) > 1e-2
     assert float(abs(seen.miscoupling - expected.miscoupling).max()) < of_miscouplings(expected)
@@ -177,17 +185,26 @@ def test_layers_with_rows_of_another_kind_are_left_alone():
     order = torch.tensor([2, 0, 1])
 
     def f(x: Tensor) -> Tensor:
-        return x + linear(linear(x[order].unsqueeze(1).expand(-1, 2, -1), W[F, D])[order.argsort(), 0], W[D, F])
+        return x + linear(
+            linear(x[order].unsqueeze(1).expand(-1, 2, -1), W[F, D])[order.argsort(), 0], W[D, F]
+        )
 
     reverse, found = linearize(f, X), eliminate(f)
     torch.testing.assert_close(
-        dense_jacobian(found.pullback, found.y, D), dense_jacobian(reverse.pullback, reverse.y, D), atol=1e-12, rtol=0
+        dense_jacobian(found.pullback, found.y, D),
+        dense_jacobian(reverse.pullback, reverse.y, D),
+        atol=1e-12,
+        rtol=0,
     )
 
 
 def test_a_norm_is_found_from_four_products():
     h = X.clone().requires_grad_()
     y = nn.functional.layer_norm(h, (D,), weight=torch.arange(1.0, D + 1).double())
-    J = torch.stack([torch.autograd.grad(y[:, i].sum(), h, retain_graph=True)[0] for i in range(D)], 1)  # (R, D, D)
-    norm = elimination.find_normalization(lambda u: (u[:, None] @ J)[:, 0], lambda v: (J @ v[..., None])[..., 0], X)
+    J = torch.stack(
+        [torch.autograd.grad(y[:, i].sum(), h, retain_graph=True)[0] for i in range(D)], 1
+    )  # (R, D, D)
+    norm = elimination.find_normalization(
+        lambda u: (u[:, None] @ J)[:, 0], lambda v: (J @ v[..., None])[..., 0], X
+    )
     torch.testing.assert_close(norm.pull(torch.eye(D).double()[None]), J, atol=1e-12, rtol=0)

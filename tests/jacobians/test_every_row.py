@@ -26,7 +26,11 @@ class Block(nn.Module):
     def __init__(self, added=lambda mlp, x: mlp(x)):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
-        self.mlp, self.other, self.added = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, D), [added]
+        self.mlp, self.other, self.added = (
+            nn.Sequential(nn.Linear(D, D), nn.Tanh()),
+            nn.Linear(D, D),
+            [added],
+        )
 
     def forward(self, x):
         y = self.norm(x)
@@ -69,7 +73,9 @@ def assert_right(ds, net, x, atol, positions=(-1,), h=1e-5):
             for token, t in enumerate(positions):
                 found = torch.as_tensor(ds.jacobian.values[sample, token, l]).double()
                 expected = by_differences(block, x, sample, t, h)
-                torch.testing.assert_close(found, expected, atol=atol * float(expected.abs().max()), rtol=0)
+                torch.testing.assert_close(
+                    found, expected, atol=atol * float(expected.abs().max()), rtol=0
+                )
         x = block(x).detach()
 
 
@@ -103,7 +109,9 @@ def with_faults_at(*rows, samples):
 @pytest.mark.parametrize(("samples", "sample"), [(1, 0), (4, 2)])
 def test_a_wrong_derivative_in_one_row_is_refused(positions, samples, sample, dtype):
     net, x = network(wrong_where_negative), with_faults_at((sample, 5), samples=samples)
-    with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .* autograd function Wrong"):
+    with pytest.raises(
+        UsageError, match=r"block 1 \(0\): autograd does not give .* autograd function Wrong"
+    ):
         measured(net, x, dtype, tokens=positions)
 
 
@@ -154,7 +162,10 @@ def test_a_jump_beside_a_row_convicts_nothing(distance, dtype):
     net = network(block=Routed)
     ds = measured(net, x, dtype)
     if distance < 1e-9:  # every step crosses the jump
-        assert "forward mode: differences do not converge" in json.loads(ds.attrs["independent_checks"])["1"]
+        assert (
+            "forward mode: differences do not converge"
+            in json.loads(ds.attrs["independent_checks"])["1"]
+        )
         x[0, -1, 0] = 1e-3
     else:
         assert ds.attrs["independent_checks"] == "{}"
@@ -163,7 +174,11 @@ def test_a_jump_beside_a_row_convicts_nothing(distance, dtype):
 
 @pytest.mark.parametrize(
     ("scale", "positions", "reason"),
-    [(1, "all", "{}"), (300, [-1], "differences do not converge"), (300, "all", "its code amplifies rounding")],
+    [
+        (1, "all", "{}"),
+        (300, [-1], "differences do not converge"),
+        (300, "all", "its code amplifies rounding"),
+    ],
     ids=str,
 )
 def test_weights_too_large_for_differences_are_measured(scale, positions, reason):
@@ -225,10 +240,16 @@ class Twice(nn.Module):
 
     def attend(self, x, mask):
         q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+        return (
+            nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
     def forward(self, x, attention_mask=None):
-        attention_mask = with_a_global_token(x.shape[1]) if attention_mask is None else attention_mask
+        attention_mask = (
+            with_a_global_token(x.shape[1]) if attention_mask is None else attention_mask
+        )
         x = x + self.attend(x, attention_mask)
         return x + self.attend(x, attention_mask)
 
@@ -274,11 +295,16 @@ DETACHING = [detached_branch, shrunk, straight_through]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("added", DETACHING)
 @pytest.mark.parametrize("positions", [[-1], "all"], ids=str)
-def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(added, positions, dtype):
+def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(
+    added, positions, dtype
+):
     net, x = network(added), states(2)
     with pytest.warns(UserWarning, match="detaches tensors") as warned:
         ds = measured(net, x, dtype, tokens=positions)
-    assert sum("detaches tensors" in str(one.message) for one in warned) == 1 and ds.diagnostics_sliced.all()
+    assert (
+        sum("detaches tensors" in str(one.message) for one in warned) == 1
+        and ds.diagnostics_sliced.all()
+    )
     checks = json.loads(ds.attrs["independent_checks"])
     assert set(checks) == {"1", "2"}
     errors = ds.diagnostics_independent_error
@@ -287,7 +313,9 @@ def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(add
         found = float(errors.isel(layer=l).max())
         assert size == pytest.approx(found, rel=0.1)
         J = torch.as_tensor(ds.jacobian.values[0, -1, l]).double()
-        true = by_differences(net.double()[l], x.double() if l == 0 else net[0](x.double()).detach(), 0, -1)
+        true = by_differences(
+            net.double()[l], x.double() if l == 0 else net[0](x.double()).detach(), 0, -1
+        )
         assert size == pytest.approx(float((J - true).norm() / true.norm()), rel=1) and size > 0.1
         net = net.float()
     with warnings.catch_warnings():
@@ -376,7 +404,9 @@ class InFloat64(Autocast):
 def test_autocast_in_a_block_is_measured_or_refused_with_a_reason(samples, whole, dtype):
     net, x = network(whole, block=Autocast), states(samples)
     if whole and dtype == "float32":  # its attention differs from kernel to kernel
-        with pytest.raises(UsageError, match="rounds to less than float32; remove that, or give dtype='float64'"):
+        with pytest.raises(
+            UsageError, match="rounds to less than float32; remove that, or give dtype='float64'"
+        ):
             measured(net, x, dtype)
         return
     ds = measured(net, x, dtype)

@@ -31,7 +31,12 @@ class Block(nn.Module):
 
     def __init__(self, through):
         super().__init__()
-        self.attention, self.norm, self.mlp, self.through = Attention(), nn.LayerNorm(D), nn.Linear(D, D), through
+        self.attention, self.norm, self.mlp, self.through = (
+            Attention(),
+            nn.LayerNorm(D),
+            nn.Linear(D, D),
+            through,
+        )
 
     def forward(self, x):
         x = x + self.attention(x)
@@ -43,7 +48,10 @@ class Reversible(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.f, self.g = nn.MultiheadAttention(D // 2, 2, batch_first=True), nn.Linear(D // 2, D // 2)
+        self.f, self.g = (
+            nn.MultiheadAttention(D // 2, 2, batch_first=True),
+            nn.Linear(D // 2, D // 2),
+        )
 
     def forward(self, x):
         a, b = x.chunk(2, -1)
@@ -158,12 +166,16 @@ def model(through):
 
 
 def measured(net, dtype="float64", **options):
-    return tracker.measure(net, STATES, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options)
+    return tracker.measure(
+        net, STATES, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options
+    )
 
 
 def assert_known(ds, how):
     """Assert how derivatives were checked; None: all by differences."""
-    assert (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
+    assert (
+        (how in ds.attrs["independent_checks"]) if how else ds.attrs["independent_checks"] == "{}"
+    )
 
 
 def by_differences(net, l, t):
@@ -191,7 +203,9 @@ def test_a_planted_fault_is_refused_and_named(name, dtype):
     assert cause in str(refused.value)
 
 
-@pytest.mark.filterwarnings("ignore")  # a step of a rounding makes the value depend on the arithmetic
+@pytest.mark.filterwarnings(
+    "ignore"
+)  # a step of a rounding makes the value depend on the arithmetic
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_no_fault_is_measured(name, dtype):
@@ -226,7 +240,10 @@ def test_rounding_inside_is_no_disagreement():
 def test_kinks_are_no_disagreement():
     """The units of a ReLU change their sign between the points of a difference with too large a step."""
     torch.manual_seed(1)
-    layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True) for _ in range(4)]
+    layers = [
+        nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True, norm_first=True)
+        for _ in range(4)
+    ]
     ds = tracker.measure(nn.Sequential(*layers), torch.randn(2, 20, 64), k=4)
     assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 3e-3
 
@@ -243,7 +260,9 @@ SMALL = {
 def test_code_that_does_not_run_in_float64_is_compared_in_float32(name):
     through, how = (RIGHT | FAULTS)[name]
     if name in FAULTS:
-        with pytest.raises(UsageError, match=r"block 1 \(0\): autograd does not give .*" + re.escape(how)):
+        with pytest.raises(
+            UsageError, match=r"block 1 \(0\): autograd does not give .*" + re.escape(how)
+        ):
             measured(model(single(through)), "float32")
         return
     ds = measured(model(single(through)), "float32")
@@ -281,7 +300,9 @@ def test_every_family_agrees_with_differences(name):
 
 
 @pytest.mark.parametrize("residual", [True, False])
-def test_errors_are_relative_to_the_jacobian_without_an_identity_that_another_token_does_not_have(residual):
+def test_errors_are_relative_to_the_jacobian_without_an_identity_that_another_token_does_not_have(
+    residual,
+):
     x = torch.randn(2, D, generator=torch.Generator().manual_seed(2)).double()
     J = 1e-4 * torch.randn(2, D, D, generator=torch.Generator().manual_seed(3)).double()
     whole = J + residual * torch.eye(D)

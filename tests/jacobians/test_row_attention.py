@@ -30,7 +30,12 @@ def attention(formula, query, key, value, K, V, own, mask):
 @pytest.mark.parametrize("G", [1, 2, 4])
 @pytest.mark.parametrize(
     "formula",
-    [Formula(), Formula(scale=0.7), Formula(cap=0.5), Formula(0.3, 0.8, torch.linspace(-1, 1, H).double())],
+    [
+        Formula(),
+        Formula(scale=0.7),
+        Formula(cap=0.5),
+        Formula(0.3, 0.8, torch.linspace(-1, 1, H).double()),
+    ],
     ids=["plain", "scale", "cap", "all"],
 )
 @pytest.mark.parametrize("masked", ["none", "bool", "added"])
@@ -40,15 +45,24 @@ def test_value_and_jacobian(formula, G, masked):
         shapes = (R, H, 1, e), (R, G, 1, e), (R, G, 1, f), (R, G, n, e), (R, G, n, f)
         query, key, value, K, V = (torch.randn(*shape) for shape in shapes)
         own = torch.tensor([0, 3, n - 1])
-        mask = {"none": None, "bool": torch.rand(R, 1, 1, n) < 0.7, "added": torch.randn(R, H, 1, n)}[masked]
+        mask = {
+            "none": None,
+            "bool": torch.rand(R, 1, 1, n) < 0.7,
+            "added": torch.randn(R, H, 1, n),
+        }[masked]
         if masked == "bool":
             mask[torch.arange(R), :, :, own] = True
         live = torch.zeros(R, 1, 1, n, 1, dtype=torch.bool)
         live[torch.arange(R), :, :, own] = True
         at = live[:, 0]
-        expansion = expand(formula, query, torch.where(at, key, K), torch.where(at, value, V), mask, own)
+        expansion = expand(
+            formula, query, torch.where(at, key, K), torch.where(at, value, V), mask, own
+        )
         torch.testing.assert_close(
-            expansion(query, key, value), attention(formula, query, key, value, K, V, own, mask), atol=1e-12, rtol=0
+            expansion(query, key, value),
+            attention(formula, query, key, value, K, V, own, mask),
+            atol=1e-12,
+            rtol=0,
         )
         seen = torch.autograd.functional.jacobian(expansion, (query, key, value))
         expected = torch.autograd.functional.jacobian(
@@ -63,13 +77,19 @@ def test_value_and_jacobian(formula, G, masked):
         for found in (by_forward_mode, twice_back):
             torch.testing.assert_close(found, pushed, atol=1e-12, rtol=0)
         of_values = torch.func.jvp(lambda value: expansion(query, key, value), (value,), v[2:])[1]
-        torch.testing.assert_close(of_values, torch.tensordot(expected[2], v[2], dims=4), atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            of_values, torch.tensordot(expected[2], v[2], dims=4), atol=1e-12, rtol=0
+        )
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def test_many_cotangents_are_folded_not_copied():
-    x, M, u = torch.randn(6, 1, 5, requires_grad=True), torch.randn(6, 5, 3), torch.randn(100, 6, 1, 3)
+    x, M, u = (
+        torch.randn(6, 1, 5, requires_grad=True),
+        torch.randn(6, 5, 3),
+        torch.randn(100, 6, 1, 3),
+    )
     y = HeadProduct.apply(x, M)
     with torch.profiler.profile(record_shapes=True) as profile:
         seen = torch.vmap(lambda one: torch.autograd.grad(y, x, one, retain_graph=True)[0])(u)

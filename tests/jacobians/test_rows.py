@@ -53,18 +53,25 @@ def random(*shape, seed=0):
 def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
     M = [random(8, 8, seed=i) for i in range(3)]
     model, x = Stack(map(Mixing, M)), random(1, 5, 8)
-    with pytest.warns(Note, match="as exact as single rows and with up to 5 times the operations .*by code of its own"):
+    with pytest.warns(
+        Note,
+        match="as exact as single rows and with up to 5 times the operations .*by code of its own",
+    ):
         ds = tracker.measure(model, x, k=8, dtype=torch.float64)
     assert not ds.diagnostics_sliced.any() and "by code of its own" in ds.attrs["fallbacks"]
     slope = 1 - ((x.mean(1) @ M[0].T).tanh() ** 2)[0]
-    expected = torch.linalg.svdvals(slope[:, None] * M[0] / 5)  # M / n: a row's own share of the mean
+    expected = torch.linalg.svdvals(
+        slope[:, None] * M[0] / 5
+    )  # M / n: a row's own share of the mean
     np.testing.assert_allclose(ds.singular_value[0, 0, 0], expected)
 
 
 @pytest.mark.parametrize("path", tracker.jacobians.rows.PATHS)
 @pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
 @pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_is_caught_by_the_derivative_check(monkeypatch, planted, positions, path):
+def test_a_detached_key_or_value_is_caught_by_the_derivative_check(
+    monkeypatch, planted, positions, path
+):
     """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
     faulty = {path: detached(tracker.jacobians.rows.PATHS[path], planted)}
     model, inputs = build("gpt_neox")
@@ -98,10 +105,14 @@ def test_where_the_formula_fails_its_check_the_models_own_attention_serves(monke
 def test_two_blocks_named_as_one_are_caught_by_the_derivative_check():
     """Rows frozen at the second attention did depend on the row in question, through the first."""
     model = timm_vit().double().eval()
-    pairs = nn.Sequential(*(nn.Sequential(a, b) for a, b in (list(model.blocks)[:2], [model.blocks[2], timm_block()])))
+    pairs = nn.Sequential(
+        *(nn.Sequential(a, b) for a, b in (list(model.blocks)[:2], [model.blocks[2], timm_block()]))
+    )
     model.blocks = pairs.double()
     with pytest.warns(UserWarning, match="failed its derivative check"):
-        ds = tracker.measure(model, images(1).double(), blocks=list(model.blocks), k=4, dtype=torch.float64)
+        ds = tracker.measure(
+            model, images(1).double(), blocks=list(model.blocks), k=4, dtype=torch.float64
+        )
     assert not ds.diagnostics_sliced.any() and float(ds.diagnostics_value_error.max()) < 1e-9
 
 
@@ -140,7 +151,9 @@ def test_a_key_that_the_block_itself_detaches_is_its_true_derivative():
             return x + F.scaled_dot_product_attention(q, k.detach(), v)[:, 0]
 
     torch.manual_seed(0)
-    assert tracker.measure(Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3).diagnostics_sliced.all()
+    assert tracker.measure(
+        Stack([DetachedKey(), DetachedKey()]), random(1, 6, 8), k=3
+    ).diagnostics_sliced.all()
 
 
 class Inner(nn.Module):
@@ -163,7 +176,9 @@ class Inner(nn.Module):
 def test_a_check_of_one_block_is_not_used_for_another():
     torch.manual_seed(0)
     with pytest.warns(UserWarning, match="failed its derivative check"):
-        ds = tracker.measure(Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64)
+        ds = tracker.measure(
+            Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64
+        )
     assert ds.diagnostics_sliced.values[0, 0].tolist() == [True, False]
 
 
@@ -171,9 +186,18 @@ def test_a_check_of_one_block_is_not_used_for_another():
 def test_small_residual_updates_keep_their_digits(init):
     """LayerScale at its start: in float32, x + f leaves few digits of f; such a Jacobian is found in float64."""
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=4, init_values=init
+        "vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=8,
+        embed_dim=WIDTH,
+        depth=3,
+        num_heads=4,
+        init_values=init,
     )
-    seen, exact = (tracker.measure(model, images(), k=4, dtype=dtype) for dtype in (torch.float32, torch.float64))
+    seen, exact = (
+        tracker.measure(model, images(), k=4, dtype=dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
     assert seen.diagnostics_sliced.all()
     relative = abs(seen.singular_value / exact.singular_value - 1)
     assert float(relative.max()) < 1e-4
@@ -209,7 +233,9 @@ def test_weights_computed_by_hooks_are_the_current_ones(how):
             parameter.mul_(3)
     ds = measured(model)
     model(random(1, 4, 8))  # now the model's own hooks have run as well
-    np.testing.assert_allclose(ds.singular_value[0, 0, 0], torch.linalg.svdvals(layer.weight).detach()[:3])
+    np.testing.assert_allclose(
+        ds.singular_value[0, 0, 0], torch.linalg.svdvals(layer.weight).detach()[:3]
+    )
 
 
 def test_methods_put_on_an_instance():
@@ -239,7 +265,11 @@ def global_state() -> list:
     return [
         F.scaled_dot_product_attention,
         torch.backends.mha.get_fastpath_enabled(),
-        [kernels.math_sdp_enabled(), kernels.flash_sdp_enabled(), kernels.mem_efficient_sdp_enabled()],
+        [
+            kernels.math_sdp_enabled(),
+            kernels.flash_sdp_enabled(),
+            kernels.mem_efficient_sdp_enabled(),
+        ],
         [switch.fp32_precision for switch in switches()],
         torch.get_num_threads(),
         torch.get_rng_state().tolist(),

@@ -27,7 +27,17 @@ PROMPTS = [tokens(1, n) for n in LENGTHS]
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_neox", "llama, eager", "mistral, sliding window", "gpt2", "gptj", "gpt_oss, sinks", "opt", "bert", "mpt"],
+    [
+        "gpt_neox",
+        "llama, eager",
+        "mistral, sliding window",
+        "gpt2",
+        "gptj",
+        "gpt_oss, sinks",
+        "opt",
+        "bert",
+        "mpt",
+    ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_prompts_of_different_length_together_and_alone(name, dtype):
@@ -45,7 +55,9 @@ def test_prompts_of_different_length_together_and_alone(name, dtype):
 def test_only_the_prompt_that_fails_its_check_falls_back():
     replica, passes = recorded(build("gpt_neox")[0], PROMPTS, final_norm=True)
     calls = [calls[1] for calls in passes]
-    calls[1].attention[0].value = 1.5 * calls[1].attention[0].value  # as if frozen at another moment
+    calls[1].attention[0].value = (
+        1.5 * calls[1].attention[0].value
+    )  # as if frozen at another moment
     rows = [Rows(torch.tensor([0]), torch.tensor([n - 1])) for n in LENGTHS]
     selections = list(zip(calls, rows, strict=True))
     jacobians = Jacobians(replica)
@@ -63,7 +75,10 @@ def test_products_in_bfloat16_err_by_their_rounding_alone(name):
         ((J, checks),) = Jacobians(replica)([(call, rows)])
         ((rough, other),) = Jacobians(replica, "bfloat16")([(call, rows)])
         # The checks are those of float32, but for the comparison of the formed Jacobian.
-        assert rough.dtype == torch.float32 and replace(other, independent_errors=checks.independent_errors) == checks
+        assert (
+            rough.dtype == torch.float32
+            and replace(other, independent_errors=checks.independent_errors) == checks
+        )
         assert 2 * checks.independent_error < other.independent_error < 5e-2
         error = float((rough - J).norm() / J.norm())
         assert 1e-5 < error < 2e-2
@@ -73,7 +88,9 @@ def test_tf32_is_allowed_for_the_products_alone(monkeypatch):
     model, inputs = build("gpt_neox")
     replica, (calls,) = recorded(model, [inputs], torch.float32, final_norm=True)
     in_passes, in_products = [], []
-    calls[0].block.mlp.register_forward_hook(lambda *_: in_passes.append(torch.get_float32_matmul_precision()))
+    calls[0].block.mlp.register_forward_hook(
+        lambda *_: in_passes.append(torch.get_float32_matmul_precision())
+    )
 
     def watched(*arguments):
         in_products.append(torch.get_float32_matmul_precision())
@@ -82,7 +99,10 @@ def test_tf32_is_allowed_for_the_products_alone(monkeypatch):
     def failing(*arguments):
         raise RuntimeError("planted")
 
-    jacobians, selected = Jacobians(replica, "tf32"), [(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))]
+    jacobians, selected = (
+        Jacobians(replica, "tf32"),
+        [(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))],
+    )
     monkeypatch.setattr("tracker.jacobians.rows.dense_jacobian", watched)
     jacobians(selected)
     assert set(in_passes) == {"highest"} and in_products == ["high"]

@@ -41,20 +41,29 @@ def by_brute_force(model, inputs, ds, rows):
     norm = brute_force.final_norm(model, ds)
     blocks = [model.get_submodule(name) for name in find_blocks(model).names]
     expected = brute_force.run(model.double().eval(), inputs, blocks, norm, batch_first=True)
-    return [torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows]) for l in range(len(blocks))]
+    return [
+        torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows])
+        for l in range(len(blocks))
+    ]
 
 
 @pytest.mark.filterwarnings("error:.*measured over the full sequence")
-@pytest.mark.parametrize("dimensions", [slice(None), slice(5, 6)], ids=["all dimensions", "one dimension"])
+@pytest.mark.parametrize(
+    "dimensions", [slice(None), slice(5, 6)], ids=["all dimensions", "one dimension"]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
     model, inputs = with_sink(name, dimensions)
     ds = tracker.measure(model, inputs, k=4, tokens=[0])
     assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
     rows = [(0, 0), (1, 0), (1, 6)]
-    seen = jacobians_at(model, inputs, rows, torch.float32, final_norm=ds.attrs["final_norm"] == "include")
+    seen = jacobians_at(
+        model, inputs, rows, torch.float32, final_norm=ds.attrs["final_norm"] == "include"
+    )
     truth = by_brute_force(model, inputs, ds, rows)
-    size = torch.stack([torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth])  # root mean square of s
+    size = torch.stack(
+        [torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth]
+    )  # root mean square of s
     hidden = size[:-1, :2] < FLOOR[torch.float32]  # the last block's norm gives -I
     assert hidden.any() and not (size[:, 2] < FLOOR[torch.float32]).any()
     for (J, _), expected in zip(seen, truth, strict=True):
@@ -72,10 +81,16 @@ def test_sinks_in_sequences_that_are_checked_in_windows(name):
     assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
 
 
-PLANTED = [(name, planted) for name in ("llama, grouped keys", "gpt_neox", "opt") for planted in ("key", "value")]
+PLANTED = [
+    (name, planted)
+    for name in ("llama, grouped keys", "gpt_neox", "opt")
+    for planted in ("key", "value")
+]
 
 
-@pytest.mark.parametrize("name, planted", [*PLANTED, ("llama, grouped keys", "rotary"), ("gpt_neox", "rotary")])
+@pytest.mark.parametrize(
+    "name, planted", [*PLANTED, ("llama, grouped keys", "rotary"), ("gpt_neox", "rotary")]
+)
 @pytest.mark.parametrize("length", [7, 40])
 def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
     model, inputs = with_sink(name, length=length)
@@ -84,11 +99,15 @@ def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
 
         def shifted(argument, value, call, rows):
             moved = tracker.jacobians.rows.Rows(rows.sample, (rows.token + 1) % call.x.shape[1])
-            return slice_argument(argument, value, call, moved if argument == "position_embeddings" else rows)
+            return slice_argument(
+                argument, value, call, moved if argument == "position_embeddings" else rows
+            )
 
         monkeypatch.setattr(tracker.jacobians.restriction, "slice_argument", shifted)
     else:
-        paths = {path: detached(honest, planted) for path, honest in tracker.jacobians.rows.PATHS.items()}
+        paths = {
+            path: detached(honest, planted) for path, honest in tracker.jacobians.rows.PATHS.items()
+        }
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(model, inputs, k=4, tokens=[0])

@@ -194,7 +194,9 @@ def test_what_reaches_a_block_by_another_way_is_refused_or_measured_right(fault,
     torch.manual_seed(0)
     model = make().eval().to(dtype)
     with pytest.raises(UsageError, match=why):
-        tracker.measure(model, IDS[:1], k=4, dtype=torch.float32 if dtype == torch.bfloat16 else dtype)
+        tracker.measure(
+            model, IDS[:1], k=4, dtype=torch.float32 if dtype == torch.bfloat16 else dtype
+        )
 
 
 class Unsteady(Block):
@@ -205,15 +207,23 @@ class Unsteady(Block):
         self.w = nn.Parameter(torch.rand(D))
 
     def f(self, x: Tensor) -> Tensor:
-        return super().f(x) + 3e5 * x * self.w - x * (3e5 * self.w)  # the last two are equal but for rounding
+        return (
+            super().f(x) + 3e5 * x * self.w - x * (3e5 * self.w)
+        )  # the last two are equal but for rounding
 
 
 @pytest.mark.parametrize(
-    "block, error, found", [(Block, 0.02, "refused"), (Unsteady, 0.02, "told"), (Unsteady, 0.5, "refused")]
+    "block, error, found",
+    [(Block, 0.02, "refused"), (Unsteady, 0.02, "told"), (Unsteady, 0.5, "refused")],
 )
-def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(block, error, found, monkeypatch):
+def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
+    block, error, found, monkeypatch
+):
     judge = Witness.judge
-    planted = lambda self, call, rows, J, **options: judge(self, call, rows, (1 + error) * J, **options)  # noqa: E731
+
+    def planted(self, call, rows, J, **options):
+        return judge(self, call, rows, (1 + error) * J, **options)
+
     monkeypatch.setattr(Witness, "judge", planted)
     torch.manual_seed(0)
     model = Model(block).eval()
@@ -221,11 +231,15 @@ def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(block,
         with pytest.raises(UsageError, match=OTHER_WAY):
             tracker.measure(model, IDS, k=4)
     else:
-        assert "in 3 blocks J^T u differs by up to" in tracker.measure(model, IDS, k=4).attrs["witness"]
+        assert (
+            "in 3 blocks J^T u differs by up to"
+            in tracker.measure(model, IDS, k=4).attrs["witness"]
+        )
 
 
 @pytest.mark.parametrize(
-    "fault", ["given three times", "a memory", "a gate", "an attribute", "a gate of block 1", "a context"]
+    "fault",
+    ["given three times", "a memory", "a gate", "an attribute", "a gate of block 1", "a context"],
 )
 def test_proposed_spans_give_the_true_jacobian(fault):
     torch.manual_seed(0)
@@ -254,7 +268,9 @@ def test_a_function_that_differs_in_the_copy_is_refused(monkeypatch):
     try:
         ds = tracker.measure(model, IDS, k=4)
     except UsageError as error:
-        assert "block 2 (blocks.1): from the same state, the model computes another output" in str(error)
+        assert "block 2 (blocks.1): from the same state, the model computes another output" in str(
+            error
+        )
     else:  # the copy runs it too
         assert ds.attrs["witness"].startswith("agrees")
 
@@ -268,7 +284,9 @@ def at_one_token(y):
 OF_SOME = {
     "at a token that is not measured": at_one_token,
     "in batches": lambda y: 1.5 * y if len(y) > 1 else y,
-    "of few tokens": lambda y: torch.where(y[..., :1] > y[..., :1].flatten().kthvalue(2).values, y, 1.5 * y),
+    "of few tokens": lambda y: torch.where(
+        y[..., :1] > y[..., :1].flatten().kthvalue(2).values, y, 1.5 * y
+    ),
 }
 
 
@@ -279,14 +297,16 @@ def test_values_are_compared_at_all_tokens_and_with_two_samples(where):
     model = Model().eval()
     model.blocks[0].register_forward_hook(lambda module, args, y: OF_SOME[where](y))
     with pytest.raises(
-        UsageError, match=r"block 1 \(blocks.0\): from the same state, the model computes another output"
+        UsageError,
+        match=r"block 1 \(blocks.0\): from the same state, the model computes another output",
     ):
         tracker.measure(model, IDS, k=4)
 
 
 def errors_of(ds):
     return {
-        name: float(size) for name, size in (part.split() for part in ds.attrs["witness"].split(": ")[1].split(", "))
+        name: float(size)
+        for name, size in (part.split() for part in ds.attrs["witness"].split(": ")[1].split(", "))
     }
 
 
@@ -294,15 +314,24 @@ def errors_of(ds):
 def test_sound_models_agree(name):
     model, inputs = build(name)
     ds = tracker.measure(model, inputs, k=4)
-    assert ds.attrs["witness"].startswith("agrees at one row of each block; errors: "), ds.attrs["witness"]
+    assert ds.attrs["witness"].startswith("agrees at one row of each block; errors: "), ds.attrs[
+        "witness"
+    ]
     errors = errors_of(ds)
-    assert errors["values"] < 1e-5 and errors["derivative"] < 1e-3 and 0 < errors["differences"] < 2e-2, errors
+    assert (
+        errors["values"] < 1e-5 and errors["derivative"] < 1e-3 and 0 < errors["differences"] < 2e-2
+    ), errors
 
 
 def llama(**options) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=30, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, **options
+        vocab_size=30,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=64,
+        **options,
     )
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -342,7 +371,9 @@ class ShiftedGate(GateOfTheFirst):
 
     def step(self, l: int, x: Tensor) -> Tensor:
         before = nn.functional.pad(x[:, :-1], (0, 0, 1, 0))
-        return self.blocks[l](x, torch.ones_like(x) if l else (4 * self.outside[l](before)).sigmoid())
+        return self.blocks[l](
+            x, torch.ones_like(x) if l else (4 * self.outside[l](before)).sigmoid()
+        )
 
 
 class Looped(Model):
@@ -417,7 +448,12 @@ def contents(model: nn.Module) -> dict:
             for inner, entry in value.items() if isinstance(value, dict) else ():
                 held[name, key, inner] = id(entry)
                 if isinstance(entry, Tensor):
-                    held[name, key, inner, "values"] = entry.tolist(), entry._version, entry.grad, entry.data_ptr()
+                    held[name, key, inner, "values"] = (
+                        entry.tolist(),
+                        entry._version,
+                        entry.grad,
+                        entry.data_ptr(),
+                    )
             if isinstance(value, torch.Generator):
                 held[name, key, "state"] = value.get_state().tolist()
             if isinstance(value, (list, int)):
@@ -464,7 +500,8 @@ def test_the_copy_answers_for_a_model_that_cannot_run():
     model = transformers.MixtralForCausalLM(config).eval().double()
     attribute = tracker.measure(model, IDS, k=4, dtype="float64").attrs["witness"]
     assert (
-        attribute.startswith("not asked: RuntimeError: ") and "; its copy agrees at one row of each block" in attribute
+        attribute.startswith("not asked: RuntimeError: ")
+        and "; its copy agrees at one row of each block" in attribute
     )
 
 

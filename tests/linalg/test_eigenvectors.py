@@ -24,7 +24,9 @@ def test_they_are_those_of_torch(count, dtype, atol, threads):
     size = expected[:, :1]
     torch.testing.assert_close(values.double() / size, expected / size, atol=atol, rtol=0)
     overlap = (U.mT @ vectors.double()).abs()
-    torch.testing.assert_close(overlap, torch.eye(count).double().expand(3, -1, -1), atol=50 * atol, rtol=0)
+    torch.testing.assert_close(
+        overlap, torch.eye(count).double().expand(3, -1, -1), atol=50 * atol, rtol=0
+    )
     assert torch.equal(A, before)
 
 

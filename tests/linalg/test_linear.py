@@ -13,7 +13,9 @@ from tracker.linalg import linear
 from tracker.linalg.jacobian import dense_jacobian, linearize
 from tracker.linalg.linear import FrozenLinear, identity_matrix, rows_of_identity
 
-LAYERS = rounding(torch.float32, operations=10)  # two layers and what is between them, of values up to 1 or 2
+LAYERS = rounding(
+    torch.float32, operations=10
+)  # two layers and what is between them, of values up to 1 or 2
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def test_values_products_and_jacobians(chunk, products):
     assert before == 2, "both layers"
     torch.testing.assert_close(found.y.double(), exact.y, atol=LAYERS, rtol=0)
     J = dense_jacobian(exact.pullback, exact.y, 12)
-    torch.testing.assert_close(dense_jacobian(found.pullback, found.y, chunk).double(), J, atol=LAYERS, rtol=0)
+    torch.testing.assert_close(
+        dense_jacobian(found.pullback, found.y, chunk).double(), J, atol=LAYERS, rtol=0
+    )
     assert len(products) > before, "also backward"
 
 
@@ -74,7 +78,9 @@ def test_few_rows(rows, products, monkeypatch):
         assert not buffers, "in use"
         del found
         addresses.append({memory.data_ptr() for memory in buffers})
-    assert len(addresses[0]) == 2 and addresses[0] == addresses[1], "W^T of both layers, and again there"
+    assert len(addresses[0]) == 2 and addresses[0] == addresses[1], (
+        "W^T of both layers, and again there"
+    )
 
 
 @pytest.mark.alone
@@ -108,7 +114,9 @@ def test_rows_and_weights_that_are_not_contiguous(products):
 )
 def test_what_is_not_onednns(x, weight, products):
     with FrozenLinear():
-        torch.testing.assert_close(F.linear(x, weight), x @ (weight.T if weight.dim() == 2 else weight))
+        torch.testing.assert_close(
+            F.linear(x, weight), x @ (weight.T if weight.dim() == 2 else weight)
+        )
     assert not products
 
 
@@ -124,7 +132,9 @@ def test_derivatives_of_other_kinds(products):
 @pytest.mark.parametrize("off", ["flags", "built without"])
 def test_without_onednn(off, products, monkeypatch):
     x, W = torch.randn(2, 3), torch.randn(4, 3)
-    if off == "flags":  # the context manager of the same name leaves the precision's switches changed
+    if (
+        off == "flags"
+    ):  # the context manager of the same name leaves the precision's switches changed
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     else:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
@@ -142,7 +152,11 @@ def test_autocast_keeps_its_precision(products):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_of_rows(dtype, products, monkeypatch):
     monkeypatch.setattr(linear, "LARGE", 1)
-    M, x, y = torch.randn(9, 7, dtype=dtype), torch.randn(3, 7, dtype=dtype), torch.randn(3, 9, dtype=dtype)
+    M, x, y = (
+        torch.randn(9, 7, dtype=dtype),
+        torch.randn(3, 7, dtype=dtype),
+        torch.randn(3, 9, dtype=dtype),
+    )
     forward, back = linear.row_products(M)
     for _ in range(3):
         torch.testing.assert_close(forward(x), x @ M.T)
@@ -159,7 +173,9 @@ class Residual(nn.Module):
         super().__init__()
         torch.manual_seed(5)
         layer = (lambda i, o: Conv1D(o, i)) if conv1d else nn.Linear
-        self.branches = nn.ModuleList(nn.Sequential(layer(d, 20), nn.GELU(), layer(20, d)) for _ in range(2))
+        self.branches = nn.ModuleList(
+            nn.Sequential(layer(d, 20), nn.GELU(), layer(20, d)) for _ in range(2)
+        )
         self.parallel = parallel
         self.to(dtype).requires_grad_(False)
 
@@ -172,7 +188,9 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("conv1d", [False, True], ids=["linear", "conv1d"])
 @pytest.mark.parametrize("parallel, saved", [(True, 2), (False, 1)], ids=["parallel", "in turn"])
 @pytest.mark.parametrize("rows, chunk", [(1, 12), (1, 5), (1, 1), (3, 12), (3, 5)])
-def test_an_identity_passes_the_last_layers_without_arithmetic(rows, chunk, parallel, saved, conv1d, dtype, picked):
+def test_an_identity_passes_the_last_layers_without_arithmetic(
+    rows, chunk, parallel, saved, conv1d, dtype, picked
+):
     x = torch.randn(rows, 12, dtype=dtype)
     exact = linearize(Residual(12, parallel, conv1d, torch.float64), x.double())
     expected = dense_jacobian(exact.pullback, exact.y, 12)
@@ -185,9 +203,15 @@ def test_an_identity_passes_the_last_layers_without_arithmetic(rows, chunk, para
     assert [rows for rows in picked if rows] == [rows for rows in chunks for _ in range(saved)]
 
 
-@pytest.mark.parametrize("after", [nn.LayerNorm(12), nn.Hardtanh(-9, 9), nn.Dropout(0.5).eval()], ids=repr)
+@pytest.mark.parametrize(
+    "after", [nn.LayerNorm(12), nn.Hardtanh(-9, 9), nn.Dropout(0.5).eval()], ids=repr
+)
 def test_a_norm_after_the_last_layer_needs_its_product(after, picked):
-    block = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), after).double().requires_grad_(False)
+    block = (
+        nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12), after)
+        .double()
+        .requires_grad_(False)
+    )
     x = torch.randn(1, 12, dtype=torch.float64)
     with FrozenLinear():
         found = linearize(lambda x: x + block(x), x)
@@ -231,7 +255,11 @@ def test_addmm_is_as_strict_as_it_was():
     with FrozenLinear():
         for bias in (torch.randn(4), torch.randn(2, 4)):
             torch.testing.assert_close(torch.addmm(bias, x, W), x @ W + bias)
-        for bias, x_ in ((torch.randn(5, 4), x), (torch.randn(4), x[None]), (torch.randn(1, 2, 4), x)):
+        for bias, x_ in (
+            (torch.randn(5, 4), x),
+            (torch.randn(4), x[None]),
+            (torch.randn(1, 2, 4), x),
+        ):
             with pytest.raises(RuntimeError):
                 torch.addmm(bias, x_, W)
 
@@ -260,7 +288,12 @@ def test_rows_of_an_identity_are_told_from_others():
         I.clone(),
         I + 0,
     ]
-    others += [I.view(torch.int64), torch.eye(6), I[:, None].expand(-1, 2, -1).transpose(0, 1), torch._neg_view(I)]
+    others += [
+        I.view(torch.int64),
+        torch.eye(6),
+        I[:, None].expand(-1, 2, -1).transpose(0, 1),
+        torch._neg_view(I),
+    ]
     assert [rows_of_identity(x) for x in others] == [None] * len(others)
     I[0, 1] = 1
     assert rows_of_identity(I) is None, "no longer one"
@@ -270,13 +303,16 @@ def test_rows_of_an_identity_are_told_from_others():
 
 
 @pytest.mark.parametrize(
-    "axes", [(1, None, None), (None, 2, None), (None, None, 0), (1, 2, 0), (None, 2, 0), (1, None, 0)], ids=str
+    "axes",
+    [(1, None, None), (None, 2, None), (None, None, 0), (1, 2, 0), (None, 2, 0), (1, None, 0)],
+    ids=str,
 )
 def test_batches_of_inputs_weights_and_biases(axes):
     """Weights of their own for each are those of experts that a block runs side by side."""
     batches = (torch.randn(5, 3, 4), 1), (torch.randn(6, 4, 3), 2), (torch.randn(3, 6), 0)
     given = [
-        t if axis is not None else t.select(of_batch, 0) for (t, of_batch), axis in zip(batches, axes, strict=True)
+        t if axis is not None else t.select(of_batch, 0)
+        for (t, of_batch), axis in zip(batches, axes, strict=True)
     ]
     expected = torch.vmap(F.linear, axes)(*given)
     with FrozenLinear():

@@ -7,7 +7,9 @@ from tracker.linalg.products import MOST, Chain
 
 
 def rotation(d, seed, dtype=torch.float64):
-    return torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)).Q
+    return torch.linalg.qr(
+        torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    ).Q
 
 
 def factors(values, count, dtype=torch.float64):
@@ -26,17 +28,24 @@ def chained(matrices):
 @pytest.mark.parametrize("count", [1, 2, 7, 30])
 def test_equals_the_decomposition_of_the_product(count):
     generator = torch.Generator().manual_seed(count)
-    matrices = [torch.eye(9) + 0.3 * torch.randn(2, 9, 9, generator=generator).double() for _ in range(count)]
+    matrices = [
+        torch.eye(9) + 0.3 * torch.randn(2, 9, 9, generator=generator).double()
+        for _ in range(count)
+    ]
     chain, P = Chain(), torch.eye(9, dtype=torch.float64).expand(2, -1, -1)
     for M in matrices:
         chain.multiply(M)
         P = M @ P
         largest = float(torch.linalg.matrix_norm(P, 2).max())
-        torch.testing.assert_close(chain.singular_values(), torch.linalg.svdvals(P), rtol=0, atol=1e-13 * largest)
+        torch.testing.assert_close(
+            chain.singular_values(), torch.linalg.svdvals(P), rtol=0, atol=1e-13 * largest
+        )
 
 
 def test_small_values_are_accurate_in_float32_where_the_product_loses_them():
-    values = torch.logspace(0.15, -0.25, 12, dtype=torch.float64)  # to the power 30: from 3e4 to 3e-8
+    values = torch.logspace(
+        0.15, -0.25, 12, dtype=torch.float64
+    )  # to the power 30: from 3e4 to 3e-8
     matrices = factors(values, 30, torch.float32)
     found, P = chained(matrices), torch.eye(12)
     for M in matrices:
@@ -52,7 +61,9 @@ def test_orthogonal_factors_are_multiplied_in_groups(monkeypatch):
     qr = torch.linalg.qr
     matrices = factors(torch.ones(8, dtype=torch.float64), 2 * MOST + 1)
     monkeypatch.setattr(torch.linalg, "qr", lambda A: steps.append(1) or qr(A))
-    torch.testing.assert_close(chained(matrices), torch.ones(8, dtype=torch.float64), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        chained(matrices), torch.ones(8, dtype=torch.float64), rtol=1e-12, atol=0
+    )
     assert len(steps) == 3
 
 
@@ -60,4 +71,6 @@ def test_orthogonal_factors_are_multiplied_in_groups(monkeypatch):
 def test_singular_factors(rank):
     u, v = rotation(6, 1)[:, :rank], rotation(6, 2)[:, :rank]
     found = chained([2 * u @ v.mT[None], *factors(torch.ones(6, dtype=torch.float64), 3)])
-    torch.testing.assert_close(found, torch.tensor([2.0 * rank, 0, 0, 0, 0, 0]).double(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        found, torch.tensor([2.0 * rank, 0, 0, 0, 0, 0]).double(), rtol=1e-12, atol=1e-12
+    )

@@ -90,7 +90,9 @@ def assert_right(t, s, dtype):
     accuracy = rounding(dtype) + float(t.residual.nan_to_num(0))
     torch.testing.assert_close(t.S[0].cpu().double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
     for basis in (t.U.cpu(), t.V.cpu()):
-        torch.testing.assert_close(basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=rounding(dtype), rtol=0)
+        torch.testing.assert_close(
+            basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=rounding(dtype), rtol=0
+        )
 
 
 def test_the_span_of_a_near_degenerate_pair_is_right_where_its_vectors_are_not_determined():
@@ -120,7 +122,13 @@ def test_without_room_for_krylov_bases_the_full_decomposition_serves(d, K):
 
 
 @settings(max_examples=60)
-@given(seed=st.integers(0, 1000), d=st.integers(4, 40), K=st.integers(1, 12), single=st.booleans(), data=st.data())
+@given(
+    seed=st.integers(0, 1000),
+    d=st.integers(4, 40),
+    K=st.integers(1, 12),
+    single=st.booleans(),
+    data=st.data(),
+)
 def test_completeness_says_true_of_whichever_triplets_are_missing(seed, d, K, single, data):
     """Residuals of the triplets that are there look perfect; only the completeness test sees what is not."""
     dtype = torch.float32 if single else torch.float64
@@ -150,7 +158,9 @@ def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
     """In exact arithmetic the iteration could never see it."""
     d = 200
     start = krylov.start_block(d, torch.zeros((), dtype=torch.float64))
-    Q = torch.linalg.qr(torch.cat([start, torch.randn(d, d - start.shape[1], dtype=torch.float64)], 1)).Q
+    Q = torch.linalg.qr(
+        torch.cat([start, torch.randn(d, d - start.shape[1], dtype=torch.float64)], 1)
+    ).Q
     J = torch.zeros(d, d, dtype=torch.float64)
     J[:-1, :-1] = planted(flat(d - 1))[0]
     J[-1, -1] = 1.01
@@ -164,7 +174,9 @@ def blind(request, monkeypatch):
 
     def without(missed, S, *bases):
         kept = [k for k in range(bases[0].shape[-1]) if k != missed]
-        seen = (S[:, 4] > 0.95 * S[:, 0])[:, None, None]  # of spectra flatter than FLAT nothing is overlooked
+        seen = (S[:, 4] > 0.95 * S[:, 0])[
+            :, None, None
+        ]  # of spectra flatter than FLAT nothing is overlooked
         bases = [torch.where(seen, basis[..., :-1], basis[..., kept]) for basis in bases]
         return torch.where(seen[..., 0], S[..., : len(kept)], S[..., kept]), *bases
 
@@ -207,12 +219,18 @@ def assert_values(t: svd.Triplets, J: torch.Tensor):
     """Ten singular values, relative to the largest one of each matrix."""
     expected = torch.linalg.svdvals(J.double())
     largest = expected[:, :1]
-    torch.testing.assert_close(t.S.double() / largest, expected[:, :10] / largest, atol=rounding(J.dtype), rtol=0)
+    torch.testing.assert_close(
+        t.S.double() / largest, expected[:, :10] / largest, atol=rounding(J.dtype), rtol=0
+    )
 
 
 @pytest.mark.parametrize("single", [True, False])
-@pytest.mark.parametrize("fall, by_squares", [(0.5, True), (0.2, False), (0.05, False), (1e-4, False)])
-def test_squares_serve_where_singular_values_certainly_do_not_fall_far(fall, by_squares, single, monkeypatch):
+@pytest.mark.parametrize(
+    "fall, by_squares", [(0.5, True), (0.2, False), (0.05, False), (1e-4, False)]
+)
+def test_squares_serve_where_singular_values_certainly_do_not_fall_far(
+    fall, by_squares, single, monkeypatch
+):
     calls = []
     way = svd._by_golub_kahan
     monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
@@ -220,7 +238,9 @@ def test_squares_serve_where_singular_values_certainly_do_not_fall_far(fall, by_
     dtype = torch.float32 if single else torch.float64
     J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
     t = top_singular_triplets(J, 10, "krylov")
-    assert calls == ([] if by_squares else [2]), "of the three matrices, those alone that squares may not suit"
+    assert calls == ([] if by_squares else [2]), (
+        "of the three matrices, those alone that squares may not suit"
+    )
     assert bool(t.complete.all()) and not bool(t.full.any())
     assert float(t.residual.max()) < svd.TOLERANCE[dtype]
     assert_values(t, J)
@@ -229,7 +249,9 @@ def test_squares_serve_where_singular_values_certainly_do_not_fall_far(fall, by_
 @pytest.mark.parametrize("fall, tried", [(0.5, True), (0.02, False)])
 def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
     calls = []
-    monkeypatch.setattr(svd, "block_lanczos", lambda *a: calls.append(1) or krylov.block_lanczos(*a))
+    monkeypatch.setattr(
+        svd, "block_lanczos", lambda *a: calls.append(1) or krylov.block_lanczos(*a)
+    )
     s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), fall * FLAT[10:]])
     t = top_singular_triplets(planted(s), 10, "krylov")
     assert bool(calls) == tried and bool(t.complete) and not bool(t.full)
@@ -249,7 +271,13 @@ def test_squares_of_several_wider_than_a_panel(dtype):
 @pytest.mark.parametrize("missed", [0, 1, 9])
 def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, monkeypatch):
     """One outlier above values that are just squarable; in float32."""
-    s = torch.cat([torch.ones(1, dtype=torch.float64), last * (1 + torch.linspace(0.2, 0, 10)), 0.9 * last * FLAT[11:]])
+    s = torch.cat(
+        [
+            torch.ones(1, dtype=torch.float64),
+            last * (1 + torch.linspace(0.2, 0, 10)),
+            0.9 * last * FLAT[11:],
+        ]
+    )
     J = planted(s).float()
     assert bool(svd._by_squares(J, 10).complete)
 
@@ -265,7 +293,11 @@ def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, 
 def test_entries_near_the_largest_number():
     J = planted(FLAT).float()
     huge, plain = (top_singular_triplets(scale * J, 10, "krylov") for scale in (2.0**126, 1.0))
-    assert bool(huge.complete) and torch.equal(huge.S, 2.0**126 * plain.S) and torch.equal(huge.U, plain.U)
+    assert (
+        bool(huge.complete)
+        and torch.equal(huge.S, 2.0**126 * plain.S)
+        and torch.equal(huge.U, plain.U)
+    )
 
 
 def test_a_residual_out_of_reach_falls_back(monkeypatch):
@@ -297,7 +329,9 @@ def test_groups_and_cores_change_nothing(monkeypatch):
         torch.testing.assert_close(t.S, torch.cat([one.S for one in expected]))
 
 
-@pytest.mark.parametrize("d, K, krylov", [(192, 50, False), (512, 200, False), (1024, 50, True), (4096, 10, True)])
+@pytest.mark.parametrize(
+    "d, K, krylov", [(192, 50, False), (512, 200, False), (1024, 50, True), (4096, 10, True)]
+)
 def test_the_cheaper_way_is_taken(d, K, krylov):
     for dtype in (torch.float32, torch.float64):
         assert krylov_is_cheaper(d, K, dtype, torch.device("cpu")) == krylov
@@ -305,7 +339,14 @@ def test_the_cheaper_way_is_taken(d, K, krylov):
 
 @pytest.mark.parametrize(
     "d, K, cheaper",
-    [(64, 10, False), (192, 10, True), (192, 50, False), (768, 50, True), (1024, 10, False), (1024, 50, True)]
+    [
+        (64, 10, False),
+        (192, 10, True),
+        (192, 50, False),
+        (768, 50, True),
+        (1024, 10, False),
+        (1024, 50, True),
+    ]
     + [(1536, 50, False)],
 )
 def test_a_few_eigenvectors_are_found_where_that_is_cheaper(d, K, cheaper):
@@ -316,7 +357,9 @@ def test_auto_takes_the_cheapest(monkeypatch):
     taken = []
     for name in ("_by_eigenvectors", "_by_squares", "_by_golub_kahan", "_full"):
         spied = getattr(svd, name)
-        monkeypatch.setattr(svd, name, lambda *given, name=name, spied=spied: taken.append(name) or spied(*given))
+        monkeypatch.setattr(
+            svd, name, lambda *given, name=name, spied=spied: taken.append(name) or spied(*given)
+        )
     top_singular_triplets(planted(FALLING), 5)
     top_singular_triplets(planted(FLAT), 5)
     monkeypatch.setattr(svd, "eigenvectors_are_cheaper", lambda *_: False)
@@ -381,7 +424,11 @@ def test_the_same_every_time_and_the_random_state_is_left_alone():
     first = top_singular_triplets(J, 10, "krylov")
     torch.manual_seed(5)
     again = top_singular_triplets(J, 10, "krylov")
-    assert torch.equal(first.U, again.U) and torch.equal(first.V, again.V) and torch.equal(first.S, again.S)
+    assert (
+        torch.equal(first.U, again.U)
+        and torch.equal(first.V, again.V)
+        and torch.equal(first.S, again.S)
+    )
     torch.set_rng_state(state)
     top_singular_triplets(torch.zeros(1, 160, 160), 10, "krylov")  # draws directions
     assert torch.equal(torch.get_rng_state(), state)

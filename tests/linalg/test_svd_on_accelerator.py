@@ -30,7 +30,9 @@ def cycles(monkeypatch) -> list[int]:
     """Numbers of matrices in the small problems that were copied to the host, one for each full basis."""
     found = []
     pivots = Orthonormaliser.pivots
-    monkeypatch.setattr(Orthonormaliser, "pivots", lambda self: found.append(len(self.scale)) or pivots(self))
+    monkeypatch.setattr(
+        Orthonormaliser, "pivots", lambda self: found.append(len(self.scale)) or pivots(self)
+    )
     return found
 
 
@@ -41,9 +43,9 @@ def test_values_and_certificates_of_every_spectrum(pretend, name, dtype, method)
     s = ALL_SPECTRA[name]
     J = planted(s).to(dtype)
     t = top_singular_triplets(J.to(pretend.device), 10, method)
-    assert {getattr(t, part).device for part in ("U", "S", "V", "gap", "residual", "complete", "full")} == {
-        pretend.device
-    }
+    assert {
+        getattr(t, part).device for part in ("U", "S", "V", "gap", "residual", "complete", "full")
+    } == {pretend.device}
     assert bool(t.full) == (method == "full")
     assert_right(t, s, dtype)
 
@@ -51,14 +53,20 @@ def test_values_and_certificates_of_every_spectrum(pretend, name, dtype, method)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_batch_of_all_spectra_equals_the_cpu_one_by_one(pretend, dtype):
     """Zero and deficient matrices in a batch, which need tested steps, do not disturb the others."""
-    J = torch.cat([planted(s, seed) for seed, s in enumerate(ALL_SPECTRA.values()) if len(s) == 96]).to(dtype)
+    J = torch.cat(
+        [planted(s, seed) for seed, s in enumerate(ALL_SPECTRA.values()) if len(s) == 96]
+    ).to(dtype)
     (t,) = triplets_of_each([J.to(pretend.device)], 10, "krylov", 1 << 26)
     for b, name in enumerate(name for name, s in ALL_SPECTRA.items() if len(s) == 96):
         one = top_singular_triplets(J[b : b + 1], 10, "krylov")
         scale = float(one.S[0, 0]) or 1.0
-        residual = float((t.residual[b].cpu() + one.residual[0]).nan_to_num(0))  # a value errs by that at most (Weyl)
+        residual = float(
+            (t.residual[b].cpu() + one.residual[0]).nan_to_num(0)
+        )  # a value errs by that at most (Weyl)
         assert residual <= 2 * svd.TOLERANCE[dtype]
-        torch.testing.assert_close(t.S[b].cpu() / scale, one.S[0] / scale, atol=rounding(dtype) + residual, rtol=0)
+        torch.testing.assert_close(
+            t.S[b].cpu() / scale, one.S[0] / scale, atol=rounding(dtype) + residual, rtol=0
+        )
         assert bool(t.complete[b]), name
         if name == "six decades":
             assert_same_span(t.V[b].cpu(), one.V[0], 100 * svd.TOLERANCE[dtype])
@@ -89,7 +97,9 @@ def test_a_batch_takes_the_launches_of_one_matrix(pretend):
     assert at_once.launches < one_by_one.launches / 5
     assert at_once.syncs < one_by_one.syncs / 5
     for t, expected in zip(together, alone, strict=True):
-        torch.testing.assert_close(t.S.cpu(), expected.S.cpu(), atol=rounding(torch.float32), rtol=0)
+        torch.testing.assert_close(
+            t.S.cpu(), expected.S.cpu(), atol=rounding(torch.float32), rtol=0
+        )
         assert bool(t.complete) and not bool(t.full)
 
 
@@ -97,7 +107,9 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     repeated = []
     test_from_now = Orthonormaliser.test_from_now
     monkeypatch.setattr(
-        Orthonormaliser, "test_from_now", lambda self, scale: repeated.append(scale.cpu()) or test_from_now(self, scale)
+        Orthonormaliser,
+        "test_from_now",
+        lambda self, scale: repeated.append(scale.cpu()) or test_from_now(self, scale),
     )
     J = random_matrices(1, 256).to(pretend.device)
     top_singular_triplets(J, 10, "krylov")
@@ -107,19 +119,32 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     J[..., 4:] = 0
     t = top_singular_triplets(J, 10, "krylov")
     assert repeated and bool(t.complete)
-    torch.testing.assert_close(t.S.cpu(), torch.linalg.svdvals(J.cpu())[:, :10], atol=rounding(torch.float32), rtol=0)
+    torch.testing.assert_close(
+        t.S.cpu(), torch.linalg.svdvals(J.cpu())[:, :10], atol=rounding(torch.float32), rtol=0
+    )
 
 
 @pytest.mark.parametrize(
     ("d", "K", "spectrum", "at_once", "method"),
-    [(192, 50, *case, "krylov") for case in itertools.product(("flat", "falling", "deficient"), (1, 2, 3))]
-    + [(384, 10, "falling", 2, "krylov"), (384, 50, "falling", 2, "krylov"), (768, 10, "falling", 2, "krylov")]
+    [
+        (192, 50, *case, "krylov")
+        for case in itertools.product(("flat", "falling", "deficient"), (1, 2, 3))
+    ]
+    + [
+        (384, 10, "falling", 2, "krylov"),
+        (384, 50, "falling", 2, "krylov"),
+        (768, 10, "falling", 2, "krylov"),
+    ]
     + [(192, 40, "flat", 2, "auto"), (192, 40, "deficient", 2, "auto")],
 )
-def test_batches_stay_within_the_memory_given(pretend, monkeypatch, d, K, spectrum, at_once, method):
+def test_batches_stay_within_the_memory_given(
+    pretend, monkeypatch, d, K, spectrum, at_once, method
+):
     batches = []
     certified = svd._certified
-    monkeypatch.setattr(svd, "_certified", lambda J, *given: batches.append(len(J)) or certified(J, *given))
+    monkeypatch.setattr(
+        svd, "_certified", lambda J, *given: batches.append(len(J)) or certified(J, *given)
+    )
     J = random_matrices(3, d, falling=spectrum == "falling")
     if spectrum == "deficient":
         J[1, :, K // 2 :] = 0
@@ -145,7 +170,12 @@ def test_small_matrices_in_full_cost_two_copies(pretend):
 
 @pytest.mark.parametrize(
     ("d", "K", "on_cpu", "on_accelerator"),
-    [(192, 10, False, False), (256, 10, False, True), (320, 50, False, False), (512, 200, False, False)]
+    [
+        (192, 10, False, False),
+        (256, 10, False, True),
+        (320, 50, False, False),
+        (512, 200, False, False),
+    ]
     + [(1024, 50, True, True), (5120, 10, True, True)],
 )
 def test_the_cheaper_method_by_device(pretend, d, K, on_cpu, on_accelerator):
@@ -161,4 +191,6 @@ def test_matrices_at_once_by_device(pretend):
     assert matrices_at_once(1024, 10, torch.float32, cpu, 1 << 40) == GROUP // 1024**2
     assert of_float32(5120, 10, device=pretend.device, memory=1) == 1
     memory = 80 * 2**30 // 4  # a quarter of 80 GB
-    assert of_float32(5120, 10, device=pretend.device, memory=memory) >= 36, "all layers of Pythia 12b"
+    assert of_float32(5120, 10, device=pretend.device, memory=memory) >= 36, (
+        "all layers of Pythia 12b"
+    )

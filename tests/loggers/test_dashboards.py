@@ -23,7 +23,10 @@ from tracker.measures.registry import MEAN_OFFDIAG, headline_names
 from tracker.store import Store
 
 STEPS = (0, 2, 8)
-OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")  # sections for what walks do not log
+OF_TRAINING = (
+    "Cost of measuring (training runs)",
+    "The ViT grid",
+)  # sections for what walks do not log
 UNREACHABLE = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
@@ -33,13 +36,20 @@ def store(tmp_path_factory) -> Store:
     units = {}
     for step in (0, 8):
         torch.manual_seed(step)
-        units[step] = tracker.measure(neox(), tokens(3), k=[2, 4], measures="all,tokenwise,halves,eigenvalues")
+        units[step] = tracker.measure(
+            neox(), tokens(3), k=[2, 4], measures="all,tokenwise,halves,eigenvalues"
+        )
     units[2] = units[0]
-    units = {step: unit.assign_coords(suspect="repeats step 0" if step == 2 else "") for step, unit in units.items()}
+    units = {
+        step: unit.assign_coords(suspect="repeats step 0" if step == 2 else "")
+        for step, unit in units.items()
+    }
     return stored(tmp_path_factory.mktemp("results") / "toy run", units, prompts="few", k=[2, 4])
 
 
-def command(module: str, *arguments: str, home: Path, **environment: str) -> subprocess.CompletedProcess:
+def command(
+    module: str, *arguments: str, home: Path, **environment: str
+) -> subprocess.CompletedProcess:
     settings = {**os.environ, "HOME": str(home), "NETRC": str(home / "netrc"), **environment}
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         if name not in environment:
@@ -57,7 +67,17 @@ def replayed(store, tmp_path_factory) -> list[dict]:
     """The records of a replayed store."""
     home = tmp_path_factory.mktemp("home")
     results = copied(store, home / "toy run").path
-    done = command("tracker.replay", str(results), "--project", "p", "--wandb", "offline", "--log", "all", home=home)
+    done = command(
+        "tracker.replay",
+        str(results),
+        "--project",
+        "p",
+        "--wandb",
+        "offline",
+        "--log",
+        "all",
+        home=home,
+    )
     assert done.returncode == 0, done.stderr
     assert "W&B offline" in done.stdout and "wandb sync" in done.stdout
     return records(offline_run(results))
@@ -89,10 +109,16 @@ class TestReplay:
         metrics = {metric["name"]: metric for metric in of("metric", replayed) if "name" in metric}
         logged = set(scalars_logged(replayed))
         assert logged <= metrics.keys()
-        assert all(metric["step_metric"] == AXIS for name, metric in metrics.items() if name in logged)
+        assert all(
+            metric["step_metric"] == AXIS for name, metric in metrics.items() if name in logged
+        )
         shown = {name for name in logged if not metrics[name]["options"].get("hidden")}
         assert shown == {name for name in headline_names(k=2) if name in logged}
-        assert {MEAN_OFFDIAG, "coupling/miscoupling_coupling/k2/mean_offdiag", "trajectory/lss/median"} <= shown
+        assert {
+            MEAN_OFFDIAG,
+            "coupling/miscoupling_coupling/k2/mean_offdiag",
+            "trajectory/lss/median",
+        } <= shown
         assert "tokens/self/offdiag_normalized/k2" in shown
         assert not [name for name in shown if "q25" in name or "vju" in name] and len(shown) < 20
 
@@ -100,7 +126,10 @@ class TestReplay:
     def test_the_summary_has_the_last_step_and_the_strongest_coupling(self, replayed, store):
         values = [scalars(store.read(step))[MEAN_OFFDIAG] for step in STEPS]
         summary = of("summary", replayed)[-2]["update"]
-        assert summary[MEAN_OFFDIAG] == {"min": pytest.approx(min(values)), "last": pytest.approx(values[-1])}
+        assert summary[MEAN_OFFDIAG] == {
+            "min": pytest.approx(min(values)),
+            "last": pytest.approx(values[-1]),
+        }
         assert not any("_q25" in name for name in summary)
 
     def test_nothing_to_send(self, tmp_path, capsys):
@@ -115,7 +144,9 @@ class TestReplay:
     @pytest.mark.slow
     def test_where_no_server_answers_it_is_logged_offline(self, store, tmp_path):
         results = copied(store, tmp_path / "results").path
-        done = command("tracker.replay", str(results), "--wandb", "auto", home=tmp_path, **UNREACHABLE)
+        done = command(
+            "tracker.replay", str(results), "--wandb", "auto", home=tmp_path, **UNREACHABLE
+        )
         assert done.returncode == 0, done.stderr
         assert "logging offline" in done.stderr and "Traceback" not in done.stderr
         rows = of("history", records(offline_run(results)))
@@ -130,7 +161,11 @@ def without_a_key(monkeypatch, home: Path) -> None:
 def scalars_logged(among: list[dict]) -> list[str]:
     """Return the names of the curve points in the first row."""
     row = of("history", among)[0]["item"]
-    return [name for name in row if name.startswith(("coupling/", "trajectory/", "tokens/")) and "." not in name]
+    return [
+        name
+        for name in row
+        if name.startswith(("coupling/", "trajectory/", "tokens/")) and "." not in name
+    ]
 
 
 @pytest.mark.slow
@@ -157,31 +192,52 @@ class TestWorkspace:
         """Compare with a run of all measures; not scores (a pattern) or the accuracy of the ViT (logged by its training)."""
         assert dashboards.main(["--entity", "e", "--project", "p", "--k", "2,4", "--dry-run"]) == 0
         view = json.loads(capsys.readouterr().out)
-        assert (view["entity"], view["project"], view["displayName"]) == ("e", "p", "Block coupling")
-        sections = {s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]}
+        assert (view["entity"], view["project"], view["displayName"]) == (
+            "e",
+            "p",
+            "Block coupling",
+        )
+        sections = {
+            s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]
+        }
         assert list(sections) == [
             "Headline numbers, K = 2", "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise",
             "Jacobians", "Cost of measuring (training runs)", "The ViT grid"
         ]  # fmt: skip
         logged = {name for row in of("history", replayed) for name in row["item"]}
         media = {name.removesuffix("._type") for name in logged if name.endswith("._type")}
-        for panel in (panel for name, panels in sections.items() if name not in OF_TRAINING for panel in panels):
+        for panel in (
+            panel
+            for name, panels in sections.items()
+            if name not in OF_TRAINING
+            for panel in panels
+        ):
             config = panel["config"]
             assert set(config.get("metrics", [])) <= logged, panel
             assert set(config.get("mediaKeys", [])) <= media, panel
             if panel["viewType"] == "Run History Line Plot":
                 assert config["xAxis"] == AXIS and config["xLogScale"]
         coupling = [panel["config"]["metrics"] for panel in sections["Coupling"]]
-        assert ["coupling/miscoupling/k2/mean_offdiag", "coupling/miscoupling_null/k2/mean_offdiag"] in coupling
+        assert [
+            "coupling/miscoupling/k2/mean_offdiag",
+            "coupling/miscoupling_null/k2/mean_offdiag",
+        ] in coupling
         assert len(coupling) == 4
         first = [panel["config"]["metrics"] for panel in sections["Headline numbers, K = 2"]]
         assert ["coupling/mean_offdiag", "coupling/mean_offdiag_null"] in first
-        assert {name for metrics in first for name in metrics} == {n for n in headline_names(k=2) if n in logged}
+        assert {name for metrics in first for name in metrics} == {
+            n for n in headline_names(k=2) if n in logged
+        }
         drawn = {
-            name for panels in sections.values() for panel in panels for name in panel["config"].get("metrics", [])
+            name
+            for panels in sections.values()
+            for panel in panels
+            for name in panel["config"].get("metrics", [])
         }
         by_default = set(select_metrics(Row.from_unit(store.read(8)), "workspace").scalars)
-        assert by_default == {name for name in drawn if name in logged and not name.startswith("training/")}
+        assert by_default == {
+            name for name in drawn if name in logged and not name.startswith("training/")
+        }
         across, against, training = sections["The ViT grid"]
         assert [column["accessor"] for column in across["config"]["columns"]] == [
             "config:weight_decay.value", "config:drop_path.value", f"summary:{MEAN_OFFDIAG}.last", "summary:test/accuracy"
@@ -198,7 +254,9 @@ class TestWorkspace:
             saved = command("tracker.dashboards", *arguments, home=tmp_path, **keys)
         assert saved.returncode == 0, saved.stderr
         assert f"workspace: {server.address}/e/p?nw=view" in saved.stdout
-        (variables,) = [body["variables"] for body in server.bodies if "upsertView" in body.get("query", "")]
+        (variables,) = [
+            body["variables"] for body in server.bodies if "upsertView" in body.get("query", "")
+        ]
         assert (variables["entityName"], variables["projectName"], variables["displayName"]) == (
             "e", "p", "Block coupling"
         )  # fmt: skip
@@ -211,7 +269,10 @@ class TestWorkspace:
             (["--entity", "e"], "saving needs a key"),
             ([], "entity"),
             (["--entity", "e", "--k", "ten"], "--k 'ten'; give whole numbers"),
-            (["--entity", "e", "--k", "10,0"], "--k 10,0; give numbers of singular vectors, at least 1"),
+            (
+                ["--entity", "e", "--k", "10,0"],
+                "--k 10,0; give numbers of singular vectors, at least 1",
+            ),
             (["--entity", "", "--dry-run"], "one is empty"),
         ],
         ids=["no key", "no entity", "k in words", "no vectors", "empty"],
@@ -243,7 +304,9 @@ def test_a_run_that_the_process_has_open_stays_as_it_is(tmp_path, monkeypatch):
     import wandb
 
     monkeypatch.chdir(tmp_path)
-    own = wandb.init(mode="offline", project="own", dir=tmp_path, settings=wandb.Settings(silent=True))
+    own = wandb.init(
+        mode="offline", project="own", dir=tmp_path, settings=wandb.Settings(silent=True)
+    )
     own.log({"loss": 1.0})
     store = generated(tmp_path / "store", [0, 8], model_name="toy", device="cpu")
     assert replay.main([str(store), "--wandb", "offline"]) == 0

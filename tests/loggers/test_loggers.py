@@ -56,22 +56,36 @@ def test_the_choices_of_metrics(row):
     names = {log: set(select_metrics(row, log).scalars) for log in ("headline", "workspace", "all")}
     assert names["headline"] < names["workspace"] < names["all"] == set(row.scalars)
     assert names["headline"] == {name for name in headline_names(2) if name in row.scalars}
-    assert {"trajectory/lss/q25", "coupling/miscoupling_null/k4/mean_offdiag"} <= names["workspace"] - names["headline"]
-    assert not [name for name in names["workspace"] if name.endswith("/mean")] and len(names["workspace"]) < 40
+    assert {"trajectory/lss/q25", "coupling/miscoupling_null/k4/mean_offdiag"} <= names[
+        "workspace"
+    ] - names["headline"]
+    assert (
+        not [name for name in names["workspace"] if name.endswith("/mean")]
+        and len(names["workspace"]) < 40
+    )
     few = select_metrics(row, ["trajectory/lss/*", "score/piqa", "coupling/undefined"])
-    assert set(few.scalars) == {f"trajectory/lss/{part}" for part in ("q25", "median", "q75")} == {*few.headline}
+    assert (
+        set(few.scalars)
+        == {f"trajectory/lss/{part}" for part in ("q25", "median", "q75")}
+        == {*few.headline}
+    )
     with pytest.raises(UsageError, match="no metric is named 'trajectory/lsss/\\*'"):
         select_metrics(row, ["trajectory/lsss/*"])
 
 
-@pytest.mark.parametrize("text, log", [("all", "all"), ("headline", "headline"), ("a/b, c/*", ("a/b", "c/*"))])
+@pytest.mark.parametrize(
+    "text, log", [("all", "all"), ("headline", "headline"), ("a/b, c/*", ("a/b", "c/*"))]
+)
 def test_a_choice_on_the_command_line(text, log):
     assert parse_log(text) == log
 
 
 @pytest.mark.parametrize("text", ["headlines", "", "all,trajectory/*"])
 def test_a_choice_that_there_is_not_is_refused_before_a_walk(text, capsys, tmp_path):
-    for main, target in ((pythia.main, ["--model", "nano", "--out", str(tmp_path)]), (replay.main, [str(tmp_path)])):
+    for main, target in (
+        (pythia.main, ["--model", "nano", "--out", str(tmp_path)]),
+        (replay.main, [str(tmp_path)]),
+    ):
         assert main([*target, "--log", text]) == 2
         assert "choose from headline, workspace, all" in capsys.readouterr().err
 
@@ -92,7 +106,12 @@ def test_a_lightning_logger_receives_rows(tmp_path):
     adapter.log(row)
     assert adapter.finish() == ""
     logger.finalize("success")
-    logged = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    logged = (
+        (tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+        .read_text()
+        .splitlines()[0]
+        .split(",")
+    )
     assert set(logged) == {"step", *(f"val/{name}" for name in row.scalars)}
 
 
@@ -105,7 +124,9 @@ def test_a_wandb_run_with_other_metrics_is_not_continued(log, continued, monkeyp
     known = {"id": "before", "logged": [0, 4], "log": log}
     (store.path / "wandb-run.json").write_text(json.dumps(known))
     run = WandbRun("online", LoggedRun(store, "p", "n", {}))
-    assert (started.call_args.kwargs["id"], run.logged) == (("before", [0, 4]) if continued else (None, []))
+    assert (started.call_args.kwargs["id"], run.logged) == (
+        ("before", [0, 4]) if continued else (None, [])
+    )
 
 
 def test_no_run_needs_no_package(monkeypatch):

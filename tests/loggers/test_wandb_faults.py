@@ -36,13 +36,19 @@ def walks(suite, tmp_path_factory):
             key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address, "WANDB_MODE": "online"}
             before = PATIENCE if FAULTS[fault] == LEFT else ""
             store = Store(directory / "out")
-            server.fault = lambda fault=fault, store=store: fault if store.path.exists() and store.steps() else None
-            process = walker.start("--steps", "0,2,4,8", "--measures", "coupling", wandb="online", before=before, **key)
+            server.fault = lambda fault=fault, store=store: (
+                fault if store.path.exists() and store.steps() else None
+            )
+            process = walker.start(
+                "--steps", "0,2,4,8", "--measures", "coupling", wandb="online", before=before, **key
+            )
             walks[fault] = SimpleNamespace(store=store, server=server, process=process, ended=True)
         until = time.monotonic() + SECONDS
         for walk in walks.values():
             try:
-                walk.out, walk.err = walk.process.communicate(timeout=max(0, until - time.monotonic()))
+                walk.out, walk.err = walk.process.communicate(
+                    timeout=max(0, until - time.monotonic())
+                )
             except subprocess.TimeoutExpired:
                 walk.ended = False
                 walk.process.kill()
@@ -91,14 +97,21 @@ class Failing:
             raise ConnectionResetError("Connection lost")
 
 
-@pytest.mark.parametrize("failing, calls", [("log", ["images", "log"]), ("finish", ["images", "log"] * 2 + ["finish"])])
+@pytest.mark.parametrize(
+    "failing, calls", [("log", ["images", "log"]), ("finish", ["images", "log"] * 2 + ["finish"])]
+)
 def test_a_logger_that_fails_does_not_end_a_walk(tmp_path, capsys, failing, calls):
     broken, sound = Failing(failing), Failing("")
     run = LoggedRun(Store(tmp_path), "p", "n", {})
-    with opened([Opener(lambda _, one=one: one, lambda _: "") for one in (broken, sound)], run) as send:
+    with opened(
+        [Opener(lambda _, one=one: one, lambda _: "") for one in (broken, sound)], run
+    ) as send:
         for step in range(2):
             send(Row(step, {}))
     assert broken.calls == calls and sound.calls == ["images", "log"] * 2 + ["finish"]
     said = capsys.readouterr()
-    assert said.err == "Failing failed and gets no more steps (ConnectionResetError: Connection lost)\n"
+    assert (
+        said.err
+        == "Failing failed and gets no more steps (ConnectionResetError: Connection lost)\n"
+    )
     assert said.out == "closed\n"

@@ -117,7 +117,9 @@ class Sample:
         if self.unembedding is None:
             return None
         norm, head = self.norm or nn.Identity(), self.unembedding
-        return torch.func.jacrev(lambda x: head(norm(x)))(self.oracle.last[self.b, t]).detach().numpy()
+        return (
+            torch.func.jacrev(lambda x: head(norm(x)))(self.oracle.last[self.b, t]).detach().numpy()
+        )
 
     @cached_property
     def compared(self) -> list[int]:
@@ -138,13 +140,19 @@ class Sample:
     def linked(self, kind: str, l: int) -> list[Block]:
         """Return block l by its Jacobians of a kind of pairs of tokens."""
         first, last = self.compared[0], self.compared[-1]
-        links = {"self": lambda t: (t, t), "fixed_input": lambda t: (first, t), "fixed_output": lambda t: (t, last)}
+        links = {
+            "self": lambda t: (t, t),
+            "fixed_input": lambda t: (first, t),
+            "fixed_output": lambda t: (t, last),
+        }
         return [self.block(l, *links[kind](t)) for t in self.compared]
 
 
 def kind_of(name: str) -> str:
     """Return the kind of pairs of tokens that a variable is of; "" if it is of blocks."""
-    return next((kind for kind in KINDS if name.removeprefix("diagnostics_").startswith(f"{kind}_")), "")
+    return next(
+        (kind for kind in KINDS if name.removeprefix("diagnostics_").startswith(f"{kind}_")), ""
+    )
 
 
 def formula_name(name: str) -> str:
@@ -153,7 +161,9 @@ def formula_name(name: str) -> str:
     return name.replace(f"{kind}_", "", 1) if kind else name
 
 
-def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[..., Any]]) -> np.ndarray:
+def evaluate(
+    sample: Sample, measure: Measure, formulas: Mapping[str, Callable[..., Any]]
+) -> np.ndarray:
     """Return the values of a variable for one sample, over its declared dimensions, by one of some formulas."""
     kind, name = kind_of(measure.name), formula_name(measure.name)
     normed, formula, dims = measure.name.endswith("_normed"), formulas[name], measure.dims
@@ -170,7 +180,9 @@ def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[.
         rows = [[sample.block(l, t, t, normed) for l in range(sample.L)] for t in sample.tokens]
         if name in OF_PRODUCTS:
             return np.array([formula(row) for row in rows])
-        values = np.array([[of_row(formula, row, row, "layer_other" in dims, K) for K in ks] for row in rows])
+        values = np.array(
+            [[of_row(formula, row, row, "layer_other" in dims, K) for K in ks] for row in rows]
+        )
         return values if "k" in dims else values[:, 0]
     paired, values = "pair_token_other" in dims, []
     for K in ks:
@@ -184,7 +196,9 @@ def evaluate(sample: Sample, measure: Measure, formulas: Mapping[str, Callable[.
     return np.array(values if "k" in dims else values[0])
 
 
-def of_row(formula: Callable[..., Any], row: list[Block], bases: list[Block], paired: bool, K: tuple) -> list:
+def of_row(
+    formula: Callable[..., Any], row: list[Block], bases: list[Block], paired: bool, K: tuple
+) -> list:
     return [[formula(b, basis, *K) for basis in bases] if paired else formula(b, *K) for b in row]
 
 
@@ -239,7 +253,11 @@ def along(b: Block, side: str, value: Callable[[np.ndarray], Any], undefined: An
     for u, v in zip(b.U.T[: min(5, b.K)], b.V.T, strict=False):
         z = b.logits @ u
         sign = 1 if score(z) >= score(-z) else -1
-        found.append(value(sign * (b.logits @ (u if side == "out" else v))) if b.determined(b.K) else undefined)
+        found.append(
+            value(sign * (b.logits @ (u if side == "out" else v)))
+            if b.determined(b.K)
+            else undefined
+        )
     return found
 
 
@@ -276,24 +294,32 @@ OF_BLOCKS: dict[str, Callable[..., Any]] = {
 def levels_of_halves(b: Block, basis: Block, K: int) -> dict[str, float]:
     """Return the root of the mean square of m_K."""
     undefined = not b.s[0] or not basis.determined(K)
-    return {"miscoupling": math.nan if undefined else math.sqrt(max(0, page_of_formula(b, basis, K)))}
+    return {
+        "miscoupling": math.nan if undefined else math.sqrt(max(0, page_of_formula(b, basis, K)))
+    }
 
 
 for half, other in (("attention", "mlp"), ("mlp", "attention")):
 
-    def mutual(b: Block, value: Callable[..., dict[str, float]], halves: tuple[str, str] = (half, other)) -> float:
+    def mutual(
+        b: Block, value: Callable[..., dict[str, float]], halves: tuple[str, str] = (half, other)
+    ) -> float:
         """Return the mis-coupling m_K, or its null level, of one half in the basis of the other."""
         return value(*(replace(b, J=b.halves[name]) for name in halves), b.least)["miscoupling"]
 
     OF_BLOCKS |= {
         f"{half}_gain": lambda b, half=half: norm(b.halves[half]) / b.d**0.5,
-        f"{half}_share": lambda b, half=half: ratio(np.trace(in_directions(b, half)), b.s[: b.least].sum()),
+        f"{half}_share": lambda b, half=half: ratio(
+            np.trace(in_directions(b, half)), b.s[: b.least].sum()
+        ),
         f"{half}_miscoupling": lambda b, mutual=mutual: mutual(b, couplings),
         f"{half}_miscoupling_null": lambda b, mutual=mutual: mutual(b, levels_of_halves),
         f"{half}_matrix": lambda b, half=half: in_directions(b, half),
     }
 for side in ("out", "in"):
-    OF_BLOCKS[f"direction_{side}_score"] = partial(along, side=side, value=score, undefined=math.nan)
+    OF_BLOCKS[f"direction_{side}_score"] = partial(
+        along, side=side, value=score, undefined=math.nan
+    )
     OF_BLOCKS[f"direction_{side}_words"] = partial(along, side=side, value=words, undefined="")
 
 
@@ -317,17 +343,27 @@ def effective_rank(s: np.ndarray) -> float:
 
 
 def exponents(sample: Sample) -> list[np.ndarray]:
-    whole = [spectra([sample.block(l, t, t) for l in range(sample.L)], "from_first")[-1] for t in sample.tokens]
+    whole = [
+        spectra([sample.block(l, t, t) for l in range(sample.L)], "from_first")[-1]
+        for t in sample.tokens
+    ]
     # The product of a post-norm model has a rank below d: other singular values than those of the rank are 0 to rounding.
-    return [np.log(np.where(s > len(s) * np.finfo(float).eps * s[0], s, math.nan)) / sample.L for s in whole]
+    return [
+        np.log(np.where(s > len(s) * np.finfo(float).eps * s[0], s, math.nan)) / sample.L
+        for s in whole
+    ]
 
 
 OF_PRODUCTS: dict[str, Callable[[list[Block]], Any]] = {}
 for form in ("from_first", "to_last"):
     OF_PRODUCTS |= {
-        f"{form}_singular_value": lambda row, form=form: [s[: row[0].K] for s in spectra(row, form)],
+        f"{form}_singular_value": lambda row, form=form: [
+            s[: row[0].K] for s in spectra(row, form)
+        ],
         f"{form}_amplification": lambda row, form=form: [s[0] for s in spectra(row, form)],
-        f"{form}_effective_rank": lambda row, form=form: [effective_rank(s) for s in spectra(row, form)],
+        f"{form}_effective_rank": lambda row, form=form: [
+            effective_rank(s) for s in spectra(row, form)
+        ],
     }
 
 
@@ -371,7 +407,9 @@ def release_of_formula(b: Block, basis: Block, K: int) -> float:
     """Return the mean of the release's square for A_kk that are normal."""
     (mean, variance), s = entries(b, basis, K), b.s[:K]
     m, v = np.diagonal(mean), np.diagonal(variance)
-    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))  # E|A_kk|
+    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(
+        m / np.sqrt(2 * v)
+    )  # E|A_kk|
     return float((mean**2 + variance).sum() - 2 * s @ size + s @ s) / norm(s) ** 2
 
 
@@ -388,7 +426,13 @@ def turns(d: int, largest: int, K: int) -> np.ndarray:
         return of_largest
     rows, columns = (largest, 2 * largest) if 2 * largest <= d else (d, d)
     starts = [K * i for i in range(rows // K)]
-    return np.stack([completed(F[:, [(at + i) % columns for i in range(2 * K)]]) for F in of_largest for at in starts])
+    return np.stack(
+        [
+            completed(F[:, [(at + i) % columns for i in range(2 * K)]])
+            for F in of_largest
+            for at in starts
+        ]
+    )
 
 
 def root(matrix: np.ndarray, power: float) -> np.ndarray:
@@ -406,23 +450,36 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
     sign = np.where(fixed @ U[:, :K] < 0, -1, 1)
     U, V, s = U[:, :K] * sign, V[:, :K] * sign, b.s[:K]
     G = U.T @ V
-    spanned = np.eye(d) if 2 * K > d else completed(np.hstack([U, (V - U @ G) @ root(np.eye(K) - G.T @ G, -0.5)]))
+    spanned = (
+        np.eye(d)
+        if 2 * K > d
+        else completed(np.hstack([U, (V - U @ G) @ root(np.eye(K) - G.T @ G, -0.5)]))
+    )
     Q = turns(d, b.K, K) @ spanned.T
     A = np.swapaxes(Q @ U, 1, 2) @ b.J @ (Q @ V)
     mean, variance = entries(b, basis, K)
     expected, diagonal, size = mean**2 + variance, np.diagonal(A, axis1=1, axis2=2), norm(s)
     expected_diagonal, expected_off = np.diagonal(expected), expected.sum() - np.trace(expected)
     total, off = (A**2).sum((1, 2)), (A**2).sum((1, 2)) - (diagonal**2).sum(1)
-    page, release = (math.sqrt(max(0, one)) for one in (page_of_formula(b, basis, K), release_of_formula(b, basis, K)))
+    page, release = (
+        math.sqrt(max(0, one))
+        for one in (page_of_formula(b, basis, K), release_of_formula(b, basis, K))
+    )
     share, weights = expected_off / expected.sum(), 0.4 * s / np.sqrt(expected_diagonal)
     of_page = (total - expected.sum() - 2 * (diagonal - np.diagonal(mean)) @ s) / size**2
-    of_release = (total - expected.sum() - 2 * (diagonal**2 - expected_diagonal) @ weights) / size**2
-    direct = {name: formula(torch.from_numpy(A), torch.from_numpy(s)).numpy() for name, formula in DIRECT.items()}
+    of_release = (
+        total - expected.sum() - 2 * (diagonal**2 - expected_diagonal) @ weights
+    ) / size**2
+    direct = {
+        name: formula(torch.from_numpy(A), torch.from_numpy(s)).numpy()
+        for name, formula in DIRECT.items()
+    }
     control = {
         "miscoupling": of_page / (2 * max(page, 0.05)),
         "miscoupling_release": of_release / (2 * max(release, 0.05)),
         "offdiag": (off - expected_off) / (2 * math.sqrt(expected_off)) if K > 1 else 0 * off,
-        "offdiag_normalized": (off - share * total) / (2 * max(math.sqrt(share), 0.05) * expected.sum()),
+        "offdiag_normalized": (off - share * total)
+        / (2 * max(math.sqrt(share), 0.05) * expected.sum()),
     }
     return {name: float(np.mean(direct[name] - control[name])) for name in BY_ROTATIONS}
 
@@ -430,7 +487,9 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
 def levels(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str, float]:
     """Return the null levels of a pair."""
     drawn = levels_by_rotations(b, basis, K, swapped)
-    return drawn | {"miscoupling_release_trace": drawn["miscoupling_release"] * norm(b.s[:K]) / b.s[:K].sum()}
+    return drawn | {
+        "miscoupling_release_trace": drawn["miscoupling_release"] * norm(b.s[:K]) / b.s[:K].sum()
+    }
 
 
 def own_or_level(b: Block, basis: Block, K: int, swapped: bool = False, *, name: str) -> float:
@@ -439,9 +498,12 @@ def own_or_level(b: Block, basis: Block, K: int, swapped: bool = False, *, name:
 
 
 OF_PAIRS: dict[str, Callable[..., Any]] = {"matrix": matrix}
-OF_PAIRS |= {name: lambda *pair, name=name, **how: couplings(*pair, **how)[name] for name in MISCOUPLINGS}
 OF_PAIRS |= {
-    f"{name}_level": lambda *pair, name=name, **how: levels_by_rotations(*pair, **how)[name] for name in BY_ROTATIONS
+    name: lambda *pair, name=name, **how: couplings(*pair, **how)[name] for name in MISCOUPLINGS
+}
+OF_PAIRS |= {
+    f"{name}_level": lambda *pair, name=name, **how: levels_by_rotations(*pair, **how)[name]
+    for name in BY_ROTATIONS
 }
 NULL_LEVELS = {name: partial(own_or_level, name=name) for name in MISCOUPLINGS}
 
@@ -474,7 +536,10 @@ def variation(values: Sequence[float]) -> float:
 def around(x: np.ndarray, window: int, value: Callable[[np.ndarray], float]) -> list[float]:
     """Return a measure of the states around each block, NaN where no window fits."""
     half, L = window // 2, len(x) - 1
-    return [value(x[l - half : l + half + 1]) if half <= l <= L - half else math.nan for l in range(1, L + 1)]
+    return [
+        value(x[l - half : l + half + 1]) if half <= l <= L - half else math.nan
+        for l in range(1, L + 1)
+    ]
 
 
 def cosine(x: np.ndarray, y: np.ndarray) -> float:
@@ -490,7 +555,9 @@ OF_PATHS |= {f"{name}_window": partial(around, value=value) for name, value in O
 OF_PATHS |= {
     "alpha_mean": lambda x: sum(alphas(x)) / len(alphas(x)),
     "norm": lambda x: [norm(state) for state in x],
-    "update_ratio": lambda x: [ratio(norm(f), norm(before)) for f, before in zip(steps(x), x, strict=False)],
+    "update_ratio": lambda x: [
+        ratio(norm(f), norm(before)) for f, before in zip(steps(x), x, strict=False)
+    ],
     "update_cosine": lambda x: [cosine(f, before) for f, before in zip(steps(x), x, strict=False)],
     "block_influence": lambda x: [1 - cosine(a, b) for a, b in zip(x, x[1:], strict=False)],
 }
@@ -524,7 +591,10 @@ def noise_similarity(sample: Sample) -> np.ndarray:
             path.append(states[sample.b])
         with_noise = torch.stack(path).detach().numpy()
         found.append(
-            [[cosine(*pair) for pair in zip(*at, strict=True)] for at in zip(sample.X, with_noise, strict=True)]
+            [
+                [cosine(*pair) for pair in zip(*at, strict=True)]
+                for at in zip(sample.X, with_noise, strict=True)
+            ]
         )
     return np.array(found)
 
@@ -536,7 +606,10 @@ def random_logits(sample: Sample) -> list[np.ndarray]:
 
 
 def random_score(sample: Sample, signs: Sequence[int]) -> list[float]:
-    scores = ([max(score(sign * z) for sign in signs) for z in of_token] for of_token in random_logits(sample))
+    scores = (
+        [max(score(sign * z) for sign in signs) for z in of_token]
+        for of_token in random_logits(sample)
+    )
     return [np.quantile(of_token, 0.95) for of_token in scores]
 
 
@@ -546,7 +619,9 @@ OF_SAMPLES: dict[str, Callable[[Sample], Any]] = {
     "noise_similarity": noise_similarity,
     "direction_out_score_null": partial(random_score, signs=(1, -1)),
     "direction_in_score_null": partial(random_score, signs=(1,)),
-    "direction_random_words": lambda sample: [[words(of_token[0])] for of_token in random_logits(sample)],
+    "direction_random_words": lambda sample: [
+        [words(of_token[0])] for of_token in random_logits(sample)
+    ],
     "lyapunov_exponent": exponents,
     "diagnostics_sliced": lambda sample: np.full((len(sample.tokens), sample.L), sample.sliced),
     "token_position": lambda sample: sample.tokens,

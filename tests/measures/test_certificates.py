@@ -23,7 +23,12 @@ def planting(of_each):
 
     def decompose(Js, *arguments):
         return [
-            replace(t, residual=1e-3 * torch.linalg.matrix_norm(J), complete=trace(J) > 0, full=J[:, 0, 0] > 0)
+            replace(
+                t,
+                residual=1e-3 * torch.linalg.matrix_norm(J),
+                complete=trace(J) > 0,
+                full=J[:, 0, 0] > 0,
+            )
             for J, t in zip(Js, of_each(Js, *arguments), strict=True)
         ]
 
@@ -44,7 +49,9 @@ def test_certificates_are_those_of_each_jacobian(monkeypatch):
         "diagnostics_full_svd": lambda b: b.J[0, 0] > 0,
     }
     names = {
-        f"diagnostics_{start}{name}{end}" for start, end in VARIANTS for name in ("residual", "complete", "full_svd")
+        f"diagnostics_{start}{name}{end}"
+        for start, end in VARIANTS
+        for name in ("residual", "complete", "full_svd")
     }
     names &= BY_NAME.keys()
     assert len(names) == 2 * len(VARIANTS) + 2
@@ -94,7 +101,9 @@ class FaultyBlock(nn.Module):
 
 
 def standard_normal(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(SEED + seed), dtype=torch.float64)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(SEED + seed), dtype=torch.float64
+    )
 
 
 def test_errors_of_checks_are_those_planted():
@@ -102,10 +111,14 @@ def test_errors_of_checks_are_those_planted():
     model = LinearBlocks()
     more, excess, blocks = (1e-10, 2e-10, 3e-10), (2e-6, 3e-6, 1e-6), model.blocks
     matrices = [block.mlp.weight.detach() for block in blocks]
-    model.blocks = nn.ModuleList(FaultyBlock(*given) for given in zip(matrices, more, excess, strict=True))
+    model.blocks = nn.ModuleList(
+        FaultyBlock(*given) for given in zip(matrices, more, excess, strict=True)
+    )
     model = model.double()
     ids = torch.tensor([[3, 1, 4, 1, 5]])
-    ds = tracker.measure(model, ids, k=2, dtype="float64", measures="coupling", blocks="blocks", final_norm="include")
+    ds = tracker.measure(
+        model, ids, k=2, dtype="float64", measures="coupling", blocks="blocks", final_norm="include"
+    )
     assert ds.diagnostics_sliced.all()
 
     x, u, v = model.embed(ids).detach(), standard_normal(0, 1, 12), standard_normal(1, 12)
@@ -114,12 +127,22 @@ def test_errors_of_checks_are_those_planted():
         expected.append(planted_errors(block, nn.Identity(), x[0, -1], u, v))
         normed, x = planted_errors(block, model.norm, x[0, -1], u, v), block(x).detach()
     # The planted errors are 1e-10 and more, and those of rounding some 1e-15. Differences add h^2 = 1e-8 times a curvature.
-    for i, (name, by_differences) in enumerate({"value": 0, "derivative": 0, "independent": 1e-7}.items()):
-        found, with_norm = (ds[f"diagnostics_{name}_error{end}"].values[0, 0] for end in ("", "_normed"))
-        np.testing.assert_allclose(found, [errors[i] for errors in expected], 1e-3, by_differences, err_msg=name)
-        np.testing.assert_allclose(with_norm, [*found[:-1], normed[i]], 1e-3, by_differences, err_msg=name)
+    for i, (name, by_differences) in enumerate(
+        {"value": 0, "derivative": 0, "independent": 1e-7}.items()
+    ):
+        found, with_norm = (
+            ds[f"diagnostics_{name}_error{end}"].values[0, 0] for end in ("", "_normed")
+        )
+        np.testing.assert_allclose(
+            found, [errors[i] for errors in expected], 1e-3, by_differences, err_msg=name
+        )
+        np.testing.assert_allclose(
+            with_norm, [*found[:-1], normed[i]], 1e-3, by_differences, err_msg=name
+        )
     # Without the norm all is linear.
-    np.testing.assert_allclose([errors[:2] for errors in expected], [(m, m) for m in more], rtol=1e-3)
+    np.testing.assert_allclose(
+        [errors[:2] for errors in expected], [(m, m) for m in more], rtol=1e-3
+    )
 
 
 def planted_errors(block, norm, x, u, v):
@@ -130,7 +153,11 @@ def planted_errors(block, norm, x, u, v):
         y = norm(at + block.added(at, alone))
         values.append(y.detach() - x)
         cotangents = torch.cat([u[:1], torch.eye(len(x)).double()])
-        pulled_back.append(torch.stack([torch.autograd.grad(y, at, one, retain_graph=True)[0] for one in cotangents]))
+        pulled_back.append(
+            torch.stack(
+                [torch.autograd.grad(y, at, one, retain_graph=True)[0] for one in cotangents]
+            )
+        )
     g = [of_way[0] for of_way in pulled_back]
     state = (x + block.matrix @ x).detach()
     true = torch.autograd.functional.jacobian(norm, state) @ (v + block.matrix @ v).detach() - v

@@ -10,7 +10,9 @@ from tracker.measures.settings import CHOICE_NAMES
 
 
 def test_all_leaves_out_what_is_expensive():
-    alone, added = (settings_from({"measures": given}, "test") for given in ("all", ["all", "tokenwise"]))
+    alone, added = (
+        settings_from({"measures": given}, "test") for given in ("all", ["all", "tokenwise"])
+    )
     assert [name for name in CHOICE_NAMES if not alone.includes(name)] == [
         "tokenwise",
         "halves",
@@ -23,7 +25,8 @@ def test_all_leaves_out_what_is_expensive():
 
 def test_the_error_and_the_help_say_how_to_add_it():
     with pytest.raises(
-        UsageError, match=r"all leaves out tokenwise, halves, eigenvalues.*all,tokenwise,halves,eigenvalues adds them"
+        UsageError,
+        match=r"all leaves out tokenwise, halves, eigenvalues.*all,tokenwise,halves,eigenvalues adds them",
     ):
         settings_from({"measures": "every"}, "test")
 
@@ -31,8 +34,14 @@ def test_the_error_and_the_help_say_how_to_add_it():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("couplng", r"^measures 'couplng' \(did you mean 'coupling'\?\); choose from all, coupling"),
-        ("lss", r"^measures 'lss' \(lss is a variable that 'trajectory' measures\); choose from all"),
+        (
+            "couplng",
+            r"^measures 'couplng' \(did you mean 'coupling'\?\); choose from all, coupling",
+        ),
+        (
+            "lss",
+            r"^measures 'lss' \(lss is a variable that 'trajectory' measures\); choose from all",
+        ),
         (
             ["coupling", "miscoupling"],
             r"^measures 'coupling, miscoupling' \(miscoupling is a variable that 'coupling' measures\)",

@@ -40,7 +40,14 @@ def measured(kind: str, chosen: tuple[int, ...], svd: str, dtype: str, budget: i
     width = 32 if svd == "full" else 64  # wide enough for iterations
     model, inputs_of = case(kind, width)
     names = EVERYTHING if svd == "full" else "all"
-    how = {"k": (3, 5), "tokens": [0, -1], "measures": names, "svd": svd, "dtype": dtype, "memory_budget": budget}
+    how = {
+        "k": (3, 5),
+        "tokens": [0, -1],
+        "measures": names,
+        "svd": svd,
+        "dtype": dtype,
+        "memory_budget": budget,
+    }
     how["pair_tokens"] = 3
     return tracker.measure(model, **inputs_of(list(chosen)), **how)
 
@@ -57,7 +64,9 @@ def assert_as_alone(together, alone, place: int, atol: float):
         else:
             np.testing.assert_allclose(found, expected, rtol=atol, atol=atol, err_msg=str(name))
         if set(expected.dims) & {"token", "position", "pair_token"}:
-            assert int(one[name].notnull().sum()) == int(found.notnull().sum()), "what a shorter prompt lacks is NaN"
+            assert int(one[name].notnull().sum()) == int(found.notnull().sum()), (
+                "what a shorter prompt lacks is NaN"
+            )
     assert {name for name in alone.attrs if alone.attrs[name] != together.attrs[name]} <= OF_WHOLE
 
 
@@ -88,6 +97,12 @@ def test_padding_changes_no_draw():
     together = tracker.measure(model, {"input_ids": ids, "attention_mask": mask}, **how)
     positions = {"position_ids": torch.arange(3, ids.shape[1])[None]}
     alone = tracker.measure(model, {"input_ids": ids[1:, 3:], **positions}, **how)
-    np.testing.assert_allclose(together.noise_similarity[1, ..., 3:], alone.noise_similarity[0], atol=1e-8)
-    np.testing.assert_allclose(together.direction_out_score_null[1], alone.direction_out_score_null[0], atol=1e-8)
-    assert not np.allclose(together.direction_out_score_null[0], together.direction_out_score_null[1], atol=1e-3)
+    np.testing.assert_allclose(
+        together.noise_similarity[1, ..., 3:], alone.noise_similarity[0], atol=1e-8
+    )
+    np.testing.assert_allclose(
+        together.direction_out_score_null[1], alone.direction_out_score_null[0], atol=1e-8
+    )
+    assert not np.allclose(
+        together.direction_out_score_null[0], together.direction_out_score_null[1], atol=1e-3
+    )

@@ -18,11 +18,15 @@ def coupling_matrices(J, U, V):
 
 def measured(J, K):
     triplets = top_singular_triplets(J, K)
-    return miscouplings(coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1], triplets.S)
+    return miscouplings(
+        coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1], triplets.S
+    )
 
 
 def rotation(seed: int, d: int):
-    return torch.linalg.qr(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).Q
+    return torch.linalg.qr(
+        torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ).Q
 
 
 def test_texts_have_the_equations_of_the_definitions():

@@ -15,7 +15,12 @@ WIDTH, DEPTH = 192, 3
 def measured(device, **options):
     """Measure both samples' last rows of an untrained model on a device."""
     model, given = build("gpt_neox", Size(width=WIDTH, depth=DEPTH))
-    options = {"k": (3, 6), "tokens": "last", "measures": "coupling", "final_norm": "exclude"} | options
+    options = {
+        "k": (3, 6),
+        "tokens": "last",
+        "measures": "coupling",
+        "final_norm": "exclude",
+    } | options
     return tracker.measure(model.to(device), given, **options)
 
 
@@ -34,10 +39,14 @@ def test_jacobians_of_all_layers_are_decomposed_together(pretend, together):
     roomy = measured(pretend.device, svd="full")
     assert together == [samples * DEPTH]
     together.clear()
-    budget = 2 * samples * DEPTH * WIDTH**2 * 4  # its half just holds the Jacobians; a quarter remains for the arrays
+    budget = (
+        2 * samples * DEPTH * WIDTH**2 * 4
+    )  # its half just holds the Jacobians; a quarter remains for the arrays
     tight = measured(pretend.device, svd="full", memory_budget=budget)
     assert max(together) < samples * DEPTH and sum(together) == samples * DEPTH
-    np.testing.assert_allclose(tight.miscoupling, roomy.miscoupling, rtol=0, atol=of_miscouplings(roomy))
+    np.testing.assert_allclose(
+        tight.miscoupling, roomy.miscoupling, rtol=0, atol=of_miscouplings(roomy)
+    )
     together.clear()
     measured("cpu", svd="full")
     assert together == [samples] * DEPTH, "layers go to separate cores"

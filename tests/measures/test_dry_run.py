@@ -11,12 +11,20 @@ from tests.models import images, neox, timm_vit, tokens
 from tracker.common.errors import UsageError
 from tracker.measures.estimate import Cost
 
-WIDE = {"hidden_size": 192, "num_attention_heads": 4, "intermediate_size": 768, "num_hidden_layers": 4}
+WIDE = {
+    "hidden_size": 192,
+    "num_attention_heads": 4,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+}
 SHAPES = {  # models and options for which the blocks take most of the time
     "full": {"svd": "full"},
     "krylov": {"svd": "krylov", "k": 10},
     "in a file": {"svd": "krylov", "k": 10, "measures": ["coupling"], "memory_budget": 1_000_000},
-    "measures of blocks": {"measures": ["coupling", "vju", "depth_use", "normality", "halves", "eigenvalues"], "k": 10},
+    "measures of blocks": {
+        "measures": ["coupling", "vju", "depth_use", "normality", "halves", "eigenvalues"],
+        "k": 10,
+    },
     "states": {"measures": ["trajectory", "noise", "pca"]},
 }
 
@@ -48,7 +56,9 @@ def test_one_block_is_timed_and_one_on_each_core(formed):
 
 
 def test_the_report_states_what_would_be_measured():
-    cost = dry_run(neox(), tokens(4), k=[2, 4], tokens=[0, -1], measures=["coupling", "trajectory", "entropy"])
+    cost = dry_run(
+        neox(), tokens(4), k=[2, 4], tokens=[0, -1], measures=["coupling", "trajectory", "entropy"]
+    )
     assert (cost.samples, cost.tokens, cost.rows, cost.k, cost.width) == (4, (7, 7), 8, (2, 4), 32)
     assert not cost.refused and not cost.warning
     assert 0 < cost.peak_bytes < cost.memory_budget

@@ -15,7 +15,16 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tracker
 from tests import brute_force
-from tests.measures.formulas import ANY, FORMULAS, NOISE, NULL_LEVELS, WITHOUT_SIGN, Sample, evaluate, formula_name
+from tests.measures.formulas import (
+    ANY,
+    FORMULAS,
+    NOISE,
+    NULL_LEVELS,
+    WITHOUT_SIGN,
+    Sample,
+    evaluate,
+    formula_name,
+)
 from tests.models import FAMILIES, Size, build, silence
 from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
@@ -25,10 +34,14 @@ from tracker.measures.settings import CHOICE_NAMES, EVERYTHING
 from tracker.model.random_numbers import seed_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROUNDING = "a rounding error alone; planted errors are compared by tests/measures/test_certificates.py: "
+ROUNDING = (
+    "a rounding error alone; planted errors are compared by tests/measures/test_certificates.py: "
+)
 WITHOUT_FORMULA = {  # why, and the tests that check them
     f"diagnostics_{start}residual{end}": f"{ROUNDING}{tests}"
-    for tests in ("test_certificates_are_those_of_each_jacobian, test_the_residual_of_a_wrong_vector",)
+    for tests in (
+        "test_certificates_are_those_of_each_jacobian, test_the_residual_of_a_wrong_vector",
+    )
     for start, end in (("", ""), ("", "_normed"), *((f"{kind}_", "") for kind in KINDS))
 } | {
     f"diagnostics_{name}_error{end}": f"{ROUNDING}test_errors_of_checks_are_those_planted"
@@ -60,15 +73,20 @@ def measured(name, **options):
     norms_in_float64(model)
     options.setdefault("measures", EVERYTHING)
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
-    ds = tracker.measure(model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options)
+    ds = tracker.measure(
+        model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options
+    )
     found = find_blocks(model)
     norm = brute_force.final_norm(model, ds)
     blocks = [model.get_submodule(one) for one in found.names]
-    oracle = brute_force.run(model, inputs, blocks, None, found.batch_first, functorch=name != "bloom")
+    oracle = brute_force.run(
+        model, inputs, blocks, None, found.batch_first, functorch=name != "bloom"
+    )
     unembedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     sliced, seeds = not FAMILIES[of].full, [seed_of([one], {}) for one in inputs]
     return ds, [
-        Sample(ds, oracle, b, norm, unembedding, HALVES[name] or (), seed, sliced) for b, seed in enumerate(seeds)
+        Sample(ds, oracle, b, norm, unembedding, HALVES[name] or (), seed, sliced)
+        for b, seed in enumerate(seeds)
     ]
 
 
@@ -109,12 +127,21 @@ class LinearBlocks(nn.Module):
     def __init__(self, Q=None, of_states=1.0, of_blocks=1.0):
         super().__init__()
         torch.manual_seed(0)
-        table, head, *matrices = torch.randn(20, 12), torch.randn(20, 12), *0.3 * torch.randn(6, 12, 12)
+        table, head, *matrices = (
+            torch.randn(20, 12),
+            torch.randn(20, 12),
+            *0.3 * torch.randn(6, 12, 12),
+        )
         Q = torch.eye(12) if Q is None else Q
         self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 20, bias=False)
-        self.embed.weight, self.head.weight = nn.Parameter(of_states * table @ Q.mT), nn.Parameter(head @ Q.mT)
+        self.embed.weight, self.head.weight = (
+            nn.Parameter(of_states * table @ Q.mT),
+            nn.Parameter(head @ Q.mT),
+        )
         turned = [of_blocks * Q @ M @ Q.mT for M in matrices]
-        self.blocks = nn.ModuleList(LinearBlock(*pair) for pair in zip(turned[:3], turned[3:], strict=True))
+        self.blocks = nn.ModuleList(
+            LinearBlock(*pair) for pair in zip(turned[:3], turned[3:], strict=True)
+        )
         self.norm = nn.RMSNorm(12)
 
     def forward(self, ids):
@@ -130,21 +157,40 @@ def linear(how):
     torch.set_default_dtype(torch.float64)
     try:
         Q = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(1))).Q
-        made = {"turned": {"Q": Q}, "longer states": {"of_states": 30.0}, "larger blocks": {"of_blocks": 0.1}}
+        made = {
+            "turned": {"Q": Q},
+            "longer states": {"of_states": 30.0},
+            "larger blocks": {"of_blocks": 0.1},
+        }
         model = LinearBlocks(**made.get(how, {}))
     finally:
         torch.set_default_dtype(torch.float32)
     ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(2))
     keep = ("jacobian", "singular_vectors")
     return tracker.measure(
-        model, ids, k=(2, 4), tokens=(1, -1), measures=EVERYTHING, dtype="float64", keep=keep, pair_tokens=3
+        model,
+        ids,
+        k=(2, 4),
+        tokens=(1, -1),
+        measures=EVERYTHING,
+        dtype="float64",
+        keep=keep,
+        pair_tokens=3,
     )
 
 
 # Powers of a factor with which variables grow; 0: they do not change, None: they change in another way, as those of `_normed` do.
 OF_ALL = dict.fromkeys(BY_NAME.keys() - WITHOUT_FORMULA, 0)
 BASIS = dict.fromkeys(("jacobian", "left_singular_vector", "right_singular_vector"))
-GROW = ("singular_value", "isotropic", "symmetric_norm", "antisymmetric_norm", "offdiag", "offdiag_level", "matrix")
+GROW = (
+    "singular_value",
+    "isotropic",
+    "symmetric_norm",
+    "antisymmetric_norm",
+    "offdiag",
+    "offdiag_level",
+    "matrix",
+)
 GROW = [
     *GROW,
     "offdiag_vju",
@@ -160,7 +206,12 @@ OF_STATES = [
 ]
 DRAWN = dict.fromkeys(
     (
-        *("noise_similarity", "direction_out_score_null", "direction_in_score_null", "direction_random_words"),
+        *(
+            "noise_similarity",
+            "direction_out_score_null",
+            "direction_in_score_null",
+            "direction_random_words",
+        ),
         *(name for name in BY_NAME if "_level" in name),
     )
 )
@@ -184,7 +235,11 @@ def test_invariances(how):
     for name, exponent in exponents.items():
         left_out = exponent is None or (name.endswith("_normed") and how != "turned")
         if not left_out:
-            expected = plain[name].values if plain[name].dtype == object else factor**exponent * plain[name].values
+            expected = (
+                plain[name].values
+                if plain[name].dtype == object
+                else factor**exponent * plain[name].values
+            )
             assert_equal(changed[name].values, expected, name)
 
 
@@ -233,11 +288,17 @@ def test_variables_equal_their_formulas(model, option):
 def compared(model):
     """Return the variables of a measurement that have a formula."""
     ds, _ = measured(model)
-    return [measure for measure in MEASURES if measure.name in ds and measure.name not in WITHOUT_FORMULA]
+    return [
+        measure
+        for measure in MEASURES
+        if measure.name in ds and measure.name not in WITHOUT_FORMULA
+    ]
 
 
 def test_all_declared_variables_are_compared():
-    assert {name for name in BY_NAME if formula_name(name) not in FORMULAS} == WITHOUT_FORMULA.keys()
+    assert {
+        name for name in BY_NAME if formula_name(name) not in FORMULAS
+    } == WITHOUT_FORMULA.keys()
     names = {measure.name for measure in compared("gpt_neox")}
     assert names == BY_NAME.keys() - WITHOUT_FORMULA.keys() and len(BY_NAME) == len(MEASURES)
     assert {measure.option for measure in MEASURES} == set(OPTIONS) == {"", "keep", *CHOICE_NAMES}
@@ -250,7 +311,9 @@ def test_all_declared_variables_are_compared():
 def test_a_wrong_value_of_any_variable_is_found(name):
     """Half as much again, or another word."""
     ds, samples = measured("gpt_neox")
-    wrong = ds[name].copy(data=ds[name].values + "!" if ds[name].dtype == object else 1.5 * ds[name].values)
+    wrong = ds[name].copy(
+        data=ds[name].values + "!" if ds[name].dtype == object else 1.5 * ds[name].values
+    )
     with pytest.raises(AssertionError, match=name):
         assert_of_formula(ds.assign({name: wrong}), samples, BY_NAME[name])
 
@@ -278,12 +341,16 @@ def assert_of_formula(ds, samples, measure):
     assert ds[name].dims == ("prompt", *measure.dims)
     with np.errstate(all="ignore"):
         expected = [evaluate(sample, measure, FORMULAS) for sample in samples]
-        levels = [evaluate(sample, measure, NULL_LEVELS) for sample in samples] if measure.null else []
+        levels = (
+            [evaluate(sample, measure, NULL_LEVELS) for sample in samples] if measure.null else []
+        )
     for found, of_sample in zip(ds[name].values, expected, strict=True):
         assert_equal(found, of_sample, name)
     for found, of_sample in zip(null_level(ds, name).values if levels else (), levels, strict=True):
         assert_equal(found, of_sample, f"null level of {name}")
     if measure.counted:
         undefined = xr.zeros_like(ds[name], dtype=bool) | np.isnan(expected)
-        counted = ds.pair_layer_other.notnull() if measure.variant in KINDS else True  # blocks that have a basis
+        counted = (
+            ds.pair_layer_other.notnull() if measure.variant in KINDS else True
+        )  # blocks that have a basis
         assert ds.diagnostics_undefined.sel(quantity=name) == (undefined & counted).sum(), name

@@ -59,5 +59,8 @@ def test_modules_whose_names_mislead_are_refused():
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     model = Stack([Block(), Block()]).double().eval()
     ds = tracker.measure(model, x, k=2, measures=MEASURES, dtype="float64", blocks="blocks")
-    assert set(json.loads(ds.attrs["without_halves"])) == {"1", "2"} and ds.attention_gain.isnull().all()
+    assert (
+        set(json.loads(ds.attrs["without_halves"])) == {"1", "2"}
+        and ds.attention_gain.isnull().all()
+    )
     assert ds.mlp_matrix.isnull().all() and ds.miscoupling.notnull().all()

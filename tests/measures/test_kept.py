@@ -20,7 +20,11 @@ def test_nothing_else_changes():
     plain = measured(())
     for name in plain.data_vars:
         np.testing.assert_array_equal(ds[name], plain[name])
-    assert {*ds.data_vars} - {*plain.data_vars} == {"jacobian", "left_singular_vector", "right_singular_vector"}
+    assert {*ds.data_vars} - {*plain.data_vars} == {
+        "jacobian",
+        "left_singular_vector",
+        "right_singular_vector",
+    }
     assert next(iter(ds.data_vars)) == "miscoupling"
     assert ds.jacobian.dims == ("prompt", "token", "layer", "output", "input")
     assert ds.jacobian.attrs["formula"] and ds.coords["output"].attrs["long_name"]
@@ -31,17 +35,24 @@ def test_nothing_else_changes():
 def test_prompts_of_different_length_are_kept():
     model, _ = build("gpt_neox")
     prompts = ["abc", "abcde"]
-    ds = tracker.measure(model, prompts, tokenizer=Letters(), k=2, tokens="all", measures="coupling", keep="jacobian")
+    ds = tracker.measure(
+        model, prompts, tokenizer=Letters(), k=2, tokens="all", measures="coupling", keep="jacobian"
+    )
     assert (
-        ds.jacobian.isel(prompt=0, token=slice(3, None)).isnull().all() and ds.jacobian.isel(prompt=1).notnull().all()
+        ds.jacobian.isel(prompt=0, token=slice(3, None)).isnull().all()
+        and ds.jacobian.isel(prompt=1).notnull().all()
     )
 
 
 def test_a_dry_run_counts_them():
     model, inputs = build("gpt_neox")
     options = {"k": 2, "measures": "coupling", "dry_run": True}
-    without, with_them = (tracker.measure(model, inputs, keep=keep, **options) for keep in ((), "jacobian"))
-    assert with_them.peak_bytes - without.peak_bytes == 2 * 2 * 3 * 32**2 * 4  # copies, prompts, blocks, entries, bytes
+    without, with_them = (
+        tracker.measure(model, inputs, keep=keep, **options) for keep in ((), "jacobian")
+    )
+    assert (
+        with_them.peak_bytes - without.peak_bytes == 2 * 2 * 3 * 32**2 * 4
+    )  # copies, prompts, blocks, entries, bytes
 
 
 def test_what_cannot_be_kept_is_refused(monkeypatch):
@@ -53,4 +64,6 @@ def test_what_cannot_be_kept_is_refused(monkeypatch):
     monkeypatch.setattr(kept.os, "sysconf", lambda name: 100)
     with pytest.raises(UsageError, match=r"takes .* for 2 tokens, and the machine has"):
         tracker.measure(model, inputs, keep="jacobian")
-    assert "the machine has" in tracker.measure(model, inputs, keep="jacobian", dry_run=True).refused
+    assert (
+        "the machine has" in tracker.measure(model, inputs, keep="jacobian", dry_run=True).refused
+    )

@@ -33,17 +33,28 @@ def test_every_entry_of_the_registry_states_its_formula_and_reference():
     for measure in MEASURES:
         assert measure.label and measure.formula and measure.reference, measure.name
         ours = measure.reference.startswith(("paper", "the paper", "authors' code", "this package"))
-        assert ours or re.search(r"\([12]\d{3}\)", measure.reference), f"{measure.name}: {measure.reference}"
+        assert ours or re.search(r"\([12]\d{3}\)", measure.reference), (
+            f"{measure.name}: {measure.reference}"
+        )
 
 
 def test_variables_are_in_the_order_in_which_they_were_asked_for(ds):
     names = list(ds.data_vars)
     assert names[:4] == ["miscoupling", "offdiag_normalized", "lss", "expodistance"]
     diagnostics = [name.startswith(DIAGNOSTICS) for name in names]
-    assert diagnostics == sorted(diagnostics) and names[-1] == "diagnostics_undefined" and sum(diagnostics) > 10
-    assert [line.split()[0] for line in str(ds).partition("Data variables:")[2].splitlines()[1:7]] == names[:6]
+    assert (
+        diagnostics == sorted(diagnostics)
+        and names[-1] == "diagnostics_undefined"
+        and sum(diagnostics) > 10
+    )
+    assert [
+        line.split()[0] for line in str(ds).partition("Data variables:")[2].splitlines()[1:7]
+    ] == names[:6]
     turned = tracker.measure(neox(), tokens(1), k=2, measures=["entropy", "trajectory", "coupling"])
-    assert list(turned.data_vars)[:2] == ["entropy", "lss"] and list(turned.data_vars)[6] == "miscoupling"
+    assert (
+        list(turned.data_vars)[:2] == ["entropy", "lss"]
+        and list(turned.data_vars)[6] == "miscoupling"
+    )
 
 
 def test_what_a_walk_adds_is_described(tmp_path):
@@ -74,7 +85,9 @@ def test_text_of_the_tokens(ds, tmp_path):
 def test_text_of_tokens_beyond_ascii_and_of_tokenizers_without_texts(tmp_path):
     model = neox()
     assert "token_text" not in tracker.measure(model, "abc", tokenizer=Letters(), k=2).coords
-    ds = tracker.measure(model, ["abc", "abcde"], tokenizer=Letters(lambda ids: "αβγ€"[ids[0] % 4]), k=2)
+    ds = tracker.measure(
+        model, ["abc", "abcde"], tokenizer=Letters(lambda ids: "αβγ€"[ids[0] % 4]), k=2
+    )
     store = stored(tmp_path / "toy", {0: ds})
     read = store.read(0).token_text
     assert set("".join(read.values[1])) <= set("αβγ€") and read.values[0, 3:].tolist() == ["", ""]

@@ -9,10 +9,38 @@ import torch
 BUDGET = 192 << 20
 OPTIONS = {"k": 4, "final_norm": "exclude"}
 CASES = {  # with more bytes of Jacobians than the budget
-    "wide": {"width": 1024, "blocks": 2, "prompts": 32, "n": 16, "tokens": "last", "measures": "coupling"},
-    "narrow": {"width": 96, "blocks": 8, "prompts": 16, "n": 64, "tokens": "all", "measures": "coupling"},
-    "in a file": {"width": 1024, "blocks": 26, "prompts": 2, "n": 16, "tokens": "last", "measures": "coupling"},
-    "across tokens": {"width": 192, "blocks": 3, "prompts": 20, "n": 24, "tokens": "last", "measures": "tokenwise"},
+    "wide": {
+        "width": 1024,
+        "blocks": 2,
+        "prompts": 32,
+        "n": 16,
+        "tokens": "last",
+        "measures": "coupling",
+    },
+    "narrow": {
+        "width": 96,
+        "blocks": 8,
+        "prompts": 16,
+        "n": 64,
+        "tokens": "all",
+        "measures": "coupling",
+    },
+    "in a file": {
+        "width": 1024,
+        "blocks": 26,
+        "prompts": 2,
+        "n": 16,
+        "tokens": "last",
+        "measures": "coupling",
+    },
+    "across tokens": {
+        "width": 192,
+        "blocks": 3,
+        "prompts": 20,
+        "n": 24,
+        "tokens": "last",
+        "measures": "tokenwise",
+    },
 }
 
 

@@ -58,7 +58,9 @@ OF_DECLARATION = ("default log", "headline panel", "summary")
 
 def test_a_declared_measure_is_seen_everywhere():
     """In another process, since the registry is built when it is imported."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 4

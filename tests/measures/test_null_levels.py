@@ -18,7 +18,9 @@ DRAWS = 2000
 
 def falling(d, power, seed):
     """A Jacobian with singular values k^-power in random bases."""
-    U, _, V = torch.linalg.svd(torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+    U, _, V = torch.linalg.svd(
+        torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    )
     return U * torch.arange(1, d + 1, dtype=torch.float64) ** -power @ V
 
 
@@ -47,7 +49,10 @@ def closed_forms(J, other, K):
     U, V, overlap = of_basis(other, K)
     s = torch.linalg.svdvals(J)[:K]
     found = coupling.moments(J[None], s[:1])
-    levels = {name: float(coupling.null_level(name, s[None], found, overlap, len(J))) for name in MISCOUPLINGS}
+    levels = {
+        name: float(coupling.null_level(name, s[None], found, overlap, len(J)))
+        for name in MISCOUPLINGS
+    }
     spread = float(coupling.spread(s[None], found, overlap, len(J)))
     A = coupling.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
     return levels, spread, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
@@ -55,14 +60,21 @@ def closed_forms(J, other, K):
 
 def test_moments_of_tiny_jacobians_keep_their_digits():
     J, scale = falling(12, 0.3, 0)[None], 1e-25
-    found, expected = coupling.moments(scale * J.float(), torch.tensor([scale])), coupling.moments(J, torch.ones(1))
+    found, expected = (
+        coupling.moments(scale * J.float(), torch.tensor([scale])),
+        coupling.moments(J, torch.ones(1)),
+    )
     for part in ("isotropic", "symmetric", "antisymmetric"):
-        assert float(getattr(found, part)) / scale == pytest.approx(float(getattr(expected, part)), rel=1e-5)
+        assert float(getattr(found, part)) / scale == pytest.approx(
+            float(getattr(expected, part)), rel=1e-5
+        )
     assert float(found.frobenius(12)) / scale == pytest.approx(float(J.norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("d", "K", "power"), [(48, 1, 0.3), (48, 5, 0.3), (48, 5, 1.5), (24, 16, 0.3), (24, 16, 1.5)])
+@pytest.mark.parametrize(
+    ("d", "K", "power"), [(48, 1, 0.3), (48, 5, 0.3), (48, 5, 1.5), (24, 16, 0.3), (24, 16, 1.5)]
+)
 def test_levels_are_those_of_random_rotations(kind, d, K, power):
     levels, _, drawn = closed_forms(planted(kind, d, power, 0), planted(kind, d, power, 1), K)
     for name, values in drawn.items():
@@ -70,7 +82,10 @@ def test_levels_are_those_of_random_rotations(kind, d, K, power):
         chance = 5 * float(squares.std()) / DRAWS**0.5
         # The release's E|A_kk| is that of a normal variable, and the normalized one a ratio of expectations.
         approximate = {"miscoupling": 0.0, "offdiag": 0.0}.get(name, 0.03 if power < 1 else 0.06)
-        assert abs(float(squares.mean()) - levels[name] ** 2) <= chance + approximate * levels[name] + 1e-12, name
+        assert (
+            abs(float(squares.mean()) - levels[name] ** 2)
+            <= chance + approximate * levels[name] + 1e-12
+        ), name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "antisymmetric"])
@@ -97,7 +112,11 @@ def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
         for definition in DEFINITIONS:
             values = definition.formula(A, s)
             by_rotations = values < drawn[definition.name].quantile(0.05)
-            assert 0.035 <= float(by_rotations.double().mean()) <= 0.065, (definition.name, K, power)
+            assert 0.035 <= float(by_rotations.double().mean()) <= 0.065, (
+                definition.name,
+                K,
+                power,
+            )
         if K * 9 <= d:
             by_spread = DEFINITIONS[0].formula(A, s) < levels["miscoupling"] - 1.645 * spread
             assert 0.02 <= float(by_spread.double().mean()) <= 0.085
@@ -106,13 +125,17 @@ def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
 def test_the_spread_of_a_dataset():
     """Against the formula for each pair by itself, from the Jacobians that were kept."""
     model, inputs = build("gpt_neox")
-    ds = tracker.measure(model.double(), inputs, k=3, dtype="float64", measures="coupling", keep="jacobian")
+    ds = tracker.measure(
+        model.double(), inputs, k=3, dtype="float64", measures="coupling", keep="jacobian"
+    )
     found, d, L = null_spread(ds), ds.attrs["width"], ds.sizes["layer"]
     assert found.dims == ds.miscoupling.dims and found.shape == ds.miscoupling.shape
     for p, t, l, m in np.ndindex(ds.sizes["prompt"], ds.sizes["token"], L, L):
         J = torch.from_numpy(ds.jacobian.values[p, t])
         s = torch.linalg.svdvals(J[l])[None, :3]
-        expected = coupling.spread(s, coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], 3)[2], d)
+        expected = coupling.spread(
+            s, coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], 3)[2], d
+        )
         assert l == m or found.values[p, t, 0, l, m] == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -121,10 +144,13 @@ def test_names_that_have_no_level():
     ds = tracker.measure(model, inputs, k=3)
     for name in ("lss", "miscoupling_vju", "nothing"):
         with pytest.raises(
-            UsageError, match=f"'{name}' has no null level that can be computed here; choose from miscoup"
+            UsageError,
+            match=f"'{name}' has no null level that can be computed here; choose from miscoup",
         ):
             null_level(ds, name)
-    with pytest.raises(UsageError, match="the spread of 'offdiag' is not known; choose 'miscoupling'"):
+    with pytest.raises(
+        UsageError, match="the spread of 'offdiag' is not known; choose 'miscoupling'"
+    ):
         null_spread(ds, "offdiag")
     with pytest.raises(UsageError, match="the spread holds for K <= d / 9, and K = 12"):
         null_spread(tracker.measure(model, inputs, k=(3, 12)))
@@ -151,12 +177,20 @@ def test_results_of_earlier_versions_have_levels_of_formulas():
     model, inputs = build("gpt_neox")
     new = tracker.measure(model, inputs, k=(2, 5), measures="all,tokenwise")
     old = new.drop_vars([name for name in new.data_vars if "_level" in name])
-    joined = xr.concat([old.assign_coords(step=0), new.assign_coords(step=1)], "step", data_vars="all")
+    joined = xr.concat(
+        [old.assign_coords(step=0), new.assign_coords(step=1)], "step", data_vars="all"
+    )
     for name in (name for name in new.data_vars if name in BY_NAME and BY_NAME[name].null):
         by_rotations, by_formula, mixed = (null_level(ds, name) for ds in (new, old, joined))
         np.testing.assert_array_equal(by_rotations.isnull(), by_formula.isnull())
         np.testing.assert_allclose(by_rotations, by_formula, rtol=0.5)
         for step, expected in ((0, by_formula), (1, by_rotations)):
-            xr.testing.assert_allclose(mixed.sel(step=step, drop=True).transpose(*expected.dims), expected)
+            xr.testing.assert_allclose(
+                mixed.sel(step=step, drop=True).transpose(*expected.dims), expected
+            )
         approximate = (BY_NAME[name].base or name) != "miscoupling"
-        assert [is_approximate(ds, name) for ds in (new, old, joined)] == [False, approximate, approximate]
+        assert [is_approximate(ds, name) for ds in (new, old, joined)] == [
+            False,
+            approximate,
+            approximate,
+        ]

@@ -14,10 +14,18 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def test_only_some_depths_of_many_blocks_are_decomposed():
     model, inputs = build("gpt_neox", Size(depth=11))
-    ds = tracker.measure(model.double(), inputs, k=4, measures=("coupling", "products"), dtype="float64")
+    ds = tracker.measure(
+        model.double(), inputs, k=4, measures=("coupling", "products"), dtype="float64"
+    )
     there = ds.from_first_effective_rank.notnull().all(("prompt", "token")).values
-    assert list(np.flatnonzero(there) + 1) == block_products.depths(11, 32) == [1, 2, 4, 5, 7, 8, 10, 11]
-    np.testing.assert_array_equal(ds.to_last_amplification.notnull().all(("prompt", "token")).values, there)
+    assert (
+        list(np.flatnonzero(there) + 1)
+        == block_products.depths(11, 32)
+        == [1, 2, 4, 5, 7, 8, 10, 11]
+    )
+    np.testing.assert_array_equal(
+        ds.to_last_amplification.notnull().all(("prompt", "token")).values, there
+    )
     np.testing.assert_allclose(
         ds.from_first_amplification.sel(layer=11), ds.to_last_amplification.sel(layer=1), rtol=1e-10
     )
@@ -45,7 +53,9 @@ def test_products_of_rank_one_factors():
     """I + J = 2 u v^T: all but one direction is lost in the first block, and its exponents are undefined."""
     u, v = orthogonal(1)[..., :1], orthogonal(2)[..., :1]
     found = measures_of_products([2 * u @ v.mT - eye()] * 3)
-    torch.testing.assert_close(found["from_first_effective_rank"], torch.ones(1, 3).double(), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        found["from_first_effective_rank"], torch.ones(1, 3).double(), rtol=1e-10, atol=0
+    )
     overlap = abs(float((u * v).sum()))
     expected = torch.tensor([[2.0, 4 * overlap, 8 * overlap**2]]).double()
     torch.testing.assert_close(found["from_first_amplification"], expected)
@@ -66,12 +76,19 @@ def test_normality_of_known_matrices():
     for name, (J, share, departure) in cases.items():
         assert float(single_blocks.symmetric_share(J)) == pytest.approx(share, abs=1e-12), name
         # A defective matrix, such as the nilpotent one, has eigenvalues that rounding moves by eps^(1/d).
-        assert float(single_blocks.departure(J)) == pytest.approx(departure, abs=1e-4 if departure else 1e-7), name
-    assert single_blocks.symmetric_share(0 * Q).isnan().all() and single_blocks.departure(0 * Q).isnan().all()
+        assert float(single_blocks.departure(J)) == pytest.approx(
+            departure, abs=1e-4 if departure else 1e-7
+        ), name
+    assert (
+        single_blocks.symmetric_share(0 * Q).isnan().all()
+        and single_blocks.departure(0 * Q).isnan().all()
+    )
     together = single_blocks.departure(torch.cat([0 * Q, nilpotent]))
     assert together.isnan().tolist() == [True, False]
     assert single_blocks.alignment(top_singular_triplets(0 * Q, 3)).isnan().all()
-    assert single_blocks.alignment(top_singular_triplets(u @ u.mT, 3)).isnan().tolist() == [[False, True, True]]
+    assert single_blocks.alignment(top_singular_triplets(u @ u.mT, 3)).isnan().tolist() == [
+        [False, True, True]
+    ]
 
 
 def test_the_linear_error_of_a_block_that_adds_nothing_is_undefined():

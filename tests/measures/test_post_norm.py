@@ -16,7 +16,14 @@ from tests.plain import RootMeanSquare
 
 TEXT = "the blocks of this model end in a norm .post-norm, as in BERT.*untrained, not with the null level"
 POST_NORM = ("bert", "roberta", "nn.TransformerEncoder, post-norm, bidirectional")
-OTHERS = ("gpt2", "gemma2, soft cap", "olmo2, post-norm", "modernbert", "timm vit", "nn.TransformerEncoder, pre-norm")
+OTHERS = (
+    "gpt2",
+    "gemma2, soft cap",
+    "olmo2, post-norm",
+    "modernbert",
+    "timm vit",
+    "nn.TransformerEncoder, pre-norm",
+)
 
 
 @pytest.mark.parametrize("name", POST_NORM)
@@ -140,7 +147,11 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     """The numbers in docs/limits.md: far below the null level untrained, two singular values of 1 in every block."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=128, num_hidden_layers=6, num_attention_heads=4, intermediate_size=512, vocab_size=1000
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=512,
+        vocab_size=1000,
     )
     ids = torch.randint(5, 1000, (4, 16))
     with pytest.warns(UserWarning, match=TEXT):
@@ -148,14 +159,22 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     off = ds.miscoupling.where(ds.layer != ds.layer_other)
     level = tracker.null_level(ds, "miscoupling").where(ds.layer != ds.layer_other)
     assert float(off.mean()) < 0.3 and float(level.mean()) == pytest.approx(0.985, abs=2e-3)
-    assert (abs(ds.singular_value.sel(rank=[1, 2]) - 1) < 0.01).all() and (ds.singular_value.sel(rank=3) < 0.2).all()
+    assert (abs(ds.singular_value.sel(rank=[1, 2]) - 1) < 0.01).all() and (
+        ds.singular_value.sel(rank=3) < 0.2
+    ).all()
 
 
 @pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
 def test_norms_set_the_length_of_states():
     """The numbers in docs/measurements.md: no growth at any depth, or only from the first state to the second."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64, vocab_size=50)
+    sizes = dict(
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=64,
+        vocab_size=50,
+    )
     bert = transformers.BertModel(transformers.BertConfig(**sizes)).eval()
     layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval()
@@ -163,7 +182,11 @@ def test_norms_set_the_length_of_states():
     of_encoder = tracker.measure(encoder, torch.randn(3, 9, 32), measures="trajectory")
     assert of_bert.expodistance.isnull().all() and (abs(of_bert.alpha_mean) < 1e-6).all()
     np.testing.assert_allclose(of_encoder.expodistance, 3, atol=1e-2)
-    assert (abs(of_encoder.alpha_mean) < 0.1).all() and of_bert.lss.notnull().all() and of_encoder.lss.notnull().all()
+    assert (
+        (abs(of_encoder.alpha_mean) < 0.1).all()
+        and of_bert.lss.notnull().all()
+        and of_encoder.lss.notnull().all()
+    )
 
 
 @pytest.mark.slow
@@ -171,7 +194,13 @@ def test_norms_set_the_length_of_states():
 def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from_the_null_level():
     """The table in docs/measurements.md: which of eight symbols occurs most often? Tokens differ once the model is trained."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, num_hidden_layers=6, num_attention_heads=4, intermediate_size=256, vocab_size=16)
+    sizes = dict(
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        intermediate_size=256,
+        vocab_size=16,
+    )
     without_dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     model = transformers.BertForSequenceClassification(
         transformers.BertConfig(num_labels=8, eos_token_id=9, **sizes, **without_dropout)
@@ -201,10 +230,13 @@ def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from
         optimizer.step()
     trained = {name: miscoupling(tokens) for name, tokens in measured.items()}
     spreads = [
-        max(value for value, _ in of.values()) - min(value for value, _ in of.values()) for of in (untrained, trained)
+        max(value for value, _ in of.values()) - min(value for value, _ in of.values())
+        for of in (untrained, trained)
     ]
     assert spreads[0] < 0.01 < 0.05 < spreads[1]
     expected = {"[CLS]": (0.377, 0.903), "last word": (0.236, 0.844), "[SEP]": (0.323, 0.909)}
     for name, (value, null) in trained.items():
         assert untrained[name] == pytest.approx((0.100, 0.982), abs=0.01)
-        assert (value, null) == pytest.approx(expected[name], abs=0.05) and value > 2 * untrained[name][0]
+        assert (value, null) == pytest.approx(expected[name], abs=0.05) and value > 2 * untrained[
+            name
+        ][0]

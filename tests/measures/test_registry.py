@@ -12,7 +12,14 @@ from tests.models import neox, tokens
 from tests.stores import stored
 from tracker.analysis.curves import CURVES, scalars
 from tracker.analysis.reduction import reduced
-from tracker.measures.registry import BY_NAME, KINDS, MEASURES, UNDEFINED_COUNT, VARIANTS, headline_names
+from tracker.measures.registry import (
+    BY_NAME,
+    KINDS,
+    MEASURES,
+    UNDEFINED_COUNT,
+    VARIANTS,
+    headline_names,
+)
 from tracker.measures.settings import CHOICE_NAMES, CHOICES, EVERYTHING
 from tracker.report.contents import contents
 from tracker.report.texts import texts
@@ -37,15 +44,21 @@ def ds():
 
 def test_each_variable_and_coordinate_has_a_label_and_a_unit(ds):
     for name in ds.variables:
-        assert all(ds[name].attrs[said] for said in ("long_name", "units", "formula", "reference")), name
+        assert all(
+            ds[name].attrs[said] for said in ("long_name", "units", "formula", "reference")
+        ), name
     assert ds["entropy"].attrs["units"] == "nats" and ds["lss"].attrs["units"] == "1"
 
 
 @pytest.mark.slow
 def test_each_option_enables_its_variables_and_those_of_no_other():
     for option in CHOICES:
-        measured = tracker.measure(neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name])
-        names = {m.name for m in MEASURES if m.option in ("", option.name, option.needs or option.name)}
+        measured = tracker.measure(
+            neox(), tokens(1), k=2, measures=[*filter(None, [option.needs]), option.name]
+        )
+        names = {
+            m.name for m in MEASURES if m.option in ("", option.name, option.needs or option.name)
+        }
         names -= {f"{kind}_matrix" for kind in KINDS}  # these need "matrices" too
         assert set(measured.data_vars) - {"diagnostics_undefined"} == names, option.name
 
@@ -82,7 +95,8 @@ def test_old_units_and_new_ones_join(ds, tmp_path):
     store = stored(tmp_path / "toy", {0: old, 1: ds, 2: old, 3: ds}, model="toy")
     joined = open_results(store.path)
     assert (
-        joined.update_ratio.isel(step=[0, 2]).isnull().all() and joined.update_ratio.isel(step=[1, 3]).notnull().all()
+        joined.update_ratio.isel(step=[0, 2]).isnull().all()
+        and joined.update_ratio.isel(step=[1, 3]).notnull().all()
     )
     for name in set(old.data_vars) - {"diagnostics_undefined"}:
         for i, unit in enumerate((old, ds, old, ds)):

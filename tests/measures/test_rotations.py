@@ -51,7 +51,11 @@ def values_of(J, K):
 def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
     """Also with frames of a whole rotation, 2 K > d, and those that contain the frames for a smaller K."""
     generator = torch.Generator().manual_seed(1)
-    J = few_large(D, L, generator) if kind == "few large" else torch.stack([planted(kind, D, 0.5, i) for i in range(L)])
+    J = (
+        few_large(D, L, generator)
+        if kind == "few large"
+        else torch.stack([planted(kind, D, 0.5, i) for i in range(L)])
+    )
     found = levels_of(J[None], ks)
     blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks, {}, None) for one in J]
     for i, k in enumerate(ks):
@@ -60,7 +64,9 @@ def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
             if 2 * k > D or kind in ("random", "with a trace", "few large"):
                 expected = levels_by_rotations(blocks[l], blocks[m], k)
                 for name in BY_ROTATIONS:
-                    assert float(found[name][0, i, l, m]) == pytest.approx(expected[name], rel=1e-6, abs=1e-9), name
+                    assert float(found[name][0, i, l, m]) == pytest.approx(
+                        expected[name], rel=1e-6, abs=1e-9
+                    ), name
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "few large"])
@@ -91,9 +97,15 @@ def test_unrelated_blocks_have_no_coupling():
         for name, values in values_of(J, k).items():
             if name in BY_ROTATIONS:
                 by_model = (levels[name][:, i] - values)[:, apart].mean(1)
-                assert abs(float(by_model.mean())) <= 0.003 + 3 * float(by_model.std()) / count**0.5, (name, k)
-    by_model = (levels["offdiag_normalized"][:, 0] - values_of(J, 2)["offdiag_normalized"])[:, apart].mean(1)
-    assert float(by_model.std()) / count**0.5 < 0.006, "so that the bound above finds the 0.04 of the formulas"
+                assert (
+                    abs(float(by_model.mean())) <= 0.003 + 3 * float(by_model.std()) / count**0.5
+                ), (name, k)
+    by_model = (levels["offdiag_normalized"][:, 0] - values_of(J, 2)["offdiag_normalized"])[
+        :, apart
+    ].mean(1)
+    assert float(by_model.std()) / count**0.5 < 0.006, (
+        "so that the bound above finds the 0.04 of the formulas"
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -104,7 +116,10 @@ def test_unrelated_blocks_have_no_coupling():
 )
 def test_signs_of_vectors_scale_and_order_of_blocks_do_not_matter(signs, scale, order):
     J = torch.stack([planted("with a trace", D, 0.5, i) for i in range(L)])[None]
-    plain, changed = levels_of(J, (2, 4)), levels_of(scale * J[:, order], (2, 4), torch.tensor(signs))
+    plain, changed = (
+        levels_of(J, (2, 4)),
+        levels_of(scale * J[:, order], (2, 4), torch.tensor(signs)),
+    )
     for name, values in plain.items():
         expected = values[:, :, order][..., order] * (scale if name == "offdiag" else 1.0)
         torch.testing.assert_close(changed[name], expected, rtol=1e-9, atol=0)
@@ -126,18 +141,26 @@ def test_expected_squares_that_are_zero_but_for_rounding(basis, K, seed):
     """The mean of squares of entries is 0 there, so that weights are of rounding errors, unless they are bounded."""
     generator = torch.Generator().manual_seed(seed)
     first, other = torch.randn(2, 24, 24, generator=generator)
-    J = torch.stack([first - first.mT, other + other.mT if basis == "symmetric" else other - other.mT])
+    J = torch.stack(
+        [first - first.mT, other + other.mT if basis == "symmetric" else other - other.mT]
+    )
     U, s, Vh = torch.linalg.svd(J)
     found = levels_of(J[None], (K,))
-    draws = coupling.simulated(J[0].double(), U[1, :, :K].double(), Vh[1, :K].mT.double(), 2000, generator)
+    draws = coupling.simulated(
+        J[0].double(), U[1, :, :K].double(), Vh[1, :K].mT.double(), 2000, generator
+    )
     for name in ("miscoupling", "miscoupling_release", "offdiag"):
         expected = FORMULAS[name](draws, s[0, :K].double())
         chance = 5 * float(expected.std()) * (1 / len(draws) + 1 / rotations.COLUMNS * K) ** 0.5
-        assert abs(float(found[name][0, 0, 0, 1] - expected.mean())) <= chance + 1e-3 * float(s[0, 0]), name
+        assert abs(float(found[name][0, 0, 0, 1] - expected.mean())) <= chance + 1e-3 * float(
+            s[0, 0]
+        ), name
 
 
 def test_rows_and_frames_in_parts(monkeypatch):
-    J = torch.stack([torch.stack([planted("random", D, 0.5, L * r + i) for i in range(L)]) for r in range(4)])
+    J = torch.stack(
+        [torch.stack([planted("random", D, 0.5, L * r + i) for i in range(L)]) for r in range(4)]
+    )
     whole = levels_of(J, (2, 8))
     monkeypatch.setattr(rotations, "AT_ONCE", 1)
     for name, values in levels_of(J, (2, 8)).items():

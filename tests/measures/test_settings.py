@@ -45,7 +45,10 @@ def test_every_option_has_an_example():
 def test_signature_and_documentation_have_every_option(function):
     parameters = inspect.signature(function).parameters
     for name, option in OPTIONS.items():
-        assert parameters[name].default == option.default and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert (
+            parameters[name].default == option.default
+            and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        )
         assert f"\n        {name}: {option.doc[:20]}" in function.__doc__, name
     assert "**options" not in function.__doc__
 
@@ -58,7 +61,11 @@ def test_every_caller_accepts_every_option():
     assert tracker.CouplingCallback(**options).run.settings == settings
     flags = [f"--{name}={GIVEN[name][1]}" for name in TOGETHER]
     walk = command.parse(["--model", "nano", *flags])
-    assert settings_from(walk.options, "walk") == recipe_of(["--data", "digits", *flags]).settings == settings
+    assert (
+        settings_from(walk.options, "walk")
+        == recipe_of(["--data", "digits", *flags]).settings
+        == settings
+    )
 
 
 def test_the_precision_of_a_vision_transformer_is_that_of_its_training():
@@ -80,9 +87,14 @@ def test_a_configuration_file_is_flat_and_a_flag_overrides_it(tmp_path):
     assert settings.measures == ("coupling",)
 
 
-@pytest.mark.parametrize("function", [lambda **o: tracker.measure(neox(), tokens(), **o), tracker.CouplingCallback])
+@pytest.mark.parametrize(
+    "function", [lambda **o: tracker.measure(neox(), tokens(), **o), tracker.CouplingCallback]
+)
 def test_an_unknown_option_is_refused_with_the_allowed_ones(function):
-    with pytest.raises(TypeError, match=r"unexpected option 'ks'.* measurement options are k, tokens, .*pair_layers"):
+    with pytest.raises(
+        TypeError,
+        match=r"unexpected option 'ks'.* measurement options are k, tokens, .*pair_layers",
+    ):
         function(ks=3)
 
 
@@ -90,8 +102,9 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
     with pytest.raises(TypeError) as refused:
         tracker.CouplingCallback(every=10)
     assert "'every'; did you mean every_n_steps or every_n_epochs?" in str(refused.value)
-    assert "CouplingCallback takes every_n_steps, every_n_epochs, probe, weights, steps, tokenizer" in str(
-        refused.value
+    assert (
+        "CouplingCallback takes every_n_steps, every_n_epochs, probe, weights, steps, tokenizer"
+        in str(refused.value)
     )
 
 
@@ -110,11 +123,17 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
         ({"memory_budget": "3 gigabytes"}, "give a number with a unit"),
         ({"measures": ["vju"]}, "vju extends 'coupling': add it"),
         ({"window": 4}, "odd number of states"),
-        ({"pair_layers": [(1, 3), (2, 3)]}, r"pair_layers=\[\(1, 3\), \(2, 3\)\]; give one whole number"),
+        (
+            {"pair_layers": [(1, 3), (2, 3)]},
+            r"pair_layers=\[\(1, 3\), \(2, 3\)\]; give one whole number",
+        ),
         ({"final_norm": "drop"}, "final_norm=drop; choose from auto, include, exclude"),
         ({"pair_tokens": 1}, "at least 2"),
         ({"k": 0}, "k=0; each K must be a whole number from 1 to the model's width$"),
-        ({"memory_budget": 10}, r"memory_budget=10, which is in bytes, at least 1000; for 10 GB, .*=10 << 30 "),
+        (
+            {"memory_budget": 10},
+            r"memory_budget=10, which is in bytes, at least 1000; for 10 GB, .*=10 << 30 ",
+        ),
         ({"memory_budget": -1}, "memory_budget=-1; give a number with a unit"),
         ({"measures": []}, "^measures is empty; choose from all, coupling"),
     ],
@@ -126,7 +145,9 @@ def test_values_that_are_not_allowed(options, message):
 
 def test_an_option_is_part_of_an_identity_where_it_is_named_or_not_the_default():
     settings = settings_from({"svd": "full", "memory_budget": 1 << 20, "pair_layers": 0}, "test")
-    assert settings.identity(["k"]) == {"k": None, "svd": "full"}, "pair_layers with tokenwise alone, never the budget"
+    assert settings.identity(["k"]) == {"k": None, "svd": "full"}, (
+        "pair_layers with tokenwise alone, never the budget"
+    )
     assert settings_from({"measures": "tokenwise"}, "test").identity([]) == {
         "measures": ["tokenwise"],
         "pair_layers": 1,

@@ -17,7 +17,10 @@ WIDTH, DEPTH, SAMPLES = 32, 3, 2
 CALLS = DEPTH + 1  # the blocks, and the last one with the final norm
 ONE = WIDTH**2 * 8  # bytes of one block's Jacobian at one row, in float64
 OPTIONS = {"k": (3, 6), "tokens": "last", "svd": "full", "dtype": "float64", "witness": "off"}
-OF_ALL = {"measures": ("coupling", "vju", "products", "normality", "depth_use", "directions"), "keep": "jacobian"}
+OF_ALL = {
+    "measures": ("coupling", "vju", "products", "normality", "depth_use", "directions"),
+    "keep": "jacobian",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +55,9 @@ def assert_equal(found, expected, atol=1e-10):
     assert set(found) == set(expected)
     for name in expected.data_vars:
         if expected[name].dtype.kind == "f":
-            np.testing.assert_allclose(found[name], expected[name], rtol=1e-8, atol=atol, err_msg=name)
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=1e-8, atol=atol, err_msg=name
+            )
 
 
 @pytest.mark.parametrize("at_once", [1, CALLS - 1, CALLS])
@@ -82,7 +87,11 @@ def test_jacobians_between_tokens_that_do_not_fit_wait_in_a_file(formed, in_file
 
 def test_a_file_keeps_every_tensor(directory):
     file = JacobianFile()
-    given = [torch.randn(2, 5, 5), torch.randn(1, 5, 5, dtype=torch.float64), torch.randn(5, 3, 5).transpose(0, 1)]
+    given = [
+        torch.randn(2, 5, 5),
+        torch.randn(1, 5, 5, dtype=torch.float64),
+        torch.randn(5, 3, 5).transpose(0, 1),
+    ]
     kept = [file.keep(J) for J in given]
     for J, jacobian in [*zip(given, kept, strict=True)][::-1]:
         for _ in range(2):
@@ -104,7 +113,9 @@ def test_a_full_disk(directory, entries, room):
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_beside_an_accelerator_jacobians_wait_on_the_host(pretend, formed, in_files, monkeypatch, at_once):
+def test_beside_an_accelerator_jacobians_wait_on_the_host(
+    pretend, formed, in_files, monkeypatch, at_once
+):
     model, given = model_on(pretend.device)
     held = tracker.measure(model, given, **OPTIONS, **OF_ALL)
     kept = []
@@ -149,5 +160,7 @@ def test_the_matrices_of_all_pairs_of_blocks_count_in_the_budget(pretend):
     budget = 4_000_000
     pretend.reset_peak()
     before = pretend.live_bytes()
-    tracker.measure(model, given, k=16, tokens="all", svd="full", measures="coupling", memory_budget=budget)
+    tracker.measure(
+        model, given, k=16, tokens="all", svd="full", measures="coupling", memory_budget=budget
+    )
     assert pretend.peak_bytes() - before <= budget

@@ -18,7 +18,10 @@ def between(name, pairs):
     """Return J_{t1 t2} of every block at (sample, t1, t2), measured and by brute force."""
     model, inputs, _, expected = oracle(name, torch.float64)
     found = jacobians_at(model, inputs, pairs, final_norm=expected.norm is not None)
-    truth = [torch.stack([expected.jacobian(l, *pair).detach() for pair in pairs]) for l in range(len(found))]
+    truth = [
+        torch.stack([expected.jacobian(l, *pair).detach() for pair in pairs])
+        for l in range(len(found))
+    ]
     return found, truth
 
 
@@ -27,7 +30,9 @@ def test_jacobians_between_tokens(name):
     found, truth = between(name, [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)])
     for (J, checks), expected in zip(found, truth, strict=True):
         assert checks.sliced is not FAMILIES[name].full
-        torch.testing.assert_close(J, expected, rtol=0, atol=1e-10 * max(1, float(expected.abs().max())))
+        torch.testing.assert_close(
+            J, expected, rtol=0, atol=1e-10 * max(1, float(expected.abs().max()))
+        )
         if name in CAUSAL:
             assert not J[3:].any() and J[:3].any()
         else:
@@ -42,7 +47,10 @@ def test_no_jacobian_is_computed_twice(apart, concerned, formed):
     options |= {"pair_layers": apart}
     tracker.measure(model, inputs[:1], **options)
     asked = formed.each()
-    assert len(asked) == len(set(asked)) == len(concerned) * (3 * 4 - 3) and {l for l, *_ in asked} == concerned
+    assert (
+        len(asked) == len(set(asked)) == len(concerned) * (3 * 4 - 3)
+        and {l for l, *_ in asked} == concerned
+    )
     formed.clear()
     tracker.measure(model, inputs[:1], **options, memory_budget=1 << 10)
     assert set(map(len, formed)) == {1} and sorted(formed.each()) == sorted(asked)
@@ -59,7 +67,10 @@ def test_one_block_has_no_other():
 
 def test_shorter_prompts_lack_pairs():
     found = tracker.measure(neox(), padded(7, 3), k=4, measures="all,tokenwise", pair_tokens=5)
-    assert found.pair_position[1].values[:3].tolist() == [0, 1, 2] and found.pair_position[1, 3:].isnull().all()
+    assert (
+        found.pair_position[1].values[:3].tolist() == [0, 1, 2]
+        and found.pair_position[1, 3:].isnull().all()
+    )
     compared = found.self_offdiag[1].sel(layer=[1, 2])
     assert compared[..., 3:, :].isnull().all() and compared[..., :3, :3].notnull().all()
 
@@ -71,7 +82,9 @@ def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(forme
     prompts = ["abcdefg", "bcd", "gfedcba", "hijklmno"]  # of 4, 3, 4 and 4 compared tokens
     options = {"k": 2, "measures": "tokenwise", "pair_tokens": 4, "dtype": torch.float64}
     options |= {"tokenizer": Letters()}
-    held = 2 * 8 * width**2 * (3 * 4 - 3)  # bytes: half of them for the links of one sample in a block
+    held = (
+        2 * 8 * width**2 * (3 * 4 - 3)
+    )  # bytes: half of them for the links of one sample in a block
     for budget, most in ((1 << 30, 3 * 5), (2 * held, 2 * 5), (held // 2, 4)):
         formed.clear()
         tracker.measure(model, prompts, **options, memory_budget=budget)
@@ -84,7 +97,10 @@ def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(forme
         ({"measures": "tokenwise", "pair_tokens": [0, 99]}, "out of range"),
         ({"measures": "tokenwise", "pair_tokens": "all"}, "pair_tokens='all'"),
         ({"measures": "tokenwise", "pair_layers": 3}, "pair_layers=3, but 3 blocks are measured"),
-        ({"measures": "all,tokenwise", "pair_layers": -3}, "pair_layers=-3, but 3 blocks are measured"),
+        (
+            {"measures": "all,tokenwise", "pair_layers": -3},
+            "pair_layers=-3, but 3 blocks are measured",
+        ),
         ({"pair_layers": "next"}, "pair_layers='next'; give one whole number"),
     ],
 )

@@ -7,7 +7,9 @@ from tracker.measures import trajectory
 
 
 def states(seed: int = 0, L: int = 8, n: int = 5, d: int = 6):
-    return torch.randn(L + 1, n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).cumsum(0)
+    return torch.randn(
+        L + 1, n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).cumsum(0)
 
 
 def test_what_is_undefined_is_nan():
@@ -25,7 +27,9 @@ def test_what_is_undefined_is_nan():
     assert trajectory.expodistance(states(L=1)).isnan().all()
 
 
-@pytest.mark.parametrize(("L", "width"), [(2, 3), (3, 3), (4, 3), (6, 3), (8, 5), (12, 7), (19, 9), (20, 11), (36, 11)])
+@pytest.mark.parametrize(
+    ("L", "width"), [(2, 3), (3, 3), (4, 3), (6, 3), (8, 5), (12, 7), (19, 9), (20, 11), (36, 11)]
+)
 def test_default_width(L, width):
     """11 where L >= 20, else the largest odd number <= L/2 + 1, at least 3."""
     assert trajectory.default_width(L) == width

@@ -15,11 +15,18 @@ SIZE = Size(width=64, depth=4, tokens=56)
 
 def deit(blocks: int) -> torch.nn.Module:
     """Return a DeiT-Ti with 37 tokens: more than the two windows from which on checks are made in windows."""
-    return timm.create_model("deit_tiny_patch16_224", img_size=96, num_classes=10, depth=blocks).eval()
+    return timm.create_model(
+        "deit_tiny_patch16_224", img_size=96, num_classes=10, depth=blocks
+    ).eval()
 
 
 def costs(pretend, model: torch.nn.Module, inputs, **options) -> Counts:
-    options = {"k": 5, "measures": ("coupling", "trajectory"), "svd": "full", "witness": "off"} | options
+    options = {
+        "k": 5,
+        "measures": ("coupling", "trajectory"),
+        "svd": "full",
+        "witness": "off",
+    } | options
     model = model.to(pretend.device)
     with pretend.count() as counts:
         tracker.measure(model, inputs, **options)
@@ -48,7 +55,8 @@ def test_images_cost_no_launch_wait_or_copy_each(pretend):
 def test_the_witness_waits_once_for_a_block(pretend):
     """When its answer is compared with J. The rest is read together."""
     asked, unasked = (
-        [costs(pretend, deit(blocks), images(8), witness=witness) for blocks in (2, 3)] for witness in ("model", "off")
+        [costs(pretend, deit(blocks), images(8), witness=witness) for blocks in (2, 3)]
+        for witness in ("model", "off")
     )
     of_block = [(b.syncs - a.syncs, b.launches - a.launches) for a, b in (asked, unasked)]
     assert of_block[0][0] - of_block[1][0] <= 6
@@ -65,7 +73,10 @@ def test_a_block_waits_a_few_times(pretend):
 def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatch):
     # Null levels are computed in parts of so many entries, each of which has its launches: here in one part.
     monkeypatch.setattr(rotations, "AT_ONCE", 1 << 20)
-    few, many = (costs(pretend, neox(size=SIZE).eval(), torch.randint(0, 50, (1, n)), tokens="all") for n in (10, 20))
+    few, many = (
+        costs(pretend, neox(size=SIZE).eval(), torch.randint(0, 50, (1, n)), tokens="all")
+        for n in (10, 20)
+    )
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, two for modules outside the blocks that take and return a state.
     assert few.syncs <= 51
@@ -76,7 +87,10 @@ def test_a_prompt_waits_a_few_times(pretend):
 
     Of the launches, 150 are its attention at the two ends of the difference that each block's rows are compared with.
     """
-    few, many = (costs(pretend, neox(size=SIZE).eval(), PROMPTS[:number], tokenizer=Letters()) for number in (4, 8))
+    few, many = (
+        costs(pretend, neox(size=SIZE).eval(), PROMPTS[:number], tokenizer=Letters())
+        for number in (4, 8)
+    )
     assert (many.syncs - few.syncs) / 4 <= 14
     assert (many.to_host - few.to_host) / 4 <= 1
     assert (many.launches - few.launches) / 4 <= 955
@@ -86,7 +100,9 @@ def test_a_prompt_waits_a_few_times(pretend):
 def test_checks_decide_and_err_as_on_the_cpu(pretend, tokens):
     model, x = deit(2).double(), images(3).double()
     options = {"k": 5, "dtype": torch.float64, "tokens": tokens}
-    expected, found = (tracker.measure(model, x, device=device, **options) for device in ("cpu", pretend.device))
+    expected, found = (
+        tracker.measure(model, x, device=device, **options) for device in ("cpu", pretend.device)
+    )
     np.testing.assert_array_equal(found.diagnostics_sliced, expected.diagnostics_sliced)
     for name in ("diagnostics_value_error", "diagnostics_derivative_error"):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12)

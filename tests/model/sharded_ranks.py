@@ -27,7 +27,9 @@ from tracker.model.inputs import batches
 from tracker.model.replica import Replica
 
 RANKS = 2
-SETTINGS = settings_from({"k": 2, "measures": "coupling", "dtype": "float64", "memory_budget": 1 << 20}, "test")
+SETTINGS = settings_from(
+    {"k": 2, "measures": "coupling", "dtype": "float64", "memory_budget": 1 << 20}, "test"
+)
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -89,7 +91,9 @@ def main():
     rank, directory = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     store, limit = f"file://{directory}/rendezvous", timedelta(seconds=600)
-    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=limit)
+    torch.distributed.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=RANKS, timeout=limit
+    )
     mesh, model = init_device_mesh("cpu", (RANKS,)), make()
     for layer in model.gpt_neox.layers:
         fully_shard(layer, mesh=mesh)

@@ -130,7 +130,11 @@ def held(model):
 def assert_unchanged(model, before):
     (tensors, lists), (_, now) = before, held(model)
     for tensor, value, pointer, version in tensors:
-        assert torch.equal(tensor, value) and tensor.data_ptr() == pointer and tensor._version == version
+        assert (
+            torch.equal(tensor, value)
+            and tensor.data_ptr() == pointer
+            and tensor._version == version
+        )
     assert now == lists
 
 
@@ -187,7 +191,11 @@ def test_inputs_are_not_written_to():
 def rwkv():
     torch.manual_seed(0)
     config = transformers.RwkvConfig(
-        vocab_size=50, hidden_size=32, num_hidden_layers=8, attention_hidden_size=32, intermediate_size=64
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=8,
+        attention_hidden_size=32,
+        intermediate_size=64,
     )
     return transformers.RwkvForCausalLM(config)
 
@@ -200,7 +208,9 @@ def test_rwkv_that_rescales_its_weights_in_place():
             tracker.measure(model, tokens(), k=3)
         assert_unchanged(model, before)
     logits = model(tokens(), use_cache=False).logits
-    torch.testing.assert_close(logits, rwkv().eval()(tokens(), use_cache=False).logits, rtol=0, atol=0)
+    torch.testing.assert_close(
+        logits, rwkv().eval()(tokens(), use_cache=False).logits, rtol=0, atol=0
+    )
 
 
 def test_a_module_outside_the_tree_is_not_run():

@@ -43,10 +43,15 @@ def test_a_plain_copy_of_gpt2_is_measured_as_hugging_faces():
     with torch.no_grad():
         torch.testing.assert_close(copy(inputs), source(inputs).logits)
     expected, seen = (tracker.measure(model, inputs, **OPTIONS) for model in (source, copy))
-    assert expected.attrs["final_norm_module"] == "transformer.ln_f" and seen.attrs["final_norm_module"] == "last"
+    assert (
+        expected.attrs["final_norm_module"] == "transformer.ln_f"
+        and seen.attrs["final_norm_module"] == "last"
+    )
     assert expected.attrs["final_norm"] == "include"
     assert_equal_measures(seen, expected)
-    assert abs(float(seen.lss_normed.median() / seen.lss.median()) - 1) > 0.1  # the convention matters for this model
+    assert (
+        abs(float(seen.lss_normed.median() / seen.lss.median()) - 1) > 0.1
+    )  # the convention matters for this model
 
 
 HEADS = {
@@ -70,10 +75,14 @@ def test_the_entropy_of_a_plain_copy_is_hugging_faces():
     options = {"measures": ["entropy"], "dtype": torch.float64}
     expected = tracker.measure(source, inputs, **options)
     copy = PlainGPT2(source).double().eval()
-    np.testing.assert_allclose(tracker.measure(copy, inputs, **options).entropy, expected.entropy, rtol=1e-9)
+    np.testing.assert_allclose(
+        tracker.measure(copy, inputs, **options).entropy, expected.entropy, rtol=1e-9
+    )
     with torch.no_grad():
         p = copy(inputs).softmax(-1)
-    np.testing.assert_allclose(expected.entropy[:, -1], -(p * p.log()).sum(-1), rtol=rounding(torch.float64))
+    np.testing.assert_allclose(
+        expected.entropy[:, -1], -(p * p.log()).sum(-1), rtol=rounding(torch.float64)
+    )
     by_boundaries = tracker.measure(
         copy, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options
     )
@@ -96,7 +105,9 @@ FOUND = {
     "linear, tied": PlainGPT2(gpt2(depth=2)),
     "last token": PlainGPT2(gpt2(depth=2), head=HEADS["last token"]),
     "last token, no axis": PlainGPT2(gpt2(depth=2), head=HEADS["last token, no axis"]),
-    "all tokens with a next one": PlainGPT2(gpt2(depth=2), head=HEADS["all tokens with a next one"]),
+    "all tokens with a next one": PlainGPT2(
+        gpt2(depth=2), head=HEADS["all tokens with a next one"]
+    ),
     "loss alone": PlainGPT2(gpt2(depth=2), head=HEADS["loss alone"]),
     "outermost module": with_module(nn.Sequential(Capped(48, 60))),
     "no norm": PlainGPT2(gpt2(depth=2), norm=None, head=lambda model, x: model.logits(x)),
@@ -116,13 +127,17 @@ def test_the_module_that_gives_the_logits_is_found(name):
 @pytest.mark.parametrize("head", ["function of the embedding", "matrix product", "scaled states"])
 def test_all_without_a_head_that_is_a_module_leaves_out_entropy_with_a_warning(head):
     model, inputs = PlainGPT2(gpt2(depth=2), head=HEADS[head]), tokens(2, 7)
-    with pytest.warns(UserWarning, match="'all' leaves out the entropy .* 60 logits .*unembedding='NAME'") as caught:
+    with pytest.warns(
+        UserWarning, match="'all' leaves out the entropy .* 60 logits .*unembedding='NAME'"
+    ) as caught:
         ds = tracker.measure(model, inputs, measures="all", k=2)
     assert "entropy" not in ds and caught[0].filename == __file__
     assert not tracker.measure(model, inputs, measures="all", k=2, dry_run=True).refused
     with pytest.raises(UsageError, match="no unembedding was found"):
         tracker.measure(model, inputs, measures="entropy")
-    named = tracker.measure(model, inputs, measures="all", k=2, blocks=find_blocks(model, unembedding="logits"))
+    named = tracker.measure(
+        model, inputs, measures="all", k=2, blocks=find_blocks(model, unembedding="logits")
+    )
     assert "entropy" in named
 
 
@@ -143,7 +158,9 @@ def test_heads_of_many_forms_are_recognised(head, dtype):
     model = PlainGPT2(gpt2(depth=2), head=HEADS[head])
     ds = tracker.measure(model, tokens(2, 7), measures="trajectory", dtype=dtype)
     assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "last")
-    assert ds.attrs["final_norm_reason"].startswith("a language model: last takes the last block's output, 6")
+    assert ds.attrs["final_norm_reason"].startswith(
+        "a language model: last takes the last block's output, 6"
+    )
 
 
 class Wrapped(nn.Sequential):
@@ -197,7 +214,9 @@ class Scale(nn.Module):
 @pytest.mark.parametrize("norm", [None, lambda width: SoftCap(), Scale, partial(nn.Linear, 48)])
 def test_a_language_model_without_a_norm_that_can_be_found_is_measured_with_a_warning(norm):
     model = PlainGPT2(gpt2(depth=2), norm=norm)
-    with pytest.warns(UserWarning, match="this is a language model .60 logits .*final_norm='NAME'") as caught:
+    with pytest.warns(
+        UserWarning, match="this is a language model .60 logits .*final_norm='NAME'"
+    ) as caught:
         ds = tracker.measure(model, tokens(), measures="trajectory")
     assert ds.attrs["final_norm"] == "exclude" and caught[0].filename == __file__
     assert ds.attrs["final_norm_reason"] == "no norm takes the last block's output"
@@ -232,13 +251,17 @@ def test_other_models_exclude_the_norm(name):
     model, inputs = OTHERS[name]
     ds = tracker.measure(model, inputs, measures="trajectory")
     assert ds.attrs["final_norm"] == "exclude" and ds.attrs["final_norm_module"]
-    assert ds.attrs["final_norm_reason"] == "not a language model: no logits over a vocabulary follow for each token"
+    assert (
+        ds.attrs["final_norm_reason"]
+        == "not a language model: no logits over a vocabulary follow for each token"
+    )
 
 
 def test_find_blocks_says_what_decides():
     model = PlainGPT2(gpt2(depth=2))
-    assert "final norm: last (included by default if measuring finds that logits over a vocabulary follow" in str(
-        find_blocks(model)
+    assert (
+        "final norm: last (included by default if measuring finds that logits over a vocabulary follow"
+        in str(find_blocks(model))
     )
     assert "final norm: transformer.ln_f (included by default)" in str(find_blocks(gpt2(depth=2)))
 

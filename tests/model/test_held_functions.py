@@ -25,7 +25,9 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -101,14 +103,18 @@ KEPT = {
     "lambda over self": lambda block: lambda x: block.mlp(x),
     "default value": lambda block: lambda x, mlp=block.mlp: mlp(x),
     "keyword default": lambda block: lambda x, *, mlp=block.mlp: mlp(x),
-    "closure over a list": lambda block: (lambda steps: lambda x: steps[0](steps[1](x)))([block.mlp, block.norm]),
+    "closure over a list": lambda block: (lambda steps: lambda x: steps[0](steps[1](x)))(
+        [block.mlp, block.norm]
+    ),
     "partial": lambda block: functools.partial(block.mlp),
     "partial with keywords": lambda block: functools.partial(block.through_mlp, sign=-1.0),
     "method of self": lambda block: block.through_mlp,
     "method of another module": lambda block: block.mlp.forward,
     "method of no class": lambda block: MethodType(lambda mlp, x: 2 * mlp(x), block.mlp),
     "list of lambdas": lambda block: [lambda x: block.mlp(x)],
-    "dictionary of partials": lambda block: {"f": functools.partial(lambda mlp, x: mlp(x), block.mlp)},
+    "dictionary of partials": lambda block: {
+        "f": functools.partial(lambda mlp, x: mlp(x), block.mlp)
+    },
     "recursive": recursive,
     "decorated": decorated,
     "globals": of_globals,
@@ -194,7 +200,13 @@ def test_blocks_whose_forward_alone_is_called_are_not_reached():
 
 def test_functions_without_modules_stay_the_same_objects():
     scale = 2.0
-    plain = [F.gelu, lambda x: scale * x, functools.partial(F.gelu, approximate="tanh"), str.upper, "text".upper]
+    plain = [
+        F.gelu,
+        lambda x: scale * x,
+        functools.partial(F.gelu, approximate="tanh"),
+        str.upper,
+        "text".upper,
+    ]
     model = model_of(KEPT["lambda over self"])
     model.plain = plain
     replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
@@ -258,4 +270,6 @@ def test_a_replaced_forward_that_accelerate_wraps_is_measured():
     qkv.forward = MethodType(lambda self, x: 2 * F.linear(x, self.weight, self.bias), qkv)
     expected = tracker.measure(model, INPUTS.float(), k=2)
     cpu_offload(model, execution_device=torch.device("cpu"))
-    np.testing.assert_array_equal(tracker.measure(model, INPUTS.float(), k=2).miscoupling, expected.miscoupling)
+    np.testing.assert_array_equal(
+        tracker.measure(model, INPUTS.float(), k=2).miscoupling, expected.miscoupling
+    )

@@ -88,13 +88,17 @@ def a_module_as_hook(model, first, second):
 
 def a_tensor(model, first, second):
     direction = torch.randn(D, dtype=torch.float64)
-    first.register_forward_hook(lambda module, arguments, output: output + (output @ direction)[..., None] * direction)
+    first.register_forward_hook(
+        lambda module, arguments, output: output + (output @ direction)[..., None] * direction
+    )
 
 
 def two_in_order(model, first, second):
     first.register_forward_hook(model.adapt)
     first.register_forward_hook(lambda module, arguments, output: output * model.positions[0, 0])
-    first.register_forward_hook(lambda module, arguments, output: output + model.positions[0, 1], prepend=True)
+    first.register_forward_hook(
+        lambda module, arguments, output: output + model.positions[0, 1], prepend=True
+    )
 
 
 REGISTER = [
@@ -115,9 +119,15 @@ REGISTER = [
 @pytest.mark.parametrize("register", REGISTER)
 def test_hooks_of_the_model_are_measured(register):
     model = Adapted(register)
-    hooks = [list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values()) for m in model.modules()]
+    hooks = [
+        list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values())
+        for m in model.modules()
+    ]
     assert_measured_as_it_runs(model, INPUTS, model.blocks)
-    assert hooks == [list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values()) for m in model.modules()]
+    assert hooks == [
+        list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values())
+        for m in model.modules()
+    ]
 
 
 def test_hooks_of_the_model_run_with_weights_in_the_measuring_dtype():
@@ -170,7 +180,9 @@ def test_a_list_to_which_a_hook_of_the_model_appends_is_not_the_callers():
     seen = []
 
     def register(model, first, second):
-        first.register_forward_hook(lambda module, arguments, output: seen.append(output) or model.adapter(output))
+        first.register_forward_hook(
+            lambda module, arguments, output: seen.append(output) or model.adapter(output)
+        )
 
     tracker.measure(Adapted(register), INPUTS, k=2, dtype=torch.float64)
     assert seen == []
@@ -180,7 +192,9 @@ def test_a_hook_whose_code_names_no_weights_is_not_taken_for_one():
     """It reads an attribute that is called as a tensor of its script."""
     scope = {"data": torch.ones(2), "seen": []}
     model = Adapted(lambda *_: None)
-    hook = FunctionType((lambda module, arguments, output: seen.append(output.data)).__code__, scope)  # type: ignore[name-defined]
+    hook = FunctionType(
+        (lambda module, arguments, output: seen.append(output.data)).__code__, scope
+    )  # type: ignore[name-defined]
     model.blocks[0].register_forward_hook(hook)
     tracker.measure(model, INPUTS, k=2, dtype=torch.float64, witness="off")
     assert scope["seen"] == []

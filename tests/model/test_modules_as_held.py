@@ -40,7 +40,10 @@ REFUSED = {
         r"blocks\.0\.mlp \(RecursiveScriptModule\) is TorchScript.*measure the model with the Python",
     ),
     "traced": (traced, r"blocks\.0\.mlp \(TopLevelTracedModule\) is TorchScript"),
-    "lazy": (lambda: nn.LazyLinear(D), r"blocks\.0\.mlp \(LazyLinear\) have no values yet: run the model on one batch"),
+    "lazy": (
+        lambda: nn.LazyLinear(D),
+        r"blocks\.0\.mlp \(LazyLinear\) have no values yet: run the model on one batch",
+    ),
     "lazy buffers": (nn.LazyBatchNorm1d, r"blocks\.0\.mlp \(LazyBatchNorm1d\) have no values yet"),
 }
 
@@ -83,11 +86,15 @@ class Sparse(nn.Module):
 @pytest.mark.parametrize("as_buffer", [False, True])
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_weights_are_measured_as_dense_ones(layout, as_buffer):
-    dense, sparse = (model_with(lambda kind=kind: Sparse(kind, as_buffer)) for kind in (torch.strided, layout))
+    dense, sparse = (
+        model_with(lambda kind=kind: Sparse(kind, as_buffer)) for kind in (torch.strided, layout)
+    )
     options = dict(k=2, keep="jacobian", dtype=torch.float64)
     seen, expected = (tracker.measure(model, INPUTS, **options) for model in (sparse, dense))
     np.testing.assert_allclose(seen.jacobian, expected.jacobian, atol=1e-12)
-    costs = [tracker.measure(model, STATES, k=2, dry_run=True).peak_bytes for model in (sparse, dense)]
+    costs = [
+        tracker.measure(model, STATES, k=2, dry_run=True).peak_bytes for model in (sparse, dense)
+    ]
     assert costs[0] > 0 and costs[1] > 0
 
 
@@ -97,8 +104,17 @@ def test_open_files_and_connections_are_the_callers(tmp_path):
     expected = tracker.measure(model, STATES, k=2)
     first, second = multiprocessing.Pipe()
     with open(tmp_path / "log", "w") as file, socket.socket() as connection:
-        model.held = {"file": file, "text": io.StringIO("a"), "socket": connection, "lock": threading.Lock()}
-        model.blocks[0].file, model.blocks[0].connection, model.blocks[1].generator = file, first, iter([1])
+        model.held = {
+            "file": file,
+            "text": io.StringIO("a"),
+            "socket": connection,
+            "lock": threading.Lock(),
+        }
+        model.blocks[0].file, model.blocks[0].connection, model.blocks[1].generator = (
+            file,
+            first,
+            iter([1]),
+        )
         seen = tracker.measure(model, STATES, k=2)
         file.write("open"), first.send("open")
         assert connection.fileno() >= 0 and second.recv() == "open"

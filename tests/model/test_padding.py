@@ -26,10 +26,14 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def measured(model, inputs, **options):
-    return tracker.measure(model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options)
+    return tracker.measure(
+        model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options
+    )
 
 
-def assert_measured_as_if_alone(model, inputs, lengths=tuple(LENGTHS), alone="x", left=False, **options):
+def assert_measured_as_if_alone(
+    model, inputs, lengths=tuple(LENGTHS), alone="x", left=False, **options
+):
     """Compare every variable over tokens with those of each sample without padding."""
     ds = measured(model, inputs, measures="all", **options)
     for b, length in enumerate(lengths):
@@ -37,7 +41,15 @@ def assert_measured_as_if_alone(model, inputs, lengths=tuple(LENGTHS), alone="x"
         expected = measured(model, {alone: SAMPLES[b : b + 1, part]}, measures="all", **options)
         assert ds.token_position[b].item() == (N - 1 if left else length - 1)
         assert ds.lss[b].notnull().sum() == length
-        for name in ("miscoupling", "lss", "norm", "singular_value", "alignment", "update_cosine", "noise_similarity"):
+        for name in (
+            "miscoupling",
+            "lss",
+            "norm",
+            "singular_value",
+            "alignment",
+            "update_cosine",
+            "noise_similarity",
+        ):
             found, truth = ds[name][b], expected[name][0]
             found = found.isel(position=part) if "position" in found.dims else found
             np.testing.assert_allclose(found, truth.values, rtol=0, atol=1e-9, err_msg=name)
@@ -47,7 +59,9 @@ def assert_measured_as_if_alone(model, inputs, lengths=tuple(LENGTHS), alone="x"
 @pytest.mark.parametrize("infinite", [False, True], ids=["bool", "float"])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_a_transformer_encoder_with_src_key_padding_mask(norm_first, infinite):
-    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=norm_first)
+    layer = nn.TransformerEncoderLayer(
+        WIDTH, HEADS, 2 * WIDTH, batch_first=True, norm_first=norm_first
+    )
     mask = torch.zeros(PADDED.shape).double().masked_fill(PADDED, -math.inf) if infinite else PADDED
     model = nn.TransformerEncoder(layer, DEPTH, enable_nested_tensor=not norm_first).double().eval()
     ds = assert_measured_as_if_alone(model, {"src": X, "src_key_padding_mask": mask}, alone="src")
@@ -59,13 +73,20 @@ class Attention(nn.Module):
 
     def __init__(self, by_hand=False):
         super().__init__()
-        self.qkv, self.out, self.by_hand = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), by_hand
+        self.qkv, self.out, self.by_hand = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            by_hand,
+        )
 
     def forward(self, x, visible=None, memory=None):
-        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
+        )
         if memory is not None:
             k, v = (
-                part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(memory)[..., WIDTH:].chunk(2, -1)
+                part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+                for part in self.qkv(memory)[..., WIDTH:].chunk(2, -1)
             )
         if self.by_hand:
             scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -139,7 +160,9 @@ class Causal(Model):
     def forward(self, x, key_padding_mask=None):
         visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
         if key_padding_mask is not None:
-            visible = visible & ~key_padding_mask[:, None, None] | torch.eye(x.shape[1], dtype=torch.bool)
+            visible = visible & ~key_padding_mask[:, None, None] | torch.eye(
+                x.shape[1], dtype=torch.bool
+            )
         return self.run(x, visible)
 
 
@@ -189,7 +212,9 @@ def test_the_mask_of_a_memory_is_not_read(causal):
     padded = torch.zeros(3, N, dtype=torch.bool).index_fill(1, torch.tensor([N - 1]), True)
     ds = measured(Decoder(), given | {"memory_key_padding_mask": padded})
     assert ds.attrs["padding"] == "none" and (ds.token_position == N - 1).all()
-    own = measured(Decoder(), given | {"memory_key_padding_mask": padded, "tgt_key_padding_mask": PADDED})
+    own = measured(
+        Decoder(), given | {"memory_key_padding_mask": padded, "tgt_key_padding_mask": PADDED}
+    )
     assert own.token_position.values.ravel().tolist() == [length - 1 for length in LENGTHS]
 
 
@@ -230,10 +255,17 @@ def test_a_mask_of_more_positions_than_the_blocks_take():
     x, mask = X.repeat_interleave(2, 1), PADDED.repeat_interleave(2, 1)
     assert_measured_as_if_alone(_Alone(), {"x": x, "padding_mask": mask})
     with pytest.warns(
-        UserWarning, match=r"padding_mask \(3, 14\) marks positions, but which of the blocks' 7 tokens"
+        UserWarning,
+        match=r"padding_mask \(3, 14\) marks positions, but which of the blocks' 7 tokens",
     ) as w:
-        ds = measured(DownsampledInside(by_hand=True), {"x": x, "padding_mask": mask}, measures="trajectory")
-    assert ds.attrs["padding"] == "none" and w[0].filename == __file__ and (ds.token_position == N - 1).all()
+        ds = measured(
+            DownsampledInside(by_hand=True), {"x": x, "padding_mask": mask}, measures="trajectory"
+        )
+    assert (
+        ds.attrs["padding"] == "none"
+        and w[0].filename == __file__
+        and (ds.token_position == N - 1).all()
+    )
 
 
 class _Alone(Downsampled):
@@ -258,7 +290,9 @@ class Conformer(Keep):
 
 
 def test_hidden_positions_that_other_tokens_depend_on_are_not_padding():
-    with pytest.warns(UserWarning, match="the attention in blocks.0 hides positions from all others"):
+    with pytest.warns(
+        UserWarning, match="the attention in blocks.0 hides positions from all others"
+    ):
         ds = measured(Conformer(), {"x": X, "keep": ~PADDED}, measures="trajectory")
     assert ds.attrs["padding"] == "none"
 
@@ -276,8 +310,12 @@ MASKS = {
     "a window": ORDER & ORDER.triu(-2).bool(),
     "documents": SAME,
     "documents, causal": SAME & ORDER,
-    "chunks, causal, one token in the last": (torch.arange(N)[:, None] // 3 == torch.arange(N) // 3) & ORDER,
-    "causal, a last document of one token": ((torch.arange(N) < N - 1)[:, None] == (torch.arange(N) < N - 1)) & ORDER,
+    "chunks, causal, one token in the last": (torch.arange(N)[:, None] // 3 == torch.arange(N) // 3)
+    & ORDER,
+    "causal, a last document of one token": (
+        (torch.arange(N) < N - 1)[:, None] == (torch.arange(N) < N - 1)
+    )
+    & ORDER,
     "a prefix": ORDER | (torch.arange(N) < 3),
     "a prefix of all but one": ORDER | (torch.arange(N) < N - 1),
     "one sample's own": torch.stack([ORDER, SAME, ORDER.T])[:, None],
@@ -287,7 +325,9 @@ MASKS = {
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_without_padding(name, by_hand):
-    ds = measured(Visible(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]}, measures="trajectory")
+    ds = measured(
+        Visible(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]}, measures="trajectory"
+    )
     assert ds.attrs["padding"] == "none"
 
 
@@ -305,14 +345,23 @@ class Choosing(Visible):
     block = Sparse
 
 
-@pytest.mark.parametrize("visible", [ORDER, torch.ones_like(ORDER)], ids=["causal", "bidirectional"])
+@pytest.mark.parametrize(
+    "visible", [ORDER, torch.ones_like(ORDER)], ids=["causal", "bidirectional"]
+)
 def test_positions_that_sparse_attention_chooses_for_no_token(visible):
     model, chosen = Choosing(), []
-    with torch.no_grad(), model.blocks[0].attention.register_forward_pre_hook(lambda _, given: chosen.append(given[1])):
+    with (
+        torch.no_grad(),
+        model.blocks[0].attention.register_forward_pre_hook(
+            lambda _, given: chosen.append(given[1])
+        ),
+    ):
         model(SAMPLES, visible)
     ds = measured(model, {"x": SAMPLES, "visible": visible}, measures="trajectory")
     others = chosen[0][:, 0] & ~torch.eye(N, dtype=torch.bool)
-    assert (~others.any(1) & ~chosen[0][:, 0].diagonal(dim1=1, dim2=2)).any(), "the case does not occur"
+    assert (~others.any(1) & ~chosen[0][:, 0].diagonal(dim1=1, dim2=2)).any(), (
+        "the case does not occur"
+    )
     assert ds.attrs["padding"] == "none" and ds.lss.notnull().all()
 
 
@@ -326,24 +375,38 @@ class Imputing(Model):
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_other_arguments_of_a_number_for_each_token(by_hand):
     given = {"x": SAMPLES, "bool_masked_pos": PADDED, "token_type": PADDED.long()}
-    assert measured(Imputing(by_hand=by_hand), given, measures="trajectory").attrs["padding"] == "none"
+    assert (
+        measured(Imputing(by_hand=by_hand), given, measures="trajectory").attrs["padding"] == "none"
+    )
 
 
 def test_what_the_caller_states_is_used():
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS, "intermediate_size": WIDTH}
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": HEADS,
+        "intermediate_size": WIDTH,
+    }
     model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=50)).eval()
     ids = torch.randint(5, 50, (3, N))
     ds = measured(model, {"input_ids": ids, "attention_mask": ~PADDED}, measures="trajectory")
     assert ds.attrs["padding"] == "attention_mask" and ds.lss[0].notnull().sum() == LENGTHS[0]
     ones = torch.ones_like(ids)
-    assert measured(model, {"input_ids": ids, "attention_mask": ones}, measures="trajectory").attrs["padding"] == "none"
+    assert (
+        measured(model, {"input_ids": ids, "attention_mask": ones}, measures="trajectory").attrs[
+            "padding"
+        ]
+        == "none"
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_states_that_were_drawn_as_noise_is(seed):
     """Noise that is a multiple of the states changes nothing behind a layer norm, which would confirm any padding."""
     x = torch.randn(3, N, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
-    with pytest.warns(UserWarning, match="the attention in blocks.0 hides positions from all others"):
+    with pytest.warns(
+        UserWarning, match="the attention in blocks.0 hides positions from all others"
+    ):
         measured(Conformer(), {"x": x, "keep": ~PADDED}, measures="trajectory")
     ds = measured(Choosing(), {"x": x, "visible": ORDER}, measures="trajectory")
     assert ds.attrs["padding"] == "none"

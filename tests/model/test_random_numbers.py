@@ -34,9 +34,9 @@ class Masked(nn.Module):
             "NumPy": lambda: torch.as_tensor(np.random.rand(*shape)),
             "a torch.Generator of the model": lambda: torch.rand(shape, generator=self.generator),
             "a NumPy generator of the model": lambda: torch.as_tensor(self.rng.random(shape)),
-            "a random.Random of the model": lambda: torch.tensor([self.python[0].random() for _ in range(size)]).view(
-                shape
-            ),
+            "a random.Random of the model": lambda: torch.tensor(
+                [self.python[0].random() for _ in range(size)]
+            ).view(shape),
         }[self.source]()
 
     def forward(self, x):
@@ -58,7 +58,9 @@ SOURCES = [
 
 
 def measured(model, inputs=PROBE, **options):
-    return tracker.measure(model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options)
+    return tracker.measure(
+        model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options
+    )
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -68,7 +70,12 @@ def test_what_was_drawn_before_changes_nothing(source):
     def generators():
         states = [torch.get_rng_state(), model.generator.get_state()]
         return [state.tolist() for state in states] + [
-            str(state) for state in (np.random.get_state(), model.rng.bit_generator.state, model.python[0].getstate())
+            str(state)
+            for state in (
+                np.random.get_state(),
+                model.rng.bit_generator.state,
+                model.python[0].getstate(),
+            )
         ]
 
     first = measured(model)
@@ -114,8 +121,15 @@ def test_fixed_weights_have_fixed_scores_at_every_step_of_a_training():
 
 
 def test_a_masked_autoencoder_of_transformers():
-    sizes = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4, "intermediate_size": 2 * WIDTH}
-    model = transformers.ViTMAEModel(transformers.ViTMAEConfig(**sizes, image_size=32, patch_size=8)).eval()
+    sizes = {
+        "hidden_size": WIDTH,
+        "num_hidden_layers": DEPTH,
+        "num_attention_heads": 4,
+        "intermediate_size": 2 * WIDTH,
+    }
+    model = transformers.ViTMAEModel(
+        transformers.ViTMAEConfig(**sizes, image_size=32, patch_size=8)
+    ).eval()
     images = torch.randn(2, 3, 32, 32)
     first, again = measured(model, images), measured(model, images)
     np.testing.assert_array_equal(first.miscoupling, again.miscoupling)
@@ -159,6 +173,9 @@ def test_a_generator_among_the_inputs_is_not_drawn_from():
 
     given = torch.Generator().manual_seed(3)
     before = given.get_state()
-    first, again = (measured(Given("a torch.Generator of the model"), {"x": PROBE, "generator": given}) for _ in "ab")
+    first, again = (
+        measured(Given("a torch.Generator of the model"), {"x": PROBE, "generator": given})
+        for _ in "ab"
+    )
     assert torch.equal(given.get_state(), before)
     np.testing.assert_array_equal(first.lss, again.lss)

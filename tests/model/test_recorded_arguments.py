@@ -69,13 +69,17 @@ def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
     for b in range(samples):
         J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(model.states)]
         for name, values in couplings(J, 3).items():
-            np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-8, err_msg=name)
+            np.testing.assert_allclose(
+                ds[name].sel(k=3).values[b, 0], values, atol=1e-8, err_msg=name
+            )
 
 
 def test_a_block_that_remembers_its_keys_between_calls_is_refused():
     """Its replay reproduces the recorded output, and would have a derivative without keys and values."""
     with pytest.raises(UsageError, match="keeps state between calls"):
-        tracker.measure(Model("memo of its own").double(), random(1, 5, 8), k=3, dtype=torch.float64)
+        tracker.measure(
+            Model("memo of its own").double(), random(1, 5, 8), k=3, dtype=torch.float64
+        )
 
 
 @pytest.mark.parametrize("samples, length", [(1, 9), (1, 40), (2, 9)])
@@ -103,15 +107,21 @@ def test_gemma4_unified_shares_keys_between_layers(samples, length):
     blocks = [model.get_submodule(name) for name in find_blocks(model).names]
     blocks[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))
     for block in blocks:
-        block.register_forward_hook(lambda _, __, out: states.append(out[0] if isinstance(out, tuple) else out))
+        block.register_forward_hook(
+            lambda _, __, out: states.append(out[0] if isinstance(out, tuple) else out)
+        )
     model(ids, use_cache=False)
     for b in range(samples):
         J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(states)]
         for name, values in couplings(J, 3).items():
-            np.testing.assert_allclose(ds[name].sel(k=3).values[b, 0], values, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                ds[name].sel(k=3).values[b, 0], values, atol=1e-6, err_msg=name
+            )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama, grouped keys"])  # states and masks by position, and by name
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama, grouped keys"]
+)  # states and masks by position, and by name
 def test_blocks_in_wrappers_that_name_no_argument(name):
     model, inputs = build(name)
     plain = tracker.measure(model, inputs, k=4)

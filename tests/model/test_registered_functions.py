@@ -14,12 +14,16 @@ from tests.central_differences import assert_measured_as_it_runs
 from tracker.model.replica import Replica
 
 IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(1))
-SIZE = dict(vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24)
+SIZE = dict(
+    vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
+)
 GROUPED = dict(num_key_value_heads=1, head_dim=8)
 
 
 def sigmoid(module, query, key, value, mask, scaling=None, **more):
-    weights = (query @ key.transpose(-1, -2) * scaling).sigmoid().tril(key.shape[-2] - query.shape[-2])
+    weights = (
+        (query @ key.transpose(-1, -2) * scaling).sigmoid().tril(key.shape[-2] - query.shape[-2])
+    )
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
@@ -27,7 +31,9 @@ def off_by_one(module, query, key, value, mask, scaling=None, **more):
     m, n = query.shape[-2], key.shape[-2]
     allowed = torch.ones(m, n, dtype=torch.bool).tril(n - m)
     weights = (query @ key.transpose(-1, -2) * scaling).masked_fill(~allowed, -torch.inf).exp()
-    return (weights / (1 + weights.sum(-1, keepdim=True)) @ value).transpose(1, 2).contiguous(), None
+    return (weights / (1 + weights.sum(-1, keepdim=True)) @ value).transpose(
+        1, 2
+    ).contiguous(), None
 
 
 def bidirectional(module, query, key, value, mask, scaling=None, **more):
@@ -63,7 +69,9 @@ REGISTRIES = (AttentionInterface, AttentionMaskInterface, ExpertsInterface)
 def neox(attention):
     """A model whose norms compute in float64."""
     torch.manual_seed(0)
-    model = transformers.GPTNeoXModel._from_config(transformers.GPTNeoXConfig(**SIZE), attn_implementation=attention)
+    model = transformers.GPTNeoXModel._from_config(
+        transformers.GPTNeoXConfig(**SIZE), attn_implementation=attention
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3 if parameter.dim() > 1 else 1)
@@ -101,8 +109,12 @@ def test_registered_experts_are_measured(registries):
 
     ExpertsInterface.register("halved", halved)
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(**SIZE, **GROUPED, num_local_experts=3, num_experts_per_tok=2)
-    model = transformers.MixtralModel._from_config(config, attn_implementation="eager").double().eval()
+    config = transformers.MixtralConfig(
+        **SIZE, **GROUPED, num_local_experts=3, num_experts_per_tok=2
+    )
+    model = (
+        transformers.MixtralModel._from_config(config, attn_implementation="eager").double().eval()
+    )
     model.config._experts_implementation = "halved"
     # Its norms and its router compute in float32.
     assert_measured_as_it_runs(model, IDS, model.layers, step=1e-3, tolerance=1e-3)
@@ -115,7 +127,11 @@ def test_kernels_give_way_to_attention_with_soft_caps_and_sinks(family, name):
     """sdpa has neither."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZE, **GROUPED, **MORE[family])
-    model = getattr(transformers, f"{family}Model")._from_config(config, attn_implementation="eager").eval()
+    model = (
+        getattr(transformers, f"{family}Model")
+        ._from_config(config, attn_implementation="eager")
+        .eval()
+    )
     expected = tracker.measure(model, IDS, k=2)
     model.config._attn_implementation = name
     seen = tracker.measure(model, IDS, k=2)
@@ -138,6 +154,10 @@ def test_names_in_the_configs_of_parts_are_the_callers():
     assert [config._attn_implementation for config in configs] == ["flex_attention"] * 3
     replica = Replica(model, tracker.find_blocks(model), torch.float32, torch.device("cpu")).module
     text = replica.config.text_config
-    parts = [part for part in replica.modules() if type(getattr(part, "config", None)) is type(text)]
-    assert parts and all(part.config is text for part in parts) and text._attn_implementation == "sdpa"
+    parts = [
+        part for part in replica.modules() if type(getattr(part, "config", None)) is type(text)
+    ]
+    assert (
+        parts and all(part.config is text for part in parts) and text._attn_implementation == "sdpa"
+    )
     np.testing.assert_allclose(seen.miscoupling, expected.miscoupling, atol=1e-5)

@@ -101,8 +101,14 @@ MIXED = [OverBatch, Tiny, BatchNorm, Across, FromBefore, Detached, Capacity]
 MIXED_CASES = [
     (block, 5, 5, torch.float64) for block in MIXED
 ]  # one window of tokens and several, two samples and more
-MIXED_CASES += [(OverBatch, 2, 5, torch.float32), (Across, 2, 40, torch.float64), (FromBefore, 3, 40, torch.float32)]
-MIXED_CASES += [(block, 24, 40, torch.float32) for block in MIXED if block is not Tiny]  # windows of the fewest tokens
+MIXED_CASES += [
+    (OverBatch, 2, 5, torch.float32),
+    (Across, 2, 40, torch.float64),
+    (FromBefore, 3, 40, torch.float32),
+]
+MIXED_CASES += [
+    (block, 24, 40, torch.float32) for block in MIXED if block is not Tiny
+]  # windows of the fewest tokens
 
 
 @pytest.mark.parametrize(("block", "B", "n", "dtype"), MIXED_CASES)
@@ -122,7 +128,9 @@ def test_one_sample_of_such_a_block_is_measured(block):
 def test_the_sets_of_samples_tell_every_two_apart():
     for B in range(2, 12):
         sets = list(separating_sets(B))
-        assert all(any(k[a] and not k[b] for k in sets) for a in range(B) for b in range(B) if a != b)
+        assert all(
+            any(k[a] and not k[b] for k in sets) for a in range(B) for b in range(B) if a != b
+        )
         assert all(k.any() and not k.all() for k in sets)
 
 
@@ -130,7 +138,11 @@ class Batched(Block):
     """An argument with an axis of samples, of no known name: nothing can be cut, and the whole batch is tried."""
 
     def forward(self, x, gains=None):
-        gains = torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None] if gains is None else gains
+        gains = (
+            torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None]
+            if gains is None
+            else gains
+        )
         return x + gains * self.attend(x)
 
 
@@ -154,10 +166,20 @@ def test_arguments_with_an_axis_of_samples_are_no_mixing():
 
 SINGLE = rounding(torch.float32, operations=10)  # some ten are in float32; of entries up to 1
 
-SIZES = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=50)
-SIZES |= dict(num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SIZES = dict(
+    hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=50
+)
+SIZES |= dict(
+    num_key_value_heads=4,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
-ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
+ROUTED = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
+)
 GROUPS = dict(n_group=1, topk_group=1, n_shared_experts=1)
 INDEXED = dict(index_n_heads=2, index_head_dim=8, index_topk=4)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
@@ -165,7 +187,9 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": LATENT | ROUTED | GROUPS | dict(head_dim=4),
     "DeepseekV32ForCausalLM": LATENT | ROUTED | GROUPS | INDEXED,
     "GlmMoeDsaForCausalLM": LATENT | ROUTED | GROUPS | INDEXED,
-    "Ernie4_5_MoeForCausalLM": dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0),
+    "Ernie4_5_MoeForCausalLM": dict(
+        moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0
+    ),
     "ExaoneMoeForCausalLM": EXPERTS,
     "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
     "HunYuanMoEV1ForCausalLM": dict(num_experts=4, moe_topk=2, head_dim=8),
@@ -205,7 +229,9 @@ def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
         expected = brute(model, list(model.model.layers), ids, l)
         assert float((J - expected).abs().max()) < SINGLE * max(1.0, float(expected.abs().max()))
         assert checks.value_error < SINGLE
-    if name != "GlmMoeDsaForCausalLM":  # its blocks are handed which tokens the one before looked up
+    if (
+        name != "GlmMoeDsaForCausalLM"
+    ):  # its blocks are handed which tokens the one before looked up
         assert all(checks.sliced for _, checks in seen)
 
 
@@ -330,7 +356,13 @@ class Unpacking(Stack):
     def forward(self, x):
         for block in self.blocks:
             y = block(x)
-            x = y.out if isinstance(y, Own) else y["hidden_states"] if type(y) is dict else y.last_hidden_state
+            x = (
+                y.out
+                if isinstance(y, Own)
+                else y["hidden_states"]
+                if type(y) is dict
+                else y.last_hidden_state
+            )
         return x
 
 
@@ -362,10 +394,16 @@ class NoneFirst(Block):
 
 @pytest.mark.parametrize(
     "block, described",
-    [(Ambiguous, r"dict\(first: \(1, 5, 8\), second"), (Nothing, "NoneType"), (NoneFirst, r"tuple\(0: NoneType, 1")],
+    [
+        (Ambiguous, r"dict\(first: \(1, 5, 8\), second"),
+        (Nothing, "NoneType"),
+        (NoneFirst, r"tuple\(0: NoneType, 1"),
+    ],
 )
 def test_what_holds_no_hidden_state_is_named(block, described):
-    with pytest.raises(UsageError, match=f"block blocks.0 returns {described}.*it must return the hidden state"):
+    with pytest.raises(
+        UsageError, match=f"block blocks.0 returns {described}.*it must return the hidden state"
+    ):
         tracker.measure(stack(block), random(1, 5, 8), k=2)
 
 
@@ -412,9 +450,13 @@ class Raising(Block):
 
 
 @pytest.mark.parametrize("B", [1, 2])
-@pytest.mark.parametrize("error", [KeyError("cache"), AttributeError("gone"), RuntimeError("no"), StopIteration()])
+@pytest.mark.parametrize(
+    "error", [KeyError("cache"), AttributeError("gone"), RuntimeError("no"), StopIteration()]
+)
 def test_what_a_blocks_code_raises_names_the_block(error, B):
-    with pytest.raises(UsageError, match=rf"block 1 \(blocks.0\) .*{type(error).__name__}") as caught:
+    with pytest.raises(
+        UsageError, match=rf"block 1 \(blocks.0\) .*{type(error).__name__}"
+    ) as caught:
         tracker.measure(stack(Raising, error), random(B, 5, 8), k=2)
     assert isinstance(caught.value.__cause__, type(error))
 
@@ -455,12 +497,18 @@ def test_a_derivative_that_has_none_itself():
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("attention, n", [("original_full", 9), ("block_sparse", 9), ("block_sparse", 48)])
+@pytest.mark.parametrize(
+    "attention, n", [("original_full", 9), ("block_sparse", 9), ("block_sparse", 48)]
+)
 @pytest.mark.parametrize("name", ["BigBirdModel", "BigBirdForCausalLM"])
 def test_big_bird(name, attention, n):
     """On short sequences its sparse attention is replaced by a new module while the model runs."""
     model = family(
-        name, attention_type=attention, is_decoder=name == "BigBirdForCausalLM", sep_token_id=2, block_size=4
+        name,
+        attention_type=attention,
+        is_decoder=name == "BigBirdForCausalLM",
+        sep_token_id=2,
+        block_size=4,
     )
     modules = {key: type(module) for key, module in model.named_modules()}
     ids = tokens(2, n)
@@ -493,4 +541,6 @@ def test_a_stream_kept_in_float32_is_replayed_in_float32():
     model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
     for l, (J, checks) in enumerate(jacobians(model, x)):
         assert checks.sliced and checks.value_error < SINGLE
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l).double(), atol=SINGLE, rtol=0)
+        torch.testing.assert_close(
+            J, brute(model, list(model.blocks), x, l).double(), atol=SINGLE, rtol=0
+        )

@@ -71,7 +71,9 @@ class Model(nn.Module):
 
     def __init__(self, how="position", block=Fused, blocks=3):
         super().__init__()
-        self.layers = nn.ModuleList([Collecting() if how == "kwargs" else block() for _ in range(blocks)])
+        self.layers = nn.ModuleList(
+            [Collecting() if how == "kwargs" else block() for _ in range(blocks)]
+        )
         self.norm, self.how = nn.LayerNorm(8), how
 
     def forward(self, x):
@@ -99,14 +101,29 @@ def plain(model):
 
 
 def assert_equal_results(found, expected):
-    for name in ("miscoupling", "offdiag_normalized", "singular_value", "lss", "norm", "expodistance"):
-        np.testing.assert_allclose(found[name].values, expected[name].values, atol=1e-9, err_msg=name)
+    for name in (
+        "miscoupling",
+        "offdiag_normalized",
+        "singular_value",
+        "lss",
+        "norm",
+        "expodistance",
+    ):
+        np.testing.assert_allclose(
+            found[name].values, expected[name].values, atol=1e-9, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("blocks", [2, 3])
 @pytest.mark.parametrize(
     ("how", "block"),
-    [("position", Fused), ("name", Fused), ("kwargs", Fused), ("from the first", Fused), ("position", Normed)],
+    [
+        ("position", Fused),
+        ("name", Fused),
+        ("kwargs", Fused),
+        ("from the first", Fused),
+        ("position", Normed),
+    ],
 )
 def test_two_states_are_refused_with_what_to_do(how, block, blocks, x):
     advice = r"block layers.1 takes and returns two hidden states.*wrap each block in a module that returns the sum"
@@ -150,6 +167,7 @@ def test_a_second_output_that_is_not_handed_on_is_no_part_of_the_state(x):
 
     model = First().double()
     seen, expected = (
-        tracker.measure(m, x, **OPTIONS) for m in (model, Stack([Plain(layer) for layer in model.layers]))
+        tracker.measure(m, x, **OPTIONS)
+        for m in (model, Stack([Plain(layer) for layer in model.layers]))
     )
     assert_equal_results(seen, expected)

@@ -19,7 +19,10 @@ def ranks(tmp_path_factory):
     """Results of the cases on each rank; of those before one hung, if one did."""
     directory = tmp_path_factory.mktemp("ranks")
     options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": None, "stderr": None}
-    running = [processes.start("tests.model.sharded_ranks", rank, directory, **options) for rank in range(RANKS)]
+    running = [
+        processes.start("tests.model.sharded_ranks", rank, directory, **options)
+        for rank in range(RANKS)
+    ]
     try:
         for process in running:
             process.wait(SECONDS)
@@ -64,7 +67,10 @@ def test_an_error_on_one_rank_is_raised_on_both(ranks, case, message):
 @pytest.mark.parametrize("case", ["memory", "memory of a gather"])
 def test_both_ranks_try_again_with_less_memory(ranks, whole, case):
     for results in ranks:
-        assert results[case] == {"found": pytest.approx(whole, rel=1e-10), "budgets": [BUDGET, BUDGET // 2]}
+        assert results[case] == {
+            "found": pytest.approx(whole, rel=1e-10),
+            "budgets": [BUDGET, BUDGET // 2],
+        }
 
 
 def test_both_ranks_give_up_together(ranks):

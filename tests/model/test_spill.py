@@ -41,7 +41,11 @@ def test_values_are_kept_in_memory_and_beyond_it(directory, dtype):
     assert spill.keep(given) is given
     for tensor in (given, given.transpose(0, 2), given[:, 1:]):
         kept = spill.keep(tensor)
-        assert torch.equal(kept, tensor) and kept.dtype == dtype and kept.untyped_storage().nbytes() == tensor.nbytes
+        assert (
+            torch.equal(kept, tensor)
+            and kept.dtype == dtype
+            and kept.untyped_storage().nbytes() == tensor.nbytes
+        )
         assert kept.data_ptr() != tensor.data_ptr()
     assert not any(directory.iterdir())
 
@@ -59,14 +63,27 @@ def test_a_part_of_something_larger_is_copied_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["timm vit", "bloom", "nn.TransformerEncoder, sequence first, post-norm"])
+@pytest.mark.parametrize(
+    "name", ["timm vit", "bloom", "nn.TransformerEncoder, sequence first, post-norm"]
+)
 def test_the_same_numbers(name, directory):
     model, inputs = build(name)
     model, inputs = model.double(), inputs.double() if inputs.is_floating_point() else inputs
     options = dict(dtype=torch.float64, tokens="all", k=3, svd="full")
-    usual, little = (tracker.measure(model, inputs, memory_budget=budget, **options) for budget in (1 << 32, 100_000))
+    usual, little = (
+        tracker.measure(model, inputs, memory_budget=budget, **options)
+        for budget in (1 << 32, 100_000)
+    )
     assert set(little) == set(usual)
-    for variable in ("miscoupling", "singular_value", "lss", "expodistance", "norm", "alpha_mean", "lss_window"):
+    for variable in (
+        "miscoupling",
+        "singular_value",
+        "lss",
+        "expodistance",
+        "norm",
+        "alpha_mean",
+        "lss_window",
+    ):
         np.testing.assert_allclose(little[variable], usual[variable], rtol=1e-8, atol=1e-10)
 
 
@@ -76,14 +93,25 @@ OF_BLOCKS = ["coupling", "products", "normality", "depth_use", "directions", "ha
 def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pretend, monkeypatch):
     model, inputs = neox().to(pretend.device), [tokens(1), tokens(1, 5)]
     options = dict(
-        tokenizer=lambda text, **_: {"input_ids": inputs[int(text)]}, measures=OF_BLOCKS, k=4, dtype="float64"
+        tokenizer=lambda text, **_: {"input_ids": inputs[int(text)]},
+        measures=OF_BLOCKS,
+        k=4,
+        dtype="float64",
     )
     usual = tracker.measure(model, ["0", "1"], **options)
     made, init = [], Spill.__init__
-    monkeypatch.setattr(Spill, "__init__", lambda self, _: init(self, (1 << 30, 0)[len(made)]) or made.append(self))
+    monkeypatch.setattr(
+        Spill, "__init__", lambda self, _: init(self, (1 << 30, 0)[len(made)]) or made.append(self)
+    )
     spilled = tracker.measure(model, ["0", "1"], **options)
     assert len(made) == 2 and set(spilled) == set(usual)
-    for name in ("lyapunov_exponent", "mean_alignment", "linear_error", "direction_out_score", "attention_miscoupling"):
+    for name in (
+        "lyapunov_exponent",
+        "mean_alignment",
+        "linear_error",
+        "direction_out_score",
+        "attention_miscoupling",
+    ):
         np.testing.assert_allclose(spilled[name], usual[name], rtol=1e-8, atol=1e-10)
 
 

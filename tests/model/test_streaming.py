@@ -12,7 +12,13 @@ from tracker.model.global_state import preserve_global_state
 from tracker.model.replica import Replica
 
 WIDTH, DEPTH = 64, 4
-OPTIONS = {"k": 5, "measures": "coupling", "svd": "krylov", "final_norm": "exclude", "witness": "off"}
+OPTIONS = {
+    "k": 5,
+    "measures": "coupling",
+    "svd": "krylov",
+    "final_norm": "exclude",
+    "witness": "off",
+}
 
 
 def model(dtype=torch.float16):
@@ -36,7 +42,9 @@ def test_streamed_results_are_those_of_a_model_on_the_device(pretend, dtype):
     on_cpu = tracker.measure(model(dtype), tokens(1), **OPTIONS)
     for name in ("miscoupling", "singular_value"):
         np.testing.assert_array_equal(streamed[name], resident[name])
-    np.testing.assert_allclose(streamed.miscoupling, on_cpu.miscoupling, rtol=0, atol=of_miscouplings(on_cpu))
+    np.testing.assert_allclose(
+        streamed.miscoupling, on_cpu.miscoupling, rtol=0, atol=of_miscouplings(on_cpu)
+    )
     atol = rounding(torch.float32) * float(on_cpu.singular_value.max())
     np.testing.assert_allclose(streamed.singular_value, on_cpu.singular_value, rtol=0, atol=atol)
 
@@ -52,7 +60,10 @@ def test_weights_travel_as_they_are_stored_or_measured_whichever_is_narrower(pre
     ):
         with pretend.count() as counts, replica.materialize(module):
             weights = list(module.parameters())
-            assert all(weight.dtype == torch.float32 and weight.device == pretend.device for weight in weights)
+            assert all(
+                weight.dtype == torch.float32 and weight.device == pretend.device
+                for weight in weights
+            )
         assert counts.bytes_to_device == narrower * nbytes(expected)
     for weight, expected in zip(weights, given.gpt_neox.embed_in.parameters(), strict=True):
         assert torch.equal(weight.cpu(), expected.float())
@@ -76,7 +87,10 @@ def test_weights_travel_once_for_the_forward_pass_and_once_for_the_jacobians(pre
 def test_a_copy_that_fails_ends_the_measurement(pretend):
     given = model()
     sizes = nbytes(*given.gpt_neox.layers[:1])
-    with pretend.memory_limit(pretend.live_bytes() + 3 * sizes), pytest.raises(torch.OutOfMemoryError):
+    with (
+        pretend.memory_limit(pretend.live_bytes() + 3 * sizes),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
         tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
     tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
 
@@ -92,7 +106,9 @@ def test_device_memory_is_that_of_one_block(pretend):
                 pass
     assert pretend.live_bytes() == before
     in_float32 = 2 * nbytes(given.gpt_neox.layers[0])
-    largest = max(weight.nbytes for weight in given.gpt_neox.layers[0].parameters())  # in float16, until it is cast
+    largest = max(
+        weight.nbytes for weight in given.gpt_neox.layers[0].parameters()
+    )  # in float16, until it is cast
     assert in_float32 <= pretend.peak_bytes() - before <= in_float32 + largest
 
 
@@ -113,5 +129,7 @@ def test_a_weight_whose_elements_share_memory_is_copied(pretend):
         norm.weight = torch.nn.Parameter(torch.tensor([0.5]).expand(WIDTH))
     found = tracker.measure(given, tokens(1), device=pretend.device, **OPTIONS)
     expected = tracker.measure(given, tokens(1), **OPTIONS)
-    np.testing.assert_allclose(found.miscoupling, expected.miscoupling, rtol=0, atol=of_miscouplings(expected))
+    np.testing.assert_allclose(
+        found.miscoupling, expected.miscoupling, rtol=0, atol=of_miscouplings(expected)
+    )
     assert all(norm.weight.stride() == (0,) for norm in norms)

@@ -19,11 +19,14 @@ from tracker.model.attention import Formula, row_positions
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
-    "transformer_lens", reason="transformer-lens is not installed (pip install 'transformer-lens>=3.9,<4')"
+    "transformer_lens",
+    reason="transformer-lens is not installed (pip install 'transformer-lens>=3.9,<4')",
 )
 IDS = torch.tensor([[1, 4, 2, 7, 3, 5, 9], [0, 2, 2, 8, 6, 1, 3]])
 DEPTH = 3
-RANDOM = dict(n_layers=DEPTH, d_model=16, n_ctx=48, d_head=4, n_heads=4, d_vocab=10, seed=0, device="cpu")
+RANDOM = dict(
+    n_layers=DEPTH, d_model=16, n_ctx=48, d_head=4, n_heads=4, d_vocab=10, seed=0, device="cpu"
+)
 GATED = dict(gated_mlp=True, act_fn="silu", positional_embedding_type="rotary")
 NO_MLP = dict(attn_only=True, act_fn=None)
 HOOKED = {
@@ -35,7 +38,9 @@ HOOKED = {
     "attention only": NO_MLP,
     "shortformer": dict(positional_embedding_type="shortformer", **NO_MLP),
     "alibi": dict(positional_embedding_type="alibi"),
-    "local attention": dict(use_local_attn=True, window_size=3, attn_types=["global", "local", "local"]),
+    "local attention": dict(
+        use_local_attn=True, window_size=3, attn_types=["global", "local", "local"]
+    ),
     "soft caps, norms on both sides": dict(
         attn_scores_soft_cap=5.0, normalization_type="RMS", use_normalization_before_and_after=True
     ),
@@ -43,7 +48,9 @@ HOOKED = {
     "attention sinks": dict(use_attention_sinks=True),
     "bidirectional": dict(attention_dir="bidirectional"),
     "hooks on the inputs": dict(use_hook_mlp_in=True, use_attn_in=True),
-    "hooks on queries, keys, values and heads": dict(use_split_qkv_input=True, use_attn_result=True),
+    "hooks on queries, keys, values and heads": dict(
+        use_split_qkv_input=True, use_attn_result=True
+    ),
 }
 
 
@@ -54,7 +61,9 @@ BRIDGED = {
         )
     ),
     "pythia-70m": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZE)),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, **SIZE)),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_key_value_heads=2, **SIZE)
+    ),
 }
 SIZE = dict(
     vocab_size=10,
@@ -99,7 +108,9 @@ def bridge(name, directory, compatible):
         "transformer_lens.model_bridge", reason="this TransformerLens has no TransformerBridge"
     )
     boot = bridges.TransformerBridge.boot_transformers
-    model = boot(name, hf_model=BRIDGED[name]().eval(), tokenizer=saved_tokenizer(directory), device="cpu")
+    model = boot(
+        name, hf_model=BRIDGED[name]().eval(), tokenizer=saved_tokenizer(directory), device="cpu"
+    )
     if compatible:
         model.enable_compatibility_mode()
     return model
@@ -170,7 +181,9 @@ def test_planted_errors_are_found(monkeypatch, planted):
     model = hooked("as Llama")
     expected = tracker.measure(model, IDS, k=4, tokens=[2, -1], dtype=torch.float64)
     if planted == "position":
-        monkeypatch.setattr(attention, "row_positions", lambda: None if (p := row_positions()) is None else p + 1)
+        monkeypatch.setattr(
+            attention, "row_positions", lambda: None if (p := row_positions()) is None else p + 1
+        )
     elif planted == "scale":
         monkeypatch.setattr(attention._Hooks, "formula", lambda hooks: Formula(1.0))
         monkeypatch.delitem(PATHS, "own code")
@@ -187,11 +200,19 @@ def test_planted_errors_are_found(monkeypatch, planted):
 def test_padding_changes_nothing(side):
     model, ids = hooked("as Llama"), IDS[:1]
     padding, ones = torch.zeros(1, 3, dtype=torch.long), torch.ones_like(ids)
-    tokens, mask = ([ids, padding + 5], [ones, padding]) if side == "right" else ([padding + 5, ids], [padding, ones])
+    tokens, mask = (
+        ([ids, padding + 5], [ones, padding])
+        if side == "right"
+        else ([padding + 5, ids], [padding, ones])
+    )
     padded = {"input": torch.cat(tokens, 1), "attention_mask": torch.cat(mask, 1)}
-    plain, masked = (tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded))
+    plain, masked = (
+        tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded)
+    )
     np.testing.assert_allclose(masked.miscoupling.values, plain.miscoupling.values, atol=1e-9)
-    assert bool(masked.diagnostics_sliced.all()) == (side == "right")  # positions count from the first real token
+    assert bool(masked.diagnostics_sliced.all()) == (
+        side == "right"
+    )  # positions count from the first real token
 
 
 @FULL
@@ -199,7 +220,9 @@ def test_padding_changes_nothing(side):
 @pytest.mark.parametrize("name", ["gpt2", "pythia-70m"])
 def test_bridges_against_brute_force(name, compatible, tmp_path):
     model = bridge(name, tmp_path, compatible)
-    check_against_brute_force(model, {"gpt2": "transformer.ln_f"}.get(name, "gpt_neox.final_layer_norm"))
+    check_against_brute_force(
+        model, {"gpt2": "transformer.ln_f"}.get(name, "gpt_neox.final_layer_norm")
+    )
 
 
 @FULL
@@ -211,7 +234,9 @@ def test_a_plain_bridge_has_the_measures_of_its_hugging_face_model(name, tmp_pat
     ds = tracker.measure(bridge(name, tmp_path, compatible=False), IDS, k=4)
     assert ds.attrs["final_norm"] == plain.attrs["final_norm"] == "include"
     for measure in ("miscoupling", "miscoupling_normed", "lss", "expodistance", "norm"):
-        bound = of_miscouplings(plain) if measure.startswith("miscoupling") else rounding(torch.float32)
+        bound = (
+            of_miscouplings(plain) if measure.startswith("miscoupling") else rounding(torch.float32)
+        )
         np.testing.assert_allclose(ds[measure], plain[measure], rtol=bound, atol=bound)
 
 

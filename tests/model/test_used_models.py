@@ -78,7 +78,15 @@ def adapted(model, inputs):
     adapted.unload()
 
 
-USES = [captured, generated, generated_with_a_static_cache, trained, compiled, in_inference_mode, adapted]
+USES = [
+    captured,
+    generated,
+    generated_with_a_static_cache,
+    trained,
+    compiled,
+    in_inference_mode,
+    adapted,
+]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +95,10 @@ def fresh_llava():
     return model, inputs, tracker.measure(model, inputs, k=4)
 
 
-LLAVAS = [captured, *(pytest.param(use, marks=pytest.mark.slow) for use in (generated, in_inference_mode))]
+LLAVAS = [
+    captured,
+    *(pytest.param(use, marks=pytest.mark.slow) for use in (generated, in_inference_mode)),
+]
 
 
 @pytest.mark.parametrize("use", LLAVAS)
@@ -162,7 +173,9 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -215,12 +228,16 @@ def assert_jacobians(ds, model, ids, functorch=True):
     last = ids.shape[1] - 1
     oracle = run(model, ids, list(model.layers), None, batch_first=True, functorch=functorch)
     for l in range(3):
-        np.testing.assert_allclose(ds.jacobian[0, 0, l], oracle.jacobian(l, 0, last, last).detach(), atol=1e-12)
+        np.testing.assert_allclose(
+            ds.jacobian[0, 0, l], oracle.jacobian(l, 0, last, last).detach(), atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("as_buffers", [True, False], ids=["buffers", "attributes"])
 @pytest.mark.parametrize("shared", [False, True], ids=["of each block", "shared"])
-@pytest.mark.filterwarnings("ignore:block 1")  # the full sequence: a table of a single row is another one
+@pytest.mark.filterwarnings(
+    "ignore:block 1"
+)  # the full sequence: a table of a single row is another one
 def test_tables_that_grow(as_buffers, shared):
     model = Own(as_buffers=as_buffers, shared=shared)
     expected = measured(model, tokens(2, 6))
@@ -261,7 +278,9 @@ class Reading(Own):
 @pytest.mark.filterwarnings("ignore:block 1")
 def test_attributes_of_modules_that_write_to_buffers_last_as_long_as_the_pass():
     model = Reading()
-    assert_jacobians(measured(model, tokens(2, 6)), copy.deepcopy(model), tokens(2, 6), functorch=False)
+    assert_jacobians(
+        measured(model, tokens(2, 6)), copy.deepcopy(model), tokens(2, 6), functorch=False
+    )
     assert all(layer.attention.rotary.last is None for layer in model.layers)
 
 
@@ -349,7 +368,9 @@ def dynamic():
     rotary = model.model.rotary_emb
     rotary.config = copy.deepcopy(model.config)
     rotary.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    rotary.config.max_position_embeddings = rotary.max_seq_len_cached = rotary.original_max_seq_len = 8
+    rotary.config.max_position_embeddings = rotary.max_seq_len_cached = (
+        rotary.original_max_seq_len
+    ) = 8
     rotary.rope_type = "dynamic"
     with torch.no_grad():
         for layer in model.model.layers:
@@ -371,7 +392,9 @@ def test_a_prompt_is_measured_as_if_alone_where_angles_depend_on_the_longest_seq
     alone = tracker.measure(dynamic(), shorter, k=4)
     np.testing.assert_array_equal(together.norm[1].values[:, :12], alone.norm[0].values)
     atol = rounding(torch.float32) * float(alone.singular_value.max())
-    np.testing.assert_allclose(together.singular_value[1], alone.singular_value[0], rtol=0, atol=atol)
+    np.testing.assert_allclose(
+        together.singular_value[1], alone.singular_value[0], rtol=0, atol=atol
+    )
 
 
 def test_a_model_is_measured_as_it_computes_where_use_changes_its_function():

@@ -61,7 +61,12 @@ def compiled_tower(model, inputs):
 def compiled_parts(model, inputs):
     """The final norm among them, which is counted in."""
     layers = model.model.layers
-    for holder, name in ((model.model, "norm"), (layers[0], "mlp"), (layers[1], "self_attn"), (model, "lm_head")):
+    for holder, name in (
+        (model.model, "norm"),
+        (layers[0], "mlp"),
+        (layers[1], "self_attn"),
+        (model, "lm_head"),
+    ):
         setattr(holder, name, compiled_whole(getattr(holder, name), inputs))
     return model
 
@@ -141,7 +146,14 @@ HELD = [
     prepared_in_bf16,
     data_parallel,
 ]
-NOT_RUN = [hooked, data_parallel, compiled_tower, compiled_parts, wrapped_at_every_depth, set_up_by_fabric]
+NOT_RUN = [
+    hooked,
+    data_parallel,
+    compiled_tower,
+    compiled_parts,
+    wrapped_at_every_depth,
+    set_up_by_fabric,
+]
 
 
 @pytest.mark.parametrize("held", HELD)
@@ -149,7 +161,9 @@ def test_the_numbers_are_those_of_the_plain_model(plain, held):
     model, inputs, expected = plain
     model = held(copy.deepcopy(model), inputs)
     if held not in NOT_RUN:
-        model(inputs)  # as after some training: compiled code exists, offloaded weights have gone back
+        model(
+            inputs
+        )  # as after some training: compiled code exists, offloaded weights have gone back
     ds = measured(model, inputs)
     np.testing.assert_array_equal(ds.miscoupling, expected.miscoupling)
     assert [ds.attrs[name] for name in ("blocks", "final_norm_module")] == [
@@ -163,7 +177,11 @@ class Outer(nn.Module):
     def __init__(self, net, way):
         super().__init__()
         self.net = (
-            net if way == "held twice" else nn.DataParallel(net) if way == "module" else compiled_whole(net, None)
+            net
+            if way == "held twice"
+            else nn.DataParallel(net)
+            if way == "module"
+            else compiled_whole(net, None)
         )
         self.fast = compiled_whole(net, None) if way == "held twice" else None
         self.way = way
@@ -182,20 +200,40 @@ def test_a_wrapped_part_is_measured_as_without_its_wrapper(plain, way):
     assert ds.attrs["blocks"] == "net.model.layers.0, net.model.layers.1, net.model.layers.2"
 
 
-@pytest.mark.parametrize("held", [compiled_tower, activation_checkpoint_wrappers, wrapped_at_every_depth])
+@pytest.mark.parametrize(
+    "held", [compiled_tower, activation_checkpoint_wrappers, wrapped_at_every_depth]
+)
 def test_blocks_are_named_with_or_without_the_wrappers_own_steps(plain, held):
     model, inputs, expected = plain
     model = held(copy.deepcopy(model), inputs)
     plain_names = [f"model.layers.{i}" for i in range(3)]
-    found = {name: module for name, module in model.named_modules() if isinstance(module, LlamaDecoderLayer)}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LlamaDecoderLayer)
+    }
     holder = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
     container = next(name for name, m in model.named_modules() if m is holder)
-    given = [plain_names, list(found), list(found.values()), list(holder), holder, "model.layers", container]
+    given = [
+        plain_names,
+        list(found),
+        list(found.values()),
+        list(holder),
+        holder,
+        "model.layers",
+        container,
+    ]
     for blocks in given:
         assert tracker.find_blocks(model, blocks).names == tuple(plain_names)
     spans = [f"input of {name}" for name in found] + [f"output of {list(found)[-1]}"]
-    assert tracker.find_blocks(model, spans).names[0] == "input of model.layers.0 to input of model.layers.1"
-    with pytest.raises(UsageError, match="no module named 'model._orig_mod.blocks'; its parts are model .LlamaModel"):
+    assert (
+        tracker.find_blocks(model, spans).names[0]
+        == "input of model.layers.0 to input of model.layers.1"
+    )
+    with pytest.raises(
+        UsageError,
+        match="no module named 'model._orig_mod.blocks'; its parts are model .LlamaModel",
+    ):
         tracker.find_blocks(model, "model._orig_mod.blocks")
 
 
@@ -210,7 +248,9 @@ def test_a_wrapped_parts_memory_is_counted(plain):
 
 def test_weights_in_flattened_pieces_are_refused(plain):
     model, inputs, _ = plain
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
     try:
         sharded = FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
         with pytest.raises(UsageError, match="FSDP 1 keeps weights in flattened pieces"):
@@ -251,10 +291,14 @@ def test_adapters_count_as_part_of_the_model(plain):
 def test_tied_weights_and_parameters_made_in_inference_mode():
     with torch.inference_mode():
         model, inputs = build("gpt2")
-    assert model.lm_head.weight is model.transformer.wte.weight and model.lm_head.weight.is_inference()
+    assert (
+        model.lm_head.weight is model.transformer.wte.weight and model.lm_head.weight.is_inference()
+    )
     expected, _ = build("gpt2")
     inputs = inputs.clone()
-    np.testing.assert_array_equal(measured(model, inputs).miscoupling, measured(expected, inputs).miscoupling)
+    np.testing.assert_array_equal(
+        measured(model, inputs).miscoupling, measured(expected, inputs).miscoupling
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -269,7 +313,9 @@ def test_quantised_blocks_are_measured_dequantised(plain, bits):
             linear = getattr(mlp, name)
             shape = (linear.in_features, linear.out_features)
             if bits == 4:
-                swapped = bnb.nn.Linear4bit(*shape, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+                swapped = bnb.nn.Linear4bit(
+                    *shape, bias=False, quant_type="nf4", compute_dtype=torch.float32
+                )
             else:
                 swapped = bnb.nn.Linear8bitLt(*shape, bias=False, has_fp16_weights=False)
             swapped.load_state_dict(linear.state_dict())
@@ -278,12 +324,20 @@ def test_quantised_blocks_are_measured_dequantised(plain, bits):
             plain_weight = getattr(dequantised.model.layers[layer].mlp, name).weight
             with torch.no_grad():
                 if bits == 4:
-                    plain_weight.copy_(bnb.functional.dequantize_4bit(swapped.weight.data, swapped.weight.quant_state))
+                    plain_weight.copy_(
+                        bnb.functional.dequantize_4bit(
+                            swapped.weight.data, swapped.weight.quant_state
+                        )
+                    )
                 else:
-                    plain_weight.copy_(swapped.weight.data.float() * swapped.weight.SCB[:, None] / 127)
+                    plain_weight.copy_(
+                        swapped.weight.data.float() * swapped.weight.SCB[:, None] / 127
+                    )
     kinds = {type(m) for m in quantised.modules()}
     seen, expected = (measured(model, inputs) for model in (quantised, dequantised))
-    np.testing.assert_allclose(seen.miscoupling, expected.miscoupling, atol=of_miscouplings(expected))
+    np.testing.assert_allclose(
+        seen.miscoupling, expected.miscoupling, atol=of_miscouplings(expected)
+    )
     assert {type(m) for m in quantised.modules()} == kinds and quantised.model.layers[
         0
     ].mlp.up_proj.weight.dtype != torch.float32
@@ -295,7 +349,9 @@ def test_attention_kernels_without_float32_or_derivatives_give_way_to_sdpa(imple
     expected = measured(model, inputs)
     model.config._attn_implementation = implementation
     seen = measured(model, inputs)
-    np.testing.assert_allclose(seen.miscoupling, expected.miscoupling, atol=of_miscouplings(expected))
+    np.testing.assert_allclose(
+        seen.miscoupling, expected.miscoupling, atol=of_miscouplings(expected)
+    )
     assert model.config._attn_implementation == implementation
 
 

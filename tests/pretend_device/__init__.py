@@ -70,7 +70,9 @@ class PretendDevice:
             found = Counter(dict(torch.ops.pretend.stop_counting()))
             for name in TOTALS:
                 setattr(counts, name, found[name])
-            counts.operators.update({name: number for name, number in found.items() if name.startswith("aten::")})
+            counts.operators.update(
+                {name: number for name, number in found.items() if name.startswith("aten::")}
+            )
 
     def live_bytes(self) -> int:
         """Return the bytes of all storages on the device."""
@@ -152,9 +154,18 @@ def load() -> PretendDevice:
 
 def _library() -> Path:
     """Return the compiled library."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((torch.__version__, FLAGS)).encode()).hexdigest()[:16]
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    compiler = (
+        os.environ.get("CXX")
+        or shutil.which("c++")
+        or shutil.which("g++")
+        or shutil.which("clang++")
+    )
+    key = hashlib.sha256(
+        SOURCE.read_bytes() + repr((torch.__version__, FLAGS)).encode()
+    ).hexdigest()[:16]
+    root = Path(
+        os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    )
     library = root / f"{NAME}_device" / f"{torch.__version__}-{key}.so"
     library.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(library.with_suffix(".lock")):
@@ -165,9 +176,14 @@ def _library() -> Path:
                 )
             unfinished = library.with_suffix(".unfinished")
             installed = Path(torch.__file__).parent
-            includes = [f"-I{installed / path}" for path in ("include", "include/torch/csrc/api/include")]
+            includes = [
+                f"-I{installed / path}" for path in ("include", "include/torch/csrc/api/include")
+            ]
             libraries = [f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
-            subprocess.run([compiler, *FLAGS, *includes, str(SOURCE), "-o", str(unfinished), *libraries], check=True)
+            subprocess.run(
+                [compiler, *FLAGS, *includes, str(SOURCE), "-o", str(unfinished), *libraries],
+                check=True,
+            )
             unfinished.rename(library)
     return library
 
@@ -195,7 +211,10 @@ def _device_module() -> types.ModuleType:
         "memory_allocated": lambda device=0: ops.live_bytes(),
         "max_memory_allocated": lambda device=0: ops.peak_bytes(),
         "reset_peak_memory_stats": lambda device=0: ops.reset_peak(),
-        "mem_get_info": lambda device=0: (min(ops.limit(), total) - ops.live_bytes(), min(ops.limit(), total)),
+        "mem_get_info": lambda device=0: (
+            min(ops.limit(), total) - ops.live_bytes(),
+            min(ops.limit(), total),
+        ),
     }
     for name, function in functions.items():
         setattr(module, name, function)

@@ -21,12 +21,16 @@ def compare(model, inputs, pretend, tolerance, **options):
     try:
         before = pretend.live_bytes()
         found = tracker.measure(model, inputs, device=pretend.device, **options)
-        assert pretend.live_bytes() == before, "a reference cycle keeps weights until it is collected"
+        assert pretend.live_bytes() == before, (
+            "a reference cycle keeps weights until it is collected"
+        )
     finally:
         gc.enable()
     assert set(found) == set(expected)
     for name in EXACT:
-        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=0, atol=tolerance, err_msg=name
+        )
     for name in CHECKED:
         np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
     return found
@@ -43,17 +47,37 @@ def test_every_architecture(pretend, name):
 @pytest.mark.parametrize("name", ["gpt_neox", "timm deit, distilled"])
 def test_every_measure(pretend, name):
     model, inputs = build(name, Size(depth=2, tokens=5))
-    compare(model, inputs, pretend, 1e-7, k=3, tokens=[1, -1], measures="all,tokenwise", dtype=torch.float64)
+    compare(
+        model,
+        inputs,
+        pretend,
+        1e-7,
+        k=3,
+        tokens=[1, -1],
+        measures="all,tokenwise",
+        dtype=torch.float64,
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("svd", "memory_budget"), [("auto", None), ("full", 200_000), ("krylov", None)])
+@pytest.mark.parametrize(
+    ("svd", "memory_budget"), [("auto", None), ("full", 200_000), ("krylov", None)]
+)
 def test_methods_and_budgets(pretend, svd, memory_budget):
     model = language("GPTNeoXForCausalLM")(Size(width=128, depth=3, tokens=12))
     options = {} if memory_budget is None else {"memory_budget": memory_budget}
-    full = tracker.measure(model, tokens(2, 12), k=4, svd="full", measures="coupling", tokens=[3, -1])
+    full = tracker.measure(
+        model, tokens(2, 12), k=4, svd="full", measures="coupling", tokens=[3, -1]
+    )
     found = tracker.measure(
-        model, tokens(2, 12), k=4, svd=svd, measures="coupling", tokens=[3, -1], device=pretend.device, **options
+        model,
+        tokens(2, 12),
+        k=4,
+        svd=svd,
+        measures="coupling",
+        tokens=[3, -1],
+        device=pretend.device,
+        **options,
     )
     assert found.diagnostics_complete.all()
     np.testing.assert_allclose(found.singular_value, full.singular_value, rtol=1e-5)
@@ -62,8 +86,12 @@ def test_methods_and_budgets(pretend, svd, memory_budget):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_in_half_precision(pretend, dtype):
-    model = language("LlamaForCausalLM", num_key_value_heads=2)(Size(width=32, depth=3, tokens=9)).to(dtype)
-    compare(model, tokens(1, 9), pretend, 1e-4, k=3, tokens=[1, -1], measures=("coupling", "trajectory"))
+    model = language("LlamaForCausalLM", num_key_value_heads=2)(
+        Size(width=32, depth=3, tokens=9)
+    ).to(dtype)
+    compare(
+        model, tokens(1, 9), pretend, 1e-4, k=3, tokens=[1, -1], measures=("coupling", "trajectory")
+    )
 
 
 def test_a_model_on_the_device_stays_there_unchanged(pretend):

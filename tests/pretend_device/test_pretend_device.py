@@ -51,7 +51,10 @@ def test_what_cuda_allows_is_allowed(pretend):
     x = torch.arange(6.0, device=pretend.device).view(2, 3)
     assert (x * torch.tensor(2.0)).sum().item() == 30  # a number on the CPU
     assert x[:, torch.tensor([0, 2])].tolist() == [[0, 2], [3, 5]]  # indices on the CPU
-    assert torch.randn(3, device=pretend.device, generator=torch.Generator(pretend.device)).device == pretend.device
+    assert (
+        torch.randn(3, device=pretend.device, generator=torch.Generator(pretend.device)).device
+        == pretend.device
+    )
 
 
 def test_views_share_memory_and_in_place_changes_reach_them(pretend):
@@ -92,7 +95,12 @@ def test_counts(pretend):
     host = torch.ones(4, 4)
     with pretend.count() as counts:
         x = host.to(pretend.device)
-    assert (counts.launches, counts.syncs, counts.to_device, counts.bytes_to_device) == (0, 1, 1, 64)
+    assert (counts.launches, counts.syncs, counts.to_device, counts.bytes_to_device) == (
+        0,
+        1,
+        1,
+        64,
+    )
     with pretend.count() as counts:
         y = x @ x + 1
     assert (counts.launches, counts.syncs, counts.operators["aten::mm"]) == (2, 0, 1)
@@ -127,7 +135,10 @@ def test_memory_is_counted_and_limited(pretend):
     y = x + 1
     z = y.view(10, 100)
     assert pretend.live_bytes() == before + 8000
-    with pretend.memory_limit(before + 10_000), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+    with (
+        pretend.memory_limit(before + 10_000),
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
+    ):
         x + y
     del x, y
     assert pretend.live_bytes() == before + 4000

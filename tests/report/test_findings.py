@@ -15,14 +15,20 @@ STEPS = (0, 1, 8, 2000)
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    return contents(reduced(tracker.open_results(generated(tmp_path_factory.mktemp("run") / "toy", STEPS))))
+    return contents(
+        reduced(tracker.open_results(generated(tmp_path_factory.mktemp("run") / "toy", STEPS)))
+    )
 
 
 def changed(shown, values, null=1.0):
     name, k = "miscoupling", min(shown["ks"])
     curve = {"value": list(values), "null": [null] * len(values)}
     departure = null - np.array(values)[:, None] + 1e-3 * np.arange(3)
-    found = onset(np.array(shown["steps"]), departure, (null - np.array(values)[:, None]) * np.linspace(0.8, 1.2, 15))
+    found = onset(
+        np.array(shown["steps"]),
+        departure,
+        (null - np.array(values)[:, None]) * np.linspace(0.8, 1.2, 15),
+    )
     begins = {"later": found.later if found.found else None, "words": found.words}
     return {**shown, "curves": {name: {k: {"mean_offdiag": curve}}}, "onset": {name: {k: begins}}}
 

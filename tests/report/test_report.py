@@ -28,7 +28,9 @@ from tracker.report.contents import contents
 from tracker.report.write import main, write_report
 from tracker.store import Store, distinct_names
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 browser_test = [
     pytest.mark.browser,
     pytest.mark.skipif(
@@ -59,8 +61,12 @@ def results(tmp_path_factory):
                         parameter.zero_()
         unit = tracker.measure(model, tokens(2), k=[4, 8], measures="all,tokenwise", pair_tokens=3)
         unit["score"] = ("task", [0.1 + step / 4000])
-        unit = unit.assign_coords(task=["piqa"], step=step, commit=f"{step:040x}", revision=f"step{step}")
-        store.write(step, unit.assign_coords(suspect="another shard's weights" if step == 1 else ""))
+        unit = unit.assign_coords(
+            task=["piqa"], step=step, commit=f"{step:040x}", revision=f"step{step}"
+        )
+        store.write(
+            step, unit.assign_coords(suspect="another shard's weights" if step == 1 else "")
+        )
     return store.path
 
 
@@ -80,7 +86,9 @@ def several(tmp_path_factory):
         store.check_settings({"model": store.path.name})
         sizes = {"width": 64 + 16 * (i % 4), "parameters": 1000 * (i + 1) ** 2}
         for step in (0, 64):
-            made = unit(step, 3 + i % 3, (4, 8), 3, False, i, model_class=f"tests.{'AB'[i > 3]}", **sizes)
+            made = unit(
+                step, 3 + i % 3, (4, 8), 3, False, i, model_class=f"tests.{'AB'[i > 3]}", **sizes
+            )
             rated = ("prompt", [3.0, 1, 4])
             store.write(step, made.assign_coords(tokens_seen=step * 2**i, difficulty=rated))
         paths.append(store.path)
@@ -90,7 +98,10 @@ def several(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written(results, other, several, tmp_path_factory):
     """A function that writes the page of one store, that of two, or that of enough to compare models, once each."""
-    directory, stores = tmp_path_factory.mktemp("pages"), {"one": results, "two": [results, other], "six": several}
+    directory, stores = (
+        tmp_path_factory.mktemp("pages"),
+        {"one": results, "two": [results, other], "six": several},
+    )
     return cache(lambda which: write_report(stores[which], directory / f"{which}.html"))
 
 
@@ -228,21 +239,35 @@ class TestNumbers:
               ];
             }"""
         )
-        assert [name for name, _ in decoded[:2]] == list(VARIANTS[:2]) and len(decoded) == 2 * len(VARIANTS)
+        assert [name for name, _ in decoded[:2]] == list(VARIANTS[:2]) and len(decoded) == 2 * len(
+            VARIANTS
+        )
         for name, by_k in decoded:
             for k, values in by_k:
                 of, level, _ = name.partition("/level")
                 whole = (null_level(ds, of) if level else ds[of]).sel(k=int(k))
                 stored = whole.astype(float).mean(("prompt", "token")).values
-                stored = stored if of.endswith("_vju") else np.stack([off_diagonal(matrix) for matrix in stored])
-                np.testing.assert_allclose(numbers(values).reshape(stored.shape), stored, **TO_16_BITS)
+                stored = (
+                    stored
+                    if of.endswith("_vju")
+                    else np.stack([off_diagonal(matrix) for matrix in stored])
+                )
+                np.testing.assert_allclose(
+                    numbers(values).reshape(stored.shape), stored, **TO_16_BITS
+                )
         for name in MISCOUPLINGS:
             carried = page.evaluate("(name) => data.models[0].curves[name]", name)
             for k in (4, 8):
                 for pairs in ("mean", "mean_offdiag", "mean_adjacent"):
-                    for part, of in {"value": name, "null": f"{name}_null", "q25": f"{name}_q25"}.items():
+                    for part, of in {
+                        "value": name,
+                        "null": f"{name}_null",
+                        "q25": f"{name}_q25",
+                    }.items():
                         expected = points[of].sel(k=k, pairs=pairs).values
-                        np.testing.assert_array_equal(numbers(carried[str(k)][pairs][part]), expected)
+                        np.testing.assert_array_equal(
+                            numbers(carried[str(k)][pairs][part]), expected
+                        )
 
     @pytest.mark.slow
     def test_by_distance_by_depth_and_by_prompt(self, page, results):
@@ -250,13 +275,20 @@ class TestNumbers:
         matrix = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
         drawn = named(shown(page, "distance"), "step 2,000")["y"]
         L = matrix.sizes["layer"]
-        rings = [np.diagonal(matrix.values, r).tolist() + np.diagonal(matrix.values, -r).tolist() for r in range(1, L)]
+        rings = [
+            np.diagonal(matrix.values, r).tolist() + np.diagonal(matrix.values, -r).tolist()
+            for r in range(1, L)
+        ]
         np.testing.assert_allclose(numbers(drawn), [np.mean(ring) for ring in rings], **TO_16_BITS)
         drawn = named(shown(page, "singular"), "s1")["y"]
-        np.testing.assert_allclose(numbers(drawn), ds.singular_value.sel(rank=1).median(("prompt", "token")), rtol=1e-6)
+        np.testing.assert_allclose(
+            numbers(drawn), ds.singular_value.sel(rank=1).median(("prompt", "token")), rtol=1e-6
+        )
         for name in ("norm", "entropy"):
             drawn = named(shown(page, name), "step 2,000")["y"]
-            np.testing.assert_allclose(numbers(drawn), ds[name].median(("prompt", "position")), rtol=1e-6)
+            np.testing.assert_allclose(
+                numbers(drawn), ds[name].median(("prompt", "position")), rtol=1e-6
+            )
         drawn = named(shown(page, "equidistance_window"), "step 2,000")["y"]
         expected = ds.equidistance_window.median(("prompt", "position")).values
         assert not np.isfinite(expected).all()  # depths at which no window fits are left out
@@ -264,13 +296,17 @@ class TestNumbers:
         apart = matrix.layer != matrix.layer_other
         drawn = named(shown(page, "prompts"), "prompts")["y"]
         above = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).where(apart)
-        np.testing.assert_allclose(numbers(drawn), above.mean(("token", "layer", "layer_other")), atol=1e-6)
+        np.testing.assert_allclose(
+            numbers(drawn), above.mean(("token", "layer", "layer_other")), atol=1e-6
+        )
         assert named(shown(page, "prompts"), "unrelated blocks")["y"] == [0, 0]
         points = curves(tracker.open_results(results)).sel(k=4, pairs="mean_offdiag")
         drawn = named(shown(page, "scatter"), "a point a step")["y"]
         np.testing.assert_allclose(numbers(drawn), points.miscoupling_null - points.miscoupling)
         noise = ds.noise_similarity.sel(depth=1).mean(("prompt", "position"))
-        np.testing.assert_allclose(numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6)
+        np.testing.assert_allclose(
+            numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6
+        )
 
     @pytest.mark.slow
     def test_tokens(self, page, results):
@@ -285,7 +321,9 @@ class TestNumbers:
             == "Mis-coupling of pairs of tokens: block 1, in bases of block 2, step 2,000"
         )
         assert drawn["text"][0][2] == "token 0 in block 1, in the basis of token 6 in block 2"
-        blocks = page.eval_on_selector_all("#block option", "(options) => options.map((option) => option.value)")
+        blocks = page.eval_on_selector_all(
+            "#block option", "(options) => options.map((option) => option.value)"
+        )
         assert blocks == ["1", "2"], "no block lends its basis to the last"
         curve = named(shown(page, "token_curves"), "mean over prompts")["y"]
         expected = ds.fixed_output_miscoupling.sel(k=4).mean()
@@ -308,27 +346,47 @@ class TestNumbers:
     @pytest.mark.slow
     def test_undefined_values_are_gaps(self, page, results):
         lines = shown(page, "lss")
-        assert [value is None for value in named(lines, "median")["y"]] == [False, False, True, False]
+        assert [value is None for value in named(lines, "median")["y"]] == [
+            False,
+            False,
+            True,
+            False,
+        ]
         (band,) = [line for line in lines if line.get("fill") == "toself"]
         assert band["x"].count(None) == 2  # a piece before the gap, and one after
         data = contents(reduced(tracker.open_results(results)))
-        assert [median is None for median in data["trajectory"]["lss"]["median"]] == [False, False, True, False]
+        assert [median is None for median in data["trajectory"]["lss"]["median"]] == [
+            False,
+            False,
+            True,
+            False,
+        ]
 
     @pytest.mark.slow
     @pytest.mark.parametrize("which", ["one", "six"])
     def test_every_chart_gives_its_numbers_as_one_table_with_named_columns(self, shared, which):
         page = shared(which)
-        visible = page.evaluate("[...document.querySelectorAll('figure')].filter((f) => !f.hidden).map((f) => f.id)")
+        visible = page.evaluate(
+            "[...document.querySelectorAll('figure')].filter((f) => !f.hidden).map((f) => f.id)"
+        )
         assert len(visible) > 10
         names = set()
         for figure in visible:
             name, table = downloaded(page, figure)
             names.add(name)
-            assert len(table) and table.shape[1] > 2 and not any("Unnamed" in column for column in table), name
+            assert (
+                len(table)
+                and table.shape[1] > 2
+                and not any("Unnamed" in column for column in table)
+            ), name
             assert not {"x", "y", "z", "value", "series"} & set(table), name
-            assert table.notna().any().all(), f"{name} has an empty column: {table.columns[table.isna().all()]}"
+            assert table.notna().any().all(), (
+                f"{name} has an empty column: {table.columns[table.isna().all()]}"
+            )
             words = {"model", "measure", "pairs", "subset", "prompt", "out_words", "in_words"}
-            assert all(dtype.kind in "if" for column, dtype in table.dtypes.items() if column not in words), name
+            assert all(
+                dtype.kind in "if" for column, dtype in table.dtypes.items() if column not in words
+            ), name
             for column, part in (("model", ""), ("measure", ""), ("k", "K"), ("step", "step")):
                 values = table[column].unique() if column in table else []
                 assert len(values) != 1 or f"_{part}{values[0]}".replace("/", "-") in name, name
@@ -340,13 +398,24 @@ class TestNumbers:
         stored = curves(ds).sel(k=4, pairs="mean_offdiag")
         name, table = downloaded(page, "coupling-figure")
         assert name == "coupling_GPTNeoXForCausalLM_miscoupling_K4_steps0-2000.csv"
-        assert table.columns.tolist() == "model measure k pairs step mean q25 q75 null_level coupling".split()
+        assert (
+            table.columns.tolist()
+            == "model measure k pairs step mean q25 q75 null_level coupling".split()
+        )
         assert table.step.tolist() == [0, 1, 8, 2000]
-        parts = {"mean": "", "q25": "_q25", "q75": "_q75", "null_level": "_null", "coupling": "_coupling"}
+        parts = {
+            "mean": "",
+            "q25": "_q25",
+            "q75": "_q75",
+            "null_level": "_null",
+            "coupling": "_coupling",
+        }
         for column, of in parts.items():
             np.testing.assert_allclose(table[column], stored[f"miscoupling{of}"])
         page.select_option("#score", "piqa")
-        assert downloaded(page, "coupling-figure")[1].piqa.tolist() == ds.score.values[:, 0].tolist()
+        assert (
+            downloaded(page, "coupling-figure")[1].piqa.tolist() == ds.score.values[:, 0].tolist()
+        )
         at = {"k": 4, "step": 2000}
         name, table = downloaded(page, "matrix-figure")
         assert name == "matrix_GPTNeoXForCausalLM_miscoupling_K4_step2000.csv"
@@ -355,39 +424,60 @@ class TestNumbers:
             for values in (ds.miscoupling, null_level(ds, "miscoupling"))
         )
         L = len(mean)
-        assert table[["layer", "layer_other"]].values.tolist() == [[i // L + 1, i % L + 1] for i in range(L * L)]
-        np.testing.assert_allclose(table["mean"].values.reshape(L, L), off_diagonal(mean), **TO_16_BITS)
-        np.testing.assert_allclose(table["null_level"].values.reshape(L, L), off_diagonal(level), **TO_16_BITS)
+        assert table[["layer", "layer_other"]].values.tolist() == [
+            [i // L + 1, i % L + 1] for i in range(L * L)
+        ]
+        np.testing.assert_allclose(
+            table["mean"].values.reshape(L, L), off_diagonal(mean), **TO_16_BITS
+        )
+        np.testing.assert_allclose(
+            table["null_level"].values.reshape(L, L), off_diagonal(level), **TO_16_BITS
+        )
         name, table = downloaded(page, "graph-figure")
         assert len(table) == L * (L - 1) / 2
         name, table = downloaded(page, "norm-figure")
-        assert name == "norm_GPTNeoXForCausalLM_norm_step2000.csv" and table.depth.tolist() == list(range(L + 1))
-        quartiles = ds.norm.sel(step=2000).quantile([0.25, 0.5, 0.75], ("prompt", "position")).values
+        assert name == "norm_GPTNeoXForCausalLM_norm_step2000.csv" and table.depth.tolist() == list(
+            range(L + 1)
+        )
+        quartiles = (
+            ds.norm.sel(step=2000).quantile([0.25, 0.5, 0.75], ("prompt", "position")).values
+        )
         np.testing.assert_allclose(table[["q25", "median", "q75"]].values.T, quartiles, rtol=1e-6)
         page.select_option("#kind", "fixed_output")
         page.select_option("#block", "1")
         name, table = downloaded(page, "token_matrix-figure")
         assert name == "token_matrix_GPTNeoXForCausalLM_fixed_output_miscoupling_K4_step2000.csv"
         of_pairs = ds.fixed_output_miscoupling.sel(at).sel(layer=1).mean("prompt").values
-        np.testing.assert_allclose(table["mean"].values.reshape(of_pairs.shape), of_pairs, **TO_16_BITS)
-        assert set(zip(table.layer, table.layer_other, strict=True)) == {(1, 2)} and 6 in table.token_other.values
+        np.testing.assert_allclose(
+            table["mean"].values.reshape(of_pairs.shape), of_pairs, **TO_16_BITS
+        )
+        assert (
+            set(zip(table.layer, table.layer_other, strict=True)) == {(1, 2)}
+            and 6 in table.token_other.values
+        )
         name, table = downloaded(page, "token_absolute-figure")
         A = abs(ds.fixed_output_matrix) / ds.fixed_output_singular_value.sel(rank=1)
         A = A.sel(layer=1, step=2000).mean("prompt").values
         np.testing.assert_allclose(table.absolute.values.reshape(A.shape), A, atol=np.ptp(A) / 100)
 
     @pytest.mark.slow
-    def test_one_number_has_one_name_in_summary_curves_figures_page_and_wandb(self, suite, tmp_path, open_page):
+    def test_one_number_has_one_name_in_summary_curves_figures_page_and_wandb(
+        self, suite, tmp_path, open_page
+    ):
         """The coupling of nano by the paper's equation 14."""
         measure, step, k = "offdiag_normalized", 8, 4
         texts = ["import os", "The function raises", "for name in sorted(names):"]
         units = {}
         for at in (0, step):
             model, tokenizer = load(cached_snapshot(nano.REPO, f"step{at}", suite))
-            units[at] = tracker.measure(model, texts, tokenizer=tokenizer, k=k).assign_coords(step=at)
+            units[at] = tracker.measure(model, texts, tokenizer=tokenizer, k=k).assign_coords(
+                step=at
+            )
         store = stored(tmp_path / "nano", units)
         ds, unit = tracker.open_results(store), units[step]
-        expected = (null_level(unit, measure) - unit[measure]).sel(k=k).mean(("prompt", "token")).values
+        expected = (
+            (null_level(unit, measure) - unit[measure]).sel(k=k).mean(("prompt", "token")).values
+        )
         expected = float(np.nanmean(off_diagonal(expected)))
         (metric,) = [name for name in headline_names(k) if f"{measure}_coupling" in name]
         points = curves(ds)[f"{measure}_coupling"].sel(k=k, pairs="mean_offdiag")
@@ -413,7 +503,9 @@ class TestNumbers:
 
 def downloaded(page, figure):
     """The name of the CSV that a figure offers, and the table that pandas reads from it."""
-    shown(page, figure.removesuffix("-figure"))  # what is drawn while a button is clicked may move it
+    shown(
+        page, figure.removesuffix("-figure")
+    )  # what is drawn while a button is clicked may move it
     with page.expect_download() as download:
         page.locator(f"#{figure} button.csv").click()
     return download.value.suggested_filename, pandas.read_csv(download.value.path())
@@ -444,7 +536,9 @@ class TestFirstLook:
             assert drawn and width <= column < 700, name
         assert printed["ink"] == "#1a1d21" and printed["closed"] == 0
         shown(page, "coupling")
-        ink, width = page.evaluate("[$('coupling').layout.font.color, $('coupling')._fullLayout.width]")
+        ink, width = page.evaluate(
+            "[$('coupling').layout.font.color, $('coupling')._fullLayout.width]"
+        )
         assert ink != "#1a1d21" and width > 1000, "afterwards it is as before"
 
 
@@ -462,23 +556,45 @@ class TestChoices:
             drawn, level = named(history, "mean over prompts"), named(history, "null level")
             of = stored.sel(layer=l, layer_other=m).values if l != m else np.zeros(4)
             np.testing.assert_allclose(numbers(drawn["y"]), of, **TO_16_BITS)
-            null = null_level(ds, "miscoupling").sel(k=4, layer=l, layer_other=m).mean(("prompt", "token")).values
+            null = (
+                null_level(ds, "miscoupling")
+                .sel(k=4, layer=l, layer_other=m)
+                .mean(("prompt", "token"))
+                .values
+            )
             if l != m:
                 np.testing.assert_allclose(numbers(level["y"]), null, **TO_16_BITS)
             assert drawn["customdata"] == [0, 1, 8, 2000]
-            A = abs(ds.matrix).mean(("prompt", "token")).isel(step=3).sel(layer=l, layer_other=m).values
-            np.testing.assert_allclose(numbers(shown(page, "absolute")[0]["z"]), A, atol=np.ptp(A) / 500)
+            A = (
+                abs(ds.matrix)
+                .mean(("prompt", "token"))
+                .isel(step=3)
+                .sel(layer=l, layer_other=m)
+                .values
+            )
+            np.testing.assert_allclose(
+                numbers(shown(page, "absolute")[0]["z"]), A, atol=np.ptp(A) / 500
+            )
             said = page.inner_text("#picked")
-            assert said.startswith(f"Block {l} in the basis of block {m}" if l != m else f"Block {l} in its own basis")
+            assert said.startswith(
+                f"Block {l} in the basis of block {m}" if l != m else f"Block {l} in its own basis"
+            )
 
-        last = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).isel(step=3).mean(("prompt", "token"))
+        last = (
+            (null_level(ds, "miscoupling") - ds.miscoupling)
+            .sel(k=4)
+            .isel(step=3)
+            .mean(("prompt", "token"))
+        )
         apart = np.where(np.eye(L, dtype=bool), -np.inf, last.transpose("layer", "layer_other"))
         opened = np.unravel_index(apart.argmax(), apart.shape)
         assert tuple(opened) != (0, 1), "the first pair is not the most coupled"
         assert_picked(*(int(i) + 1 for i in opened))
         shown(page, "matrix")
         box = page.locator("#matrix .nsewdrag").bounding_box()
-        page.mouse.click(box["x"] + box["width"] * 0.5 / L, box["y"] + box["height"] * (L - 0.5) / L)
+        page.mouse.click(
+            box["x"] + box["width"] * 0.5 / L, box["y"] + box["height"] * (L - 0.5) / L
+        )
         assert_picked(L, 1)
         page.locator("#matrix").focus()
         page.keyboard.press("ArrowUp")
@@ -503,7 +619,12 @@ class TestChoices:
         links, controls = ["A"] * 6, ["measure", "k", "pairs", "score", "axis", "last", "step"]
         first = ["skip", "theme", "A", "SUMMARY", "doubts", *links, *controls, "csv"]
         assert reached[: len(first)] == first
-        assert reached.index("l") < reached.index("m") < reached.index("matrix") < reached.index("kind")
+        assert (
+            reached.index("l")
+            < reached.index("m")
+            < reached.index("matrix")
+            < reached.index("kind")
+        )
         page.locator(".skip").focus()
         page.keyboard.press("Enter")
         assert page.evaluate("document.activeElement.id") == "training"
@@ -524,8 +645,13 @@ class TestSaving:
             for kind in ("png", "svg"):
                 with page.expect_download() as download:
                     page.locator(f"#{chart}-figure button.{kind}").click()
-                name, content = download.value.suggested_filename, download.value.path().read_bytes()
-                assert name.startswith(f"{chart}_GPTNeoXForCausalLM_miscoupling_K4_step") and name.endswith(kind)
+                name, content = (
+                    download.value.suggested_filename,
+                    download.value.path().read_bytes(),
+                )
+                assert name.startswith(
+                    f"{chart}_GPTNeoXForCausalLM_miscoupling_K4_step"
+                ) and name.endswith(kind)
                 if kind == "svg":
                     text = content.decode()
                     assert (
@@ -534,7 +660,9 @@ class TestSaving:
                     )
                 else:
                     picture = plt.imread(download.value.path(), "png")
-                    assert picture.shape[0] > 1000 and picture[..., 3].min() == 1, "large, and on the page's colour"
+                    assert picture.shape[0] > 1000 and picture[..., 3].min() == 1, (
+                        "large, and on the page's colour"
+                    )
                     assert len(np.unique(picture.reshape(-1, 4), axis=0)) > 20
         assert page.locator("#used-figure button.png").count() == 0, "a table is no picture"
 
@@ -557,7 +685,8 @@ class TestSaving:
         near = [-0.4, 0, 0.4]
         for l, m in np.ndindex(L, L):
             xs, ys = (
-                [scale * (start + (i + 0.5 + by) * cell) for by in near] for start, i in ((left, m), (top + above, l))
+                [scale * (start + (i + 0.5 + by) * cell) for by in near]
+                for start, i in ((left, m), (top + above, l))
             )
             colours = np.array([picture[int(y), int(x), :3] for x in xs for y in ys])
             assert (colours == 1).all() == (l == m), (l, m)
@@ -602,7 +731,10 @@ class TestSteps:
     def test_no_fit_over_depth_of_few_blocks(self, page):
         names = [line["name"] for line in shown(page, "singular")]
         assert "fit of 1 / s₁" not in names
-        assert page.inner_text("#singular-fit").strip() == "1 / s₁ against depth: n = 3: fewer than 8 points, no fit."
+        assert (
+            page.inner_text("#singular-fit").strip()
+            == "1 / s₁ against depth: n = 3: fewer than 8 points, no fit."
+        )
 
 
 class TestSeveral:
@@ -613,12 +745,20 @@ class TestSeveral:
         page = shared("two")
         names = distinct_names([results, other])
         assert names[0] != names[1] and page.locator("#model option").all_inner_texts() == names
-        stored = [curves(tracker.open_results(path)).sel(k=4, pairs="mean_offdiag") for path in (results, other)]
+        stored = [
+            curves(tracker.open_results(path)).sel(k=4, pairs="mean_offdiag")
+            for path in (results, other)
+        ]
         lines = shown(page, "coupling")
         for name, points in zip(names, stored, strict=True):
             assert named(lines, name)["y"] == points.miscoupling.values.tolist()
-            assert named(lines, f"{name}, null level")["y"] == points.miscoupling_null.values.tolist()
-        looks = [(named(lines, name)["line"]["color"], named(lines, name)["line"]["dash"]) for name in names]
+            assert (
+                named(lines, f"{name}, null level")["y"] == points.miscoupling_null.values.tolist()
+            )
+        looks = [
+            (named(lines, name)["line"]["color"], named(lines, name)["line"]["dash"])
+            for name in names
+        ]
         assert looks[0][0] != looks[1][0] and looks[0][1] != looks[1][1]
         page.select_option("#model", "1")
         assert len(shown(page, "matrix")[0]["z"]) == 8 and page.inner_text("#step-shown") == "64"
@@ -635,14 +775,19 @@ class TestBetween:
 
         page, last = shared("six"), [tracker.open_results(path).isel(step=-1) for path in several]
         score = [float(ds.score.mean()) for ds in last]
-        of = {"blocks": [ds.sizes["layer"] for ds in last], "training tokens": [float(ds.tokens_seen) for ds in last]}
+        of = {
+            "blocks": [ds.sizes["layer"] for ds in last],
+            "training tokens": [float(ds.tokens_seen) for ds in last],
+        }
         of |= {name: [ds.attrs[name] for ds in last] for name in ("width", "parameters")}
         page.select_option("#measure", "offdiag_normalized")
         page.select_option("#k", "8")
         for pairs in ("mean_offdiag", "mean"):
             page.select_option("#pairs", pairs)
             page.evaluate(f"data.texts.fewest = {FEWEST_POINTS}; refresh()")
-            assert [line["name"] for line in shown(page, "fit")] == [path.name for path in several], "points alone"
+            assert [line["name"] for line in shown(page, "fit")] == [
+                path.name for path in several
+            ], "points alone"
             said = page.inner_text("#fit-caption")
             assert said.startswith("n = 6: fewer than 8 points, no fit.") and "R²" not in said
             assert not any(any(line.get("x", [])) for line in shown(page, "subsets"))
@@ -650,11 +795,16 @@ class TestBetween:
             page.evaluate("data.texts.fewest = 4; refresh()")
             above = [null_level(ds, "offdiag_normalized") - ds.offdiag_normalized for ds in last]
             whole = [A.sel(k=8).mean(("prompt", "token")).astype(float).values for A in above]
-            couplings = [np.nanmean(off_diagonal(A)) if pairs == "mean_offdiag" else A.mean() for A in whole]
+            couplings = [
+                np.nanmean(off_diagonal(A)) if pairs == "mean_offdiag" else A.mean() for A in whole
+            ]
             assert_line(page, "fit", couplings, score)
-            assert "Blocks, width and parameters controlled for: R² = " in page.inner_text("#fit-caption")
+            assert "Blocks, width and parameters controlled for: R² = " in page.inner_text(
+                "#fit-caption"
+            )
         assert (
-            page.inner_text("#fit-title") == "Score against coupling: mis-coupling, eq. 14, K = 8, all pairs of blocks"
+            page.inner_text("#fit-title")
+            == "Score against coupling: mis-coupling, eq. 14, K = 8, all pairs of blocks"
         )
         for name, x in of.items():
             page.select_option("#against", name)
@@ -670,7 +820,10 @@ class TestBetween:
             "Fits between results: they were not measured alike: they differ in final norm"
             in (tmp_path / "unlike.html").read_text()
         )
-        bare = stored(tmp_path / "bare", {1: tracker.open_results(several[0]).isel(step=-1).drop_vars("score")})
+        bare = stored(
+            tmp_path / "bare",
+            {1: tracker.open_results(several[0]).isel(step=-1).drop_vars("score")},
+        )
         write_report([*several[:3], bare.path], tmp_path / "few.html")
         said = "Fits between results: 3 of 4 results have scores and layer pairs; a fit needs 4"
         assert said in (tmp_path / "few.html").read_text()
@@ -685,7 +838,9 @@ def assert_line(page, chart, x, y):
     np.testing.assert_allclose([line["x"][0] for line in dots], x, rtol=1e-6)
     np.testing.assert_allclose([line["y"][0] for line in dots], y, rtol=1e-6)
     drawn, fit = named(lines, "linear fit"), stats.linregress(x, y)
-    np.testing.assert_allclose(drawn["y"], fit.intercept + fit.slope * numbers(drawn["x"]), rtol=1e-6)
+    np.testing.assert_allclose(
+        drawn["y"], fit.intercept + fit.slope * numbers(drawn["x"]), rtol=1e-6
+    )
 
 
 class TestAccess:
@@ -694,7 +849,12 @@ class TestAccess:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "which, width, theme",
-        [("one", 1280, "light"), ("one", 400, "dark"), ("two", 1280, "dark"), ("six", 400, "light")],
+        [
+            ("one", 1280, "light"),
+            ("one", 400, "dark"),
+            ("two", 1280, "dark"),
+            ("six", 400, "light"),
+        ],
     )
     def test_no_serious_fault_and_nothing_cut_off(self, shared, width, theme, which):
         from axe_playwright_python.sync_playwright import Axe
@@ -705,7 +865,11 @@ class TestAccess:
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         for box in page.evaluate(f"{VISIBLE}.map((c) => c.getBoundingClientRect().toJSON())"):
             assert box["width"] > 250 and box["left"] >= 0 and box["right"] <= width
-        serious = [v for v in Axe().run(page).response["violations"] if v["impact"] in ("serious", "critical")]
+        serious = [
+            v
+            for v in Axe().run(page).response["violations"]
+            if v["impact"] in ("serious", "critical")
+        ]
         assert [(v["id"], [node["html"][:200] for node in v["nodes"]]) for v in serious] == []
 
 
@@ -754,7 +918,9 @@ class TestHonesty:
         store = stored(tmp_path / "run", {7: unit}, callback="coupling")
         page = open_page(write_report(store.path, tmp_path / "page.html"))
         steps_through(page)
-        visible = page.evaluate("[...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)")
+        visible = page.evaluate(
+            "[...document.querySelectorAll('figure')].filter(f => !f.hidden).map(f => f.id)"
+        )
         assert visible and ("coupling-figure" in visible) == (measures == "coupling")
         assert ("lss-figure" in visible) == (measures == "trajectory")
         assert "1 checkpoint at step 7" in page.inner_text("header")
@@ -772,8 +938,15 @@ class TestSize:
         shown(page, "absolute")
         assert page.inner_text("#absolute-title").endswith("step 3, the last carried before 4")
         assert "at 4 or more of 9 steps" in page.inner_text("footer")
-        A = abs(tracker.open_results(path).matrix).mean(("prompt", "token")).sel(step=3, layer=1, layer_other=2).values
-        np.testing.assert_allclose(numbers(shown(page, "absolute")[0]["z"]), A, atol=np.ptp(A) / 500)
+        A = (
+            abs(tracker.open_results(path).matrix)
+            .mean(("prompt", "token"))
+            .sel(step=3, layer=1, layer_other=2)
+            .values
+        )
+        np.testing.assert_allclose(
+            numbers(shown(page, "absolute")[0]["z"]), A, atol=np.ptp(A) / 500
+        )
 
 
 class TestCommandLine:
@@ -782,7 +955,10 @@ class TestCommandLine:
         assert main([str(results), "--out", str(tmp_path / "page.html")]) == 0
         assert 4_000_000 < (tmp_path / "page.html").stat().st_size < 7_000_000
         assert main([str(results), str(other)]) == 2
-        assert "2 directories of results make one page; say where it goes: --out page.html" in capsys.readouterr().err
+        assert (
+            "2 directories of results make one page; say where it goes: --out page.html"
+            in capsys.readouterr().err
+        )
         assert main([str(results), str(results), "--out", str(tmp_path / "page.html")]) == 2
         assert "is given twice" in capsys.readouterr().err
         assert main([str(results)]) == 0 and (results / "report.html").is_file()
@@ -795,7 +971,10 @@ class TestCommandLine:
         damaged = shutil.copytree(other, tmp_path / "damaged")
         Store(damaged).file(4).write_bytes(b"\x89HDF no more")
         assert main([str(damaged), "--out", str(tmp_path / "page.html")]) == 2
-        assert "step00000004.nc is damaged" in capsys.readouterr().err and not (tmp_path / "page.html").exists()
+        assert (
+            "step00000004.nc is damaged" in capsys.readouterr().err
+            and not (tmp_path / "page.html").exists()
+        )
 
     def test_the_package_loads_neither_torch_nor_xarray(self):
         code = "import sys, tracker.report; sys.exit('torch' in sys.modules or 'xarray' in sys.modules)"

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.filterwarnings(
 WTE, MIDDLE = "output of transformer.wte", f"output of transformer.h.{DEPTH // 2}"
 H = [f"transformer.h.{i}" for i in range(DEPTH)]
 CHAIN = [f"input of {H[0]}", *(f"output of {name}" for name in H)]
-NEXT = [*(f"input of {name}" for name in H), f"output of {H[-1]}"]  # a block, and what is mixed in after it
+NEXT = [
+    *(f"input of {name}" for name in H),
+    f"output of {H[-1]}",
+]  # a block, and what is mixed in after it
 OPTIONS: dict[str, Any] = dict(k=4, dtype=torch.float64)
 
 CASES: dict[str, tuple[dict[str, bool], str | list[str]]] = {
@@ -46,7 +49,9 @@ def gpt(**options: bool) -> GPT:
     return GPT(**options).double().eval()
 
 
-def restated(model: GPT, inputs: Tensor, skip: bool = False) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
+def restated(
+    model: GPT, inputs: Tensor, skip: bool = False
+) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """Each span as a function of its start, with all other tensors constant, and its start. The first is block 0 alone."""
     blocks = list(model.transformer["h"])  # type: ignore[arg-type]
     given: dict[int, Tensor] = {}
@@ -55,12 +60,18 @@ def restated(model: GPT, inputs: Tensor, skip: bool = False) -> list[tuple[Calla
             block.register_forward_pre_hook(lambda m, args, i=i: given.__setitem__(i, args[0]))
             for i, block in enumerate(blocks)
         ]
-        handles.append(blocks[-1].register_forward_hook(lambda m, args, y: given.__setitem__(DEPTH, y)))
+        handles.append(
+            blocks[-1].register_forward_hook(lambda m, args, y: given.__setitem__(DEPTH, y))
+        )
         model(inputs)
         for handle in handles:
             handle.remove()
         x0 = given[0] / (model.resid_lambdas[0] + model.x0_lambdas[0])
-        values = {i: model.value_embeds[str(i)](inputs) for i in range(DEPTH) if str(i) in model.value_embeds}
+        values = {
+            i: model.value_embeds[str(i)](inputs)
+            for i in range(DEPTH)
+            if str(i) in model.value_embeds
+        }
         starts = [given[0]] + [blocks[i](given[i], values.get(i)) for i in range(DEPTH - 1)]
 
     def span(i: int) -> Callable[[Tensor], Tensor]:
@@ -122,7 +133,10 @@ def test_a_state_that_is_fixed_varies_in_the_span_that_begins_with_it():
     model = Loop("first state again").double().eval()
     states = states_in_one_graph(model, ids(), STARTS)
     found = found_by_spans(
-        model, ids(), find_blocks(model, STARTS, fixed=STARTS[0]), Rows(torch.tensor([1]), torch.tensor([3]))
+        model,
+        ids(),
+        find_blocks(model, STARTS, fixed=STARTS[0]),
+        Rows(torch.tensor([1]), torch.tensor([3])),
     )
     for J, x, y in zip(found, states[:-1], states[1:], strict=True):
         expected = in_one_graph(x, y, 1, 3, 3)
@@ -135,8 +149,12 @@ def test_measured_couplings_are_those_of_brute_force():
     spans = restated(model, inputs)
     for b in range(len(inputs)):
         last = inputs.shape[1] - 1
-        for name, expected in couplings([jacobian(f, X, b, last, last) for f, X in spans], 4).items():
-            torch.testing.assert_close(torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9)
+        for name, expected in couplings(
+            [jacobian(f, X, b, last, last) for f, X in spans], 4
+        ).items():
+            torch.testing.assert_close(
+                torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9
+            )
     assert ds.attrs["fixed"] == WTE
     assert ds.attrs["blocks"].startswith(f"{CHAIN[0]} to {CHAIN[1]}, {CHAIN[1]} to {CHAIN[2]}, ")
 
@@ -164,16 +182,22 @@ def test_in_float32():
 
 
 @pytest.mark.parametrize("case", ["x0", "smear", "backout"])
-@pytest.mark.parametrize("blocks", [None, "transformer.h", NEXT], ids=["found", "named", "boundaries"])
+@pytest.mark.parametrize(
+    "blocks", [None, "transformer.h", NEXT], ids=["found", "named", "boundaries"]
+)
 def test_without_the_declaration_the_message_proposes_it(case, blocks):
     options, fixed = CASES[case]
     model = gpt(**options)
     message = refusal(model, blocks)
     (line,) = re.findall(r"^  blocks=(find_blocks.*?)  #", message, re.MULTILINE)
     proposed = eval(line)
-    if case == "backout" and blocks == NEXT:  # what the middle state is computed from, at a boundary
+    if (
+        case == "backout" and blocks == NEXT
+    ):  # what the middle state is computed from, at a boundary
         fixed = [WTE, f"input of {H[DEPTH // 2]}"]
-    assert [str(place) for place in proposed.fixed] == ([fixed] if isinstance(fixed, str) else fixed)
+    assert [str(place) for place in proposed.fixed] == (
+        [fixed] if isinstance(fixed, str) else fixed
+    )
     assert "each line was tried on these inputs" in message
     assert tracker.measure(model, tokens(), blocks=proposed, k=2).sizes["layer"] == DEPTH
 
@@ -259,7 +283,9 @@ def test_other_calls_of_find_blocks():
         mixer = nn.Module()
         mixer.first, mixer.second = block.mlp.c_fc, block.mlp.c_proj
         block.attn, block.mlp = nn.Identity(), mixer
-    with pytest.raises(UsageError, match="no attention is recognised in them; name the blocks, too"):
+    with pytest.raises(
+        UsageError, match="no attention is recognised in them; name the blocks, too"
+    ):
         find_blocks(model, fixed=WTE)
 
 

@@ -44,7 +44,9 @@ class Attention(nn.Module):
 class MLP(nn.Sequential):
     def __init__(self, norm: bool = True):
         norms = [nn.LayerNorm(WIDTH)] if norm else []
-        super().__init__(*norms, nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        super().__init__(
+            *norms, nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
 
 class Loop(nn.Module):
@@ -56,8 +58,12 @@ class Loop(nn.Module):
         inside = way not in ("outer norm", "in place")
         self.embed = nn.Embedding(20, WIDTH)
         self.latents = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.layers = nn.ModuleList(nn.ModuleList([Attention(inside), MLP(inside)]) for _ in range(L))
-        self.norms = nn.ModuleList(nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]) for _ in range(L))
+        self.layers = nn.ModuleList(
+            nn.ModuleList([Attention(inside), MLP(inside)]) for _ in range(L)
+        )
+        self.norms = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]) for _ in range(L)
+        )
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20)
         self.way, self.passes, self.kept = way, 0, None
 
@@ -66,7 +72,9 @@ class Loop(nn.Module):
         if self.way == "expanded":  # memory of a parameter, many times over
             x = self.latents.expand(*ids.shape, -1)
         first, beside = x, x.clone()
-        for i, ((attention, mlp), (norm1, norm2)) in enumerate(zip(self.layers, self.norms, strict=True)):
+        for i, ((attention, mlp), (norm1, norm2)) in enumerate(
+            zip(self.layers, self.norms, strict=True)
+        ):
             if self.way == "outer norm":
                 x = x + attention(norm1(x))
                 x = x + mlp(norm2(x))
@@ -127,7 +135,11 @@ class InBlocks(nn.Module):
         self.norm = loop.norm
 
     def forward(self, ids):
-        x = self.loop.latents.expand(*ids.shape, -1) if self.loop.way == "expanded" else self.loop.embed(ids)
+        x = (
+            self.loop.latents.expand(*ids.shape, -1)
+            if self.loop.way == "expanded"
+            else self.loop.embed(ids)
+        )
         for block in self.blocks:
             x = block(x)
         return self.loop.head(self.norm(x))
@@ -151,7 +163,9 @@ def vit(pool: str = "cls") -> nn.Module:
     from vit_pytorch import ViT
 
     torch.manual_seed(0)
-    sizes = dict(image_size=16, patch_size=8, num_classes=5, dim=16, depth=L, heads=2, mlp_dim=32, dim_head=8)
+    sizes = dict(
+        image_size=16, patch_size=8, num_classes=5, dim=16, depth=L, heads=2, mlp_dim=32, dim_head=8
+    )
     return ViT(**sizes, pool=pool).double().eval()
 
 
@@ -160,22 +174,40 @@ def x_transformer(cls: str, **options) -> nn.Module:
 
     torch.manual_seed(0)
     layers = getattr(x_transformers, cls)(dim=16, depth=L, heads=2, attn_dim_head=8, **options)
-    return x_transformers.TransformerWrapper(num_tokens=20, max_seq_len=16, attn_layers=layers).double().eval()
+    return (
+        x_transformers.TransformerWrapper(num_tokens=20, max_seq_len=16, attn_layers=layers)
+        .double()
+        .eval()
+    )
 
 
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 OF_VIT = [f"input of transformer.layers.{i}.0" for i in range(L)] + ["input of transformer.norm"]
-OF_X = [f"input of attn_layers.layers.{i}.0.0" for i in range(0, 2 * L, 2)] + ["input of attn_layers.final_norm"]
-RETURNED = ["output of emb_dropout"] + [f"output of attn_layers.layers.{i}.2" for i in range(1, 2 * L, 2)]
-POST_NORMED = ["output of emb_dropout"] + [f"output of attn_layers.layers.{i}.0.2" for i in range(1, 2 * L, 2)]
+OF_X = [f"input of attn_layers.layers.{i}.0.0" for i in range(0, 2 * L, 2)] + [
+    "input of attn_layers.final_norm"
+]
+RETURNED = ["output of emb_dropout"] + [
+    f"output of attn_layers.layers.{i}.2" for i in range(1, 2 * L, 2)
+]
+POST_NORMED = ["output of emb_dropout"] + [
+    f"output of attn_layers.layers.{i}.0.2" for i in range(1, 2 * L, 2)
+]
 
 CASES = {
     "vit-pytorch": (vit, IMAGES, OF_VIT),
     "x-transformers, decoder": (lambda: x_transformer("Decoder", rotary_pos_emb=True), ids(), OF_X),
-    "x-transformers, bias by position": (lambda: x_transformer("Decoder", rel_pos_bias=True), ids(), OF_X),
+    "x-transformers, bias by position": (
+        lambda: x_transformer("Decoder", rel_pos_bias=True),
+        ids(),
+        OF_X,
+    ),
     "x-transformers, encoder": (lambda: x_transformer("Encoder"), ids(), OF_X),
     "x-transformers, what residuals return": (lambda: x_transformer("Encoder"), ids(), RETURNED),
-    "x-transformers, post-norm": (lambda: x_transformer("Decoder", pre_norm=False), ids(), POST_NORMED),
+    "x-transformers, post-norm": (
+        lambda: x_transformer("Decoder", pre_norm=False),
+        ids(),
+        POST_NORMED,
+    ),
     "pre-norm": (loop, ids(), STARTS),
     "outer norm": (lambda: loop("outer norm"), ids(), OUTER),
     "checkpointed": (lambda: loop("checkpointed"), ids(), STARTS),
@@ -184,7 +216,9 @@ CASES = {
 }
 
 
-def states_in_one_graph(model: nn.Module, inputs: Tensor, boundaries: Sequence[str]) -> list[Tensor]:
+def states_in_one_graph(
+    model: nn.Module, inputs: Tensor, boundaries: Sequence[str]
+) -> list[Tensor]:
     """The very tensors that the caller's own model passes on, in one graph."""
     met: dict[str, Tensor] = {}
     handles = []
@@ -192,16 +226,26 @@ def states_in_one_graph(model: nn.Module, inputs: Tensor, boundaries: Sequence[s
         side, _, name = text.partition(" of ")
         module = model.get_submodule(name)
         if side == "input":
-            handles.append(module.register_forward_pre_hook(lambda m, args, text=text: met.__setitem__(text, args[0])))
+            handles.append(
+                module.register_forward_pre_hook(
+                    lambda m, args, text=text: met.__setitem__(text, args[0])
+                )
+            )
         else:
-            handles.append(module.register_forward_hook(lambda m, args, out, text=text: met.__setitem__(text, out)))
+            handles.append(
+                module.register_forward_hook(
+                    lambda m, args, out, text=text: met.__setitem__(text, out)
+                )
+            )
     model(inputs)
     for handle in handles:
         handle.remove()
     return [met[text] for text in boundaries]
 
 
-def found_by_spans(model: nn.Module, inputs: Tensor, blocks, rows: Rows, dtype=torch.float64) -> list[Tensor]:
+def found_by_spans(
+    model: nn.Module, inputs: Tensor, blocks, rows: Rows, dtype=torch.float64
+) -> list[Tensor]:
     with preserve_global_state(CPU):
         replica = Replica(model, find_blocks(model, blocks), dtype, CPU)
         calls = record_spans(replica, [inputs], {}).calls
@@ -213,9 +257,16 @@ def found_by_spans(model: nn.Module, inputs: Tensor, blocks, rows: Rows, dtype=t
 def test_jacobians_are_those_between_two_tensors_of_one_graph(case):
     make, inputs, boundaries = CASES[case]
     model = make()
-    before = {name: (value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+    before = {
+        name: (value.clone(), value._version)
+        for name, value in model.state_dict(keep_vars=True).items()
+    }
     states = states_in_one_graph(model, inputs, boundaries)
-    sample, token, source = torch.tensor([0, 1, 1]), torch.tensor([4, 0, 3]), torch.tensor([1, 0, 2])
+    sample, token, source = (
+        torch.tensor([0, 1, 1]),
+        torch.tensor([4, 0, 3]),
+        torch.tensor([1, 0, 2]),
+    )
     for rows in (Rows(sample, token), Rows(sample[::2], token[::2], source[::2])):
         found = found_by_spans(model, inputs, boundaries, rows)
         assert len(found) == len(boundaries) - 1
@@ -233,30 +284,48 @@ def test_measured_couplings_are_those_of_brute_force(case):
     model = make()
     states = states_in_one_graph(model, inputs, boundaries)
     # By default the decoder's norm, a language model's, would be part of the last span.
-    ds = tracker.measure(model, inputs, blocks=boundaries, k=4, dtype=torch.float64, final_norm="exclude")
+    ds = tracker.measure(
+        model, inputs, blocks=boundaries, k=4, dtype=torch.float64, final_norm="exclude"
+    )
     token = 0 if case == "vit-pytorch" else -1  # its class token
     for b in range(2):
         at = token % states[0].shape[1]
         Js = [in_one_graph(x, y, b, at, at) for x, y in pairwise(states)]
         for name, expected in couplings(Js, 4).items():
-            torch.testing.assert_close(torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9
+            )
     # A bidirectional model has no other way to these.
-    assert not ds.diagnostics_sliced.any() and "no module that would run on single rows" in ds.attrs["fallbacks"]
+    assert (
+        not ds.diagnostics_sliced.any()
+        and "no module that would run on single rows" in ds.attrs["fallbacks"]
+    )
     assert ds.attrs["blocks"].startswith(f"{boundaries[0]} to {boundaries[1]}, {boundaries[1]} to ")
 
 
-@pytest.mark.parametrize("way, final_norm", [*((way, "include") for way in WAYS), ("pre-norm", "exclude")])
+@pytest.mark.parametrize(
+    "way, final_norm", [*((way, "include") for way in WAYS), ("pre-norm", "exclude")]
+)
 def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
     model = loop(way)
     options = dict(
-        k=(2, 4), dtype=torch.float64, measures="all,tokenwise", final_norm=final_norm, tokens=[1, -1], pair_tokens=3
+        k=(2, 4),
+        dtype=torch.float64,
+        measures="all,tokenwise",
+        final_norm=final_norm,
+        tokens=[1, -1],
+        pair_tokens=3,
     )
-    of_spans = tracker.measure(model, ids(), blocks=find_blocks(model, WAYS[way], unembedding="head"), **options)
+    of_spans = tracker.measure(
+        model, ids(), blocks=find_blocks(model, WAYS[way], unembedding="head"), **options
+    )
     modules = InBlocks(model).eval()
     of_modules = tracker.measure(
         modules, ids(), blocks=find_blocks(modules, "blocks", unembedding="loop.head"), **options
     )
-    assert {"miscoupling_vju", "self_offdiag", "entropy", "pca", "noise_similarity"} < set(of_spans.data_vars)
+    assert {"miscoupling_vju", "self_offdiag", "entropy", "pca", "noise_similarity"} < set(
+        of_spans.data_vars
+    )
     unlike = ("diagnostics_sliced", "diagnostics_derivative_error")
     assert_same_units(of_spans.drop_vars(unlike), of_modules.drop_vars(unlike), 1e-8)
     assert of_spans.attrs["final_norm"] == of_modules.attrs["final_norm"] == final_norm
@@ -298,7 +367,9 @@ def test_sequence_first():
     options = dict(k=4, dtype=torch.float64, final_norm="include")
     expected = tracker.measure(loop(), ids(), blocks=STARTS, **options)
     assert_same_units(tracker.measure(model, ids(), blocks=found, **options), expected, 1e-9)
-    with pytest.raises(UsageError, match=r"6 samples of 2 tokens, but 2 were given.*batch_first=False"):
+    with pytest.raises(
+        UsageError, match=r"6 samples of 2 tokens, but 2 were given.*batch_first=False"
+    ):
         tracker.measure(model, ids(), blocks=blocks, k=4)
 
 
@@ -322,7 +393,11 @@ def test_small_jacobians_are_found_in_float64():
         for attention, mlp in model.layers:
             attention.out.weight.mul_(1e-6), attention.out.bias.mul_(1e-6)
             mlp[-1].weight.mul_(1e-6), mlp[-1].bias.mul_(1e-6)
-    options = {"blocks": STARTS, "k": 4, "final_norm": "exclude"}  # the norm's own Jacobian is not small
+    options = {
+        "blocks": STARTS,
+        "k": 4,
+        "final_norm": "exclude",
+    }  # the norm's own Jacobian is not small
     expected = tracker.measure(model, ids(), dtype=torch.float64, **options)
     found = tracker.measure(model.float(), ids(), **options)
     assert abs(found.miscoupling - expected.miscoupling).max() < of_miscouplings(found)
@@ -396,7 +471,9 @@ def test_outputs_that_can_not_show_a_wrong_end_do_not_hide_it(beside):
     model = Beside().double().eval()
     model.beside = beside
     with pytest.raises(UsageError, match=r"end of the last span .* is not the whole hidden state"):
-        tracker.measure(model, ids(), blocks=[*STARTS[:-1], "output of layers.2.1"], k=4, dtype=torch.float64)
+        tracker.measure(
+            model, ids(), blocks=[*STARTS[:-1], "output of layers.2.1"], k=4, dtype=torch.float64
+        )
     found = tracker.measure(model, ids(), blocks=STARTS, k=4, dtype=torch.float64)
     expected = tracker.measure(loop(), ids(), blocks=STARTS, k=4, dtype=torch.float64)
     assert found.miscoupling.equals(expected.miscoupling)
@@ -409,7 +486,8 @@ def test_boundaries_that_do_not_lead_to_the_output_are_refused():
             return self.embed(ids)
 
     with pytest.raises(
-        UsageError, match=r"nothing that the model returns depends on the end .*name boundaries that lead"
+        UsageError,
+        match=r"nothing that the model returns depends on the end .*name boundaries that lead",
     ):
         tracker.measure(Early().double().eval(), ids(), blocks=STARTS, k=4, dtype=torch.float64)
 
@@ -441,10 +519,14 @@ def test_the_first_state_as_input_is_checked_too_and_not_written_to():
 
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
     kept, version = x.clone(), x._version
-    of_states = tracker.measure(OnStates().double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64)
+    of_states = tracker.measure(
+        OnStates().double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64
+    )
     assert torch.equal(x, kept) and x._version == version and of_states.sizes["layer"] == L
     with pytest.raises(UsageError, match="start of span 1"):
-        tracker.measure(OnStates("beside").double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64)
+        tracker.measure(
+            OnStates("beside").double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64
+        )
 
 
 def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
@@ -460,14 +542,18 @@ def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
     weight = model.layers[1][1][-1].weight
     kept, version = weight.clone(), weight._version
     options = dict(blocks=STARTS, k=4, dtype=torch.float64)
-    assert_same_units(tracker.measure(model, ids(), **options), tracker.measure(halved, ids(), **options), 1e-10)
+    assert_same_units(
+        tracker.measure(model, ids(), **options), tracker.measure(halved, ids(), **options), 1e-10
+    )
     assert torch.equal(weight, kept) and weight._version == version
 
 
 def test_lists_that_are_never_called_lead_to_boundaries():
     model = loop()
     model.layers = nn.ModuleList(nn.Sequential(*layer) for layer in model.layers)
-    with pytest.raises(UsageError, match="never reached 3 of the blocks.* name the boundaries between blocks"):
+    with pytest.raises(
+        UsageError, match="never reached 3 of the blocks.* name the boundaries between blocks"
+    ):
         tracker.measure(model, ids(), k=4, dtype=torch.float64)
     assert tracker.measure(model, ids(), blocks=STARTS, k=4).sizes["layer"] == L
 
@@ -492,7 +578,9 @@ def test_values_that_are_not_finite_are_said_at_their_boundary():
     model = loop()
     with torch.no_grad():
         model.layers[1][1][-1].bias[0] = torch.inf
-    with pytest.raises(FloatingPointError, match="input of layers.2.0 gives values that are not finite"):
+    with pytest.raises(
+        FloatingPointError, match="input of layers.2.0 gives values that are not finite"
+    ):
         tracker.measure(model, ids(), blocks=STARTS, k=4)
 
 
@@ -509,14 +597,17 @@ def test_the_error_gives_the_line_that_measures(case):
     blocks = eval(line)
     assert blocks == boundaries
     found = find_blocks(model, blocks)
-    assert str(found).startswith(f"{L} blocks, {boundaries[0]} to {boundaries[-1]} (boundaries named by the caller)")
+    assert str(found).startswith(
+        f"{L} blocks, {boundaries[0]} to {boundaries[-1]} (boundaries named by the caller)"
+    )
 
 
 def test_no_line_is_given_where_it_would_be_a_guess():
     # Post-norm: what the first module is given is no state of the model.
     model = x_transformer("Decoder", pre_norm=False)
     with pytest.raises(
-        UsageError, match=r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]"
+        UsageError,
+        match=r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]",
     ):
         find_blocks(model)
     without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))

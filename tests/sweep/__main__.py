@@ -18,15 +18,26 @@ def main() -> int:
     """The command line; the exit status is 1 where something is wrong, raises, changes its model or differs after use."""
     parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__)
     parser.add_argument("--only", default="", help="classes whose names contain this")
-    parser.add_argument("--group", action="append", help="causal, multimodal, encoder, vision, timm; all by default")
     parser.add_argument(
-        "--share", type=share, default=(0, 1), help="I/N: every N-th class from the I-th on; day/N: by the date"
+        "--group", action="append", help="causal, multimodal, encoder, vision, timm; all by default"
+    )
+    parser.add_argument(
+        "--share",
+        type=share,
+        default=(0, 1),
+        help="I/N: every N-th class from the I-th on; day/N: by the date",
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one class")
     parser.add_argument("--list", action="store_true", help="the classes, and no more")
-    parser.add_argument("--log", type=Path, help="outcomes as they come, one a line; those it has are not found again")
-    parser.add_argument("--out", help="page to write, beside a CSV file; docs/sweep.md for a sweep of everything")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        help="outcomes as they come, one a line; those it has are not found again",
+    )
+    parser.add_argument(
+        "--out", help="page to write, beside a CSV file; docs/sweep.md for a sweep of everything"
+    )
     given = parser.parse_args()
 
     import torch
@@ -37,7 +48,9 @@ def main() -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     groups = given.group or catalogue.GROUPS
-    todo = [(name, group) for group in groups for name in catalogue.classes(group) if given.only in name]
+    todo = [
+        (name, group) for group in groups for name in catalogue.classes(group) if given.only in name
+    ]
     first, step = given.share
     todo = todo[first::step]
     if given.list:
@@ -65,16 +78,24 @@ def share(text: str) -> tuple[int, int]:
         or not (first == "day" or first.isdecimal() and 0 < int(first) <= int(count))
         or count == "0"
     ):
-        raise argparse.ArgumentTypeError(f"{text!r}; give I/N with I from 1 to N, such as 3/10, or day/N")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}; give I/N with I from 1 to N, such as 3/10, or day/N"
+        )
     N = int(count)
     return (datetime.date.today().toordinal() % N if first == "day" else int(first) - 1), N
 
 
-def sweep(todo: list[tuple[str, str]], processes: int, seconds: float, log: Path | None = None) -> list[Any]:
+def sweep(
+    todo: list[tuple[str, str]], processes: int, seconds: float, log: Path | None = None
+) -> list[Any]:
     """The outcome of every class, in the order of `todo`; classes that are in the log are not swept again."""
     from tests.sweep.judge import Outcome
 
-    known = [Outcome(**json.loads(line)) for line in log.read_text().splitlines()] if log and log.exists() else []
+    known = (
+        [Outcome(**json.loads(line)) for line in log.read_text().splitlines()]
+        if log and log.exists()
+        else []
+    )
     done = {(outcome.name, outcome.group): outcome for outcome in known}
     outcomes: dict[int, Outcome] = {i: done[at] for i, at in enumerate(todo) if at in done}
     context = multiprocessing.get_context("fork")
@@ -95,7 +116,9 @@ def sweep(todo: list[tuple[str, str]], processes: int, seconds: float, log: Path
                     outcomes[i] = here.recv()
                 except EOFError:
                     process.join()
-                    outcomes[i] = Outcome(name, group, "raw exception", f"the process ended with {process.exitcode}")
+                    outcomes[i] = Outcome(
+                        name, group, "raw exception", f"the process ended with {process.exitcode}"
+                    )
             elif time.monotonic() > until:
                 process.kill()
                 outcomes[i] = Outcome(name, group, "too slow", f"more than {seconds:.0f} s")
@@ -106,7 +129,10 @@ def sweep(todo: list[tuple[str, str]], processes: int, seconds: float, log: Path
                 if log:
                     with log.open("a") as file:
                         file.write(json.dumps(dataclasses.asdict(o)) + "\n")
-                print(f"{o.outcome:14} {group:10} {name}: {o.error:.0e} {o.detail} [{o.blocks}] {o.note}", flush=True)
+                print(
+                    f"{o.outcome:14} {group:10} {name}: {o.error:.0e} {o.detail} [{o.blocks}] {o.note}",
+                    flush=True,
+                )
         time.sleep(0.02)
     return [outcomes[i] for i in range(len(todo))]
 

@@ -34,7 +34,9 @@ class Built:
     inputs: dict[str, Tensor]
     text: bool
     depth: int | None = None  # layers of the tower that ends in the output
-    prompts: list[Tensor] = field(default_factory=list)  # token ids, each for a forward call of its own
+    prompts: list[Tensor] = field(
+        default_factory=list
+    )  # token ids, each for a forward call of its own
     dtype: torch.dtype = torch.float64
     note: str = ""
     spread: float = 0.1
@@ -58,14 +60,24 @@ def classes(group: str) -> list[str]:
     causal = _of("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") | {n for n in dir(transformers) if _causal(n)}
     multimodal = _of(*MULTIMODAL) - causal
     encoder = _of(*ENCODERS) - causal - multimodal
-    known = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES)
+    known = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) | set(
+        auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    )
     known |= {kind for mapping in MULTIMODAL for kind in getattr(auto, mapping)}
-    bases = {name for kind, name in auto.MODEL_MAPPING_NAMES.items() if kind not in known and isinstance(name, str)}
+    bases = {
+        name
+        for kind, name in auto.MODEL_MAPPING_NAMES.items()
+        if kind not in known and isinstance(name, str)
+    }
     encoder |= {name for name in bases if _main_input(name) == "input_ids"} - causal - multimodal
     vision = _of(*VISION) | {name for name in bases if _main_input(name) == "pixel_values"}
-    vision |= {n for n in dir(transformers) if n.endswith(("VisionModel", "VisionModelWithProjection"))}
+    vision |= {
+        n for n in dir(transformers) if n.endswith(("VisionModel", "VisionModelWithProjection"))
+    }
     vision -= encoder | causal | multimodal
-    return sorted({"causal": causal, "multimodal": multimodal, "encoder": encoder, "vision": vision}[group])
+    return sorted(
+        {"causal": causal, "multimodal": multimodal, "encoder": encoder, "vision": vision}[group]
+    )
 
 
 def _of(*mappings: str) -> set[str]:
@@ -108,9 +120,14 @@ def of_transformers(name: str, group: str) -> Built:
             sizes = {key: p.numel() for key, p in cls(config).named_parameters()}
         if sum(sizes.values()) > PARAMETERS:
             largest = max(sizes, key=lambda key: sizes[key])
-            raise NotBuilt(f"no tiny configuration: {sum(sizes.values()) / 1e6:.0f} M parameters, most in {largest}")
+            raise NotBuilt(
+                f"no tiny configuration: {sum(sizes.values()) / 1e6:.0f} M parameters, most in {largest}"
+            )
     text = group != "vision"
-    make, depth = lambda: cls(copy.deepcopy(config)), _depth(config, text, name.endswith("EncoderModel"))
+    make, depth = (
+        lambda: cls(copy.deepcopy(config)),
+        _depth(config, text, name.endswith("EncoderModel")),
+    )
     try:
         return finished(make, lambda model: _inputs(model, config, text, not text), text, depth)
     except NotBuilt as error:
@@ -144,10 +161,14 @@ def finished(
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.is_floating_point():
-                        parameter.add_(spread * torch.randn(parameter.shape, generator=generator).to(dtype))
+                        parameter.add_(
+                            spread * torch.randn(parameter.shape, generator=generator).to(dtype)
+                        )
             if hasattr(getattr(model, "config", None), "_experts_implementation"):
                 model.set_experts_implementation("eager")  # type: ignore[operator] # the grouped kernels know no float64
-            given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(model).items()}
+            given = {
+                k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(model).items()
+            }
             built = Built(model, given, text, depth, dtype=dtype)
             with torch.no_grad():
                 out = built.fresh()(**given)

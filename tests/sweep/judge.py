@@ -74,7 +74,9 @@ def _examine(built: Built, result: Outcome) -> None:
                     part = ds if len(calls) == 1 else ds.isel(prompt=[i])
                     worst.append(compare(pristine, call, part, result))
             if not built.text:
-                token(pristine, _measured(built, built.inputs, tokens=None, measures=["trajectory"]))
+                token(
+                    pristine, _measured(built, built.inputs, tokens=None, measures=["trajectory"])
+                )
     except UsageError as error:
         result.outcome, result.detail = "refused", stage + str(error).splitlines()[0]
     except Wrong as error:
@@ -96,7 +98,9 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
     """Use the measured model and measure it again. Where its own output changes with use, another measurement is right."""
     try:
         own = use.output(pristine.model, built)
-    except Exception as error:  # with the caches that a measurement does without, a tiny model may raise anything
+    except (
+        Exception
+    ) as error:  # with the caches that a measurement does without, a tiny model may raise anything
         result.note += f"; not used, since its own forward pass raises {type(error).__name__}"
         return
     repeats = use.identical(own, use.output(pristine.model, built))
@@ -113,7 +117,10 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
         again = _measured_or_refused(built)
         found = use.difference(fresh, again)
     except _Raised as error:
-        result.outcome, result.detail = "raw exception", "after use: " + last_line(error.__cause__ or error)
+        result.outcome, result.detail = (
+            "raw exception",
+            "after use: " + last_line(error.__cause__ or error),
+        )
         return
     changes = before.changes(built.model)
     if repeats and not use.identical(own, use.output(built.model, built)):
@@ -174,19 +181,27 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     errors: dict[str, float] = {}
     for b in range(B):
         at = b
-        seed = int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1  # -1: this sample drew none
+        seed = (
+            int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1
+        )  # -1: this sample drew none
         if seed >= 0:  # as `measure` runs a sample: alone, and with these random numbers
             alone = {name: value[b : b + 1] for name, value in inputs.items()}
             graph = oracle.run(built.fresh(), alone, list(dict.fromkeys(names)), seed=seed)
             norm, at = _final_norm(built, graph, ds), 0
-        errors |= _of_states(ds.isel(prompt=b), graph.states(norm)[:, at], graph.states(None)[:, at], b)
+        errors |= _of_states(
+            ds.isel(prompt=b), graph.states(norm)[:, at], graph.states(None)[:, at], b
+        )
         for i, t in enumerate(ds.token_position.values[b].astype(int).tolist()):
             J = [graph.jacobians(l, at, t, None) for l in range(len(names))]
             by_end = {"": J} | (
-                {} if norm is None else {"_normed": [*J[:-1], graph.jacobians(len(J) - 1, at, t, norm)]}
+                {}
+                if norm is None
+                else {"_normed": [*J[:-1], graph.jacobians(len(J) - 1, at, t, norm)]}
             )
             for end, of_blocks in by_end.items():
-                errors |= _of_jacobians(ds.isel(prompt=b, token=i), of_blocks, end, f"sample {b} token {t}")
+                errors |= _of_jacobians(
+                    ds.isel(prompt=b, token=i), of_blocks, end, f"sample {b} token {t}"
+                )
     worst = max(errors, key=lambda key: errors[key] if errors[key] == errors[key] else np.inf)
     if not errors[worst] <= TOLERANCE[built.dtype]:
         raise Wrong(f"{worst}: error {errors[worst]:.1e}")
@@ -207,14 +222,22 @@ def token(built: Built, ds: xr.Dataset) -> None:
         return
     at = ds.token_position.values[0].astype(int).tolist()
     first = graph.blocks[0].x
-    if ds.attrs["tokens"] == "cls" and len(first) > 1 and not torch.equal(first[0, at], first[1, at]):
-        raise Wrong(f"tokens='cls' by default is position {at}, which holds another vector for another image")
+    if (
+        ds.attrs["tokens"] == "cls"
+        and len(first) > 1
+        and not torch.equal(first[0, at], first[1, at])
+    ):
+        raise Wrong(
+            f"tokens='cls' by default is position {at}, which holds another vector for another image"
+        )
     read = [t for t in range(grad.shape[1]) if grad[0, t].any()]
     if len(read) == 1 and len(first) > 1 and not torch.equal(first[0, read], first[1, read]):
         return  # a patch that is read like a class token (Janus): without a class token the default is the last one
     if (len(read) == 1 and at != read) or not set(at) <= set(read):
         shown = read if len(read) < 4 else f"{read[0]} .. {read[-1]}"
-        raise Wrong(f"tokens={ds.attrs['tokens']!r} by default is position {at}, but the output reads position {shown}")
+        raise Wrong(
+            f"tokens={ds.attrs['tokens']!r} by default is position {at}, but the output reads position {shown}"
+        )
 
 
 def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
@@ -225,8 +248,12 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
     """
     last = graph.blocks[-1].y
     out = output_of(graph.output)
-    if not any(graph.dependence(value, last) is not None for value in (out, *oracle.floats(graph.output))):
-        raise Wrong(f"the output does not depend on the last block measured, {graph.blocks[-1].name}")
+    if not any(
+        graph.dependence(value, last) is not None for value in (out, *oracle.floats(graph.output))
+    ):
+        raise Wrong(
+            f"the output does not depend on the last block measured, {graph.blocks[-1].name}"
+        )
     names = {call.name for call in graph.blocks}
     classes = {type(built.model.get_submodule(name)) for name in names}
     for container, calls in graph.lists.items():
@@ -239,17 +266,25 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
         earlier = graph.dependence(last, calls[-1].y) is not None
         attending = [c for c in calls if _attends(built.model.get_submodule(c.name))]
         if alike and (later or earlier) and not built.text:
-            raise Wrong(f"{len(names)} blocks measured, but {container} holds {len(alike)} more of their class")
+            raise Wrong(
+                f"{len(names)} blocks measured, but {container} holds {len(alike)} more of their class"
+            )
         if attending and later and (built.text or len(attending) > len(names)):
-            raise Wrong(f"{len(attending)} blocks in {container} lie between the last block measured and the output")
+            raise Wrong(
+                f"{len(attending)} blocks in {container} lie between the last block measured and the output"
+            )
         if attending and not later and not earlier:
             raise Wrong(
                 f"{container}, {len(attending)} blocks, reaches the output beside those measured: neither lies behind"
             )
         if len(attending) > len(names) and earlier and not built.text:
-            raise Wrong(f"{len(names)} blocks measured, but {container} before them holds {len(attending)}")
+            raise Wrong(
+                f"{len(names)} blocks measured, but {container} before them holds {len(attending)}"
+            )
     if built.depth is not None and len(graph.blocks) != built.depth:
-        raise Wrong(f"{len(graph.blocks)} calls of blocks measured, but the tower has {built.depth} layers")
+        raise Wrong(
+            f"{len(graph.blocks)} calls of blocks measured, but the tower has {built.depth} layers"
+        )
     whole_state(built, inputs, graph, result)
 
 
@@ -265,7 +300,9 @@ def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, resul
     if past and note not in result.note:
         result.note += f"; {note}"
     if len(names) in past and graph.blocks[-1].other:
-        raise Wrong("a second tensor of the state's shape leaves each block and reaches the output past the first")
+        raise Wrong(
+            "a second tensor of the state's shape leaves each block and reaches the output past the first"
+        )
 
 
 def pooled(output: Any) -> Tensor | None:
@@ -307,7 +344,9 @@ def _final_norm(built: Built, graph: oracle.Graph, ds: xr.Dataset) -> Tensor | N
         return None
     found = [y for name, y in graph.norms if name == ds.attrs["final_norm_module"]]
     if not found:
-        raise Wrong(f"the final norm named, {ds.attrs['final_norm_module']}, does not take the last block's output")
+        raise Wrong(
+            f"the final norm named, {ds.attrs['final_norm_module']}, does not take the last block's output"
+        )
     return found[0]
 
 
@@ -316,7 +355,9 @@ def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, floa
     if ds.attrs["final_norm"] == "include":
         by_variable |= {f"{name}_normed": values for name, values in oracle.trajectory(X).items()}
     return {
-        f"{name} sample {b}": _difference(ds[name].values[..., : expected.shape[-1]], expected.numpy())
+        f"{name} sample {b}": _difference(
+            ds[name].values[..., : expected.shape[-1]], expected.numpy()
+        )
         for name, expected in by_variable.items()
     }
 
@@ -326,13 +367,17 @@ def _of_jacobians(ds: xr.Dataset, J: list[Tensor], end: str, where: str) -> dict
     ranks = ds.sizes["rank"]
     seen = torch.as_tensor(ds[f"singular_value{end}"].values[:, :ranks])
     errors = {
-        f"singular values{end}, {where}": float(((seen - S[:, :ranks]).abs().amax(1) / S[:, 0].clamp(1e-12)).max())
+        f"singular values{end}, {where}": float(
+            ((seen - S[:, :ranks]).abs().amax(1) / S[:, 0].clamp(1e-12)).max()
+        )
     }
     for K in KS:
         # Singular vectors turn by the error over the gap (Wedin).
         gaps = -S[:, : K + 1].diff()
         turn = float((S[:, :1] / gaps.clamp(1e-300)).max()) / 10
-        for name, expected in couplings([matrix.double() for matrix in J], K).items():  # some blocks change the dtype
+        for name, expected in couplings(
+            [matrix.double() for matrix in J], K
+        ).items():  # some blocks change the dtype
             scale = max(1.0, float(expected.max())) if name == "offdiag" else 1.0
             error = _difference(ds[f"{name}{end}"].sel(k=K).values, expected.numpy(), scale)
             errors[f"{name}{end} k={K}, {where}"] = error / max(1.0, turn)
@@ -361,7 +406,10 @@ class State:
     def __init__(self, model: nn.Module):
         model.train()
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.tensors = {name: (t, t.detach().clone(), _version(t), t.requires_grad) for name, t in tensors.items()}
+        self.tensors = {
+            name: (t, t.detach().clone(), _version(t), t.requires_grad)
+            for name, t in tensors.items()
+        }
         self.modules = {name: self._of(module) for name, module in model.named_modules()}
         self.config = self._config(model)
 
@@ -370,10 +418,17 @@ class State:
         found = []
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         if tensors.keys() != self.tensors.keys():
-            found.append(f"parameters or buffers {sorted(tensors.keys() ^ self.tensors.keys())[:3]}")
+            found.append(
+                f"parameters or buffers {sorted(tensors.keys() ^ self.tensors.keys())[:3]}"
+            )
         for name, (tensor, values, version, wanted) in self.tensors.items():
             now = tensors[name] if name in tensors else None
-            if now is None or now is not tensor or not torch.equal(now, values) or now.requires_grad != wanted:
+            if (
+                now is None
+                or now is not tensor
+                or not torch.equal(now, values)
+                or now.requires_grad != wanted
+            ):
                 found.append(f"{name} has other values")
             elif _version(now) != version:
                 found.append(f"{name} was written to")
@@ -383,7 +438,9 @@ class State:
             of = self._of(module)
             if self.modules.get(name) != of:
                 was = self.modules.get(name) or {}
-                found.append(f"{name or 'the model'} has other {[k for k in of if of[k] != was.get(k)][:4]}")
+                found.append(
+                    f"{name or 'the model'} has other {[k for k in of if of[k] != was.get(k)][:4]}"
+                )
         if self._config(model) != self.config:
             found.append("the configuration")
         return found

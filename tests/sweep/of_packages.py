@@ -22,7 +22,12 @@ import tracker
 from tests.sweep.catalogue import ids, last_line
 from tracker.common.errors import UsageError
 
-MEASURED, WITH_LINE, REFUSED, NOT_BUILT = "measured", "measured with the proposed line", "refused", "not built"
+MEASURED, WITH_LINE, REFUSED, NOT_BUILT = (
+    "measured",
+    "measured with the proposed line",
+    "refused",
+    "not built",
+)
 LINE_FAILED, RAISED = "the proposed line failed", "raw exception"
 OUTCOMES = (MEASURED, WITH_LINE, REFUSED, LINE_FAILED, RAISED, NOT_BUILT)
 FAULTS = (LINE_FAILED, RAISED)
@@ -38,7 +43,13 @@ ARGUMENTS: dict[str, Any] = {
     "input_shape": (32, 32), "dim_in": 8, "dim_out": 8, "max_tokens_per_depth": (8, 6, 4), "num_residual_streams": 2,
     "use_flash": True, "specialize_qkv_depth": 1, "num_slots": 3, "dim_action": 4, "h_s": 3, "w_s": 3,
 }  # fmt: skip
-SIZES = ("depth", "heads", "mlp_dim", "image_size", "patch_size")  # given also where the default is None
+SIZES = (
+    "depth",
+    "heads",
+    "mlp_dim",
+    "image_size",
+    "patch_size",
+)  # given also where the default is None
 # A class without any of these parameters is a layer.
 WHOLE = {
     "depth",
@@ -53,7 +64,14 @@ WHOLE = {
     "enc_depth",
 }
 WHOLE |= {"dec_depth", "dec_head_depth", "embedding_dim", "dims", "s1_emb_dim", "forward_decoder"}
-LAYERS = {"LayerScale", "DynamicPositionBias", "NetWrapper", "EpisodicMemories", "AutoencodingHead", "ResidualDynamics"}
+LAYERS = {
+    "LayerScale",
+    "DynamicPositionBias",
+    "NetWrapper",
+    "EpisodicMemories",
+    "AutoencodingHead",
+    "ResidualDynamics",
+}
 
 
 def random(*shape: int) -> Tensor:
@@ -73,7 +91,16 @@ def of(path: str, *arguments: Any, **named: Any) -> nn.Module:
 
 
 def vit(cls: str = "vit_pytorch.vit.ViT") -> nn.Module:
-    names = ("image_size", "patch_size", "num_classes", "dim", "depth", "heads", "mlp_dim", "dim_head")
+    names = (
+        "image_size",
+        "patch_size",
+        "num_classes",
+        "dim",
+        "depth",
+        "heads",
+        "mlp_dim",
+        "dim_head",
+    )
     return of(cls, **{name: ARGUMENTS[name] for name in names})
 
 
@@ -236,7 +263,11 @@ def builders() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
                 print(f"{NOT_BUILT:32} {info.name}: {error}")
                 continue
             for name, cls in vars(module).items():
-                if inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__module__ == info.name:
+                if (
+                    inspect.isclass(cls)
+                    and issubclass(cls, nn.Module)
+                    and cls.__module__ == info.name
+                ):
                     path = f"{info.name}.{name}"
                     if name not in LAYERS and (path in SPECIAL or WHOLE & set(parameters(cls))):
                         yield path, lambda cls=cls, path=path: build(cls, path)
@@ -291,7 +322,11 @@ def judge(path: str, make: Callable[[], nn.Module]) -> tuple[str, str]:
     failures = []
     for line in lines:
         try:
-            measured(model, inputs, blocks=eval(line, {"find_blocks": tracker.find_blocks, "model": model}))
+            measured(
+                model,
+                inputs,
+                blocks=eval(line, {"find_blocks": tracker.find_blocks, "model": model}),
+            )
         except Exception as error:
             failures.append(f"{line}: {last_line(error)}")
     if failures:
@@ -306,18 +341,25 @@ def measured(model: nn.Module, inputs: Any, **keywords: Any) -> str:
 def accepted(model: nn.Module, given: list[Any] | None) -> Any:
     """The first input that the model runs on, as `measure` takes it."""
     names = [
-        name for name, p in inspect.signature(model.forward).parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD
+        name
+        for name, p in inspect.signature(model.forward).parameters.items()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
     ]
     failure: Exception | None = None
     for arguments in [given] if given else [[one] for one in INPUTS]:
         arguments = [
-            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in arguments
+            value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+            for value in arguments
         ]
         try:
             with torch.no_grad():
                 model(*arguments)
             one = arguments[0]
-            return one if len(arguments) == 1 and isinstance(one, Tensor) else dict(zip(names, arguments, strict=False))
+            return (
+                one
+                if len(arguments) == 1 and isinstance(one, Tensor)
+                else dict(zip(names, arguments, strict=False))
+            )
         except Exception as error:
             failure = failure or error
     assert failure is not None
@@ -328,7 +370,9 @@ def proposed(message: str) -> list[str]:
     """The `blocks=` arguments in a message that can be evaluated; a placeholder such as 'path.to.list' is none."""
     found = []
     for line in message.splitlines():
-        for start in (i + len("blocks=") for i in range(len(line)) if line.startswith("blocks=", i)):
+        for start in (
+            i + len("blocks=") for i in range(len(line)) if line.startswith("blocks=", i)
+        ):
             for end in range(len(line), start, -1):
                 text = line[start:end].partition(" or blocks=")[0].partition("  #")[0].strip()
                 try:
@@ -349,7 +393,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcomes: dict[str, collections.Counter] = {package: collections.Counter() for package in PACKAGES}
+    outcomes: dict[str, collections.Counter] = {
+        package: collections.Counter() for package in PACKAGES
+    }
     for path, make in builders():
         if given.only in path:
             outcome, detail = judge(path, make)
@@ -358,7 +404,9 @@ def main() -> int:
             print(f"{outcome:32} {path}: {detail}", flush=True)
     print(f"\n{'':32} {PACKAGES[0]:>12} {PACKAGES[1]:>16}")
     for outcome in OUTCOMES:
-        print(f"{outcome:32} {outcomes[PACKAGES[0]][outcome]:12} {outcomes[PACKAGES[1]][outcome]:16}")
+        print(
+            f"{outcome:32} {outcomes[PACKAGES[0]][outcome]:12} {outcomes[PACKAGES[1]][outcome]:16}"
+        )
     return int(any(found[outcome] for found in outcomes.values() for outcome in FAULTS))
 
 

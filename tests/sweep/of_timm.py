@@ -60,7 +60,9 @@ def build(name: str) -> Built:
             model = timm.create_model(name, num_classes=5, **kept)
         parameters = sum(p.numel() for p in model.parameters())
         if parameters > PARAMETERS:
-            failures.append(f"{parameters / 1e6:.0f} M parameters with {kept or 'the sizes of its own'}")
+            failures.append(
+                f"{parameters / 1e6:.0f} M parameters with {kept or 'the sizes of its own'}"
+            )
             continue
         side = kept.get("img_size") or shape["img_size"]
         depth = kept.get("depth")
@@ -94,5 +96,7 @@ def _accepted(name: str, shape: dict[str, Any]) -> dict[str, Any]:
 
 def _image(model: nn.Module, side: int, small: bool) -> dict[str, torch.Tensor]:
     channels = getattr(model, "in_chans", 3) or 3
-    x = torch.randn(2 if small else 1, channels, side, side, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(
+        2 if small else 1, channels, side, side, generator=torch.Generator().manual_seed(1)
+    )
     return {"x": x}

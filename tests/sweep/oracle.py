@@ -39,7 +39,9 @@ class Graph:
 
     blocks: list[Call] = field(default_factory=list)
     lists: dict[str, list[Call]] = field(default_factory=dict)  # by the name of the list
-    norms: list[tuple[str, Tensor]] = field(default_factory=list)  # what norms made of the last block's output
+    norms: list[tuple[str, Tensor]] = field(
+        default_factory=list
+    )  # what norms made of the last block's output
     output: Any = None
     batch_first: bool = True
 
@@ -49,7 +51,9 @@ class Graph:
 
     def dependence(self, y: Tensor, x: Tensor) -> Tensor | None:
         """The gradient of a random projection of y; None where y does not depend on x."""
-        weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(y.dtype)
+        weights = torch.randn(
+            y.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+        ).to(y.dtype)
         if not y.requires_grad:
             return None
         (grad,) = torch.autograd.grad((y * weights).sum(), x, retain_graph=True, allow_unused=True)
@@ -62,7 +66,9 @@ class Graph:
         rows = []
         for value in y[self.index(b, t)]:
             (grad,) = torch.autograd.grad(value, x, retain_graph=True, allow_unused=True)
-            rows.append(torch.zeros(x.shape[-1], dtype=x.dtype) if grad is None else grad[self.index(b, t)])
+            rows.append(
+                torch.zeros(x.shape[-1], dtype=x.dtype) if grad is None else grad[self.index(b, t)]
+            )
         return torch.stack(rows) - torch.eye(x.shape[-1], dtype=x.dtype)
 
     def states(self, norm: Tensor | None) -> Tensor:
@@ -106,7 +112,11 @@ def quiet() -> Iterator[None]:
 
 
 def run(
-    model: nn.Module, inputs: dict[str, Any], blocks: Sequence[str], cut: int | None = None, seed: int | None = None
+    model: nn.Module,
+    inputs: dict[str, Any],
+    blocks: Sequence[str],
+    cut: int | None = None,
+    seed: int | None = None,
 ) -> Graph:
     """Run the model once, in eval mode and with gradients on.
 
@@ -129,7 +139,9 @@ def run(
         elif not x.requires_grad:
             x = x.detach().requires_grad_()
         else:
-            x = x.clone()  # the block's other arguments may depend on its input too, and are kept constant
+            x = (
+                x.clone()
+            )  # the block's other arguments may depend on its input too, and are kept constant
         open_calls.append(x)
         given = x.clone()  # the block may write to its input
         if isinstance(place, int):
@@ -147,13 +159,24 @@ def run(
         last[:] = [given]
         return _replaced(output, y, given)
 
-    def listed(container: str, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def listed(
+        container: str, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> None:
         found, tensors = first_state(args, kwargs), list(floats(output))
-        if found is not None and tensors and tensors[0].shape == found[1].shape and tensors[0].dim() >= 3:
+        if (
+            found is not None
+            and tensors
+            and tensors[0].shape == found[1].shape
+            and tensors[0].dim() >= 3
+        ):
             graph.lists.setdefault(container, []).append(Call(name, found[1], tensors[0], []))
 
     def norm(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if last and any(value is last[0] for value in [*args, *kwargs.values()]) and isinstance(output, Tensor):
+        if (
+            last
+            and any(value is last[0] for value in [*args, *kwargs.values()])
+            and isinstance(output, Tensor)
+        ):
             graph.norms.append((name, output))
 
     handles = []
@@ -203,14 +226,19 @@ def _replaced(output: Any, old: Tensor, new: Tensor) -> Any:
 def trajectory(X: Tensor) -> dict[str, Tensor]:
     """Line-shape score, expodistance, equidistance and norms of states (depth, n, d), token by token."""
     depth, n, _ = X.shape
-    result = {name: torch.zeros(n, dtype=X.dtype) for name in ("lss", "expodistance", "equidistance", "alpha_mean")}
+    result = {
+        name: torch.zeros(n, dtype=X.dtype)
+        for name in ("lss", "expodistance", "equidistance", "alpha_mean")
+    }
     result["norm"] = torch.zeros(depth, n, dtype=X.dtype)
     for t in range(n):
         steps = [X[l, t] - X[l - 1, t] for l in range(1, depth)]
         norms = torch.stack([X[l, t].norm() for l in range(depth)])
         alphas = torch.stack([(norms[l] / norms[l - 1]).log() for l in range(1, depth)])
         lengths = torch.stack([step.norm() for step in steps])
-        result["lss"][t] = (depth - 1) / torch.stack([step / step.norm() for step in steps]).sum(0).norm()
+        result["lss"][t] = (depth - 1) / torch.stack([step / step.norm() for step in steps]).sum(
+            0
+        ).norm()
         result["expodistance"][t] = alphas.var(correction=0) / alphas.mean() ** 2
         result["alpha_mean"][t] = alphas.mean()
         result["equidistance"][t] = lengths.std(correction=0) / lengths.mean()

@@ -8,19 +8,37 @@ from typing import Any
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-SHARED = {"layer_types": [SLIDING, FULL, SLIDING, FULL], "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
+SHARED = {
+    "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+}
 AXIAL = {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 8], "local_attn_chunk_length": 4}
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "BambaConfig": {"attn_layer_indices": [1, 3], "mamba_d_head": 8},
-    "BltConfig": {"encoder_hash_byte_group_vocab": 64, "vocab_size": 260, "local_attention_window_len": 64},
+    "BltConfig": {
+        "encoder_hash_byte_group_vocab": 64,
+        "vocab_size": 260,
+        "local_attention_window_len": 64,
+    },
     "CohereCompassTextConfig": {"rope_parameters": {FULL: ROPE, SLIDING: ROPE}},
     "DbrxConfig": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {
+            "hidden_size": 32,
+            "ffn_hidden_size": 64,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
     },
     "DeepseekV2Config": {"num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "Dots1Config": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "max_window_layers": 2},
+    "Dots1Config": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "max_window_layers": 2,
+    },
     "Dots3NoteTextConfig": {
         "swa_num_attention_heads": 4,
         "swa_num_key_value_heads": 4,
@@ -42,8 +60,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, FULL, SLIDING, FULL],
         "num_kv_shared_layers": 2,
     },
-    "Gemma4UnifiedTextConfig": {"global_head_dim": 16, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
-    "GraniteMoeHybridConfig": {"layer_types": [LINEAR, FULL, LINEAR, FULL], "mamba_n_heads": 8, "mamba_d_head": 8},
+    "Gemma4UnifiedTextConfig": {
+        "global_head_dim": 16,
+        "layer_types": [SLIDING, FULL, SLIDING, FULL],
+    },
+    "GraniteMoeHybridConfig": {
+        "layer_types": [LINEAR, FULL, LINEAR, FULL],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+    },
     "HunYuanDenseV1Config": {"head_dim": 8},
     "EsmConfig": {"vocab_size": 64, "pad_token_id": 0, "mask_token_id": 3, "token_dropout": False},
     "EsmcConfig": {"num_key_value_heads": 4},

@@ -28,7 +28,9 @@ def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
         for outcome in outcomes:
             error = f"{outcome.error:.0e}" if outcome.error == outcome.error else ""
             what, note = outcome.detail or outcome.blocks, outcome.note.lstrip("; ")
-            rows.writerow([outcome.group, outcome.name, outcome.outcome, error, outcome.used, what, note])
+            rows.writerow(
+                [outcome.group, outcome.name, outcome.outcome, error, outcome.used, what, note]
+            )
 
 
 def page(outcomes: Sequence[Outcome], command: str, rows: str) -> str:
@@ -37,9 +39,7 @@ def page(outcomes: Sequence[Outcome], command: str, rows: str) -> str:
     import torch
     import transformers
 
-    versions = (
-        f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, timm {timm.__version__}"
-    )
+    versions = f"torch {torch.__version__.split('+')[0]}, transformers {transformers.__version__}, timm {timm.__version__}"
     return f"""# Sweep
 
 Written by `{command}` with {versions}.
@@ -69,7 +69,10 @@ At fault or too slow: {", ".join(unsettled(outcomes)) or "none"}.
 def table_of_counts(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the lines of the table: for each group and for all, how many classes had each outcome, and the largest error."""
     groups = list(dict.fromkeys(outcome.group for outcome in outcomes))
-    lines = ["| group | " + " | ".join(ORDER) + " | all | largest error |", "|" + "---|" * (len(ORDER) + 3)]
+    lines = [
+        "| group | " + " | ".join(ORDER) + " | all | largest error |",
+        "|" + "---|" * (len(ORDER) + 3),
+    ]
     for group in [*groups, "all"]:
         of = [outcome for outcome in outcomes if group in (outcome.group, "all")]
         found = counts(of)
@@ -82,7 +85,11 @@ def table_of_counts(outcomes: Sequence[Outcome]) -> list[str]:
 
 def unsettled(outcomes: Sequence[Outcome]) -> list[str]:
     """Return the classes whose outcome is a fault, or that took too long, each with its outcome."""
-    return [f"{outcome.name} ({outcome.outcome})" for outcome in outcomes if outcome.outcome in (*FAULTS, "too slow")]
+    return [
+        f"{outcome.name} ({outcome.outcome})"
+        for outcome in outcomes
+        if outcome.outcome in (*FAULTS, "too slow")
+    ]
 
 
 def read(path: str | Path) -> list[Outcome]:
@@ -94,4 +101,12 @@ def read(path: str | Path) -> list[Outcome]:
 def _outcome(row: dict[str, str]) -> Outcome:
     what = {"blocks" if row["outcome"] == "right" else "detail": row["reason or blocks"]}
     error = float(row["error"] or "nan")
-    return Outcome(row["class"], row["group"], row["outcome"], error=error, note=row["note"], used=row["used"], **what)
+    return Outcome(
+        row["class"],
+        row["group"],
+        row["outcome"],
+        error=error,
+        note=row["note"],
+        used=row["used"],
+        **what,
+    )

@@ -30,9 +30,7 @@ HEAD_COUNTS = """num_attention_heads num_heads n_head n_heads encoder_attention_
     attention_heads num_encoder_attention_heads num_decoder_attention_heads num_self_attention_heads
     encoder_num_attention_heads decoder_num_attention_heads swa_num_attention_heads index_n_heads linear_num_heads
     num_attention_heads_per_layer linear_num_value_heads""".split()
-KEY_HEAD_COUNTS = (
-    "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups linear_num_key_heads".split()
-)
+KEY_HEAD_COUNTS = "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups linear_num_key_heads".split()
 HEAD_DIMS = """head_dim attention_head_dim d_head d_kv kv_channels v_head_dim attention_head_size linear_head_dim
     dim_head swa_head_dim swa_v_head_dim linear_key_head_dim linear_value_head_dim index_head_dim global_head_dim
     mamba_head_dim mamba_d_head mamba_headdim decoder_head_dim key_value_proj_dim""".split()
@@ -40,7 +38,9 @@ DEPTHS = """num_hidden_layers n_layer n_layers num_layers encoder_layers decoder
     num_decoder_layers depth layers num_blocks decoder_num_hidden_layers""".split()
 POSITION_COUNTS = """max_position_embeddings n_positions n_ctx max_seq_len context_length max_sequence_length
     max_source_positions max_target_positions seq_length rel_extent""".split()
-EXPERTS = "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts".split()
+EXPERTS = (
+    "num_experts num_local_experts n_routed_experts moe_num_experts num_routed_experts".split()
+)
 CHOSEN_EXPERTS = "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selected_experts".split()
 WINDOWS = """sliding_window sliding_window_size attention_window_size local_attention window_size attention_chunk_size
     chunk_size mamba_chunk_size mamba_chunk attention_window""".split()
@@ -56,18 +56,35 @@ NAMED: dict[str, Any] = {
     **dict.fromkeys(EXPERTS, 4),
     **dict.fromkeys(CHOSEN_EXPERTS, 2),
     **dict.fromkeys(WINDOWS, WINDOW),
-    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "n_groups", "mamba_n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(
+        (
+            "n_group",
+            "num_expert_group",
+            "topk_group",
+            "n_groups",
+            "mamba_n_groups",
+            "mamba_ngroups",
+        ),
+        1,
+    ),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "moe_latent_size"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
-    **dict.fromkeys(("qk_head_dim", "index_topk", "state_size", "mamba_d_state", "ssm_state_size", "d_rel"), 8),
+    **dict.fromkeys(
+        ("qk_head_dim", "index_topk", "state_size", "mamba_d_state", "ssm_state_size", "d_rel"), 8
+    ),
     **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
     **dict.fromkeys(
-        ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"), VOCABULARY
+        ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
+        VOCABULARY,
     ),
-    **dict.fromkeys(("time_step_rank", "mamba_dt_rank", "gated_norm_rank", "laurel_rank", "adapter_rank"), 4),
+    **dict.fromkeys(
+        ("time_step_rank", "mamba_dt_rank", "gated_norm_rank", "laurel_rank", "adapter_rank"), 4
+    ),
     **dict.fromkeys(("hidden_size_per_layer_input", "router_hidden_size", "altup_num_inputs"), 4),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(("num_patches", "num_image_tokens", "image_seq_length"), (PIXELS // PATCH) ** 2),
+    **dict.fromkeys(
+        ("num_patches", "num_image_tokens", "image_seq_length"), (PIXELS // PATCH) ** 2
+    ),
     **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 0),
     "query_pre_attn_scalar": WIDTH // HEADS,
     "image_size": PIXELS,
@@ -92,7 +109,15 @@ SECTIONED = (
     "PaddleOCR",
     "Cosmos3Edge",
 )  # whose positions are of three parts
-TEXT = ("", "text_config", "llm_config", "decoder", "decoder_config", "language_config", "thinker_config")
+TEXT = (
+    "",
+    "text_config",
+    "llm_config",
+    "decoder",
+    "decoder_config",
+    "language_config",
+    "thinker_config",
+)
 
 
 def tiny(cls: type, depth: int = DEPTH, part: str = "") -> Any:
@@ -115,13 +140,19 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
             changed[name] = NAMED[name]
         elif aliases.get(name) in NAMED and type(value) is int:
             changed[name] = NAMED[aliases[name]]
-        elif name.endswith(("token_id", "token_index")) and type(value) is int and value >= VOCABULARY - 8:
+        elif (
+            name.endswith(("token_id", "token_index"))
+            and type(value) is int
+            and value >= VOCABULARY - 8
+        ):
             changed[name] = VOCABULARY - 1 - sum(map(ord, name)) % 8
     if isinstance(known.get("sliding_window", 0), type(None)) or not known.get("sliding_window", 1):
         changed.pop("sliding_window", None)
     if "qk_rope_head_dim" in known and "kv_lora_rank" in known:  # latent attention
         changed |= {name: HEADS for name in KEY_HEAD_COUNTS[:1] if name in known}
-        changed |= {name: 4 for name in ("head_dim",) if known.get(name) == known["qk_rope_head_dim"]}
+        changed |= {
+            name: 4 for name in ("head_dim",) if known.get(name) == known["qk_rope_head_dim"]
+        }
     changed |= _per_layer(known, default, depth)
     changed |= _per_stage(known)
     if any(
@@ -130,7 +161,9 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
     ):
         changed.pop("patch_size", None)
         changed |= {
-            name: value for name, value in {"image_size": 64, "window_size": 2}.items() if type(known.get(name)) is int
+            name: value
+            for name, value in {"image_size": 64, "window_size": 2}.items()
+            if type(known.get(name)) is int
         }
     rope = known.get("rope_parameters")
     of_images = any(word in type(default).__name__ for word in SECTIONED)
@@ -138,7 +171,10 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
         "mrope_section" in rope or (of_images and "rope_theta" in rope)
     ):  # three parts of half a head's rotated width
         half = int(WIDTH // HEADS // 2 * rope.get("partial_rotary_factor", 1))
-        changed["rope_parameters"] = {**rope, "mrope_section": [half - half // 2, half // 2 - half // 4, half // 4]}
+        changed["rope_parameters"] = {
+            **rope,
+            "mrope_section": [half - half // 2, half // 2 - half // 4, half // 4],
+        }
     for name, part in parts.items():
         changed[name] = tiny(type(part), DEPTH if name in TEXT else OTHER_DEPTH, name)
     return changed
@@ -152,14 +188,22 @@ def _of_encoder(name: str, known: dict[str, Any]) -> bool:
 
 def _parts(default: Any) -> dict[str, Any]:
     found = vars(default)
-    return {name: part for name, part in found.items() if hasattr(part, "to_dict") and hasattr(part, "model_type")}
+    return {
+        name: part
+        for name, part in found.items()
+        if hasattr(part, "to_dict") and hasattr(part, "model_type")
+    }
 
 
 def _per_stage(known: dict[str, Any]) -> dict[str, Any]:
     """Lists of one entry per stage: two layers in each, the first of them 16 wide, the others as many times as wide."""
     cut: dict[str, Any] = {}
     for name, value in known.items():
-        if not isinstance(value, (list, tuple)) or not value or not all(type(entry) is int for entry in value):
+        if (
+            not isinstance(value, (list, tuple))
+            or not value
+            or not all(type(entry) is int for entry in value)
+        ):
             continue
         if name in ("depths", "depth", "stage_repeats", "blocks_per_stage"):
             cut[name] = [min(2, entry) for entry in value]
@@ -174,7 +218,11 @@ def _per_layer(known: dict[str, Any], default: Any, depth: int) -> dict[str, Any
     """Lists of one entry per layer, cut alike so that each kind of layer stays, in the order of the original."""
     full = next((known[name] for name in DEPTHS if type(known.get(name)) is int), None)
     full = full if full is not None else getattr(default, "num_hidden_layers", None)
-    lists = {name: value for name, value in known.items() if isinstance(value, list) and len(value) == full}
+    lists = {
+        name: value
+        for name, value in known.items()
+        if isinstance(value, list) and len(value) == full
+    }
     if not lists or full is None or full <= depth:
         return {}
     kinds = list(zip(*(map(str, value) for value in lists.values()), strict=True))
@@ -201,14 +249,25 @@ def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, 
     """What a forward with these parameters needs besides token ids or pixels."""
     extra: dict[str, Any] = {}
     side = PIXELS // PATCH
-    if "grid_thw" in known and "input_ids" not in known:  # patches of both images, one after the other
+    if (
+        "grid_thw" in known and "input_ids" not in known
+    ):  # patches of both images, one after the other
         first = "pixel_values" if "pixel_values" in known else "hidden_states"
         size = getattr(config, "patch_size", PATCH)
-        width = getattr(config, "in_channels", 3) * getattr(config, "temporal_patch_size", 1) * size * size
-        extra[first] = torch.randn(2 * side * side, width, generator=torch.Generator().manual_seed(1))
+        width = (
+            getattr(config, "in_channels", 3)
+            * getattr(config, "temporal_patch_size", 1)
+            * size
+            * size
+        )
+        extra[first] = torch.randn(
+            2 * side * side, width, generator=torch.Generator().manual_seed(1)
+        )
         extra["grid_thw"] = torch.tensor([[1, side, side]] * 2)
     if "spatial_shapes" in known:
-        extra["pixel_values"] = torch.randn(2, side * side, 3 * PATCH**2, generator=torch.Generator().manual_seed(1))
+        extra["pixel_values"] = torch.randn(
+            2, side * side, 3 * PATCH**2, generator=torch.Generator().manual_seed(1)
+        )
         extra["spatial_shapes"] = torch.tensor([[side, side]] * 2)
         extra["pixel_attention_mask"] = torch.ones(2, side * side, dtype=torch.long)
     if "aspect_ratio_mask" in known and "input_ids" not in known:

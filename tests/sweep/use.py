@@ -33,16 +33,28 @@ def use(built: Built) -> list[str]:
     done = []
     with torch.inference_mode():
         for options in OPTIONS:
-            if _accepts(model, options) and _runs(lambda options=options: model(**_inputs(built), **options)):
+            if _accepts(model, options) and _runs(
+                lambda options=options: model(**_inputs(built), **options)
+            ):
                 done.append(
-                    "attentions" if "output_attentions" in options else "hidden states" if options else "forward"
+                    "attentions"
+                    if "output_attentions" in options
+                    else "hidden states"
+                    if options
+                    else "forward"
                 )
                 break
-    if _runs(lambda: sum(value.sum() for value in oracle.floats(model(**_inputs(built)))).backward()):  # type: ignore[union-attr]
+    if _runs(
+        lambda: sum(value.sum() for value in oracle.floats(model(**_inputs(built)))).backward()
+    ):  # type: ignore[union-attr]
         done.append("backward")
     model.zero_grad(set_to_none=True)
     if built.text and getattr(model, "can_generate", bool)():
-        if _runs(lambda: model.generate(**_inputs(built), max_new_tokens=2, do_sample=False, pad_token_id=0)):
+        if _runs(
+            lambda: model.generate(
+                **_inputs(built), max_new_tokens=2, do_sample=False, pad_token_id=0
+            )
+        ):
             done.append("generate")
     return done
 
@@ -56,7 +68,8 @@ def output(model: nn.Module, built: Built) -> list[Tensor]:
 def identical(before: list[Tensor], after: list[Tensor]) -> bool:
     """Whether two outputs agree bit for bit."""
     return len(before) == len(after) and all(
-        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
+        a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(before, after, strict=True)
     )
 
 
@@ -65,28 +78,51 @@ def difference(fresh: xr.Dataset | str, used: xr.Dataset | str) -> str:
     if isinstance(fresh, str) or isinstance(used, str):
         if isinstance(fresh, str) and isinstance(used, str):
             # The reason; RWKV rescales its own weights at first use, and other lines can be proposed then.
-            return "" if fresh.splitlines()[0] == used.splitlines()[0] else f"refused otherwise: {used.splitlines()[0]}"
-        return f"refused: {used.splitlines()[0]}" if isinstance(used, str) else "not refused any more"
+            return (
+                ""
+                if fresh.splitlines()[0] == used.splitlines()[0]
+                else f"refused otherwise: {used.splitlines()[0]}"
+            )
+        return (
+            f"refused: {used.splitlines()[0]}" if isinstance(used, str) else "not refused any more"
+        )
     names = sorted({str(name) for name in fresh.variables} ^ {str(name) for name in used.variables})
-    names += [str(name) for name in fresh.variables if name in used.variables and not _equal(fresh[name], used[name])]
+    names += [
+        str(name)
+        for name in fresh.variables
+        if name in used.variables and not _equal(fresh[name], used[name])
+    ]
     attributes = fresh.attrs.keys() | used.attrs.keys()
     names += [
-        name for name in sorted(attributes - {*OF_THE_RUN}) if str(fresh.attrs.get(name)) != str(used.attrs.get(name))
+        name
+        for name in sorted(attributes - {*OF_THE_RUN})
+        if str(fresh.attrs.get(name)) != str(used.attrs.get(name))
     ]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def by_rounding(fresh: xr.Dataset | str, used: xr.Dataset | str) -> bool:
     """Whether two measurements differ by rounding alone: a model may replace its modules at first use (BigBird's attention)."""
-    if isinstance(fresh, str) or isinstance(used, str) or fresh.variables.keys() != used.variables.keys():
+    if (
+        isinstance(fresh, str)
+        or isinstance(used, str)
+        or fresh.variables.keys() != used.variables.keys()
+    ):
         return False
     numbers = [str(name) for name, values in fresh.variables.items() if values.dtype.kind == "f"]
-    return all(np.allclose(fresh[n], used[n], rtol=ROUNDING, atol=ROUNDING, equal_nan=True) for n in numbers)
+    return all(
+        np.allclose(fresh[n], used[n], rtol=ROUNDING, atol=ROUNDING, equal_nan=True)
+        for n in numbers
+    )
 
 
 def _equal(a: xr.DataArray, b: xr.DataArray) -> bool:
     x, y = a.values, b.values
-    return x.shape == y.shape and x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+    return (
+        x.shape == y.shape
+        and x.dtype == y.dtype
+        and np.array_equal(x, y, equal_nan=x.dtype.kind == "f")
+    )
 
 
 def _inputs(built: Built) -> dict[str, Tensor]:

@@ -47,7 +47,9 @@ ENDED: dict[str, tuple[int, str, Fault]] = {
 }
 
 
-def plant(place: str, watch: CouplingCallback, faults: dict[int, tuple[str, Fault]], function: Callable) -> Callable:
+def plant(
+    place: str, watch: CouplingCallback, faults: dict[int, tuple[str, Fault]], function: Callable
+) -> Callable:
     """Let a function raise at the steps for which a fault is planted at its place."""
 
     def planted(*arguments, **options):
@@ -64,7 +66,9 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     seen, logger = [], CSVLogger(directory, "logs")
     watch = CouplingCallback(1, k=2, save_dir=str(directory / "store"), **options)
     watch.run.given_probe = plant("probe", watch, faults, lambda *_: PROBE)
-    watch.run.on_measure = plant("on_measure", watch, faults, lambda unit: seen.append(int(unit.step)))
+    watch.run.on_measure = plant(
+        "on_measure", watch, faults, lambda unit: seen.append(int(unit.step))
+    )
     places = {
         "samples": (measurement, "measure_samples"),
         "dataset": (run, "to_dataset"),
@@ -72,8 +76,13 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
         "write": (Store, "write"),
         "claim": (Store, "check_settings"),
     }
-    patches = [patch.object(o, name, plant(at, watch, faults, getattr(o, name))) for at, (o, name) in places.items()]
-    patches.append(patch.object(logger, "log_metrics", plant("log", watch, faults, logger.log_metrics)))
+    patches = [
+        patch.object(o, name, plant(at, watch, faults, getattr(o, name)))
+        for at, (o, name) in places.items()
+    ]
+    patches.append(
+        patch.object(logger, "log_metrics", plant("log", watch, faults, logger.log_metrics))
+    )
     for each in patches:
         each.start()
     error, runner = None, trainer([watch], STEPS, **RANKS, logger=logger, log_every_n_steps=100)
@@ -81,7 +90,10 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
         with warnings.catch_warnings(record=True, action="always") as caught:
             result = state(runner, fit(runner, Classifier))
     except Exception as raised:
-        error, result = [f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])], None
+        error, result = (
+            [f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])],
+            None,
+        )
     finally:
         for each in patches:
             each.stop()
@@ -101,8 +113,15 @@ def state(runner, module) -> list:
     """Return the losses, and the exact weights, optimizer state and random state."""
     tensors = list(module.state_dict().values())
     for optimizer in runner.optimizers:
-        tensors += [value for values in optimizer.state_dict()["state"].values() for value in values.values()]
-    return [module.losses, *(torch.as_tensor(tensor).tolist() for tensor in (*tensors, torch.get_rng_state()))]
+        tensors += [
+            value
+            for values in optimizer.state_dict()["state"].values()
+            for value in values.values()
+        ]
+    return [
+        module.losses,
+        *(torch.as_tensor(tensor).tolist() for tensor in (*tensors, torch.get_rng_state())),
+    ]
 
 
 RANKS = {"strategy": "ddp", "devices": 2}
@@ -117,7 +136,10 @@ def main() -> None:
         return
     runner = trainer(max_steps=STEPS, **RANKS)
     results = {"plain": {"state": state(runner, fit(runner, Classifier))}}
-    for name, faults in {"continued": CONTINUED, **{name: {s: (p, f)} for name, (s, p, f) in ENDED.items()}}.items():
+    for name, faults in {
+        "continued": CONTINUED,
+        **{name: {s: (p, f)} for name, (s, p, f) in ENDED.items()},
+    }.items():
         if not chosen or name in chosen:
             results[name] = watched(directory / name, faults)
             (directory / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(results))

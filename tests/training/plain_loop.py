@@ -30,14 +30,18 @@ def train(watch: Any = None, rank: int | None = None) -> SimpleNamespace:
         if watch is not None:
             watch(step, trained)
         x = torch.randint(3, 50, (4, 8), generator=batches)
-        loss = nn.functional.cross_entropy(trained(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        loss = nn.functional.cross_entropy(
+            trained(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     if watch is not None:
         watch(STEPS, trained, force=True)
-    moments = [value for values in optimizer.state_dict()["state"].values() for value in values.values()]
+    moments = [
+        value for values in optimizer.state_dict()["state"].values() for value in values.values()
+    ]
     tensors = [torch.as_tensor(value) for value in (*model.state_dict().values(), *moments)]
     return SimpleNamespace(model=model, losses=losses, tensors=[*tensors, torch.get_rng_state()])
 
@@ -48,7 +52,11 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     plain = train(rank=rank)
     with tracker.Watch(
-        3, k=2, probe=tokens(3), save_dir=str(directory / "store"), log_to=lambda _, step: rows.append(step)
+        3,
+        k=2,
+        probe=tokens(3),
+        save_dir=str(directory / "store"),
+        log_to=lambda _, step: rows.append(step),
     ) as watch:
         watched = train(watch, rank)
     found = {

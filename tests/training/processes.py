@@ -22,7 +22,9 @@ def run_on_two_ranks(module: str, directory: Path) -> None:
         "WORLD_SIZE": "2",
     }
     ranks = [
-        processes.start(module, directory, env={**common, "RANK": str(rank)}, stdout=subprocess.DEVNULL)
+        processes.start(
+            module, directory, env={**common, "RANK": str(rank)}, stdout=subprocess.DEVNULL
+        )
         for rank in range(2)
     ]
     try:

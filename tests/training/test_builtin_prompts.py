@@ -22,7 +22,9 @@ def test_they_are_those_of_a_walk():
 def tokenizer():
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    words.train_from_iterator(tracker.prompts(), tokenizers.trainers.WordLevelTrainer(special_tokens=["[UNK]"]))
+    words.train_from_iterator(
+        tracker.prompts(), tokenizers.trainers.WordLevelTrainer(special_tokens=["[UNK]"])
+    )
     return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]")
 
 
@@ -54,7 +56,10 @@ def test_a_callback_and_a_loop_measure_them_as_tracker_measure_does(tokenizer):
     rows = torch.utils.data.TensorDataset(torch.randint(1, len(tokenizer), (4, 6)))
     trainer([callback], max_steps=2).fit(module, torch.utils.data.DataLoader(rows, 2))
     measured = tracker.measure(module.model, tracker.prompts(), tokenizer=tokenizer, k=2)
-    assert list(measured.prompt_text.values) == tracker.prompts() and measured.miscoupling.notnull().all()
+    assert (
+        list(measured.prompt_text.values) == tracker.prompts()
+        and measured.miscoupling.notnull().all()
+    )
     assert list(units) == [0, 2]
     assert_same_units(units[2], measured.assign_coords(step=2))
     watched = tracker.Watch(1, k=2, probe=tracker.prompts(), tokenizer=tokenizer)(0, module.model)

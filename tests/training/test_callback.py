@@ -59,12 +59,16 @@ DERIVATIVE_ERROR = "diagnostics_derivative_error"
 def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
     assert set(a.data_vars) == set(b.data_vars)
     for name in a.data_vars:
-        if name.startswith(("diagnostics_residual", "diagnostics_value_error", DERIVATIVE_ERROR)):  # rounding errors
+        if name.startswith(
+            ("diagnostics_residual", "diagnostics_value_error", DERIVATIVE_ERROR)
+        ):  # rounding errors
             continue
         if a[name].dtype == object:  # texts
             np.testing.assert_array_equal(a[name].values, b[name].values, err_msg=name)
             continue
-        np.testing.assert_allclose(a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name
+        )
 
 
 # The training is unchanged.
@@ -79,7 +83,11 @@ RUNS = {
     "gradient checkpointing": {"module": lambda: Classifier(checkpointing=True)},
     "manual optimisation": {"module": TwoOptimizers},
     "averaged weights": {"others": lambda: [EMAWeightAveraging(decay=0.5)]},
-    "weights written in eval mode": {"module": Rescaling, "validate": False, "limit_val_batches": 0},
+    "weights written in eval mode": {
+        "module": Rescaling,
+        "validate": False,
+        "limit_val_batches": 0,
+    },
     "weights merged by eval()": {"module": Merging},
     "no sanity check": {"num_sanity_val_steps": 0},
 }
@@ -98,7 +106,9 @@ def test_training_is_bit_identical(case):
             trained = fit(runner, module, workers, validate)
         states = [*trained.state_dict().values()]
         for optimizer in runner.optimizers:
-            states += [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+            states += [
+                v for state in optimizer.state_dict()["state"].values() for v in state.values()
+            ]
         runs.append((trained.losses, states))
         rng = torch.get_rng_state()
         runs[-1][1].append(rng)
@@ -106,7 +116,10 @@ def test_training_is_bit_identical(case):
     (losses, states), (watched_losses, watched_states) = runs
     assert losses == watched_losses and len(losses) >= 4
     assert len(states) == len(watched_states) > 10
-    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(states, watched_states, strict=True))
+    assert all(
+        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+        for a, b in zip(states, watched_states, strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -123,7 +136,9 @@ def test_training_is_bit_identical_while_a_thread_reads_its_store(tmp_path):
     thread = threading.Thread(target=poll)
     thread.start()
     try:
-        watched = fit(trainer([CouplingCallback(1, probe=PROBE, k=2, save_dir=tmp_path)], max_steps=12))
+        watched = fit(
+            trainer([CouplingCallback(1, probe=PROBE, k=2, save_dir=tmp_path)], max_steps=12)
+        )
     finally:
         ended.set()
         thread.join()
@@ -156,7 +171,10 @@ def test_training_of_a_compiled_module_is_bit_identical(compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_live_equals_the_checkpoint(tmp_path, precision):
-    watch, keep = Watch(3), ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    watch, keep = (
+        Watch(3),
+        ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1),
+    )
     fit(trainer([watch, keep], enable_checkpointing=True, precision=precision), Classifier)
     for step, unit in watch.units.items():
         if step:
@@ -185,7 +203,10 @@ def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
     """Checkpoints of a run with averaging contain the averaged weights."""
     raw, averaged = Watch(3), Watch(3, weights="averaged")
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(trainer([raw, EMAWeightAveraging(decay=0.5), averaged, keep], enable_checkpointing=True), Classifier)
+    fit(
+        trainer([raw, EMAWeightAveraging(decay=0.5), averaged, keep], enable_checkpointing=True),
+        Classifier,
+    )
     for step in (3, 6):
         module = Classifier.load_from_checkpoint(tmp_path / f"step={step}.ckpt")
         expected = tracker.measure(module, PROBE, k=2).assign_coords(step=step)
@@ -199,7 +220,9 @@ def test_averaged_weights_without_averaging():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("averaging", [EMAWeightAveraging, lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1)])
+@pytest.mark.parametrize(
+    "averaging", [EMAWeightAveraging, lambda: StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
+)
 def test_the_last_step_is_not_measured_after_averaging(averaging):
     watch = Watch(5)
     with pytest.warns(UserWarning, match="list CouplingCallback before"):
@@ -243,7 +266,11 @@ def test_two_optimizers_step_on_one_batch():
 def test_validation_alone_measures_nothing():
     watch, module = Watch(), Classifier()
     runner = trainer([watch])
-    runner.validate(module, torch.utils.data.DataLoader([(torch.randn(6, 8), torch.tensor(1))] * 4), verbose=False)
+    runner.validate(
+        module,
+        torch.utils.data.DataLoader([(torch.randn(6, 8), torch.tensor(1))] * 4),
+        verbose=False,
+    )
     assert not watch.units and watch.probe is None
 
 
@@ -252,15 +279,23 @@ def test_validation_alone_measures_nothing():
 
 @pytest.mark.slow
 def test_resumed_run_continues_its_units(tmp_path):
-    whole, first, second = (Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b"))
+    whole, first, second = (
+        Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b")
+    )
     fit(trainer([whole], max_steps=-1, max_epochs=2))
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([first, keep], max_steps=10, enable_checkpointing=True))
     assert list(first.units) == [0, 3, 6, 9, 10]
     # Resumed from step 8: later units are set aside and measured again.
     fit(trainer([second], max_steps=-1, max_epochs=2), ckpt_path=tmp_path / "step=8.ckpt")
-    assert list(second.units) == [9, 12, 15, 16] and Store(tmp_path / "b").steps() == Store(tmp_path / "a").steps()
-    assert sorted(p.name for p in (tmp_path / "b" / "superseded").iterdir()) == ["step00000009.nc", "step00000010.nc"]
+    assert (
+        list(second.units) == [9, 12, 15, 16]
+        and Store(tmp_path / "b").steps() == Store(tmp_path / "a").steps()
+    )
+    assert sorted(p.name for p in (tmp_path / "b" / "superseded").iterdir()) == [
+        "step00000009.nc",
+        "step00000010.nc",
+    ]
     assert torch.equal(second.probe[0], whole.probe[0])
     assert len(np.unique(tracker.open_results(tmp_path / "b").attrs["inputs_sha256"])) == 1
 
@@ -291,7 +326,10 @@ def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
         store.write(step, older.assign_attrs(store.read(step).attrs | {"final_norm": "include"}))
     fit(trainer([second], max_steps=8), WithFinalNorm, ckpt_path=tmp_path / "step=4.ckpt")
     assert list(second.units) == [8] and second.units[8].attrs["final_norm"] == "include"
-    assert "miscoupling_normed" in second.units[8] and tracker.open_results(store.path).attrs["final_norm"] == "include"
+    assert (
+        "miscoupling_normed" in second.units[8]
+        and tracker.open_results(store.path).attrs["final_norm"] == "include"
+    )
 
 
 @pytest.mark.slow
@@ -299,7 +337,9 @@ def test_another_probe_after_resuming(tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([Watch(3), keep], enable_checkpointing=True))
     again = Watch(3, probe=PROBE + 1)
-    with pytest.warns(UserWarning, match=r"probe, float32 \(5, 6, 8\), is not .* the checkpoint's is measured"):
+    with pytest.warns(
+        UserWarning, match=r"probe, float32 \(5, 6, 8\), is not .* the checkpoint's is measured"
+    ):
         fit(trainer([again], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
     assert torch.equal(again.probe, PROBE)
 
@@ -330,7 +370,10 @@ def test_another_run_in_the_same_directory(tmp_path):
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([Watch(4, save_dir=tmp_path / "b"), keep], enable_checkpointing=True))
     with pytest.raises(UsageError, match=r"k was \[2\], now \[3\].*never mixed"):
-        fit(trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9), ckpt_path=tmp_path / "step=8.ckpt")
+        fit(
+            trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9),
+            ckpt_path=tmp_path / "step=8.ckpt",
+        )
 
 
 def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
@@ -364,11 +407,15 @@ def test_terminated_while_measuring_and_resumed(uninterrupted, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "samples"), [("ddp", 5), ("ddp", 1), ("fsdp2", 5)], ids=["ddp, uneven", "ddp, one sample", "fsdp2"]
+    ("strategy", "samples"),
+    [("ddp", 5), ("ddp", 1), ("fsdp2", 5)],
+    ids=["ddp, uneven", "ddp, one sample", "fsdp2"],
 )
 def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
     """Compare with measurements of the run's own checkpoints: two ranks train on other batches than one process."""
-    ran = run_process("--out", tmp_path, "--strategy", strategy, "--devices", 2, "--samples", samples)
+    ran = run_process(
+        "--out", tmp_path, "--strategy", strategy, "--devices", 2, "--samples", samples
+    )
     assert ran.returncode == 0, ran.stderr
     store = Store(tmp_path / "store")
     assert store.steps() == [0, 2, 4, 6, 8]
@@ -377,7 +424,9 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
         (file,) = tmp_path.glob(f"*step={step}.ckpt")
         module = Classifier()
         module.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
-        expected = tracker.measure(module, probe, k=(2, 4), dtype=torch.float64).assign_coords(step=step)
+        expected = tracker.measure(module, probe, k=(2, 4), dtype=torch.float64).assign_coords(
+            step=step
+        )
         assert_same_units(store.read(step), expected, 1e-7)
 
 
@@ -412,7 +461,9 @@ def test_the_probe_is_the_first_validation_batch_of_the_sanity_check():
             seen.append(batch)
 
     fit(trainer([watch]), Recording)
-    assert torch.equal(watch.probe[0], seen[0][0][:8]) and torch.equal(watch.probe[1], seen[0][1][:8])
+    assert torch.equal(watch.probe[0], seen[0][0][:8]) and torch.equal(
+        watch.probe[1], seen[0][1][:8]
+    )
     assert watch.units[0].sizes["prompt"] == 8
 
 
@@ -477,7 +528,8 @@ class CompiledPart(EncoderModule):
 
 
 @pytest.mark.parametrize(
-    ("at_first", "blocks"), [(True, None), (True, "model._orig_mod.stages"), (False, None), (False, "model.stages")]
+    ("at_first", "blocks"),
+    [(True, None), (True, "model._orig_mod.stages"), (False, None), (False, "model.stages")],
 )
 def test_a_part_that_the_module_compiles(at_first, blocks):
     watch = Watch(4, probe=None, blocks=blocks)
@@ -500,7 +552,8 @@ def test_a_given_forward():
 def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step():
     module = BatchForward()
     with pytest.raises(
-        UsageError, match=r"takes batch, temperature, and the batch contains x, label; .*forward=lambda"
+        UsageError,
+        match=r"takes batch, temperature, and the batch contains x, label; .*forward=lambda",
     ):
         trainer([Watch(probe=None)]).fit(module, mappings())
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -545,7 +598,11 @@ class NoForward(EncoderModule):
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
-        (NoBlocks, {}, "no residual blocks found in NoBlocks. A block is recognised by an attention module"),
+        (
+            NoBlocks,
+            {},
+            "no residual blocks found in NoBlocks. A block is recognised by an attention module",
+        ),
         (NoForward, {}, "no forward of its own, and neither has 'stages'"),
         (Classifier, {"blocks": "layers"}, "no module named 'layers'"),
     ],
@@ -560,7 +617,10 @@ def test_refused_at_setup(module, options, message):
     [
         (dict(every_n_steps=0), "every_n_steps=0; give a whole number"),
         (dict(every_n_steps=2, steps=[1]), "several schedules"),
-        (dict(every_n_epochs=2, steps=[1]), "several schedules given; give one of every_n_steps, every_n_epochs"),
+        (
+            dict(every_n_epochs=2, steps=[1]),
+            "several schedules given; give one of every_n_steps, every_n_epochs",
+        ),
         (dict(steps=[]), "whole numbers from 0"),
         (dict(steps=[0.5]), "whole numbers from 0"),
         (dict(steps=[-1]), "whole numbers from 0"),
@@ -586,15 +646,22 @@ def test_early_stopping_and_checkpoints_monitor_metrics(tmp_path):
 
     watch = Watch(2)
     keep = ModelCheckpoint(
-        tmp_path, "{step}-{coupling/mean_offdiag:.4f}", monitor="coupling/mean_offdiag", save_top_k=1
+        tmp_path,
+        "{step}-{coupling/mean_offdiag:.4f}",
+        monitor="coupling/mean_offdiag",
+        save_top_k=1,
     )
-    runner = trainer([watch, stop_below_zero(), keep], max_steps=-1, max_epochs=6, enable_checkpointing=True)
+    runner = trainer(
+        [watch, stop_below_zero(), keep], max_steps=-1, max_epochs=6, enable_checkpointing=True
+    )
     fit(runner)
     assert runner.current_epoch == 2  # nothing improves by 100, and the patience is one epoch
     assert float(runner.callback_metrics["coupling/mean_offdiag"]) == pytest.approx(
         scalars(watch.units[16])["coupling/miscoupling/k2/mean_offdiag"], rel=1e-6
     )
-    best = min(scalars(watch.units[step])["coupling/miscoupling/k2/mean_offdiag"] for step in (8, 16))
+    best = min(
+        scalars(watch.units[step])["coupling/miscoupling/k2/mean_offdiag"] for step in (8, 16)
+    )
     assert keep.best_model_score == pytest.approx(best, rel=1e-6)
 
 
@@ -621,7 +688,10 @@ def test_csv_and_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     watch = Watch(4, name="val", log="all")
-    loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
+    loggers = [
+        lightning.pytorch.loggers.CSVLogger(tmp_path),
+        lightning.pytorch.loggers.TensorBoardLogger(tmp_path),
+    ]
     fit(trainer([watch], logger=loggers, log_every_n_steps=1))
     events = EventAccumulator(loggers[1].log_dir).Reload()
     for name, value in scalars(watch.units[4]).items():
@@ -650,7 +720,9 @@ COST = {"coupling/seconds", "coupling/share"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("log", ["headline", "all", ["coupling/mean_offdiag", "trajectory/*/median"]], ids=str)
+@pytest.mark.parametrize(
+    "log", ["headline", "all", ["coupling/mean_offdiag", "trajectory/*/median"]], ids=str
+)
 def test_the_metrics_that_a_csv_file_gets(log, tmp_path):
     """By default 13, of the smallest K; the store and the metrics of other callbacks have all in each case."""
     logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
@@ -661,21 +733,27 @@ def test_the_metrics_that_a_csv_file_gets(log, tmp_path):
     columns = set((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()[0].split(","))
     everything = set(scalars(watch.units[4]))
     medians = {name for name in everything if re.fullmatch("trajectory/.*/median", name)}
-    expected = {"headline": HEADLINES, "all": everything}.get(str(log), {"coupling/mean_offdiag", *medians})
+    expected = {"headline": HEADLINES, "all": everything}.get(
+        str(log), {"coupling/mean_offdiag", *medians}
+    )
     assert columns == expected | COST | {"epoch", "step", "loss", "val_loss"}
     assert len(HEADLINES | COST) == 13 and len(everything) > 100
     assert everything <= runner.callback_metrics.keys()
     assert set(scalars(Store(tmp_path / "store").read(4))) == everything
 
 
-@pytest.mark.parametrize(("log", "message"), [("most", "log='most'; choose 'headline'"), ([], "log=")])
+@pytest.mark.parametrize(
+    ("log", "message"), [("most", "log='most'; choose 'headline'"), ([], "log=")]
+)
 def test_unusable_choices_of_metrics(log, message):
     with pytest.raises(UsageError, match=message):
         Watch(4, log=log)
 
 
 def test_a_name_that_is_no_metric_is_refused_at_the_first_measurement():
-    with pytest.raises(UsageError, match=r"no metric is named 'trajectory/lsss/\*'; log='all' logs all"):
+    with pytest.raises(
+        UsageError, match=r"no metric is named 'trajectory/lsss/\*'; log='all' logs all"
+    ):
         fit(trainer([Watch(4, log=["coupling/seconds", "trajectory/lsss/*"])]))
 
 
@@ -691,7 +769,10 @@ def test_wandb_by_default(tmp_path):
     assert {name for name in logged if "heatmap" not in name} == HEADLINES | COST
     metrics = {metric.get("name"): metric for metric in of("metric", found)}
     for name in HEADLINES | COST:
-        assert "hidden" not in metrics[name]["options"] and metrics[name]["step_metric"] == "training/step", name
+        assert (
+            "hidden" not in metrics[name]["options"]
+            and metrics[name]["step_metric"] == "training/step"
+        ), name
 
 
 @pytest.mark.slow
@@ -710,7 +791,9 @@ def test_wandb(tmp_path):
     metrics = {metric.get("name"): metric for metric in of("metric", found)}
     headline, quartile = metrics["coupling/mean_offdiag"], metrics["trajectory/lss/q25"]
     assert headline["step_metric"] == quartile["step_metric"] == "training/step"
-    assert headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]
+    assert (
+        headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]
+    )
     assert quartile["options"]["hidden"]
 
 
@@ -724,7 +807,11 @@ def test_the_page_during_a_run(tmp_path):
             pages.append(write_report(tmp_path, tmp_path / "page.html").read_text())
 
     fit(trainer([Reporting(4, save_dir=tmp_path)]))
-    assert len(pages) == 3 and "1 checkpoint at step 0" in pages[0] and "3 checkpoints from step 0 to 8" in pages[2]
+    assert (
+        len(pages) == 3
+        and "1 checkpoint at step 0" in pages[0]
+        and "3 checkpoints from step 0 to 8" in pages[2]
+    )
     results = tracker.open_results(tmp_path)
     assert list(results.step) == [0, 4, 8] and results.attrs["model_name"] == "Classifier"
 
@@ -735,7 +822,12 @@ def test_the_page_during_a_run(tmp_path):
 @pytest.mark.slow
 def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     """A failed attempt frees its tensors before the next."""
-    real, watch, budgets, kept = measurement.measure_samples, Watch(8, memory_budget=1 << 20), [], []
+    real, watch, budgets, kept = (
+        measurement.measure_samples,
+        Watch(8, memory_budget=1 << 20),
+        [],
+        [],
+    )
 
     def scarce(model, blocks, calls, settings, device):
         assert not any(reference() is not None for reference in kept)
@@ -759,7 +851,9 @@ def test_weights_that_are_not_finite_are_skipped():
                 self.embed.weight.data.fill_(float("nan"))
 
     watch = Watch(2)
-    with pytest.warns(UserWarning, match=r"step 4 is not measured \(FloatingPointError: .*not finite"):
+    with pytest.warns(
+        UserWarning, match=r"step 4 is not measured \(FloatingPointError: .*not finite"
+    ):
         fit(trainer([watch]), Diverging)
     assert list(watch.units) == [0, 2]
 

@@ -45,7 +45,10 @@ def test_of_a_lightning_run(tmp_path):
     copy = through_pickle
     callback = copy(tracker.CouplingCallback(2, k=2, save_dir=tmp_path / "first"))
     during = Copy(callback, copy)
-    loggers = [lightning.pytorch.loggers.CSVLogger(tmp_path), lightning.pytorch.loggers.TensorBoardLogger(tmp_path)]
+    loggers = [
+        lightning.pytorch.loggers.CSVLogger(tmp_path),
+        lightning.pytorch.loggers.TensorBoardLogger(tmp_path),
+    ]
     fit(trainer([callback, during], max_steps=2, logger=loggers))
     for made in (*during.made, copy(callback)):
         assert torch.equal(made.probe[0], callback.probe[0])
@@ -80,7 +83,10 @@ def test_of_a_run_of_transformers(tmp_path):
     for made in (before, *during.made, copy(callback)):
         assert made.trainer is None, "a copy has no copy of the model"
         of_copy, schedule = made.run.schedule, callback.run.schedule
-        assert (of_copy.func, of_copy.args) == (schedule.func, schedule.args) and not made.run.loggers
+        assert (of_copy.func, of_copy.args) == (
+            schedule.func,
+            schedule.args,
+        ) and not made.run.loggers
     assert any("coupling/mean_offdiag" in entry for entry in run.state.log_history)
 
 
@@ -93,7 +99,9 @@ def test_of_a_loop(tmp_path, copy):
     again = copy(watch)
     unit = again(2, model)
     assert Store(tmp_path).steps() == [0, 2]
-    np.testing.assert_array_equal(unit["miscoupling"], tracker.measure(model, tokens(), k=2)["miscoupling"])
+    np.testing.assert_array_equal(
+        unit["miscoupling"], tracker.measure(model, tokens(), k=2)["miscoupling"]
+    )
     again.close()
     assert copy(again).run.last_measured == 2
 

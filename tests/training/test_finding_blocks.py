@@ -122,5 +122,7 @@ def test_the_first_samples_of_transformers_trainer(tmp_path):
     runner = make(tmp_path)
     runner.model = runner.model_wrapped = Towers()
     runner.add_callback(tracker.TransformersCallback(2, k=K))
-    with pytest.raises(UsageError, match="Tried on these inputs|each line was tried on these inputs"):
+    with pytest.raises(
+        UsageError, match="Tried on these inputs|each line was tried on these inputs"
+    ):
         runner.train()

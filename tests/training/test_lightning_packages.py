@@ -32,7 +32,11 @@ class OtherClassifier(pytorch_lightning.LightningModule):
         self.embed, self.stages, self.head = same.embed, same.stages, same.head
         self.checkpointing, self.losses = False, []
 
-    forward, training_step, validation_step = Classifier.forward, Classifier.training_step, Classifier.validation_step
+    forward, training_step, validation_step = (
+        Classifier.forward,
+        Classifier.training_step,
+        Classifier.validation_step,
+    )
     configure_optimizers = Classifier.configure_optimizers
 
 
@@ -40,7 +44,9 @@ MODULES = {"lightning": Classifier, "pytorch_lightning": OtherClassifier}
 
 
 def train(package: str, callbacks, **options):
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
     options = {"accelerator": "cpu", "max_steps": 8, **quiet, **options}
     return fit(PACKAGES[package].Trainer(callbacks=callbacks, **options), MODULES[package])
 
@@ -56,29 +62,51 @@ def test_both_packages_measure_the_same(tmp_path):
     assert list(units) == [0, 3, 6, 8] == Store(tmp_path / "pytorch_lightning").steps()
     for step, unit in units.items():
         assert_same_units(unit, expected[step])
-    assert_same_units(units[8], tracker.measure(module, watches["lightning"].probe[0], k=2).assign_coords(step=8))
+    assert_same_units(
+        units[8], tracker.measure(module, watches["lightning"].probe[0], k=2).assign_coords(step=8)
+    )
 
 
 @pytest.mark.slow
 def test_a_resumed_run_continues_its_store(tmp_path):
-    keep = pytorch_lightning.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    keep = pytorch_lightning.callbacks.ModelCheckpoint(
+        tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1
+    )
     first, second = (Watch(3, save_dir=tmp_path / "store") for _ in range(2))
     train("pytorch_lightning", [first, keep], max_steps=4, enable_checkpointing=True)
-    runner = partial(pytorch_lightning.Trainer, max_steps=7, accelerator="cpu", logger=False, enable_progress_bar=False)
-    fit(runner(callbacks=[second], enable_checkpointing=False), OtherClassifier, ckpt_path=tmp_path / "step=4.ckpt")
+    runner = partial(
+        pytorch_lightning.Trainer,
+        max_steps=7,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+    )
+    fit(
+        runner(callbacks=[second], enable_checkpointing=False),
+        OtherClassifier,
+        ckpt_path=tmp_path / "step=4.ckpt",
+    )
     assert list(second.units) == [6, 7] and Store(tmp_path / "store").steps() == [0, 3, 4, 6, 7]
 
 
 @pytest.mark.slow
 def test_the_last_step_is_not_measured_on_averaged_weights():
-    watch, averaging = Watch(5), pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
-    with pytest.warns(UserWarning, match="the last step is not measured: averaged weights have replaced the raw ones"):
+    watch, averaging = (
+        Watch(5),
+        pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1),
+    )
+    with pytest.warns(
+        UserWarning,
+        match="the last step is not measured: averaged weights have replaced the raw ones",
+    ):
         train("pytorch_lightning", [averaging, watch])
     assert list(watch.units) == [0, 5]
 
 
 def test_weights_in_flattened_pieces_are_refused():
-    runner = SimpleNamespace(strategy=object.__new__(pytorch_lightning.strategies.FSDPStrategy), callbacks=[])
+    runner = SimpleNamespace(
+        strategy=object.__new__(pytorch_lightning.strategies.FSDPStrategy), callbacks=[]
+    )
     with pytest.raises(UsageError, match="FSDPStrategy keeps weights in flattened pieces"):
         check_readable(Watch(), runner, OtherClassifier(), "raw")
 
@@ -109,7 +137,9 @@ def test_loggers_of_both_packages_are_known(tmp_path):
     for package in PACKAGES.values():
         assert LightningAdapter(package.loggers.TensorBoardLogger(tmp_path)).to_tensorboard
         assert not LightningAdapter(package.loggers.CSVLogger(tmp_path)).to_tensorboard
-        assert isinstance(logger_of(package.loggers.WandbLogger(save_dir=tmp_path, offline=True)), OpenRun)
+        assert isinstance(
+            logger_of(package.loggers.WandbLogger(save_dir=tmp_path, offline=True)), OpenRun
+        )
     wandb.finish()
     assert classes("Callback") == (lightning.pytorch.Callback, pytorch_lightning.Callback)
     assert classes("callbacks.NoSuchClass", "no_such_module.Callback") == ()

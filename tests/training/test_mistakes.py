@@ -32,17 +32,28 @@ class Failing(Classifier):
         return super().forward(x)
 
 
-ERRORS = [RuntimeError("planted"), ValueError("planted"), KeyError("planted"), FloatingPointError("planted")]
+ERRORS = [
+    RuntimeError("planted"),
+    ValueError("planted"),
+    KeyError("planted"),
+    FloatingPointError("planted"),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_of_the_forward_pass_ends_the_run_at_first(tmp_path, error):
-    with pytest.raises(UsageError, match="the forward of Failing fails on the probe, float32 .5, 6, 8.: ") as raised:
-        fit(trainer([Watch(2, save_dir=tmp_path)]), lambda: Failing(error, range(9)), validate=False)
+    with pytest.raises(
+        UsageError, match="the forward of Failing fails on the probe, float32 .5, 6, 8.: "
+    ) as raised:
+        fit(
+            trainer([Watch(2, save_dir=tmp_path)]), lambda: Failing(error, range(9)), validate=False
+        )
     assert f"{type(error).__name__}: {error}. If the training step" in str(raised.value)
     assert str(raised.value).endswith("forward=lambda module, batch: ...")
     assert type(raised.value.__cause__) is type(error)
-    assert raised.value.__notes__ == ["while CouplingCallback measured step 0; the training can't continue"]
+    assert raised.value.__notes__ == [
+        "while CouplingCallback measured step 0; the training can't continue"
+    ]
 
 
 def test_a_run_may_begin_at_any_step(tmp_path):
@@ -57,15 +68,23 @@ def test_a_run_may_begin_at_any_step(tmp_path):
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_the_same_error_later_skips_a_step(error):
     watch = Watch(2)
-    with pytest.warns(UserWarning, match=f"step 4 is not measured .{type(error).__name__}.*; training continues"):
+    with pytest.warns(
+        UserWarning, match=f"step 4 is not measured .{type(error).__name__}.*; training continues"
+    ):
         fit(trainer([watch]), lambda: Failing(error, range(4, 5)), validate=False)
     assert list(watch.units) == [0, 2, 6, 8]
 
 
 def test_memory_that_runs_out_in_the_first_forward_pass_skips_the_step():
     watch = Watch(4)
-    with pytest.warns(UserWarning, match="step 0 is not measured .OutOfMemoryError.*no step has results yet"):
-        fit(trainer([watch]), lambda: Failing(torch.OutOfMemoryError(OUT_OF_MEMORY), range(1)), validate=False)
+    with pytest.warns(
+        UserWarning, match="step 0 is not measured .OutOfMemoryError.*no step has results yet"
+    ):
+        fit(
+            trainer([watch]),
+            lambda: Failing(torch.OutOfMemoryError(OUT_OF_MEMORY), range(1)),
+            validate=False,
+        )
     assert list(watch.units) == [4, 8]
 
 
@@ -78,9 +97,18 @@ def test_an_error_of_the_device_in_the_first_forward_pass_is_raised_as_it_is():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"probe": PROBE, "forward": lambda model, batch: model(batch["ids"])}, "given as forward= fails .*TypeError"),
-        ({"probe": {"input_ids": torch.zeros(2, 5)}}, "GPTNeoXForCausalLM fails .* {input_ids: float32 .2, 5.}: "),
-        ({"probe": tracker.prompts(), "tokenizer": lambda text, **_: int(text)}, "on the probe, 16 texts: ValueError"),
+        (
+            {"probe": PROBE, "forward": lambda model, batch: model(batch["ids"])},
+            "given as forward= fails .*TypeError",
+        ),
+        (
+            {"probe": {"input_ids": torch.zeros(2, 5)}},
+            "GPTNeoXForCausalLM fails .* {input_ids: float32 .2, 5.}: ",
+        ),
+        (
+            {"probe": tracker.prompts(), "tokenizer": lambda text, **_: int(text)},
+            "on the probe, 16 texts: ValueError",
+        ),
     ],
     ids=["forward=", "dtype", "tokenizer"],
 )
@@ -99,13 +127,18 @@ def test_on_two_ranks_with_sharded_weights(tmp_path):
     """The error of one rank, sent to the other."""
     ran = run_process("--out", tmp_path, "--strategy", "fsdp2", "--devices", 2, "--fail_at", 0)
     assert ran.returncode == 1
-    assert "the function given as forward= fails on the probe, float32 (5, 6, 8): RuntimeError: planted" in ran.stderr
+    assert (
+        "the function given as forward= fails on the probe, float32 (5, 6, 8): RuntimeError: planted"
+        in ran.stderr
+    )
 
 
 def test_a_run_without_results_says_so_at_once_and_at_the_end(tmp_path, monkeypatch):
     with warnings.catch_warnings(record=True, action="always") as caught:
         with tracker.Watch(steps=[0], k=2, probe=tokens(), save_dir=str(tmp_path)) as watch:
-            monkeypatch.setattr(Store, "write", Mock(side_effect=OSError(28, "No space left on device")))
+            monkeypatch.setattr(
+                Store, "write", Mock(side_effect=OSError(28, "No space left on device"))
+            )
             watch(0, neox())
     said = [str(warning.message) for warning in caught if "step" in str(warning.message)]
     assert len(said) == 2 and said[0].startswith("step 0 is measured but not stored")
@@ -135,5 +168,11 @@ class Sample:
 def test_what_a_batch_holds():
     batch = Sample(torch.zeros(2, 3), ["a", "b"])
     assert describe(batch) == "Sample(ids: float32 (2, 3), texts: 2 texts)"
-    assert describe((torch.zeros(2, dtype=torch.long), [batch, None])) == f"(int64 (2,), [{describe(batch)}, None])"
-    assert describe({"ids": torch.zeros(2).numpy(), "other": object()}) == "{ids: float32 (2,), other: object}"
+    assert (
+        describe((torch.zeros(2, dtype=torch.long), [batch, None]))
+        == f"(int64 (2,), [{describe(batch)}, None])"
+    )
+    assert (
+        describe({"ids": torch.zeros(2).numpy(), "other": object()})
+        == "{ids: float32 (2,), other: object}"
+    )

@@ -110,7 +110,12 @@ BATCHES = {
     "SimpleNamespace": SimpleNamespace(x=X, sizes=np.arange(8).reshape(4, 2)),
     "dictionary with attributes": AttributeDict(x=X),
     "OrderedDict": OrderedDict(b=X, a=1),
-    "arrays": {"x": X, "n": np.float64(2.5), "names": np.array(["a", "bc"]), "when": np.array(["2026-01-01"], "M8[D]")},
+    "arrays": {
+        "x": X,
+        "n": np.float64(2.5),
+        "names": np.array(["a", "bc"]),
+        "when": np.array(["2026-01-01"], "M8[D]"),
+    },
     "enumerations": {"x": X, "kind": Kind.TEXT, "text": TextKind.TEXT},
     "torch's own": {"x": X, "dtype": X.dtype, "device": X.device, "shape": X.shape, "complex": 1j},
     "tensor of another class": {"image": Image(X)},
@@ -152,7 +157,11 @@ def another(batch: Any) -> Any:
     def change(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return (leaf + 1).as_subclass(type(leaf))
-        return leaf[:1] if isinstance(leaf, list) or (isinstance(leaf, np.ndarray) and leaf.ndim) else leaf
+        return (
+            leaf[:1]
+            if isinstance(leaf, list) or (isinstance(leaf, np.ndarray) and leaf.ndim)
+            else leaf
+        )
 
     return map_leaves(batch, change)
 
@@ -198,7 +207,13 @@ def test_samples_of_a_batch_have_its_type(case):
     first = first_samples(batch, 3)
     assert type(first) is type(batch) and sample_count(first) == 3
     assert_same(cpu_copy(batch), batch)
-    tensor = next(iter(batch.values())) if isinstance(batch, dict) else batch[0] if case == "NamedTuple" else X
+    tensor = (
+        next(iter(batch.values()))
+        if isinstance(batch, dict)
+        else batch[0]
+        if case == "NamedTuple"
+        else X
+    )
     if isinstance(tensor, torch.Tensor) and hasattr(first, "x"):
         assert torch.equal(first.x, X[:3]) and first.x.data_ptr() != X.data_ptr()
 
@@ -257,7 +272,9 @@ class Batched(lightning.LightningModule):
 
 def loader(make):
     rows = torch.utils.data.TensorDataset(X, torch.arange(4))
-    return torch.utils.data.DataLoader(rows, 2, collate_fn=lambda rows: make(torch.stack([row[0] for row in rows])))
+    return torch.utils.data.DataLoader(
+        rows, 2, collate_fn=lambda rows: make(torch.stack([row[0] for row in rows]))
+    )
 
 
 def attribute(batch):
@@ -288,30 +305,46 @@ def test_forward_receives_what_the_loader_yields(case):
     trainer([watch], max_steps=2).fit(module, loader(RUNS[case]))
     assert set(SEEN) == {type(RUNS[case](X))} == {type(watch.probe)}
     assert_same_units(
-        watch.units[2], tracker.measure(module.model, X[:2], k=2, dtype=torch.float64).assign_coords(step=2)
+        watch.units[2],
+        tracker.measure(module.model, X[:2], k=2, dtype=torch.float64).assign_coords(step=2),
     )
 
 
-@pytest.mark.parametrize("make", [RUNS["dataclass"], lambda x: UserDict(x=x, size=np.zeros(2), o=object())])
+@pytest.mark.parametrize(
+    "make", [RUNS["dataclass"], lambda x: UserDict(x=x, size=np.zeros(2), o=object())]
+)
 def test_the_forward_takes_parts_by_their_names(make):
     watch = Watch(2, probe=None)
     module = Batched(lambda batch: batch["x"] if isinstance(batch, UserDict) else batch.x)
     trainer([watch], max_steps=2).fit(module, loader(make))
-    assert_same_units(watch.units[2], tracker.measure(module.model, X[:2], k=2).assign_coords(step=2))
+    assert_same_units(
+        watch.units[2], tracker.measure(module.model, X[:2], k=2).assign_coords(step=2)
+    )
 
 
 def resumable(tmp_path, max_steps, make, probe=None, validation=None, **options):
-    watch = Watch(2, probe=probe, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store")
+    watch = Watch(
+        2, probe=probe, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store"
+    )
     keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    runner = trainer([watch, keep], max_steps=max_steps, enable_checkpointing=True, num_sanity_val_steps=1)
-    runner.fit(Batched(attribute), loader(make), None if validation is None else loader(validation), **options)
+    runner = trainer(
+        [watch, keep], max_steps=max_steps, enable_checkpointing=True, num_sanity_val_steps=1
+    )
+    runner.fit(
+        Batched(attribute),
+        loader(make),
+        None if validation is None else loader(validation),
+        **options,
+    )
     return watch
 
 
 def assert_continued(first, second):
     assert list(second.units) == [4] and type(second.probe) is type(first.probe)
     assert torch.equal(second.probe.x, first.probe.x)
-    digests = {unit.attrs["inputs_sha256"] for unit in (*first.units.values(), *second.units.values())}
+    digests = {
+        unit.attrs["inputs_sha256"] for unit in (*first.units.values(), *second.units.values())
+    }
     assert len(digests) == 1
 
 
@@ -324,18 +357,26 @@ def test_a_resumed_run_measures_the_same_inputs(tmp_path, case):
 
 
 @pytest.mark.slow
-def test_a_probe_that_was_validated_in_another_form_than_trained_is_resumed_in_the_form_of_a_given_one(tmp_path):
+def test_a_probe_that_was_validated_in_another_form_than_trained_is_resumed_in_the_form_of_a_given_one(
+    tmp_path,
+):
     @dataclass
     class Local:
         x: torch.Tensor
 
     make, options = RUNS["NamedTuple"], {"validation": Local, "ckpt_path": tmp_path / "step=2.ckpt"}
     first = resumable(tmp_path, 2, make, validation=Local)
-    with pytest.warns(UserWarning, match="other parts than the first batch.* give samples of its form: probe="):
+    with pytest.warns(
+        UserWarning, match="other parts than the first batch.* give samples of its form: probe="
+    ):
         skipping = resumable(tmp_path, 4, make, **options)
-    assert not skipping.units and "'dict' object has no attribute 'x'" in skipping.skipped.reasons[4]
+    assert (
+        not skipping.units and "'dict' object has no attribute 'x'" in skipping.skipped.reasons[4]
+    )
     assert_continued(first, resumable(tmp_path, 4, make, first.probe, **options))
-    with pytest.warns(UserWarning, match="not that of the checkpoint, .*: the checkpoint's is measured"):
+    with pytest.warns(
+        UserWarning, match="not that of the checkpoint, .*: the checkpoint's is measured"
+    ):
         assert_continued(first, resumable(tmp_path, 4, make, Local(X[:2] + 1), **options))
 
 
@@ -364,8 +405,12 @@ class LanguageModel(lightning.LightningModule):
 
 def fit_with_lightning(rows, collate):
     module, units = LanguageModel(), {}
-    callback = tracker.CouplingCallback(2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit}))
-    trainer([callback], max_steps=2).fit(module, torch.utils.data.DataLoader(rows, 4, collate_fn=collate))
+    callback = tracker.CouplingCallback(
+        2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit})
+    )
+    trainer([callback], max_steps=2).fit(
+        module, torch.utils.data.DataLoader(rows, 4, collate_fn=collate)
+    )
     return module.model, units, callback.probe
 
 
@@ -375,10 +420,21 @@ def fit_with_transformers(rows, collate):
             return model(**inputs).logits.square().mean()
 
     arguments = TrainingArguments(
-        "unused", max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", logging_strategy="no"
+        "unused",
+        max_steps=2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
     )
-    run, units = Unlabelled(neox(vocab_size=8), arguments, train_dataset=rows, data_collator=collate), {}
-    callback = tracker.TransformersCallback(2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit}))
+    run, units = (
+        Unlabelled(neox(vocab_size=8), arguments, train_dataset=rows, data_collator=collate),
+        {},
+    )
+    callback = tracker.TransformersCallback(
+        2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit})
+    )
     run.add_callback(callback)
     run.train()
     return run.model, units, callback.run.probe
@@ -387,7 +443,10 @@ def fit_with_transformers(rows, collate):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("collator", "fit"),
-    [(DataCollatorWithPadding, fit_with_lightning), (DataCollatorForLanguageModeling, fit_with_transformers)],
+    [
+        (DataCollatorWithPadding, fit_with_lightning),
+        (DataCollatorForLanguageModeling, fit_with_transformers),
+    ],
 )
 def test_stock_collators(collator, fit):
     words = tokenizer()
@@ -417,8 +476,13 @@ def test_an_encoding_as_the_probe_of_a_loop():
 def test_mappings_that_are_no_dictionaries():
     model, ids = neox(), tokens()
     expected = tracker.measure(model, {"input_ids": ids}, k=2)
-    for inputs in (UserDict(input_ids=ids), BatchEncoding({"input_ids": ids, "offsets": np.zeros(3)})):
-        np.testing.assert_array_equal(tracker.measure(model, inputs, k=2)["miscoupling"], expected["miscoupling"])
+    for inputs in (
+        UserDict(input_ids=ids),
+        BatchEncoding({"input_ids": ids, "offsets": np.zeros(3)}),
+    ):
+        np.testing.assert_array_equal(
+            tracker.measure(model, inputs, k=2)["miscoupling"], expected["miscoupling"]
+        )
     assert tracker.measure(Classifier(), UserDict(x=X, size=np.zeros(2)), k=2).sizes["prompt"] == 4
     with pytest.raises(UsageError, match="does not take these inputs.*'y'"):
         tracker.measure(Classifier(), UserDict(x=X, y=X), k=2)

@@ -65,7 +65,9 @@ def test_one_slow_measurement_among_others_is_no_reason_either(run):
 def test_a_share_slightly_above_the_limit_is_said_at_the_end_of_a_short_run(run):
     run.measure(5.0)
     assert [run.measure(0.08, after=0.92) for _ in range(10)] == [""] * 10
-    assert run.end().startswith("measuring took 8% of this run's time after the first measurement, more than")
+    assert run.end().startswith(
+        "measuring took 8% of this run's time after the first measurement, more than"
+    )
 
 
 def test_a_share_slightly_above_the_limit_is_said_after_half_a_minute_of_measuring(run):

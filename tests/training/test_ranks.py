@@ -24,7 +24,9 @@ def run_ranks(directory: Path, *options: str) -> int:
     with (directory / "output").open("w") as output:
         streams = {"stdout": output, "stderr": output}
         module = "tests.training.failing_ranks"
-        process = processes.start(module, directory, *options, env=environment, start_new_session=True, **streams)
+        process = processes.start(
+            module, directory, *options, env=environment, start_new_session=True, **streams
+        )
         try:
             process.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -49,7 +51,9 @@ def test_both_ranks_train_on_as_without_the_callback(ranks):
         assert results["continued"]["state"] == results["plain"]["state"]
         losses, *tensors = results["plain"]["state"]
         assert len(losses) == STEPS and len(tensors) > 10
-    assert ranks[0]["plain"]["state"][0] != ranks[1]["plain"]["state"][0]  # each trains on its own batches
+    assert (
+        ranks[0]["plain"]["state"][0] != ranks[1]["plain"]["state"][0]
+    )  # each trains on its own batches
 
 
 @pytest.mark.slow
@@ -68,7 +72,9 @@ def test_a_failure_on_one_rank_is_recorded_on_both(ranks):
         skipped = results["continued"]["skipped"]
         assert {step: reason.partition(LINE)[0] for step, reason in skipped.items()} == reasons
         assert LINE in skipped["2"] and LINE in skipped["3"]  # where a mistake is
-    assert {int(step) for step in reasons} == CONTINUED.keys() - {4}  # rank 1 does not call on_measure
+    assert {int(step) for step in reasons} == CONTINUED.keys() - {
+        4
+    }  # rank 1 does not call on_measure
 
 
 @pytest.mark.slow
@@ -84,7 +90,9 @@ def test_one_warning_names_the_rank_the_step_and_the_reason(ranks):
     said, silent = (results["continued"]["warnings"] for results in ranks)
     assert len(said) == 8 and silent == []
     assert said[0] == "step 1 is not measured (RuntimeError on rank 0: planted); training continues"
-    assert said[2].startswith("step 3 is measured but on_measure failed (KeyError on rank 0: 'planted' (")
+    assert said[2].startswith(
+        "step 3 is measured but on_measure failed (KeyError on rank 0: 'planted' ("
+    )
     assert said[3].startswith("step 5 is measured but not stored (OSError on rank 0: [Errno 28]")
 
 
@@ -92,11 +100,15 @@ def test_one_warning_names_the_rank_the_step_and_the_reason(ranks):
 @pytest.mark.parametrize("case", ENDED)
 def test_both_ranks_end_for_the_same_reason(ranks, case):
     step, place, (failing, error) = ENDED[case]
-    doing = {"probe": "took the probe", "claim": "opened save_dir"}.get(place, f"measured step {step}")
+    doing = {"probe": "took the probe", "claim": "opened save_dir"}.get(
+        place, f"measured step {step}"
+    )
     for rank, results in enumerate(ranks):
         message, *notes = results[case]["error"]
         assert str(error) in message and (rank == failing or f" on rank {failing}: " in message)
-        assert notes == [f"while CouplingCallback {doing} on rank {failing}; the training can't continue"]
+        assert notes == [
+            f"while CouplingCallback {doing} on rank {failing}; the training can't continue"
+        ]
         assert results[case]["stored"] == list(range(step + (place == "on_measure")))
 
 
@@ -111,9 +123,13 @@ def test_both_ranks_end_for_the_same_reason(ranks, case):
     ids=str,
 )
 def test_every_schedule_can_be_pickled(options, tmp_path):
-    watch = CouplingCallback(**options, probe=PROBE, save_dir=str(tmp_path), log=["trajectory/*"], on_measure=print)
+    watch = CouplingCallback(
+        **options, probe=PROBE, save_dir=str(tmp_path), log=["trajectory/*"], on_measure=print
+    )
     copy = pickle.loads(pickle.dumps(watch))
-    assert [copy.run.schedule(step) for step in range(3000)] == [watch.run.schedule(step) for step in range(3000)]
+    assert [copy.run.schedule(step) for step in range(3000)] == [
+        watch.run.schedule(step) for step in range(3000)
+    ]
     assert copy.run.settings == watch.run.settings and copy.state_key == watch.state_key
 
 

@@ -43,7 +43,11 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
     """The Trainer calls the same callback again; after some steps its model has other weights at step 0."""
     units = []
     runner = make(tmp_path / "run", auto_find_batch_size=True)
-    runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), on_measure=units.append))
+    runner.add_callback(
+        tracker.TransformersCallback(
+            2, k=2, save_dir=str(tmp_path / "store"), on_measure=units.append
+        )
+    )
     runner.add_callback(Scarce(step))
     with pytest.warns(UserWarning, match=AGAIN.format(1 + step // 2)):
         runner.train()
@@ -61,7 +65,9 @@ def test_a_trainer_that_is_made_again(tmp_path):
 
     def train(batch_size):
         runner = make(tmp_path / "run", per_device_train_batch_size=batch_size)
-        runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), trainer=runner))
+        runner.add_callback(
+            tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), trainer=runner)
+        )
         runner.add_callback(Scarce(3))
         runner.train()
 
@@ -87,7 +93,9 @@ def test_two_callbacks_of_one_trainer_and_store_are_refused(tmp_path):
 def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
     """Train for four steps; raise at step 2 if the batch is larger than 2."""
     model = neox()
-    with tracker.Watch(1, k=2, probe=tokens() if probe is None else probe, save_dir=str(directory)) as watch:
+    with tracker.Watch(
+        1, k=2, probe=tokens() if probe is None else probe, save_dir=str(directory)
+    ) as watch:
         for step in range(4):
             watch(step, model)
             if step == 2 and batch_size > 2:
@@ -102,7 +110,9 @@ def test_a_loop_that_runs_out_of_memory(tmp_path):
 
     with warnings.catch_warnings(record=True, action="always") as caught:
         train()
-    assert len([w for w in caught if "begins again: its 3 units" in str(w.message)]) == 6  # of 8, 7, ... 3 samples
+    assert (
+        len([w for w in caught if "begins again: its 3 units" in str(w.message)]) == 6
+    )  # of 8, 7, ... 3 samples
     assert Store(tmp_path).steps() == [0, 1, 2, 3] and len(superseded(Store(tmp_path))) == 18
     assert not (tmp_path / ".training").exists()
 
@@ -185,9 +195,14 @@ def test_fit_after_running_out_of_memory(tmp_path, step, same):
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_after_an_error_keeps_the_units_before(tmp_path):
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    keep = lightning.pytorch.callbacks.ModelCheckpoint(
+        tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1
+    )
     with pytest.raises(torch.OutOfMemoryError):
-        fit(trainer([Watch(1, save_dir=tmp_path / "store"), keep], enable_checkpointing=True), lambda: Filling(3))
+        fit(
+            trainer([Watch(1, save_dir=tmp_path / "store"), keep], enable_checkpointing=True),
+            lambda: Filling(3),
+        )
     watch = Watch(1, save_dir=tmp_path / "store")
     fit(trainer([watch], max_steps=4), lambda: Filling(9), ckpt_path=tmp_path / "step=2.ckpt")
     assert list(watch.units) == [3, 4] and Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]

@@ -48,7 +48,9 @@ def watched(directory: Path) -> tracker.Watch:
 def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path):
     other = start(HOLD, tmp_path)
     assert other.stdout and other.stdout.readline() == f"{other.pid} None\n"
-    with pytest.raises(UsageError, match=f"is written by another training .*process {other.pid}.*another save_dir"):
+    with pytest.raises(
+        UsageError, match=f"is written by another training .*process {other.pid}.*another save_dir"
+    ):
         watched(tmp_path)(0, neox())
     other.kill()
     other.wait()

@@ -58,7 +58,9 @@ def test_a_development_run_shows_errors():
 TUNERS = {
     "lr_find": lambda tuner, module: tuner.lr_find(module, num_training=5),
     "scale_batch_size": lambda tuner, module: tuner.scale_batch_size(module, max_trials=2),
-    "of validation": lambda tuner, module: tuner.scale_batch_size(module, max_trials=2, method="validate"),
+    "of validation": lambda tuner, module: tuner.scale_batch_size(
+        module, max_trials=2, method="validate"
+    ),
 }
 
 
@@ -76,7 +78,10 @@ def test_the_tuner_leaves_the_run_to_begin(tmp_path, case):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("finder", "order"),
-    [(lambda: LearningRateFinder(num_training_steps=5), 1), (lambda: BatchSizeFinder(max_trials=2), -1)],
+    [
+        (lambda: LearningRateFinder(num_training_steps=5), 1),
+        (lambda: BatchSizeFinder(max_trials=2), -1),
+    ],
 )
 def test_a_finder_beside_the_callback(tmp_path, finder, order):
     watch = Watch(2, probe=None, save_dir=tmp_path / "store")
@@ -99,10 +104,17 @@ def test_a_test_does_not_disturb_a_training_that_goes_on(tmp_path, of_checkpoint
     runner = trainer([watch, keep], max_steps=4, enable_checkpointing=True)
     runner.fit(module)
     probe, tester = watch.probe, runner if of_checkpoint else trainer([watch])
-    tester.test(module, DataLoader(Noisy(), 8), ckpt_path=tmp_path / "step=2.ckpt" if of_checkpoint else None)
+    tester.test(
+        module,
+        DataLoader(Noisy(), 8),
+        ckpt_path=tmp_path / "step=2.ckpt" if of_checkpoint else None,
+    )
     runner.fit_loop.epoch_loop.max_steps = 6
     runner.fit(module)
-    assert list(watch.units) == [0, 2, 4, 6] == Store(tmp_path / "store").steps() and watch.probe[0] is probe[0]
+    assert (
+        list(watch.units) == [0, 2, 4, 6] == Store(tmp_path / "store").steps()
+        and watch.probe[0] is probe[0]
+    )
 
 
 @pytest.mark.slow
@@ -111,7 +123,10 @@ def test_overfitting_and_barebones(tmp_path):
         def log(self, *_, **__):
             """Do nothing: a barebones Trainer refuses to log."""
 
-    for name, options in {"overfit": {"overfit_batches": 2}, "barebones": {"barebones": True}}.items():
+    for name, options in {
+        "overfit": {"overfit_batches": 2},
+        "barebones": {"barebones": True},
+    }.items():
         watch = Watch(2, probe=None, save_dir=tmp_path / name)
         lightning.Trainer(
             callbacks=[watch],

@@ -30,7 +30,11 @@ def trained(**options):
     runner = trainer(**ON_PRETEND_DEVICE, **options)
     module = fit(runner, lambda: Classifier(drop=0.2))
     state = [tensor.cpu() for tensor in module.state_dict().values()]
-    return module.losses, [*state, torch.get_rng_state(), torch.get_device_module("pretend").get_rng_state()]
+    return module.losses, [
+        *state,
+        torch.get_rng_state(),
+        torch.get_device_module("pretend").get_rng_state(),
+    ]
 
 
 def failing_at(monkeypatch, step, error, watch):
@@ -59,7 +63,9 @@ def test_a_skipped_measurement_does_not_change_the_training(pretend, monkeypatch
     assert len([w for w in caught if "not measured" in str(w.message)]) == 1
     assert list(watch.units) == [0, 4, 6, 8] and list(watch.skipped.reasons) == [2]
     (reason,) = watch.skipped.reasons.values()
-    assert str(error) in reason and reason.startswith("OutOfMemoryError" if "memory" in kind else type(error).__name__)
+    assert str(error) in reason and reason.startswith(
+        "OutOfMemoryError" if "memory" in kind else type(error).__name__
+    )
 
 
 def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
@@ -69,13 +75,19 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
     def planted(*arguments):
         if watch.run.last_checked != 4:
             return real(*arguments)
-        with pretend.failing("aten::mm", after=20, error="CUDA error: an illegal memory access was encountered"):
+        with pretend.failing(
+            "aten::mm", after=20, error="CUDA error: an illegal memory access was encountered"
+        ):
             return real(*arguments)
 
     monkeypatch.setattr(measurement, "measure_samples", planted)
-    with pytest.raises(torch.AcceleratorError, match="^CUDA error: an illegal memory access") as raised:
+    with pytest.raises(
+        torch.AcceleratorError, match="^CUDA error: an illegal memory access"
+    ) as raised:
         trained(callbacks=[watch])
-    assert raised.value.__notes__ == ["while CouplingCallback measured step 4; the training can't continue"]
+    assert raised.value.__notes__ == [
+        "while CouplingCallback measured step 4; the training can't continue"
+    ]
     assert list(watch.units) == [0, 2] and not watch.skipped.reasons
 
 
@@ -145,7 +157,9 @@ def test_memory_that_runs_out_before_the_measurement_skips_the_step(pretend, mon
     monkeypatch.setattr(run, "has_float64", scarce)
     with pytest.warns(UserWarning, match="step 4 is not measured .OutOfMemoryError"):
         watched_losses, watched_states = trained(callbacks=[watch])
-    assert losses == watched_losses and all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
+    assert losses == watched_losses and all(
+        torch.equal(a, b) for a, b in zip(states, watched_states, strict=True)
+    )
     assert list(watch.units) == [0, 2, 6, 8] and list(watch.skipped.reasons) == [4]
 
 
@@ -158,7 +172,11 @@ def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
     watch = Watch(2, save_dir=tmp_path)
     with warnings.catch_warnings(record=True, action="always") as caught:
         fit(trainer([watch]))
-    said = [str(w.message) for w in caught if "not measured" in str(w.message) or "skipped" in str(w.message)]
+    said = [
+        str(w.message)
+        for w in caught
+        if "not measured" in str(w.message) or "skipped" in str(w.message)
+    ]
     assert said == [
         "step 0 is not measured (RuntimeError: no kernel for this shape); no step has results yet; training continues",
         "this run has no results; skipped: 5 steps (0, 2, 4, 6, 8), the last: RuntimeError: no kernel for this shape",
@@ -175,7 +193,10 @@ def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
     failing_at(monkeypatch, 4, RuntimeError("no kernel for this shape"), watch)
     with pytest.warns(UserWarning, match="step 4 is not measured"):
         fit(trainer([watch], logger=logger))
-    assert "coupling/skipped" in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    assert (
+        "coupling/skipped"
+        in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
+    )
     page = write_report(tmp_path / "store", tmp_path / "page.html").read_text()
     assert "No results of step 4: RuntimeError: no kernel for this shape" in page
 
@@ -200,7 +221,9 @@ def test_a_training_without_float64_is_measured_on_the_cpu(pretend):
     losses, states = trained()
     with pretend.without_float64():
         watched_losses, watched_states = trained(callbacks=[watch])
-    assert losses == watched_losses and all(torch.equal(a, b) for a, b in zip(states, watched_states, strict=True))
+    assert losses == watched_losses and all(
+        torch.equal(a, b) for a, b in zip(states, watched_states, strict=True)
+    )
     assert [unit.attrs["device"] for unit in watch.units.values()] == ["cpu"] * 3
 
 

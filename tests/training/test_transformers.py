@@ -33,19 +33,43 @@ class Recorder(Trainer):
 def make(directory, **options) -> Recorder:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=50, n_positions=16, resid_pdrop=0.2, attn_pdrop=0.1)
+        GPT2Config(
+            n_embd=16,
+            n_layer=3,
+            n_head=2,
+            vocab_size=50,
+            n_positions=16,
+            resid_pdrop=0.2,
+            attn_pdrop=0.1,
+        )
     )
-    usual = {"max_steps": STEPS, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "logging_steps": 2}
+    usual = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 4,
+        "report_to": [],
+        "use_cpu": True,
+        "logging_steps": 2,
+    }
     usual |= {"save_strategy": "no", "disable_tqdm": True, "seed": 1}
     return Recorder(
-        model, TrainingArguments(str(directory), **(usual | options)), train_dataset=data(), eval_dataset=data(8)
+        model,
+        TrainingArguments(str(directory), **(usual | options)),
+        train_dataset=data(),
+        eval_dataset=data(8),
     )
 
 
 def state(trainer: Recorder) -> tuple[list, list, torch.Tensor]:
     optimizer = trainer.optimizer.state_dict()["state"]
-    tensors = [*trainer.model.state_dict().values(), *(v for values in optimizer.values() for v in values.values())]
-    return trainer.losses, [torch.as_tensor(tensor).clone() for tensor in tensors], torch.get_rng_state()
+    tensors = [
+        *trainer.model.state_dict().values(),
+        *(v for values in optimizer.values() for v in values.values()),
+    ]
+    return (
+        trainer.losses,
+        [torch.as_tensor(tensor).clone() for tensor in tensors],
+        torch.get_rng_state(),
+    )
 
 
 def assert_same(ours, theirs):
@@ -65,16 +89,25 @@ def test_training_is_bit_identical(tmp_path, options):
     plain.train()
     expected, units = state(plain), []
     trainer = make(tmp_path / "run", **options)
-    before = tracker.measure(trainer.model, torch.stack([row["input_ids"] for row in data()[:8]]), k=K)
+    before = tracker.measure(
+        trainer.model, torch.stack([row["input_ids"] for row in data()[:8]]), k=K
+    )
     trainer.add_callback(
         tracker.TransformersCallback(
-            2, k=K, trainer=trainer, save_dir=str(tmp_path / "store"), on_measure=units.append, max_overhead=None
+            2,
+            k=K,
+            trainer=trainer,
+            save_dir=str(tmp_path / "store"),
+            on_measure=units.append,
+            max_overhead=None,
         )
     )
     trainer.train()
     assert_same(state(trainer), expected)
     assert [int(unit.step) for unit in units] == [0, 2, 4, 6] == Store(tmp_path / "store").steps()
-    after = tracker.measure(trainer.model, {"input_ids": torch.stack([row["input_ids"] for row in data()[:8]])}, k=K)
+    after = tracker.measure(
+        trainer.model, {"input_ids": torch.stack([row["input_ids"] for row in data()[:8]])}, k=K
+    )
     np.testing.assert_array_equal(units[0].miscoupling, before.miscoupling)
     np.testing.assert_allclose(units[-1].miscoupling, after.miscoupling, atol=1e-6)
     assert not np.allclose(units[0].miscoupling, units[-1].miscoupling)
@@ -89,7 +122,9 @@ def test_a_resumed_run_is_bit_identical_and_continues_its_store(tmp_path):
     resumed = make(tmp_path / "plain")
     resumed.train(resume_from_checkpoint=str(tmp_path / "plain/checkpoint-3"))
     whole = make(tmp_path / "whole", save_strategy="steps", save_steps=3)
-    whole.add_callback(tracker.TransformersCallback(1, k=K, trainer=whole, save_dir=str(tmp_path / "whole/store")))
+    whole.add_callback(
+        tracker.TransformersCallback(1, k=K, trainer=whole, save_dir=str(tmp_path / "whole/store"))
+    )
     whole.train()
     first = make(tmp_path / "run", save_strategy="steps", save_steps=3)
     first.add_callback(tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store")))
@@ -104,7 +139,9 @@ def test_a_resumed_run_is_bit_identical_and_continues_its_store(tmp_path):
     assert_same(state(whole), state(plain))
     assert second.losses == plain.losses[3:]
     store, expected = Store(tmp_path / "store"), Store(tmp_path / "whole/store")
-    assert store.steps() == expected.steps() == list(range(STEPS + 1)) and not callback.skipped.reasons
+    assert (
+        store.steps() == expected.steps() == list(range(STEPS + 1)) and not callback.skipped.reasons
+    )
     for step in store.steps():
         np.testing.assert_array_equal(store.read(step).miscoupling, expected.read(step).miscoupling)
     with pytest.raises(UsageError, match="holds the units of another run"):
@@ -126,7 +163,9 @@ class Stop(TrainerCallback):
 @pytest.mark.slow
 def test_metrics_reach_the_trainer(tmp_path):
     trainer, logs = make(tmp_path, report_to=["tensorboard"], num_train_epochs=2, max_steps=-1), []
-    callback = tracker.TransformersCallback(every_n_epochs=1, k=K, trainer=trainer, on_measure=logs.append)
+    callback = tracker.TransformersCallback(
+        every_n_epochs=1, k=K, trainer=trainer, on_measure=logs.append
+    )
     trainer.add_callback(callback)
     trainer.train()
     assert [int(unit.step) for unit in logs] == [0, 6, 12]
@@ -184,7 +223,9 @@ class Keep(TrainerCallback):
         self.kept = kept
 
     def on_step_end(self, args, state, control, **given):
-        self.kept["state"] = {name: value.clone() for name, value in given["model"].state_dict().items()}
+        self.kept["state"] = {
+            name: value.clone() for name, value in given["model"].state_dict().items()
+        }
 
 
 @pytest.mark.slow

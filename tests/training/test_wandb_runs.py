@@ -72,7 +72,11 @@ def logged(train, directory) -> tuple[dict, list[dict], list[dict]]:
     ours = [row for row in rows if any(name.startswith("val/") for name in row)]
     metrics = {metric["name"]: metric for metric in of("metric", found) if "name" in metric}
     kept = ("step_metric", "options", "summary")
-    axes = {name: {key: metric.get(key) for key in kept} for name, metric in metrics.items() if name.startswith("val/")}
+    axes = {
+        name: {key: metric.get(key) for key in kept}
+        for name, metric in metrics.items()
+        if name.startswith("val/")
+    }
     return axes | {AXIS: metrics[AXIS]["options"]}, ours, rows
 
 
@@ -85,7 +89,10 @@ def test_the_three_log_the_same_metrics_over_the_same_axes(tmp_path):
         "val/coupling/mean_offdiag",
         "val/coupling/share",
     } < axes.keys()
-    assert all(axis["step_metric"] == AXIS for name, axis in axes.items() if name != AXIS) and len(axes) == 16
+    assert (
+        all(axis["step_metric"] == AXIS for name, axis in axes.items() if name != AXIS)
+        and len(axes) == 16
+    )
     for name, (other_axes, other_rows) in found.items():
         assert other_axes == axes, name
         assert [row[AXIS] for row in other_rows] == [0, 2, 4, 6], name
@@ -93,14 +100,19 @@ def test_the_three_log_the_same_metrics_over_the_same_axes(tmp_path):
             measured = {key for key in row if key.startswith(("val/", AXIS))}
             assert {key for key in other if key.startswith(("val/", AXIS))} == measured, name
             assert not any(key.startswith("train/val") for key in other), name
-        first, other = rows[0]["val/coupling/mean_offdiag"], other_rows[0]["val/coupling/mean_offdiag"]
+        first, other = (
+            rows[0]["val/coupling/mean_offdiag"],
+            other_rows[0]["val/coupling/mean_offdiag"],
+        )
         assert first == pytest.approx(other, rel=1e-5), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("watched_first", [True, False])
 @pytest.mark.parametrize(
-    "step_of", [lambda step: step, lambda step: None, lambda step: 100 + step], ids=["steps", "counted", "ahead"]
+    "step_of",
+    [lambda step: step, lambda step: None, lambda step: 100 + step],
+    ids=["steps", "counted", "ahead"],
 )
 def test_no_row_of_a_loop_is_lost(tmp_path, step_of, watched_first):
     """W&B drops a row whose step is less than that of a row before."""
@@ -109,7 +121,9 @@ def test_no_row_of_a_loop_is_lost(tmp_path, step_of, watched_first):
         in_a_loop(directory, model, probe, step_of, watched_first)
 
     _, ours, rows = logged(train, tmp_path / "run")
-    assert [row["loss"] for row in rows if "loss" in row] == [1.0 + step for step in range(STEPS + 1)]
+    assert [row["loss"] for row in rows if "loss" in row] == [
+        1.0 + step for step in range(STEPS + 1)
+    ]
     assert [row[AXIS] for row in ours] == [0, 2, 4, 6]
     assert all("val/coupling/mean_offdiag" in row and "val/coupling/seconds" in row for row in ours)
 
@@ -120,7 +134,9 @@ def test_the_prefix_of_a_logger_of_lightning(tmp_path):
     with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
         watch(0, neox())
     wandb.finish()
-    metrics = {metric.get("name"): metric for metric in of("metric", records(offline_run(tmp_path)))}
+    metrics = {
+        metric.get("name"): metric for metric in of("metric", records(offline_run(tmp_path)))
+    }
     assert (
         metrics["mine-coupling/mean_offdiag"]["step_metric"]
         == metrics["mine-coupling/heatmap/k2"]["step_metric"]
@@ -136,7 +152,9 @@ def test_a_logger_of_lightning_in_a_loop(tmp_path):
 
     logger.finalize("success")
     events = EventAccumulator(logger.log_dir).Reload().Tags()
-    assert events["images"] == ["coupling/heatmap/k2"] and "coupling/mean_offdiag" in events["scalars"]
+    assert (
+        events["images"] == ["coupling/heatmap/k2"] and "coupling/mean_offdiag" in events["scalars"]
+    )
 
 
 @pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])

@@ -38,7 +38,10 @@ def test_training_is_bit_identical(tmp_path):
     assert Store(tmp_path).steps() == list(rows)
     after = tracker.measure(found.model, tokens(), k=K)
     np.testing.assert_array_equal(Store(tmp_path).read(6).miscoupling, after.miscoupling)
-    assert rows[6]["coupling/mean_offdiag"] == tracker.scalars(Store(tmp_path).read(6))["coupling/mean_offdiag"]
+    assert (
+        rows[6]["coupling/mean_offdiag"]
+        == tracker.scalars(Store(tmp_path).read(6))["coupling/mean_offdiag"]
+    )
     assert 10 < len(rows[6]) < 20 and rows[6]["coupling/seconds"] > 0
 
 
@@ -62,7 +65,9 @@ def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measur
         for step in range(3):
             watch(step, model)
     printed = capsys.readouterr().out
-    stored = f'stored in {tmp_path}: tracker.plot("{tmp_path}"), python -m tracker.report {tmp_path}\n'
+    stored = (
+        f'stored in {tmp_path}: tracker.plot("{tmp_path}"), python -m tracker.report {tmp_path}\n'
+    )
     assert printed == (f"{tracker.summary(tmp_path)!r}\n{stored}" if measures == "coupling" else "")
 
 
@@ -130,7 +135,9 @@ def test_a_model_that_fabric_has_set_up(compiled):
     wrapped = torch.compile(model, backend="eager") if compiled else model
     wrapped = Fabric(accelerator="cpu", devices=1).setup(wrapped)
     unit = tracker.Watch(1, k=K, probe=tokens())(0, wrapped)
-    np.testing.assert_array_equal(unit.miscoupling, tracker.measure(model, tokens(), k=K).miscoupling)
+    np.testing.assert_array_equal(
+        unit.miscoupling, tracker.measure(model, tokens(), k=K).miscoupling
+    )
 
 
 def test_a_model_without_blocks():
@@ -143,7 +150,10 @@ def test_two_ranks_share_the_probe(tmp_path):
     """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
     run_on_two_ranks(plain_loop.__name__, tmp_path)
     results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert results[0]["plain"] == results[0]["watched"] and results[1]["plain"] == results[1]["watched"]
+    assert (
+        results[0]["plain"] == results[0]["watched"]
+        and results[1]["plain"] == results[1]["watched"]
+    )
     assert results[0]["rows"] == [0, 3, STEPS] and results[1]["rows"] == []
     store = Store(tmp_path / "store")
     assert store.steps() == [0, 3, STEPS]

@@ -22,12 +22,17 @@ def main() -> None:
     watched = make(directory / "watched", **OPTIONS)
     probe = torch.stack([row["input_ids"] for row in data()[:3]])  # one rank has two of them
     watched.add_callback(
-        tracker.TransformersCallback(3, k=K, probe=probe, trainer=watched, save_dir=str(directory / "store"))
+        tracker.TransformersCallback(
+            3, k=K, probe=probe, trainer=watched, save_dir=str(directory / "store")
+        )
     )
     watched.train()
     found = {
         name: [losses, *(tensor.tolist() for tensor in (*tensors, random))]
-        for name, (losses, tensors, random) in (("plain", state(plain)), ("watched", state(watched)))
+        for name, (losses, tensors, random) in (
+            ("plain", state(plain)),
+            ("watched", state(watched)),
+        )
     }
     (directory / f"rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

@@ -19,12 +19,22 @@ from tracker.analysis.regression import linear_fit
 from tracker.measures.registry import MISCOUPLINGS
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.results import read_grid
-from vit.statistics import QUESTIONS, SETTINGS, coupling_at_equal_loss, final_coupling, named_tests, primary, variables
+from vit.statistics import (
+    QUESTIONS,
+    SETTINGS,
+    coupling_at_equal_loss,
+    final_coupling,
+    named_tests,
+    primary,
+    variables,
+)
 
 GRID = Path(__file__).parents[2] / "docs" / "cifar10_small" / "grid.nc"
 TOKENS = ("class token", "last patch")
 AXES = ("decay", "rate", "seed")
-EFFECTS = [kept for kept in product((True, False), repeat=3) if any(kept)]  # which axes an effect varies along
+EFFECTS = [
+    kept for kept in product((True, False), repeat=3) if any(kept)
+]  # which axes an effect varies along
 
 
 def variances(values: np.ndarray) -> dict[tuple[bool, ...], float]:
@@ -34,13 +44,18 @@ def variances(values: np.ndarray) -> dict[tuple[bool, ...], float]:
     number of cells that share a value.
     """
     means = {
-        kept: values.mean(tuple(i for i in range(3) if not kept[i]), keepdims=True) for kept in [*EFFECTS, (False,) * 3]
+        kept: values.mean(tuple(i for i in range(3) if not kept[i]), keepdims=True)
+        for kept in [*EFFECTS, (False,) * 3]
     }
     found: dict[tuple[bool, ...], float] = {}
     for kept in sorted(EFFECTS, key=sum, reverse=True):
         inside = [part for part in means if all(a >= b for a, b in zip(kept, part, strict=True))]
         effect = np.sum(
-            [(-1) ** (sum(kept) - sum(part)) * (means[part] + np.zeros(values.shape)) for part in inside], 0
+            [
+                (-1) ** (sum(kept) - sum(part)) * (means[part] + np.zeros(values.shape))
+                for part in inside
+            ],
+            0,
         )
         df = np.prod([values.shape[i] - 1 for i in range(3) if kept[i]])
         shared = np.prod([values.shape[i] for i in range(3) if not kept[i]])
@@ -65,7 +80,10 @@ def found_variances(file: Path = GRID) -> dict[str, dict[tuple[bool, ...], float
     values = {name: grid[name].values for name in ("accuracy", "loss")}
     for token in TOKENS:
         at = primary(grid) | {"token": token}
-        values |= {f"final/{token}": final_coupling(grid, at), f"equal/{token}": coupling_at_equal_loss(grid, at)}
+        values |= {
+            f"final/{token}": final_coupling(grid, at),
+            f"equal/{token}": coupling_at_equal_loss(grid, at),
+        }
     found = {name: variances(of_cells(grid, of)) for name, of in values.items()}
     return {
         name: of if name in ("accuracy", "loss") else {kept: v for kept, v in of.items() if kept[2]}
@@ -73,11 +91,15 @@ def found_variances(file: Path = GRID) -> dict[str, dict[tuple[bool, ...], float
     }
 
 
-def draw(of: dict[tuple[bool, ...], float], shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
+def draw(
+    of: dict[tuple[bool, ...], float], shape: tuple[int, ...], random: np.random.Generator
+) -> np.ndarray:
     """Return one value of each cell, (decay, rate, seed) in one row."""
     values = np.zeros(shape)
     for kept, variance in of.items():
-        values += np.sqrt(variance) * random.standard_normal([n if k else 1 for n, k in zip(shape, kept, strict=True)])
+        values += np.sqrt(variance) * random.standard_normal(
+            [n if k else 1 for n, k in zip(shape, kept, strict=True)]
+        )
     return values.ravel()
 
 
@@ -86,7 +108,9 @@ def simulated(found: dict, seeds: int, random: np.random.Generator) -> xr.Datase
 
     The training loss is constant, so that coupling at equal loss is that of the first step.
     """
-    axes = [[float(v) for v in text.split(",")] for text in (WEIGHT_DECAYS, DROP_PATHS)] + [list(range(seeds))]
+    axes = [[float(v) for v in text.split(",")] for text in (WEIGHT_DECAYS, DROP_PATHS)] + [
+        list(range(seeds))
+    ]
     shape = tuple(map(len, axes))
     decay, rate, seed = (of.ravel() for of in np.meshgrid(*axes, indexing="ij"))
     miscoupling = np.full((len(seed), 2, 2, len(MISCOUPLINGS), 1, 1), np.nan)
@@ -95,7 +119,11 @@ def simulated(found: dict, seeds: int, random: np.random.Generator) -> xr.Datase
             found[f"{step}/{token}"], shape, random
         )
     dims = ("cell", "step", "token", "measure", "k", "pairs")
-    coords = {"weight_decay": ("cell", decay), "drop_path": ("cell", rate), "seed": ("cell", seed.astype(int))}
+    coords = {
+        "weight_decay": ("cell", decay),
+        "drop_path": ("cell", rate),
+        "seed": ("cell", seed.astype(int)),
+    }
     coords |= {
         "step": [0, 1],
         "token": list(TOKENS),
@@ -119,12 +147,17 @@ def simulated(found: dict, seeds: int, random: np.random.Generator) -> xr.Datase
 def with_settings_as_units(grid: xr.Dataset) -> list[float]:
     """Return p of each question and position as it was before: over settings, means over seeds, within groups."""
     decay, rate, _ = (
-        of[..., 0] for of in (of_cells(grid, grid[name].values) for name in ("weight_decay", "drop_path", "seed"))
+        of[..., 0]
+        for of in (
+            of_cells(grid, grid[name].values) for name in ("weight_decay", "drop_path", "seed")
+        )
     )
     p = []
     values = {token: variables(grid, primary(grid) | {"token": token}) for token in TOKENS}
     for question, token in product(QUESTIONS, TOKENS):
-        x, y = (of_cells(grid, values[token][name]).mean(2).ravel() for name in (question.x, question.y))
+        x, y = (
+            of_cells(grid, values[token][name]).mean(2).ravel() for name in (question.x, question.y)
+        )
         groups = (rate if question.within == "drop_path" else decay).ravel()
         p.append(linear_fit(x, y, groups)["p"])
     return p
@@ -138,13 +171,17 @@ def false_positives(seeds: int, grids: int, seed: int = 0) -> tuple[np.ndarray, 
         grid = simulated(found, seeds, random)
         before[i], after[i] = with_settings_as_units(grid), named_tests(grid)["p"]
     return tuple(
-        np.where(np.isfinite(p), p < 0.05, np.nan).reshape(grids, len(QUESTIONS), len(TOKENS)).mean((0, 2))
+        np.where(np.isfinite(p), p < 0.05, np.nan)
+        .reshape(grids, len(QUESTIONS), len(TOKENS))
+        .mean((0, 2))
         for p in (before, after)
     )  # type: ignore[return-value]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Print the false positives of each question, before and after.")
+    parser = argparse.ArgumentParser(
+        description="Print the false positives of each question, before and after."
+    )
     parser.add_argument("--grids", type=int, default=1000)
     grids = parser.parse_args().grids
     for seeds in (1, 2, 4):

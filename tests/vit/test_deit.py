@@ -130,13 +130,24 @@ def test_initial_weights_have_deits_standard_deviations():
     """Truncated normal, 0.02, without biases; the projection of patches is PyTorch's convolution, as in DeiT."""
     torch.manual_seed(0)
     model = build(Recipe(), 10)
-    assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias") and "patch" not in name)
+    assert all(
+        not p.any()
+        for name, p in model.named_parameters()
+        if name.endswith("bias") and "patch" not in name
+    )
     projection = model.patch_embed.proj.weight
-    assert float(projection.abs().max()) == pytest.approx(48**-0.5, rel=0.01)  # uniform, of 4 * 4 * 3 inputs
+    assert float(projection.abs().max()) == pytest.approx(
+        48**-0.5, rel=0.01
+    )  # uniform, of 4 * 4 * 3 inputs
     assert float(projection.std()) == pytest.approx(48**-0.5 / 3**0.5, rel=0.05)
     assert model.cls_token is not None and model.pos_embed is not None
     assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.2)
-    for weight in (model.pos_embed, model.blocks[3].attn.qkv.weight, model.blocks[3].mlp.fc2.weight, model.head.weight):
+    for weight in (
+        model.pos_embed,
+        model.blocks[3].attn.qkv.weight,
+        model.blocks[3].mlp.fc2.weight,
+        model.head.weight,
+    ):
         assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
 
 
@@ -155,7 +166,11 @@ def test_optimizer_is_deits(module):
 
     def groups(optimizer):
         wanted = ("weight_decay", "lr", "betas", "eps")
-        return {id(p): [group[name] for name in wanted] for group in optimizer.param_groups for p in group["params"]}
+        return {
+            id(p): [group[name] for name in wanted]
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
 
     for group in ours.param_groups:  # the schedule has set the first step's rate
         group["lr"] = group["initial_lr"]
@@ -168,7 +183,9 @@ def test_optimizer_is_deits(module):
 
 
 def test_the_rate_is_in_proportion_to_the_images_of_a_step():
-    optimizer = Classifier(Recipe(batch_size=128), 10, steps_per_epoch=97).configure_optimizers()["optimizer"]
+    optimizer = Classifier(Recipe(batch_size=128), 10, steps_per_epoch=97).configure_optimizers()[
+        "optimizer"
+    ]
     assert {group["initial_lr"] for group in optimizer.param_groups} == {5e-4 * 128 / 512}
 
 
@@ -181,7 +198,9 @@ def test_schedule_passes_through_deits_at_the_start_of_every_epoch(module):
     for epoch in range(300):
         by_epoch.step(epoch)
         by_step.step_update(epoch * 97)
-        assert ours["optimizer"].param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], rel=1e-6)
+        assert ours["optimizer"].param_groups[0]["lr"] == pytest.approx(
+            theirs.param_groups[0]["lr"], rel=1e-6
+        )
 
 
 def test_loss_is_deits_with_mixing_and_without(module):
@@ -206,7 +225,11 @@ def test_loss_is_deits_with_mixing_and_without(module):
 def test_mixup_and_cutmix_are_deits():
     """Same random seed, same images and, after smoothing by the loss, same targets."""
     data = load(Recipe(data="digits", batch_size=8))
-    ours, images, labels = Batches(data, Recipe(data="digits")).mixup, torch.randn(8, 3, 32, 32), torch.arange(8)
+    ours, images, labels = (
+        Batches(data, Recipe(data="digits")).mixup,
+        torch.randn(8, 3, 32, 32),
+        torch.arange(8),
+    )
     theirs = Mixup(
         mixup_alpha=0.8,
         cutmix_alpha=1.0,
@@ -230,7 +253,9 @@ def test_mixup_and_cutmix_are_deits():
 def test_test_images_are_only_normalised():
     """As DeiT's are at 32 pixels, with the statistics of the training images in place of ImageNet's."""
     data = load(Recipe(data="digits", batch_size=8))
-    theirs = transforms.Compose([transforms.ToTensor(), transforms.Normalize(data.mean.tolist(), data.std.tolist())])
+    theirs = transforms.Compose(
+        [transforms.ToTensor(), transforms.Normalize(data.mean.tolist(), data.std.tolist())]
+    )
     expected = torch.stack([theirs(to_pil_image(image)) for image in data.test.images[:20]])
     torch.testing.assert_close(data.normalise(data.test.images[:20]), expected)
 
@@ -242,9 +267,14 @@ def test_repeated_augmentation_is_deits_sampler(repeats, world):
         order = Order(600, repeats, seed=7, rank=rank, world=world)
         order.set_epoch(4)
         drawn, cut = list(order), 600 // 256 * 256 // world
-        assert len(drawn) == 600 // world and drawn[:cut] == deits_sampler(600, repeats, world, rank, order.epoch)
+        assert len(drawn) == 600 // world and drawn[:cut] == deits_sampler(
+            600, repeats, world, rank, order.epoch
+        )
     if world == 1:
-        assert all(drawn.count(image) == repeats for image in set(drawn)) and len(set(drawn)) == 600 // repeats
+        assert (
+            all(drawn.count(image) == repeats for image in set(drawn))
+            and len(set(drawn)) == 600 // repeats
+        )
 
 
 def deits_sampler(images: int, repeats: int, world: int, rank: int, epoch: int) -> list[int]:
@@ -267,10 +297,18 @@ def test_ranks_and_epochs_draw_different_augmentations():
 
 def test_the_table_names_tests_that_exist():
     """Every row of docs/vit.md's table is verified by tests of this directory, or says that it is not tested."""
-    text = (ROOT / "docs" / "vit.md").read_text().partition("## DeiT, element by element")[2].partition("\n## ")[0]
+    text = (
+        (ROOT / "docs" / "vit.md")
+        .read_text()
+        .partition("## DeiT, element by element")[2]
+        .partition("\n## ")[0]
+    )
     rows = [row.split("|")[1:-1] for row in text.splitlines() if row.startswith("|")][2:]
     defined = set(
-        re.findall(r"def (test_\w+)", "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py")))
+        re.findall(
+            r"def (test_\w+)",
+            "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py")),
+        )
     )
     assert len(rows) > 15
     for element, *_, tests in rows:

@@ -49,7 +49,9 @@ AT = {"token": "last patch", "measure": "offdiag_normalized", "k": 10, "pairs": 
 def synthetic_grid(seed: int = 0) -> xr.Dataset:
     """Return values for the paper's grid: at AT, accuracy follows coupling at a fixed rate, and coupling rises with the rate."""
     random = np.random.default_rng(seed)
-    decays, rates = (np.array([float(v) for v in text.split(",")]) for text in (WEIGHT_DECAYS, DROP_PATHS))
+    decays, rates = (
+        np.array([float(v) for v in text.split(",")]) for text in (WEIGHT_DECAYS, DROP_PATHS)
+    )
     decay, rate = (v.ravel() for v in np.meshgrid(decays, rates, indexing="ij"))
     steps, ks = [0, 1, 2, 4, 8, 1000], [10, 30, 50]
     shape = (len(decay), len(steps), 2, len(MISCOUPLINGS), len(ks), len(PAIRS))
@@ -85,7 +87,11 @@ def with_seeds(count: int, effect: float) -> xr.Dataset:
     grids = []
     for seed in range(count):
         grid = synthetic_grid().assign_coords(seed=("cell", np.full(64, seed)))
-        grids.append(grid.assign(accuracy=grid.accuracy + effect * seed, miscoupling=grid.miscoupling + effect * seed))
+        grids.append(
+            grid.assign(
+                accuracy=grid.accuracy + effect * seed, miscoupling=grid.miscoupling + effect * seed
+            )
+        )
     return xr.concat(grids, "cell").assign_attrs(synthetic_grid().attrs)
 
 
@@ -93,21 +99,34 @@ def test_only_the_known_relation_is_significant():
     table = correlations(synthetic_grid())
     assert len(table) == 2 * (8 + 1) * 2 * len(MISCOUPLINGS) * 3 * len(PAIRS)
     found = table[table.p_holm < 0.05]
-    assert set(zip(found.token, found.measure, found.k, found.pairs, strict=True)) == {tuple(AT.values())}
-    assert len(found) == 18 and (found.r[found.outcome == "accuracy"] > 0.99).all() and (abs(found.r) > 0.99).all()
+    assert set(zip(found.token, found.measure, found.k, found.pairs, strict=True)) == {
+        tuple(AT.values())
+    }
+    assert (
+        len(found) == 18
+        and (found.r[found.outcome == "accuracy"] > 0.99).all()
+        and (abs(found.r) > 0.99).all()
+    )
 
 
 def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_level():
     grid = synthetic_grid()
-    np.testing.assert_allclose(final_coupling(grid, AT), 0.95 - grid.miscoupling.isel(step=-1).sel(AT))
-    assert named_tests(grid).question[0] == "accuracy rises with coupling" and column(quantities(grid), AT).startswith(
-        "coupling/"
+    np.testing.assert_allclose(
+        final_coupling(grid, AT), 0.95 - grid.miscoupling.isel(step=-1).sel(AT)
     )
+    assert named_tests(grid).question[0] == "accuracy rises with coupling" and column(
+        quantities(grid), AT
+    ).startswith("coupling/")
     one_unknown = grid.copy(deep=True)
     one_unknown.null[3, 2, :, :, 0] = np.nan  # of one K, in one cell at one step
-    np.testing.assert_array_equal(final_coupling(one_unknown, AT), -grid.miscoupling.isel(step=-1).sel(AT))
+    np.testing.assert_array_equal(
+        final_coupling(one_unknown, AT), -grid.miscoupling.isel(step=-1).sel(AT)
+    )
     tests = named_tests(one_unknown)
-    assert tests.question[0] == "accuracy rises with minus mis-coupling" and tests.x[0] == "minus mis-coupling"
+    assert (
+        tests.question[0] == "accuracy rises with minus mis-coupling"
+        and tests.x[0] == "minus mis-coupling"
+    )
     assert column(quantities(one_unknown), AT).startswith("minus mis-coupling/")
     assert column(quantities(one_unknown), AT | {"k": 30}).startswith("coupling/")
 
@@ -117,33 +136,54 @@ def test_named_questions_are_answered_with_one_uncorrected_test():
     tests = named_tests(grid)
     assert primary(grid) == AT and len(tests) == 8
     first = tests.iloc[0]
-    assert (first.question, first.token, first.role) == ("accuracy rises with coupling", "last patch", "primary")
-    means = [values.reshape(2, 8, 8).mean((0, 2)) for values in (final_coupling(grid, AT), grid.accuracy.values)]
+    assert (first.question, first.token, first.role) == (
+        "accuracy rises with coupling",
+        "last patch",
+        "primary",
+    )
+    means = [
+        values.reshape(2, 8, 8).mean((0, 2))
+        for values in (final_coupling(grid, AT), grid.accuracy.values)
+    ]
     expected = linear_fit(*means)  # of the weight decays
-    assert (first.r, first.p, first.df) == pytest.approx((expected["r"], expected["p"], 8 - 2), abs=1e-12)
+    assert (first.r, first.p, first.df) == pytest.approx(
+        (expected["r"], expected["p"], 8 - 2), abs=1e-12
+    )
     assert (tests.role == "primary").sum() == 1 and np.isnan(first.p_holm)
-    planted = tests[(tests.token == "last patch") & (tests.question != statistics.QUESTIONS[3].name)]
-    assert (planted.p[:3] < 1e-4).all() and (tests[tests.token == "class token"].p_holm > 0.05).all()
+    planted = tests[
+        (tests.token == "last patch") & (tests.question != statistics.QUESTIONS[3].name)
+    ]
+    assert (planted.p[:3] < 1e-4).all() and (
+        tests[tests.token == "class token"].p_holm > 0.05
+    ).all()
     assert (tests.p_holm[1:] >= tests.p[1:]).all()
 
 
 def test_across_rates_a_unit_is_a_rate_with_a_seed():
     grid = with_seeds(3, effect=0.5)
-    noise = np.random.default_rng(2).standard_normal((3, 1, 8)) * np.ones((3, 8, 1))  # of seeds and rates
+    noise = np.random.default_rng(2).standard_normal((3, 1, 8)) * np.ones(
+        (3, 8, 1)
+    )  # of seeds and rates
     grid = grid.assign(miscoupling=grid.miscoupling + xr.DataArray(noise.ravel(), dims="cell"))
     row = named_tests(grid).iloc[4]
-    coupling, rate = (values.reshape(3, 8, 8) for values in (final_coupling(grid, AT), grid.drop_path.values))
+    coupling, rate = (
+        values.reshape(3, 8, 8) for values in (final_coupling(grid, AT), grid.drop_path.values)
+    )
     seeds = np.repeat(np.arange(3), 8)
     expected = linear_fit(rate.mean(1).ravel(), coupling.mean(1).ravel(), seeds)
     assert (row.question, row.token) == ("coupling rises with stochastic depth", "last patch")
     assert (row.n, row.df, row.unit) == (24, 24 - 3 - 1, "rate-seed pair")
-    assert (row.r, row.p) == pytest.approx((expected["r"], expected["p"]), abs=1e-12) and 0.001 < row.p < 0.999
+    assert (row.r, row.p) == pytest.approx(
+        (expected["r"], expected["p"]), abs=1e-12
+    ) and 0.001 < row.p < 0.999
 
 
 def test_an_effect_of_the_seed_changes_nothing():
     """A common effect of the seed on coupling and accuracy, opposite to their relation; also where cells are missing."""
     alone, blocked = named_tests(synthetic_grid())[:4], named_tests(with_seeds(3, effect=0.5))[:4]
-    np.testing.assert_allclose(alone[["n", "df", "r", "p"]], blocked[["n", "df", "r", "p"]], rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(
+        alone[["n", "df", "r", "p"]], blocked[["n", "df", "r", "p"]], rtol=1e-6, atol=1e-12
+    )
     two, three = (named_tests(with_seeds(count, effect=0.5))[4:6] for count in (2, 3))
     np.testing.assert_allclose(two["r"], three["r"])
     random, whole = np.random.default_rng(3), with_seeds(3, effect=0.5)
@@ -187,11 +227,25 @@ def test_coupling_at_equal_loss_is_read_off_the_curve():
     assert last.p.isna().all() and set(last.why) == {"the values were not recorded"}
 
 
-def planted(random, settings: float, noise: float, columns: int, seeds: int = 3) -> tuple[xr.Dataset, np.ndarray]:
+def planted(
+    random, settings: float, noise: float, columns: int, seeds: int = 3
+) -> tuple[xr.Dataset, np.ndarray]:
     """Return the cells of 8 x 4 settings, and values with these standard deviations and effects of rates and seeds."""
-    decay, rate, seed = (v.ravel() for v in np.meshgrid(np.arange(8), np.arange(4), np.arange(seeds), indexing="ij"))
-    cells = xr.Dataset(coords={"weight_decay": ("cell", decay), "drop_path": ("cell", rate), "seed": ("cell", seed)})
-    values = settings * random.standard_normal((8, 4, columns))[decay, rate] + rate[:, None] - 2.0 * seed[:, None]
+    decay, rate, seed = (
+        v.ravel() for v in np.meshgrid(np.arange(8), np.arange(4), np.arange(seeds), indexing="ij")
+    )
+    cells = xr.Dataset(
+        coords={
+            "weight_decay": ("cell", decay),
+            "drop_path": ("cell", rate),
+            "seed": ("cell", seed),
+        }
+    )
+    values = (
+        settings * random.standard_normal((8, 4, columns))[decay, rate]
+        + rate[:, None]
+        - 2.0 * seed[:, None]
+    )
     return cells, values + noise * random.standard_normal((len(decay), columns))
 
 
@@ -206,7 +260,9 @@ def test_reliability_is_that_of_the_analysis_of_variance():
         noise = ((means - of_levels - of_seeds + means.mean()) ** 2).sum() / df[1]
         f = 3 * of_levels.var(ddof=1) / noise
         assert (found["df_levels"], found["df_noise"]) == df
-        assert found["f"] == pytest.approx(f) and found["reliability"] == pytest.approx(max(0, 1 - 1 / f))
+        assert found["f"] == pytest.approx(f) and found["reliability"] == pytest.approx(
+            max(0, 1 - 1 / f)
+        )
         low, high = stats.f.ppf([0.025, 0.975], *df) / f
         ends = found["reliability_low"], found["reliability_high"]
         assert ends == pytest.approx((max(0, 1 - high), max(0, 1 - low)))
@@ -214,8 +270,15 @@ def test_reliability_is_that_of_the_analysis_of_variance():
 
 def test_what_a_seed_adds_at_each_rate_is_no_noise_within_rates():
     cells, values = planted(np.random.default_rng(0), 1, 1, columns=1)
-    added = 5 * np.random.default_rng(1).standard_normal((4, 3))[cells.drop_path.values, cells.seed.values]
-    without, with_added = (reliability(cells, of, "drop_path") for of in (values, values + added[:, None]))
+    added = (
+        5
+        * np.random.default_rng(1).standard_normal((4, 3))[
+            cells.drop_path.values, cells.seed.values
+        ]
+    )
+    without, with_added = (
+        reliability(cells, of, "drop_path") for of in (values, values + added[:, None])
+    )
     np.testing.assert_allclose(without, with_added)
 
 
@@ -237,7 +300,9 @@ def test_reliability_where_cells_are_missing():
     values += 5 * cells.drop_path.values[:, None]  # which makes means of different rates differ
     kept = np.random.default_rng(2).integers(2, 5, 24)  # of each decay and seed
     rank = np.random.default_rng(3).permuted(np.tile(np.arange(4), (24, 1)), axis=1)  # of its rates
-    partly = (rank < kept[:, None])[cells.weight_decay.values * 3 + cells.seed.values, cells.drop_path.values]
+    partly = (rank < kept[:, None])[
+        cells.weight_decay.values * 3 + cells.seed.values, cells.drop_path.values
+    ]
     found = reliability(cells.isel(cell=partly), values[partly], "drop_path")
     assert (found.df_levels == 7).all() and (found.df_noise == 14).all() and partly.sum() < 80
     true = 0.25 / (0.25 + (1 / kept).mean() / 3)
@@ -250,9 +315,14 @@ def test_reliability_of_what_is_set_is_1_and_of_single_seeds_unknown():
     values[:, 1] = 0.1
     set_exactly = reliability(cells, cells.drop_path.values[:, None], "weight_decay")
     assert set_exactly[list(statistics.RELIABILITY)].to_numpy().tolist() == [[1, 1, 1]]
-    assert reliability(cells, values, "drop_path").reliability.isna().tolist() == [False, True]  # equal values
+    assert reliability(cells, values, "drop_path").reliability.isna().tolist() == [
+        False,
+        True,
+    ]  # equal values
     single = cells.seed.values == 0
-    assert reliability(cells.isel(cell=single), values[single], "drop_path").reliability.isna().all()
+    assert (
+        reliability(cells.isel(cell=single), values[single], "drop_path").reliability.isna().all()
+    )
     one = cells.weight_decay.values == 0  # one setting of each rate
     assert reliability(cells.isel(cell=one), values[one], "drop_path").reliability.isna().all()
 
@@ -275,14 +345,23 @@ def test_a_question_about_unreliable_values_could_not_be_tested():
         "8 weight decays find a measured |r| ≥ 0.83 with 80 % power, and at these reliabilities not even a true |r| of 1."
     )
     assert texts[2].startswith("Coupling rises with stochastic depth: not significantly, r = ")
-    assert texts[2].endswith("(last patch). 24 rate-seed pairs find a measured |r| ≥ 0.56 with 80 % power.")
+    assert texts[2].endswith(
+        "(last patch). 24 rate-seed pairs find a measured |r| ≥ 0.56 with 80 % power."
+    )
     named = {"drop_path": "fixed", "outcome": "accuracy", **AT}
-    (beside,) = (row for row in correlations(grid).to_dict("records") if named.items() <= row.items())
+    (beside,) = (
+        row for row in correlations(grid).to_dict("records") if named.items() <= row.items()
+    )
     for name in ("r", "reliability_x", "reliability_x_low", "reliability_y_high"):
         assert beside[name] == pytest.approx(first[name])
     slightly = named_tests(noisy_seeds("miscoupling", 0.01)).iloc[0]
-    assert slightly.attainable == pytest.approx(np.sqrt(slightly.reliability_x * slightly.reliability_y))
-    assert slightly.detectable_true == pytest.approx(slightly.detectable / slightly.attainable) and slightly.p < 0.05
+    assert slightly.attainable == pytest.approx(
+        np.sqrt(slightly.reliability_x * slightly.reliability_y)
+    )
+    assert (
+        slightly.detectable_true == pytest.approx(slightly.detectable / slightly.attainable)
+        and slightly.p < 0.05
+    )
 
 
 def of_size(decays: int, rates: int, seeds: int) -> xr.Dataset:
@@ -291,7 +370,8 @@ def of_size(decays: int, rates: int, seeds: int) -> xr.Dataset:
     noise = 0.01 * np.random.default_rng(7).standard_normal(grid.sizes["cell"])
     grid = grid.assign(miscoupling=grid.miscoupling + xr.DataArray(noise, dims="cell"))
     few = [
-        np.isin(grid[name], np.unique(grid[name])[:n]) for name, n in (("weight_decay", decays), ("drop_path", rates))
+        np.isin(grid[name], np.unique(grid[name])[:n])
+        for name, n in (("weight_decay", decays), ("drop_path", rates))
     ]
     return grid.isel(cell=np.flatnonzero(few[0] & few[1]))
 
@@ -300,7 +380,11 @@ def of_size(decays: int, rates: int, seeds: int) -> xr.Dataset:
     "size, within, across",
     [
         ((2, 2, 1), "it takes 8 weight decays, and there are 2", "one seed does not tell"),
-        ((2, 2, 3), "it takes 8 weight decays, and there are 2", "it takes 8 rate-seed pairs, and there are 6"),
+        (
+            (2, 2, 3),
+            "it takes 8 weight decays, and there are 2",
+            "it takes 8 rate-seed pairs, and there are 6",
+        ),
         ((8, 8, 1), "", "one seed does not tell"),
         ((7, 4, 2), "it takes 8 weight decays, and there are 7", ""),
         ((8, 1, 3), "", "there is one stochastic depth rate"),
@@ -316,7 +400,9 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     foreseen = " ".join(unanswerable(*size))
     for why, rows, lines in ((within, tests[:4], texts[:2]), (across, tests[4:], texts[2:])):
         assert rows.why.str.startswith(why).all() and (rows.why == "").all() == (why == "")
-        assert rows.r.isna().all() == rows.p.isna().all() == rows.detectable.isna().all() == bool(why)
+        assert (
+            rows.r.isna().all() == rows.p.isna().all() == rows.detectable.isna().all() == bool(why)
+        )
         assert all(("not answered, because " + why in line) == bool(why) for line in lines)
         assert (why in foreseen) or not why
     assert bool(foreseen) == bool(within or across)
@@ -332,7 +418,9 @@ def test_a_missing_outcome_is_not_called_equal():
     grid = synthetic_grid()
     grid.loss[3] = np.nan
     table = correlations(grid)
-    assert (table[(table.outcome == "loss") & (table.drop_path == "fixed")].why == "values are missing").all()
+    assert (
+        table[(table.outcome == "loss") & (table.drop_path == "fixed")].why == "values are missing"
+    ).all()
     assert (table[(table.outcome == "accuracy") & (table.drop_path == "fixed")].why == "").all()
 
 
@@ -341,7 +429,13 @@ def test_reliability_is_unknown_for_the_reason_there_is():
     grid = with_seeds(3, effect=0.5)
     of_rate_and_seed = 0.9 - 0.05 * grid.drop_path.values + 0.01 * grid.seed.values
     first = named_tests(grid.assign(accuracy=("cell", of_rate_and_seed)))
-    row = first.iloc[0].to_dict() | {"why": "", "r": 0.1, "p": 0.5, "attainable": 1.0, "detectable": 0.8}
+    row = first.iloc[0].to_dict() | {
+        "why": "",
+        "r": 0.1,
+        "p": 0.5,
+        "attainable": 1.0,
+        "detectable": 0.8,
+    }
     assert np.isnan(row["reliability_y"])
     assert (
         "Reliability is unknown: it takes several seeds, and weight decays that differ."
@@ -352,16 +446,24 @@ def test_reliability_is_unknown_for_the_reason_there_is():
 def test_accuracy_at_chance_or_constant_has_a_line():
     grid = with_seeds(2, effect=0)
     assert cautions(grid) == []
-    random = np.random.default_rng(0).uniform(0.095, 0.105, grid.sizes["cell"])  # of 10 classes, 10,000 images
+    random = np.random.default_rng(0).uniform(
+        0.095, 0.105, grid.sizes["cell"]
+    )  # of 10 classes, 10,000 images
     lost = grid.assign(accuracy=("cell", random))
     assert cautions(lost) == [
         "Accuracy is not above chance in 128 of 128 models. No question on accuracy or test loss is answered."
     ]
     tests = named_tests(lost)
-    assert set(tests.why[:4]) == {"no model is above chance"} and tests.p[:4].isna().all() and tests.p[4:].notna().all()
+    assert (
+        set(tests.why[:4]) == {"no model is above chance"}
+        and tests.p[:4].isna().all()
+        and tests.p[4:].notna().all()
+    )
     assert "no model is above chance" in answers(tests)[0]
     partly = grid.assign(accuracy=("cell", np.where(np.arange(128) < 3, random, grid.accuracy)))
-    assert cautions(partly) == ["Accuracy is not above chance in 3 of 128 models. They count as others."]
+    assert cautions(partly) == [
+        "Accuracy is not above chance in 3 of 128 models. They count as others."
+    ]
     assert named_tests(partly).p.notna().all()
     unbalanced = lost.assign_attrs(data="folder:x", chance=0.05)
     assert cautions(unbalanced) == [] and cautions(lost.assign_attrs(data="folder:x")) == []
@@ -389,11 +491,15 @@ def test_reliable_measures_are_listed():
     assert table.reliable.tolist() == [False, *[True] * (len(table) - 1)]
     lines = reliable_measures(table)
     assert (
-        lines[0].startswith("test accuracy: not reliable, 0.") and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
+        lines[0].startswith("test accuracy: not reliable, 0.")
+        and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
     )
     assert "mis-coupling, eq. 14 (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
     nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
-    assert "coupling of the class token: none reliable" in nothing and "needs more seeds" in nothing[-1]
+    assert (
+        "coupling of the class token: none reliable" in nothing
+        and "needs more seeds" in nothing[-1]
+    )
     assert reliable_measures(reliabilities(synthetic_grid())) == [
         "Unknown: that takes several weight decays with several seeds."
     ]
@@ -409,14 +515,18 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     first = grid.isel(cell=0, step=-1)
     assert float(rows[0]["accuracy"]) == float(first.accuracy)
     coupling = float(first.null.sel(AT) - first.miscoupling.sel(AT))
-    assert float(rows[0]["coupling/last patch/offdiag_normalized/k10/mean_offdiag"]) == pytest.approx(coupling)
+    assert float(
+        rows[0]["coupling/last patch/offdiag_normalized/k10/mean_offdiag"]
+    ) == pytest.approx(coupling)
     assert (
         f"<td>{coupling:.4g}</td>" in page
         and "<th>coupling (mis-coupling, eq. 14), K = 10, l ≠ l', last patch</th>" in page
     )
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
-    assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png") / 2  # light and dark
+    assert (
+        len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png") / 2
+    )  # light and dark
     for text in (
         "<h1>Coupling and accuracy: folder:&lt;images&gt;</h1>",
         "64 vision transformers",
@@ -425,10 +535,16 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
         "<h2>Does accuracy",
     ):
         assert text in page
-    assert "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)" in page
+    assert (
+        "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)"
+        in page
+    )
     assert "Reliability is unknown: it takes several seeds, and weight decays that differ." in page
     assert "8 weight decays find a measured |r| ≥ 0.83 with 80 % power" in page
-    assert "One seed answers no question across rates" in page and "--seeds 0,1,2 adds 128 trainings" in page
+    assert (
+        "One seed answers no question across rates" in page
+        and "--seeds 0,1,2 adds 128 trainings" in page
+    )
     for name in (
         "reliability_",
         "drop_path",
@@ -461,10 +577,14 @@ class TestInABrowser:
 
         file = write_analysis(of_size(2, 2, 1), AT, tmp_path)
         with sync_playwright() as playwright:
-            chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+            chromium = playwright.chromium.launch(
+                executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            )
             seen = {}
             for scheme in ("light", "dark"):
-                page = chromium.new_page(viewport={"width": 400, "height": 800}, color_scheme=scheme)
+                page = chromium.new_page(
+                    viewport={"width": 400, "height": 800}, color_scheme=scheme
+                )
                 page.goto(file.as_uri())
                 assert page.evaluate("document.documentElement.scrollWidth") == 400
                 seen[scheme] = page.evaluate(
@@ -482,7 +602,10 @@ def test_grid_of_one_cell_is_analysed(tmp_path):
     assert (
         page.count("<li>") == 4 + 1 + 1 and "1 vision transformer on" in page
     )  # questions, reliability, excluded cells
-    assert "not answered, because it takes 8 weight decays, and there is 1 (primary test, last patch)." in page
+    assert (
+        "not answered, because it takes 8 weight decays, and there is 1 (primary test, last patch)."
+        in page
+    )
 
 
 def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
@@ -492,14 +615,28 @@ def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
         name = directory / f"cell{cell}"
         (name / "coupling").mkdir(parents=True)
         (name / "coupling" / "units").symlink_to(store / "units")
-        write_cell(name, 0.5 + cell / 1000, weight_decay=cell // 8 / 10, drop_path=cell % 8 / 10, tokens="-1")
+        write_cell(
+            name,
+            0.5 + cell / 1000,
+            weight_decay=cell // 8 / 10,
+            drop_path=cell % 8 / 10,
+            tokens="-1",
+        )
     return directory
 
 
 def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe) -> None:
-    result = {"status": "finished", "accuracy": accuracy, "loss": 1.0, "images": {"test": 100}, **more}
+    result = {
+        "status": "finished",
+        "accuracy": accuracy,
+        "loss": 1.0,
+        "images": {"test": 100},
+        **more,
+    }
     (directory / "recipe.json").write_text("{}")
-    (directory / "result.json").write_text(json.dumps({**result, "recipe": {"seed": 0, "data": "x"} | recipe}))
+    (directory / "result.json").write_text(
+        json.dumps({**result, "recipe": {"seed": 0, "data": "x"} | recipe})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -517,7 +654,9 @@ def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
     store.file(4).unlink()
     grid = read_grid(tmp_path)
     assert grid.sizes["cell"] == 1 and grid.sizes["step"] == 3
-    assert grid.attrs["unfinished"] == ["cell1: no results of step 4: OutOfMemoryError: CUDA out of memory"]
+    assert grid.attrs["unfinished"] == [
+        "cell1: no results of step 4: OutOfMemoryError: CUDA out of memory"
+    ]
 
 
 @pytest.mark.alone
@@ -529,7 +668,11 @@ def test_64_cells_of_17_units_are_analysed_in_40_seconds(tmp_path):
     assert main([str(measured), "--out", str(measured / "analysis")]) == 0
     assert time.process_time() - started < 40
     grid = xr.load_dataset(measured / "analysis" / "grid.nc")
-    assert grid.sizes["cell"] == 64 and grid.sizes["step"] == 17 and grid["token"].values.tolist() == ["last patch"]
+    assert (
+        grid.sizes["cell"] == 64
+        and grid.sizes["step"] == 17
+        and grid["token"].values.tolist() == ["last patch"]
+    )
 
 
 def test_command_line_reports_missing_cells(tmp_path, capsys):
@@ -544,7 +687,9 @@ def test_command_line_reports_missing_cells(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(measured, tmp_path, capsys):
+def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(
+    measured, tmp_path, capsys
+):
     whole = read_grid(measured)
     halves = [tmp_path / "first", tmp_path / "second"]
     for i, half in enumerate(halves):
@@ -567,7 +712,10 @@ def test_an_analysis_is_repeated_from_its_file_and_joined_with_other_cells(measu
 
 @pytest.mark.slow
 def test_cells_of_two_recipes_are_refused(measured, tmp_path, capsys):
-    write_grid(read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})), tmp_path / "grid.nc")
+    write_grid(
+        read_grid(measured).assign_attrs(recipe=json.dumps({"data": "y", "tokens": "-1"})),
+        tmp_path / "grid.nc",
+    )
     assert main([str(measured), str(tmp_path / "grid.nc")]) == 2
     assert "differ in data; analyse cells of one recipe" in capsys.readouterr().err
 
@@ -576,7 +724,14 @@ def test_chance_is_that_of_any_cell_that_recorded_it(tmp_path):
     """Cells of an earlier version did not."""
     for cell, recorded in (("a", {"chance": 0.25}), ("b", {})):
         generated(tmp_path / cell / "coupling", [0], ks=(10,), tokens="cls")
-        write_cell(tmp_path / cell, 0.5, recorded, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls")
+        write_cell(
+            tmp_path / cell,
+            0.5,
+            recorded,
+            weight_decay=0.1,
+            drop_path=float(cell == "b"),
+            tokens="cls",
+        )
     assert read_grid(tmp_path).attrs["chance"] == 0.25
 
 
@@ -586,11 +741,21 @@ def test_a_grid_with_approximate_levels_has_minus_mis_coupling(tmp_path):
     old = unit.drop_vars([name for name in unit.data_vars if "_level" in name])
     for cell, of in (("a", unit), ("b", old)):
         stored(tmp_path / cell / "coupling", {0: of})
-        write_cell(tmp_path / cell, 0.5, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls")
+        write_cell(
+            tmp_path / cell, 0.5, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls"
+        )
     grid = read_grid(tmp_path)
     words = quantities(grid)
-    assert words["offdiag_normalized", 2] == "minus mis-coupling" and words["miscoupling", 2] == "coupling"
-    at = {"measure": "offdiag_normalized", "k": 2, "pairs": "mean_offdiag", "token": grid.token.values[0]}
+    assert (
+        words["offdiag_normalized", 2] == "minus mis-coupling"
+        and words["miscoupling", 2] == "coupling"
+    )
+    at = {
+        "measure": "offdiag_normalized",
+        "k": 2,
+        "pairs": "mean_offdiag",
+        "token": grid.token.values[0],
+    }
     np.testing.assert_allclose(final_coupling(grid, at), -grid.miscoupling.isel(step=-1).sel(at))
 
 

@@ -26,18 +26,24 @@ def photographs(count: int) -> torch.Tensor:
 
 
 def noise(count: int) -> torch.Tensor:
-    return torch.randint(256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    return torch.randint(
+        256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(2), dtype=torch.uint8
+    )
 
 
 def with_pil(image: torch.Tensor, name: str, level: float, sign: int, monkeypatch) -> torch.Tensor:
     """Apply timm's operation at this level and sign, with DeiT's bicubic resampling."""
     monkeypatch.setattr(timm, "_randomly_negate", lambda value: sign * value)
-    op = timm.AugmentOp(name, 1.0, 10 * level, {"img_mean": FILL, "interpolation": Image.Resampling.BICUBIC})
+    op = timm.AugmentOp(
+        name, 1.0, 10 * level, {"img_mean": FILL, "interpolation": Image.Resampling.BICUBIC}
+    )
     return pil_to_tensor(op(to_pil_image(image)))
 
 
 @pytest.mark.parametrize("name", POLICY.names)
-@pytest.mark.parametrize("level, sign, kind", [(0.9, 1, "smooth"), (0.33, 1, "noise"), (0.9999, -1, "smooth")])
+@pytest.mark.parametrize(
+    "level, sign, kind", [(0.9, 1, "smooth"), (0.33, 1, "noise"), (0.9999, -1, "smooth")]
+)
 def test_each_operation_equals_timms_within_one_grey_level(name, level, sign, kind, monkeypatch):
     images = photographs(3) if kind == "smooth" else noise(3)
     levels = torch.full((3,), level)
@@ -69,7 +75,9 @@ def test_every_image_has_its_own_operation_level_and_sign():
 def test_random_draws_follow_the_notation(monkeypatch):
     """Each of two layers applies to half the images, with all operations equally often and levels around 0.9, at most 1."""
     calls = []
-    monkeypatch.setattr("vit.augment.apply", lambda images, names, *draws: (calls.append(draws), images)[1])
+    monkeypatch.setattr(
+        "vit.augment.apply", lambda images, names, *draws: (calls.append(draws), images)[1]
+    )
     rand_augment(torch.zeros(30_000, 3, 1, 1, dtype=torch.uint8), POLICY, MEAN)
     assert len(calls) == 2
     for choice, level, signed, _ in calls:
@@ -81,7 +89,9 @@ def test_random_draws_follow_the_notation(monkeypatch):
             and level.median() == pytest.approx(0.9, abs=0.01)
             and level.std() < 0.06
         )
-        assert (signed < 0).float().mean() == pytest.approx(0.5, abs=0.02) and torch.equal(signed.abs(), level)
+        assert (signed < 0).float().mean() == pytest.approx(0.5, abs=0.02) and torch.equal(
+            signed.abs(), level
+        )
 
 
 def test_notation_without_a_batched_form_is_refused():
@@ -107,14 +117,20 @@ def test_erasing_has_timms_distribution():
     torch.manual_seed(0)
     images = torch.zeros(4000, 3, 32, 32)
     areas = []
-    for erased in (erase(images.clone(), 0.25), RandomErasing(0.25, mode="pixel", device="cpu")(images.clone())):
+    for erased in (
+        erase(images.clone(), 0.25),
+        RandomErasing(0.25, mode="pixel", device="cpu")(images.clone()),
+    ):
         changed = (erased != 0).all(1)
         share = changed.flatten(1).float().mean(1)
         areas.append(share[share > 0])
         for mask in changed[share > 0][:50]:  # a rectangle
             rows, columns = mask.any(1), mask.any(0)
             assert torch.equal(mask, rows[:, None] & columns)
-            assert rows.nonzero().ravel().diff().eq(1).all() and columns.nonzero().ravel().diff().eq(1).all()
+            assert (
+                rows.nonzero().ravel().diff().eq(1).all()
+                and columns.nonzero().ravel().diff().eq(1).all()
+            )
         assert erased[erased != 0].std() == pytest.approx(1, abs=0.02)
     for ours, theirs in ((areas[0].mean(), areas[1].mean()), (areas[0].std(), areas[1].std())):
         assert ours == pytest.approx(float(theirs), rel=0.06)

@@ -35,7 +35,10 @@ def tiny_cifar10(tmp_path, monkeypatch):
     source.mkdir(parents=True)
     random, lists = np.random.default_rng(0), {}
     for name, n in (("data_batch_1", 40), ("test_batch", 20)):
-        content = {"data": random.integers(0, 256, (n, 3072), dtype=np.uint8), "labels": [i % 10 for i in range(n)]}
+        content = {
+            "data": random.integers(0, 256, (n, 3072), dtype=np.uint8),
+            "labels": [i % 10 for i in range(n)],
+        }
         (source / name).write_bytes(pickle.dumps(content))
         lists[name] = [[name, hashlib.md5((source / name).read_bytes()).hexdigest()]]
     (source / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
@@ -67,7 +70,9 @@ def cifar10(root) -> Recipe:
 def test_cifar10_is_downloaded_once(tiny_cifar10, tmp_path):
     data = load(cifar10(tmp_path / "here"))
     assert data.train.images.shape == (40, 3, 32, 32) and data.test.images.shape == (20, 3, 32, 32)
-    assert data.classes == list("abcdefghij") and data.train.labels.tolist() == [i % 10 for i in range(40)]
+    assert data.classes == list("abcdefghij") and data.train.labels.tolist() == [
+        i % 10 for i in range(40)
+    ]
     batch = pickle.loads((tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").read_bytes())
     np.testing.assert_array_equal(data.train.images[7], batch["data"][7].reshape(3, 32, 32))
     tiny_cifar10.unlink()
@@ -76,7 +81,9 @@ def test_cifar10_is_downloaded_once(tiny_cifar10, tmp_path):
 
 def test_missing_files_without_network_are_reported(tiny_cifar10, tmp_path):
     tiny_cifar10.unlink()
-    with pytest.raises(DataError, match="is missing, .*can't be downloaded.*--data digits, which needs no network"):
+    with pytest.raises(
+        DataError, match="is missing, .*can't be downloaded.*--data digits, which needs no network"
+    ):
         load(cifar10(tmp_path / "here"))
 
 
@@ -153,7 +160,10 @@ class TestDigits:
         recipe = Recipe(data="digits", batch_size=100, repeats=1)
         batches = list(Batches(self.data, recipe).train_dataloader())
         assert len(batches) == recipe.steps_per_epoch(1437) == 14
-        assert all(images.dtype == torch.uint8 and images.shape == (100, 3, 32, 32) for images, _ in batches)
+        assert all(
+            images.dtype == torch.uint8 and images.shape == (100, 3, 32, 32)
+            for images, _ in batches
+        )
         assert sum(len(labels) for _, labels in Batches(self.data, recipe).val_dataloader()) == 360
 
 
@@ -195,7 +205,9 @@ def test_order_depends_on_seed_and_epoch():
         sampler.set_epoch(epoch)
         return tuple(sampler)
 
-    assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9 and order(0, 0) == order(0, 0)
+    assert len({order(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9 and order(
+        0, 0
+    ) == order(0, 0)
 
 
 class TestFolder:
@@ -215,7 +227,12 @@ class TestFolder:
 
     def test_images_of_any_size_are_cropped_to_squares(self, folder):
         data = self.load(folder)
-        assert data.train.images.shape == (8, 3, 32, 32) and data.test.labels.tolist() == [0, 0, 1, 1]
+        assert data.train.images.shape == (8, 3, 32, 32) and data.test.labels.tolist() == [
+            0,
+            0,
+            1,
+            1,
+        ]
         assert data.classes == ["cat", "dog"]
 
     def test_val_is_read_where_there_is_no_test(self, folder):
@@ -240,7 +257,9 @@ class TestFolder:
             if not (whole.images == train.images[_index(folder, file)]).flatten(1).all(1).any()
         )
         with_unused = load(replace(recipe, test_unused=True))
-        assert torch.equal(with_unused.train.images, whole.images) and len(with_unused.test) == 4 + 2
+        assert (
+            torch.equal(with_unused.train.images, whole.images) and len(with_unused.test) == 4 + 2
+        )
         unused.write_bytes(b"damaged")
         assert torch.equal(load(recipe).train.images, whole.images)
 

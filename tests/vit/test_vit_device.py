@@ -55,7 +55,11 @@ class FromHost(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function is torch.Tensor.to and args[0].device.type == "cpu" and result.device.type == "pretend":
+        if (
+            function is torch.Tensor.to
+            and args[0].device.type == "cpu"
+            and result.device.type == "pretend"
+        ):
             self.pinned.append(args[0].is_pinned())
         return result
 
@@ -63,7 +67,11 @@ class FromHost(TorchFunctionMode):
 def test_tensors_are_sent_in_one_transfer(pretend):
     with FromHost() as copies, pretend.count() as counts:
         sent = to_device(pretend.device, *NUMBERS)
-    assert copies.pinned == [True] and (counts.to_device, counts.syncs, counts.launches) == (1, 0, 0)
+    assert copies.pinned == [True] and (counts.to_device, counts.syncs, counts.launches) == (
+        1,
+        0,
+        0,
+    )
     for here, there in zip(NUMBERS, sent, strict=True):
         assert there.device == pretend.device and there.dtype == here.dtype
         assert torch.equal(there.cpu(), here)
@@ -216,6 +224,8 @@ def test_a_device_without_float64_trains_and_the_cpu_measures(pretend, tmp_path)
 def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_recorded_as_such(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     # The optimizer would ask the driver, which is not there, whether it captures a graph.
-    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None)
+    monkeypatch.setattr(
+        torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None
+    )
     result = train(replace(TINY, out=tmp_path, epochs=2, measure_at="off"))
     assert result["environment"]["device"] == "cpu"

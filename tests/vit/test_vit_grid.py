@@ -26,7 +26,14 @@ CELLS = [f"wd{decay}_sd{rate}_seed0" for decay, rate in product(("0.01", "0.1"),
 
 def arguments(directory: Path, *more: str, jobs: int = 1, **recipe) -> list[str]:
     return [
-        *("--config", write_config(directory, **recipe), "--weight_decays", "0.01,0.1", "--drop_paths", "0,0.1"),
+        *(
+            "--config",
+            write_config(directory, **recipe),
+            "--weight_decays",
+            "0.01,0.1",
+            "--drop_paths",
+            "0,0.1",
+        ),
         *("--out", str(directory / "grid"), "--jobs", str(jobs), *more),
     ]
 
@@ -49,11 +56,15 @@ def test_cell_equals_a_single_training(trained_grid, tmp_path):
 
 @pytest.mark.slow
 def test_finished_cells_are_not_run_again(trained_grid, capsys):
-    times = {name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
+    times = {
+        name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS
+    }
     for jobs in (1, 2):
         assert grid.main(arguments(trained_grid, jobs=jobs)) == 0
         assert "4 cells, 4 already done" in capsys.readouterr().out
-    assert times == {name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS}
+    assert times == {
+        name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS
+    }
 
 
 @pytest.mark.slow
@@ -62,10 +73,14 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert ds.attrs["chance"] == cells.read(trained_grid / "grid" / CELLS[0], "result")["chance"]
     assert ds.sizes["cell"] == 4 and ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
     for i, name in enumerate(sorted(CELLS)):
-        assert float(ds.accuracy[i]) == cells.read(trained_grid / "grid" / name, "result")["accuracy"]
+        assert (
+            float(ds.accuracy[i]) == cells.read(trained_grid / "grid" / name, "result")["accuracy"]
+        )
     assert analyse([str(trained_grid / "grid"), "--k", "4"]) == 0
     page = trained_grid / "grid" / "analysis" / "report.html"
-    assert capsys.readouterr().out.strip() == str(page) and "4 vision transformers" in page.read_text()
+    assert (
+        capsys.readouterr().out.strip() == str(page) and "4 vision transformers" in page.read_text()
+    )
     assert analyse([str(trained_grid / "grid"), "--k", "3"]) == 2
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
@@ -96,17 +111,31 @@ def wait_until(happens: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow(60)
-def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(trained_grid, tmp_path, capsys):
+def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
+    trained_grid, tmp_path, capsys
+):
     first, *others, last = [tmp_path / "grid" / name for name in CELLS]
-    process = start(STAYING, *arguments(tmp_path, "--retries", "0", jobs=2), module="tests.statements", cold=True)
+    process = start(
+        STAYING,
+        *arguments(tmp_path, "--retries", "0", jobs=2),
+        module="tests.statements",
+        cold=True,
+    )
     wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
     os.kill(int((first / ".lock").read_text().split()[-1]), signal.SIGKILL)
     wait_until(lambda: cells.read(first, "failed"))
     assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
-    wait_until(lambda: (last / "coupling" / "units" / "step00000001.nc").exists() and all(map(cells.is_done, others)))
+    wait_until(
+        lambda: (
+            (last / "coupling" / "units" / "step00000001.nc").exists()
+            and all(map(cells.is_done, others))
+        )
+    )
     process.kill()
     process.communicate()
-    wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])  # every worker ends with its driver
+    wait_until(
+        lambda: (lock := Lock.take(last / ".lock")) and [lock.release()]
+    )  # every worker ends with its driver
     assert grid.main(arguments(tmp_path)) == 0
     assert "4 cells, 2 already done" in capsys.readouterr().out
     for name in CELLS:
@@ -128,7 +157,9 @@ def test_failing_cells_do_not_stop_the_others(tmp_path, capsys):
     assert analyse([str(tmp_path / "grid")]) == 2
 
 
-def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possible(tmp_path, monkeypatch, capsys):
+def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possible(
+    tmp_path, monkeypatch, capsys
+):
     tried = []
 
     def fail(recipe):
@@ -168,7 +199,9 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
             f"{recipes[0].cell}: trained by another process"
         )
     driver.join(300)
-    assert cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
+    assert (
+        cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
+    )
 
 
 class TestUsage:
@@ -186,7 +219,9 @@ class TestUsage:
             (["--accelerator", "gpu"], "--accelerator gpu; PyTorch finds no GPU"),
         ],
     )
-    def test_bad_usage_prints_one_message_and_starts_nothing(self, more, message, tmp_path, capsys, monkeypatch):
+    def test_bad_usage_prints_one_message_and_starts_nothing(
+        self, more, message, tmp_path, capsys, monkeypatch
+    ):
         monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
         assert grid.main([*arguments(tmp_path), *more]) == 2
         err = capsys.readouterr().err
@@ -194,7 +229,9 @@ class TestUsage:
 
     def test_other_settings_are_refused(self, tmp_path, capsys):
         decays, rates = "0.01,0.1", "0,0.1"
-        first = grid.cells(grid.GridCommand(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid"), TINY)[0]
+        first = grid.cells(
+            grid.GridCommand(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid"), TINY
+        )[0]
         first.directory.mkdir(parents=True)
         cells.write(first.directory, "recipe", first.identity)
         assert grid.main([*arguments(tmp_path), "--epochs", "5"]) == 2
@@ -211,7 +248,9 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
 
 
 def test_the_state_of_a_cell_is_its_accuracy_epochs_or_failure(tmp_path):
-    recipes = grid.cells(grid.GridCommand(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY)
+    recipes = grid.cells(
+        grid.GridCommand(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY
+    )
     states = [
         ("result", {"status": "finished", "accuracy": 0.875}),
         ("history", [{}, {}]),
@@ -222,4 +261,9 @@ def test_the_state_of_a_cell_is_its_accuracy_epochs_or_failure(tmp_path):
         (recipe.directory / f"{name}.json").write_text(json.dumps(content))
     recipes[3].directory.mkdir()
     (recipes[3].directory / "history.json").write_bytes(b"\xff\xfe")  # no text
-    assert [*map(overview.state_of, recipes)] == ["0.8750", "2/3", "crashed: no memory: none", "not started"]
+    assert [*map(overview.state_of, recipes)] == [
+        "0.8750",
+        "2/3",
+        "crashed: no memory: none",
+        "not started",
+    ]

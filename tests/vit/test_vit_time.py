@@ -41,23 +41,33 @@ def clock(monkeypatch):
         (10, "log2", 0),
     ],
 )
-def test_a_trial_counts_the_steps_and_measurements_to_come(finished, measure_at, expected, tmp_path):
+def test_a_trial_counts_the_steps_and_measurements_to_come(
+    finished, measure_at, expected, tmp_path
+):
     recipe = replace(TINY, epochs=10, measure_at=measure_at, out=tmp_path)
     cells.write(tmp_path, "history", [{}] * finished)
     assert TRIAL.seconds(recipe, 96) == expected
 
 
 def test_a_dry_run_adds_up_the_cells(tmp_path):
-    three = [replace(TINY, seed=seed, measure_at="off", out=tmp_path / str(seed)) for seed in range(3)]
+    three = [
+        replace(TINY, seed=seed, measure_at="off", out=tmp_path / str(seed)) for seed in range(3)
+    ]
     three[0].directory.mkdir()
     cells.write(three[0].directory, "history", [{}])
     first, *_ = overview.costs(three, TRIAL, 96).splitlines()
-    assert first.split("about ")[1].startswith("48 s in all, one cell at a time")  # 2 + 3 + 3 epochs of 3 steps
+    assert first.split("about ")[1].startswith(
+        "48 s in all, one cell at a time"
+    )  # 2 + 3 + 3 epochs of 3 steps
 
 
-def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(tmp_path):
+def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(
+    tmp_path,
+):
     recipe = replace(TINY, measure_at="off")
-    of_one, of_three = (grid.cells(grid.GridCommand(seeds=seeds, out=tmp_path), recipe) for seeds in ("0", "0,1,2"))
+    of_one, of_three = (
+        grid.cells(grid.GridCommand(seeds=seeds, out=tmp_path), recipe) for seeds in ("0", "0,1,2")
+    )
     text = " ".join(overview.limits(of_one, of_three[64:], TRIAL, 96).split())
     assert text.count("questions ") == 2 and "Accuracy" not in text
     assert (
@@ -71,7 +81,9 @@ def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two
 
 
 def test_the_time_of_a_step_is_a_median_without_the_first_steps(clock):
-    trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cpu")), should_stop=False)
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(root_device=torch.device("cpu")), should_stop=False
+    )
     times, stopped = StepTimes(), []
     for seconds in (100.0, 20.0, 2.0, 3.0, 50.0):
         clock.now += seconds
@@ -96,7 +108,9 @@ class Terminal(io.StringIO):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("output, has_bar", [(Terminal, True), (io.StringIO, False)])
-def test_each_epoch_has_a_line_and_a_terminal_has_lightning_s_bar(output, has_bar, tmp_path, monkeypatch):
+def test_each_epoch_has_a_line_and_a_terminal_has_lightning_s_bar(
+    output, has_bar, tmp_path, monkeypatch
+):
     monkeypatch.setattr("sys.stdout", shown := output())
     training.train(replace(TINY, measure_at="off", out=tmp_path), show=True)
     line = r"epoch (\d)/3: loss [\d.]+, test accuracy 0\.\d{4}  \([\d.]+ s, about ([\d.]+) s left\)"
@@ -130,7 +144,9 @@ def finish(cell):
     cells.write(cell.directory, "result", {"status": "finished", "accuracy": 0.5})
 
 
-def test_lines_of_a_grid_state_the_time_left_once_an_epoch_is_trained(six, clock, monkeypatch, capsys):
+def test_lines_of_a_grid_state_the_time_left_once_an_epoch_is_trained(
+    six, clock, monkeypatch, capsys
+):
     monkeypatch.setattr(overview, "SECONDS", 0.01)
     with overview.shown(six):
         fail(six[5])  # before it trained anything
@@ -191,7 +207,9 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
         assert text in out
     assert max(map(len, out.splitlines())) <= 80
     assert not printed.err  # two measurements and a few steps are no reason for a warning
-    assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(list(done.iterdir())) == 1
+    assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(
+        list(done.iterdir())
+    ) == 1
 
 
 @pytest.mark.alone
@@ -212,4 +230,6 @@ def test_the_estimate_is_within_a_factor_of_two(tmp_path):
     started = time.perf_counter()
     training.train(recipe)
     assert 1 / 2 < expected / (time.perf_counter() - started) < 2
-    assert trial.checkpoint == pytest.approx((recipe.directory / "last.ckpt").stat().st_size, rel=0.1)
+    assert trial.checkpoint == pytest.approx(
+        (recipe.directory / "last.ckpt").stat().st_size, rel=0.1
+    )

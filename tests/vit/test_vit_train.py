@@ -101,7 +101,9 @@ def test_training_loss_is_recorded_at_each_measured_step(trained):
     data, module = load(TINY), Classifier(TINY, 10, steps_per_epoch=3).eval()
     module.load_state_dict(weights(trained))
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(module(data.normalise(data.train.images)), data.train.labels)
+        loss = torch.nn.functional.cross_entropy(
+            module(data.normalise(data.train.images)), data.train.labels
+        )
     assert progress[-1]["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
@@ -116,7 +118,9 @@ def test_tests_are_rarer_on_request(trained, tmp_path):
 @pytest.mark.slow
 def test_another_seed_gives_another_training(trained, tmp_path):
     train(replace(TINY, out=tmp_path / "other", seed=1))
-    assert not torch.equal(weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"])
+    assert not torch.equal(
+        weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"]
+    )
 
 
 @pytest.mark.slow
@@ -128,7 +132,14 @@ def test_measuring_does_not_change_the_training(trained, tmp_path):
 
 
 HARD = replace(
-    TINY, mixup=0.8, cutmix=1.0, rand_augment="rand-m9-mstd0.5-inc1", erasing=0.25, repeats=3, flip=0.5, drop_path=0.3
+    TINY,
+    mixup=0.8,
+    cutmix=1.0,
+    rand_augment="rand-m9-mstd0.5-inc1",
+    erasing=0.25,
+    repeats=3,
+    flip=0.5,
+    drop_path=0.3,
 )
 
 
@@ -138,19 +149,30 @@ def test_test_loss_is_the_mean_over_the_whole_split(monkeypatch, tmp_path):
     monkeypatch.setattr("vit.loaders.TEST_BATCH", 350)
     modules, step = [], Classifier.validation_step
     monkeypatch.setattr(
-        Classifier, "validation_step", lambda self, *given: (modules.append(self), step(self, *given))[1]
+        Classifier,
+        "validation_step",
+        lambda self, *given: (modules.append(self), step(self, *given))[1],
     )
     result = train(replace(TINY, out=tmp_path, epochs=2, measure_at="off"))
     assert len(modules) == 2 * 2
     data, module = load(TINY), modules[0].eval()
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(module(data.normalise(data.test.images)), data.test.labels)
+        loss = torch.nn.functional.cross_entropy(
+            module(data.normalise(data.test.images)), data.test.labels
+        )
     assert result["loss"] == pytest.approx(float(loss), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
-    arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell"), "--lr", "1e30"]
+    arguments = [
+        "--config",
+        write_config(tmp_path),
+        "--out",
+        str(tmp_path / "cell"),
+        "--lr",
+        "1e30",
+    ]
     assert main(arguments) == 1
     assert "diverged: the training loss is" in capsys.readouterr().err
     result = cells.read(tmp_path / "cell", "result")
@@ -161,7 +183,9 @@ def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
 def test_run_is_not_resumed_with_other_settings(trained):
     with pytest.raises(ValueError, match="epochs was 3, now 4; weight_decay was 0.05, now 0.2"):
         train(replace(TINY, out=trained, epochs=4, weight_decay=0.2))
-    assert train(replace(TINY, out=trained, keep_checkpoint=False, threads=2)) == cells.read(trained, "result")
+    assert train(replace(TINY, out=trained, keep_checkpoint=False, threads=2)) == cells.read(
+        trained, "result"
+    )
 
 
 def test_two_processes_do_not_train_one_cell(tmp_path):
@@ -283,15 +307,26 @@ class TestCommandLine:
         processes.wait_for_line(process, "staying")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
-        assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err, err
+        assert (
+            process.returncode == 130
+            and "the same command continues" in err
+            and "Traceback" not in err
+        ), err
         assert len(cells.read(tmp_path / "cell", "history")) == 1
         assert main(arguments) == 0
         assert_same_training(trained, tmp_path / "cell")
 
     @pytest.mark.slow
     def test_wandb_run_states_its_cell_and_settings(self, tmp_path):
-        arguments = ["--config", write_config(tmp_path, wandb="auto"), "--out", str(tmp_path / "cell")]
-        process = start(*arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path))
+        arguments = [
+            "--config",
+            write_config(tmp_path, wandb="auto"),
+            "--out",
+            str(tmp_path / "cell"),
+        ]
+        process = start(
+            *arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path)
+        )
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
         found = records(offline_run(tmp_path / "cell"))
@@ -307,7 +342,8 @@ class TestCommandLine:
 def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     """After SIGKILL, the same command gives the same result as an uninterrupted run, with every random operation enabled."""
     augmented = {
-        name: getattr(HARD, name) for name in ("mixup", "cutmix", "rand_augment", "erasing", "repeats", "flip")
+        name: getattr(HARD, name)
+        for name in ("mixup", "cutmix", "rand_augment", "erasing", "repeats", "flip")
     }
     config = write_config(tmp_path, **augmented, drop_path=0.3, keep_checkpoint=True)
     parallel = ["--devices", "2"]
@@ -319,7 +355,10 @@ def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert Store(tmp_path / "killed" / "coupling").steps() == [0, 1, 2, 4]
-    assert not cells.is_done(tmp_path / "killed") and len(cells.read(tmp_path / "killed", "history")) == 1
+    assert (
+        not cells.is_done(tmp_path / "killed")
+        and len(cells.read(tmp_path / "killed", "history")) == 1
+    )
     finish(start(*killed))
     assert_same_training(*directories)
 
@@ -381,5 +420,7 @@ def test_directories_may_be_given_as_text(tmp_path, monkeypatch):
     one = grid.cells(grid.GridCommand(weight_decays="1", drop_paths="0", out="runs"), TINY)  # type: ignore[arg-type]
     assert [str(cell.directory) for cell in one] == ["runs/wd1_sd0_seed0"]
     for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.GridCommand)):
-        with pytest.raises(ValueError, match=f"--{option} 3; give a directory, as text or as a path"):
+        with pytest.raises(
+            ValueError, match=f"--{option} 3; give a directory, as text or as a path"
+        ):
             kind(**{option: 3})

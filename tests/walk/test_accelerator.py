@@ -46,7 +46,9 @@ def on_cpu(runs, suite, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(pretend, walker, runs, on_cpu):
+def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(
+    pretend, walker, runs, on_cpu
+):
     names = ("miscoupling", "singular_value", "lss")
     stored, before = {}, pretend.live_bytes()
     for where, room in (("on the device", 20 * GB), ("in a copy of their files", BUDGET)):
@@ -61,7 +63,9 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(preten
         for name in names:
             np.testing.assert_allclose(found[name], on_cpu[name], rtol=2e-4, atol=1e-5)
     for name in names:
-        np.testing.assert_array_equal(stored["on the device"][name], stored["in a copy of their files"][name])
+        np.testing.assert_array_equal(
+            stored["on the device"][name], stored["in a copy of their files"][name]
+        )
     gc.collect()
     assert pretend.live_bytes() <= before
 
@@ -107,11 +111,15 @@ def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypat
     monkeypatch.setattr(integrity, "fingerprint", hash_meanwhile)
     monkeypatch.setattr(measurement, "measure", measure_meanwhile)
     measured = units.measure_checkpoint(*checkpoint)
-    assert measured.fingerprint.item() == fingerprint(load_model(checkpoint[-1]).state_dict().items())
+    assert measured.fingerprint.item() == fingerprint(
+        load_model(checkpoint[-1]).state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_weights_that_are_not_finite_are_named_whatever_the_measurement_makes_of_them(checkpoint, monkeypatch, fails):
+def test_weights_that_are_not_finite_are_named_whatever_the_measurement_makes_of_them(
+    checkpoint, monkeypatch, fails
+):
     reported = threading.Event()
 
     def measure(*arguments):
@@ -149,11 +157,15 @@ def pythia_12b():
         (32, 16, False),  # they would leave less than an eighth
     ],
 )
-def test_12b_stays_on_a_device_beside_the_default_budget(monkeypatch, pythia_12b, total, budget, stays):
+def test_12b_stays_on_a_device_beside_the_default_budget(
+    monkeypatch, pythia_12b, total, budget, stays
+):
     device = torch.device("cuda")
     monkeypatch.setattr(plan, "_free_and_total", lambda device: (total * GB * 0.99, total * GB))
     weights = weights_memory(pythia_12b, find_blocks(pythia_12b), torch.float32)
-    assert 23.7 * GB < weights < 27.5 * GB  # in float16, and in float32 what is outside the blocks, and one block
+    assert (
+        23.7 * GB < weights < 27.5 * GB
+    )  # in float16, and in float32 what is outside the blocks, and one block
     found = plan.default_budget(device, weights)
     assert found == pytest.approx(budget * GB, rel=0.01)
     assert plan.stays_on_device(device, weights, found) == stays
@@ -161,6 +173,13 @@ def test_12b_stays_on_a_device_beside_the_default_budget(monkeypatch, pythia_12b
 
 @pytest.mark.slow
 def test_precision_and_svd_are_flags_of_the_walk(walker, runs):
-    assert pythia.main(walker.arguments("--precision", "bfloat16", "--svd", "krylov", model=str(runs / "step8"))) == 0
+    assert (
+        pythia.main(
+            walker.arguments(
+                "--precision", "bfloat16", "--svd", "krylov", model=str(runs / "step8")
+            )
+        )
+        == 0
+    )
     found = tracker.open_results(walker.directory / "out")
     assert found.attrs["precision"] == "bfloat16" and found.attrs["svd"] == "krylov"

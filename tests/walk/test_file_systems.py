@@ -35,13 +35,18 @@ int fsync(int file) {
 @pytest.fixture(scope="session")
 def refusing(tmp_path_factory) -> str:
     """Compile the library; return its path."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = (
+        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    )
     if compiler is None:
         pytest.skip("no C compiler is found (cc, gcc, clang or $CC)")
     source = tmp_path_factory.mktemp("refusing") / "refusing.c"
     source.write_text(REFUSING)
     library = str(source.with_suffix(".so"))
-    subprocess.run([compiler, "-D_GNU_SOURCE", "-shared", "-fPIC", str(source), "-o", library, "-ldl"], check=True)
+    subprocess.run(
+        [compiler, "-D_GNU_SOURCE", "-shared", "-fPIC", str(source), "-o", library, "-ldl"],
+        check=True,
+    )
     return library
 
 
@@ -64,7 +69,9 @@ def test_a_walk_without_locks_keeps_the_units_of_a_store(walker, refusing, refus
     status, _, err = walk("--steps", "2,4,8")
     assert status == 0 and "damaged" not in err, err
     assert store.steps() == [1, 2, 4, 8]
-    assert {name: content for name, content in contents(store).items() if name in measured} == measured
+    assert {
+        name: content for name, content in contents(store).items() if name in measured
+    } == measured
     assert tracker.open_results(store).step.values.tolist() == [1, 2, 4, 8]
 
 
@@ -101,7 +108,9 @@ def test_a_unit_that_cannot_be_read_at_this_moment_ends_the_walk(walker, monkeyp
 
 
 @pytest.mark.slow
-def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(walker, monkeypatch, capsys):
+def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(
+    walker, monkeypatch, capsys
+):
     assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
     store = Store(walker.directory / "out")
     whole = contents(store)
@@ -112,7 +121,10 @@ def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(walke
     assert pythia.main(walker.arguments("--steps", "2,4")) == 0
     err = capsys.readouterr().err
     for step in (1, 2):
-        assert f"{store.file(step)} is damaged and left out; a walk that selects step {step} measures it again" in err
+        assert (
+            f"{store.file(step)} is damaged and left out; a walk that selects step {step} measures it again"
+            in err
+        )
     assert f"and moves the file to {store.path / 'damaged'}" in err
     assert store.file(1).read_bytes() == halves[store.file(1)]
     assert (store.path / "damaged" / "step00000002.nc").read_bytes() == halves[store.file(2)]
@@ -132,7 +144,9 @@ def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(walke
     assert store.file(1).read_bytes() == halves[store.file(1)]
     assert pythia.main(walker.arguments("--steps", "1")) == 0
     assert (store.path / "damaged" / "step00000001.nc").read_bytes() == halves[store.file(1)]
-    assert contents(store).keys() == whole.keys() and tracker.open_results(store).step.values.tolist() == [1, 2, 4]
+    assert contents(store).keys() == whole.keys() and tracker.open_results(
+        store
+    ).step.values.tolist() == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -51,7 +51,9 @@ def test_other_objects_are_refused(held, walker, capsys):
 def test_damaged_files_are_refused(legacy, walker, capsys):
     """Of a changed file, torch raises errors of many types."""
     file, rng = walker.directory / "inputs.pt", np.random.default_rng(0)
-    torch.save({"input_ids": torch.arange(10)[None]}, file, _use_new_zipfile_serialization=not legacy)
+    torch.save(
+        {"input_ids": torch.arange(10)[None]}, file, _use_new_zipfile_serialization=not legacy
+    )
     whole, walk, refused = file.read_bytes(), parse(walker.arguments("--inputs", str(file))), 0
     for _ in range(60):
         content = np.frombuffer(whole, np.uint8).copy()

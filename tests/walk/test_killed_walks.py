@@ -29,14 +29,18 @@ class DisturbedWalks:
 
     def start(self, out: Path, before: str = ""):
         flags = ("--out", str(out), *self.options)
-        return self.walker.start(*flags, model=str(self.runs), before=before, TMPDIR=str(self.temporary))
+        return self.walker.start(
+            *flags, model=str(self.runs), before=before, TMPDIR=str(self.temporary)
+        )
 
     def finish(self, out: Path) -> None:
         process = self.start(out)
         _, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
 
-    def disturb(self, number: int, seconds: float, while_copying: bool, before: str = "") -> tuple[int, bool]:
+    def disturb(
+        self, number: int, seconds: float, while_copying: bool, before: str = ""
+    ) -> tuple[int, bool]:
         """Send a signal after some seconds, or as soon as there is a new copy; return the status, and whether a copy was left."""
         left = set(self.copies())
         process = self.start(self.store, before)
@@ -54,7 +58,11 @@ class DisturbedWalks:
         return [*self.temporary.glob(f"{PREFIX}*"), *self.runs.glob(f"{PREFIX}*")]
 
     def assert_clean(self) -> None:
-        assert not self.copies() and not any(self.store.rglob("*.claim")) and not any(self.store.rglob("*.tmp"))
+        assert (
+            not self.copies()
+            and not any(self.store.rglob("*.claim"))
+            and not any(self.store.rglob("*.tmp"))
+        )
 
 
 @pytest.fixture
@@ -100,24 +108,31 @@ def main(kills: int, hang_ups: int) -> None:
             torch.manual_seed(step)
             model = nano.build(nano.NanoRecipe(layers=6, width=256, heads=4, vocabulary=2048))
             model.save_pretrained(runs / f"step{step}")
-            load_own_tokenizer(next((next(cache.glob("models--*")) / "snapshots").iterdir())).save_pretrained(
-                runs / f"step{step}"
-            )
+            load_own_tokenizer(
+                next((next(cache.glob("models--*")) / "snapshots").iterdir())
+            ).save_pretrained(runs / f"step{step}")
         size = sum(file.stat().st_size for file in (runs / "step1").iterdir())
         walks = DisturbedWalks(Walker(cache, Path(directory)), runs)
         walks.finish(Path(directory, "undisturbed"))
         started = time.monotonic()
         walks.finish(Path(directory, "again"))
         whole = time.monotonic() - started
-        print(f"checkpoints of {size / 1e6:.0f} MB; an undisturbed walk takes {whole:.1f} s", flush=True)
+        print(
+            f"checkpoints of {size / 1e6:.0f} MB; an undisturbed walk takes {whole:.1f} s",
+            flush=True,
+        )
         coming = [signal.SIGKILL] * kills + [signal.SIGHUP] * hang_ups
         while coming:
             number, while_copying = coming[0], len(coming) % 2 == 0
-            status, left = walks.disturb(number, 60 if while_copying else draw.uniform(0, whole), while_copying)
+            status, left = walks.disturb(
+                number, 60 if while_copying else draw.uniform(0, whole), while_copying
+            )
             if status != 0:  # the walk had not ended before
                 coming.pop(0)
             measured = len([*walks.store.glob("units/step*.nc")])
-            print(f"{number.name}: status {status}, copy left: {left}, units: {measured}", flush=True)
+            print(
+                f"{number.name}: status {status}, copy left: {left}, units: {measured}", flush=True
+            )
             if measured == 4:
                 walks.finish(walks.store)
                 walks.assert_clean()

@@ -58,7 +58,9 @@ def indexed(weight_map: Any) -> Callable[[Path], None]:
 
     def change(directory: Path) -> None:
         (directory / "model.safetensors").rename(directory / SHARD)
-        (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        (directory / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": weight_map})
+        )
 
     return change
 
@@ -66,10 +68,14 @@ def indexed(weight_map: Any) -> Callable[[Path], None]:
 def pickled(directory: Path) -> None:
     weights: dict[str, Any] = dict(load_file(directory / "model.safetensors"))
     (directory / "model.safetensors").unlink()
-    torch.save(weights | {"harmful": Executes(directory / "executed")}, directory / "pytorch_model.bin")
+    torch.save(
+        weights | {"harmful": Executes(directory / "executed")}, directory / "pytorch_model.bin"
+    )
 
 
-def reweighted(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Callable[[Path], None]:
+def reweighted(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Callable[[Path], None]:
     """Return a function that changes the weights."""
 
     def write(directory: Path) -> None:
@@ -82,7 +88,9 @@ def reweighted(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tenso
 
 def fewer_blocks(directory: Path) -> None:
     depth = json.loads((directory / "config.json").read_text())["num_hidden_layers"] - 1
-    reweighted(lambda weights: {n: value for n, value in weights.items() if f".layers.{depth}." not in n})(directory)
+    reweighted(
+        lambda weights: {n: value for n, value in weights.items() if f".layers.{depth}." not in n}
+    )(directory)
     configured(num_hidden_layers=depth)(directory)
 
 
@@ -90,13 +98,17 @@ def with_code(file: str, **entries: Any) -> Callable[[Path], None]:
     """Return a function that adds a Python module, which creates `executed` when imported, and its entries in a file."""
 
     def change(directory: Path) -> None:
-        (directory / "foreign.py").write_text(f"import os\nos.mkdir({str(directory / 'executed')!r})\n")
+        (directory / "foreign.py").write_text(
+            f"import os\nos.mkdir({str(directory / 'executed')!r})\n"
+        )
         configured(file, **entries)(directory)
 
     return change
 
 
-OWN_CODE = r"needs Python code of its own, .* load the model yourself and call tracker\.measure\(model"
+OWN_CODE = (
+    r"needs Python code of its own, .* load the model yourself and call tracker\.measure\(model"
+)
 # One change for each branch of the code, and the message.
 REFUSED = {
     "configuration: garbled": (replaced("config.json", '{"model_type": "gpt_neox"'), "config.json can't be read as JSON"),
@@ -137,13 +149,19 @@ REFUSED = {
 # Changes that are found later, in a walk.
 FAILING = {
     "a panic in use": (
-        configured("tokenizer.json", normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "xx"}),
+        configured(
+            "tokenizer.json",
+            normalizer={"type": "Replace", "pattern": {"String": ""}, "content": "xx"},
+        ),
         "a library panicked",
     ),
     "half a character": (configured(hidden_act="\ud800"), r"\\ud800"),
     "no heads": (configured(num_attention_heads=0), "ZeroDivisionError"),
     "short context": (configured(max_position_embeddings=1), "tokens"),
-    "infinite weights": (reweighted(lambda w: {n: value / 0 for n, value in w.items()}), "NaN or infinite weights"),
+    "infinite weights": (
+        reweighted(lambda w: {n: value / 0 for n, value in w.items()}),
+        "NaN or infinite weights",
+    ),
     "fewer blocks": (fewer_blocks, "number of blocks"),
     "scores": (replaced("scores.json", "[1]"), "scores.json is not a table of scores"),
 }
@@ -159,8 +177,19 @@ def walk(directory: Path, *options: str) -> int:
     """Walk over the checkpoints in a directory; return the exit status."""
     prompts = directory / "prompts.txt"
     prompts.write_text("import os\nfor name in sorted(names)\n")
-    given = ["--model", str(directory), "--prompts", str(prompts), "--k", "2", "--measures", "coupling"]
-    return pythia.main([*given, "--out", str(directory / "out"), "--wandb", "off", "--device", "cpu", *options])
+    given = [
+        "--model",
+        str(directory),
+        "--prompts",
+        str(prompts),
+        "--k",
+        "2",
+        "--measures",
+        "coupling",
+    ]
+    return pythia.main(
+        [*given, "--out", str(directory / "out"), "--wandb", "off", "--device", "cpu", *options]
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -188,7 +217,9 @@ def test_legacy_masks_in_a_checkpoint_are_accepted(suite, tmp_path):
 )  # fmt: skip
 def test_malformed_scores_are_refused(content, tmp_path):
     (tmp_path / "scores.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"scores.json is not a table of scores .*; fix or remove it"):
+    with pytest.raises(
+        CheckpointError, match=r"scores.json is not a table of scores .*; fix or remove it"
+    ):
         read_from_checkpoint(tmp_path)
 
 
@@ -198,10 +229,14 @@ def test_the_others_are_measured_and_each_failure_is_one_line(suite, tmp_path, m
         copy_of(suite, tmp_path / f"step{step}")
     for name, (change, _) in FAILING.items():
         change(tmp_path / f"step{STEP_OF[name]}")
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))  # it refuses half of a surrogate pair
+    monkeypatch.setattr(
+        "sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8")
+    )  # it refuses half of a surrogate pair
     monkeypatch.setattr("sys.stderr", err := io.StringIO())
     assert walk(tmp_path) == 1
-    assert Store(tmp_path / "out").steps() == [1, 1000] and (tmp_path / "out" / "report.html").exists()
+    assert (
+        Store(tmp_path / "out").steps() == [1, 1000] and (tmp_path / "out" / "report.html").exists()
+    )
     lines = err.getvalue().splitlines()
     assert len(lines) == len(FAILING), err.getvalue()
     for name, (_, message) in FAILING.items():
@@ -235,7 +270,9 @@ def test_a_directory_whose_name_is_no_text(suite, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path, capsys, monkeypatch):
+def test_a_unit_of_another_model_leaves_the_walk_without_a_page(
+    suite, tmp_path, capsys, monkeypatch
+):
     copy_of(suite, tmp_path / "step1")
     store = Store(tmp_path / "out")
 
@@ -252,7 +289,9 @@ def test_a_unit_of_another_model_leaves_the_walk_without_a_page(suite, tmp_path,
 
 
 @pytest.mark.slow
-def test_an_option_that_no_revision_can_be_measured_with_ends_the_walk_early(suite, tmp_path, capsys):
+def test_an_option_that_no_revision_can_be_measured_with_ends_the_walk_early(
+    suite, tmp_path, capsys
+):
     for step in range(1, 6):
         copy_of(suite, tmp_path / f"step{step}")
     assert walk(tmp_path, "--k", "1000") == 2

@@ -139,7 +139,12 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Run a Python command in a directory, as its user does."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -168,7 +173,10 @@ def brute_force(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
     """Return the singular values of each block's residual Jacobian at the last token, (prompt, layer, d)."""
     model, found = model.double().eval(), []
     for sample in ids:
-        X, of_layers = (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach(), []
+        X, of_layers = (
+            (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach(),
+            [],
+        )
         for block in model.blocks:
             whole = torch.autograd.functional.jacobian(block, X)
             J = whole[0, -1, :, 0, -1]
@@ -197,12 +205,21 @@ def test_a_series_is_walked_from_the_command_line(way, program, loading, tmp_pat
     walk = ("-m", "tracker.pythia", "--files", SERIES[way], "--load", f"loading:{way}", *flags)
     walked = run(program, *walk)
     assert walked.returncode == 0, walked.stderr
-    assert "warning" not in walked.stderr and walked.stderr.count("with up to 9 times the operations (9 tokens)") == 1
+    assert (
+        "warning" not in walked.stderr
+        and walked.stderr.count("with up to 9 times the operations (9 tokens)") == 1
+    )
     assert ("left out, without a step: best.pth" in walked.stdout) is (way == "compiled")
     store = tracker.open_results(tmp_path / "out")
     assert list(store.step.values) == [1, 2, 10] and len(set(store.files_sha256.values)) == 3
-    assert (tmp_path / "out" / "report.html").is_file() and list((tmp_path / "out").rglob("*.wandb"))
-    (file,) = (file for file in program.glob(SERIES[way]) if file.name.startswith(("epoch_10", "step10", "model-10")))
+    assert (tmp_path / "out" / "report.html").is_file() and list(
+        (tmp_path / "out").rglob("*.wandb")
+    )
+    (file,) = (
+        file
+        for file in program.glob(SERIES[way])
+        if file.name.startswith(("epoch_10", "step10", "model-10"))
+    )
     ids, unit = torch.load(program / "ids.pt"), store.sel(step=10)
     measured = tracker.measure(getattr(loading, way)(file), ids, k=4, final_norm="exclude")
     np.testing.assert_allclose(unit.miscoupling, measured.miscoupling, rtol=1e-5)
@@ -226,19 +243,31 @@ def test_a_function_walks_from_python_too(program, loading, tmp_path, capsys):
 
 
 FAULTS = {
-    "weights only": (lambda path, loading: torch.load(path), "state/epoch_1_*", "UnpicklingError.*weights_only=False"),
+    "weights only": (
+        lambda path, loading: torch.load(path),
+        "state/epoch_1_*",
+        "UnpicklingError.*weights_only=False",
+    ),
     "prefix": (
         lambda path, loading: loading.GPT().load_state_dict(torch.load(path)),
         "compiled/step1.pth",
         r"RuntimeError: Error.* loading state_dict .*removeprefix\('_orig_mod.'\)",
     ),
-    "key": (lambda path, loading: torch.load(path)["model"], "compiled/step1.pth", r"\(KeyError: 'model'\)$"),
+    "key": (
+        lambda path, loading: torch.load(path)["model"],
+        "compiled/step1.pth",
+        r"\(KeyError: 'model'\)$",
+    ),
     "tensors": (
         lambda path, loading: torch.load(path),
         "compiled/step1.pth",
         "returns a OrderedDict .*load_state_dict",
     ),
-    "nothing": (lambda path, loading: None, "compiled/step1.pth", "returns a NoneType .*and return it"),
+    "nothing": (
+        lambda path, loading: None,
+        "compiled/step1.pth",
+        "returns a NoneType .*and return it",
+    ),
 }
 
 
@@ -257,13 +286,27 @@ def test_classes_of_the_program_that_wrote_a_file_are_asked_for(program, tmp_pat
     (tmp_path / "forgetful.py").write_text(LOADING.replace("__main__.Config = Config", ""))
     flags = ("--inputs", "ids.pt", "--wandb", "off", "--out", str(tmp_path / "out"))
     os.symlink(tmp_path / "forgetful.py", program / "forgetful.py")
-    walked = run(program, "-m", "tracker.pythia", "--files", SERIES["state"], "--load", "forgetful:state", *flags)
-    assert walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr  # all fail alike: the walk ends
+    walked = run(
+        program,
+        "-m",
+        "tracker.pythia",
+        "--files",
+        SERIES["state"],
+        "--load",
+        "forgetful:state",
+        *flags,
+    )
+    assert (
+        walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr
+    )  # all fail alike: the walk ends
 
 
 @pytest.mark.parametrize("name", ["none:load", "loading:none", "loading", "loading."])
 def test_a_function_that_is_not_there(name, loading, program):
-    with pytest.raises(ValueError, match=f"--load {name}: no such function .*give module:function.* from {program}$"):
+    with pytest.raises(
+        ValueError,
+        match=f"--load {name}: no such function .*give module:function.* from {program}$",
+    ):
         users_loader(name)
 
 
@@ -284,9 +327,9 @@ def test_the_step_is_the_last_whole_number_of_a_name(name, tmp_path, monkeypatch
     holding(tmp_path / "run7", *(name.format(step) for step in NAMES[name]))
     monkeypatch.chdir(tmp_path)
     suite = find_files(f"run7/{name.format('*')}")
-    assert suite.steps == NAMES[name] and [checkpoint.source for checkpoint in suite.checkpoints] == [
-        str(tmp_path / "run7" / name.format(step)) for step in NAMES[name]
-    ]
+    assert suite.steps == NAMES[name] and [
+        checkpoint.source for checkpoint in suite.checkpoints
+    ] == [str(tmp_path / "run7" / name.format(step)) for step in NAMES[name]]
     assert suite.name == ("v2" if name.startswith("v2") else "run7")
     last = f"{name.format(10)} is step 10".removeprefix("v2/")
     assert suite.notice == f"steps are read from names: {name.format(1)} is step 1, {last}".replace(
@@ -294,10 +337,14 @@ def test_the_step_is_the_last_whole_number_of_a_name(name, tmp_path, monkeypatch
     )
 
 
-@pytest.mark.parametrize("names", [("s_500.pt", "s_1k.pt"), ("s_1,000.pt", "s_20,500.pt"), ("s_10.pt", "s_1e4.pt")])
+@pytest.mark.parametrize(
+    "names", [("s_500.pt", "s_1k.pt"), ("s_1,000.pt", "s_20,500.pt"), ("s_10.pt", "s_1e4.pt")]
+)
 def test_a_number_that_is_a_part_of_the_step_is_refused(names, tmp_path):
     holding(tmp_path, *names)
-    with pytest.raises(ValueError, match="the last whole number of .* is a part of the step; give --revisions"):
+    with pytest.raises(
+        ValueError, match="the last whole number of .* is a part of the step; give --revisions"
+    ):
         find_files(f"{tmp_path}/*.pt")
 
 
@@ -309,16 +356,27 @@ def test_hidden_directories_hold_no_checkpoints(tmp_path):
 
 
 def test_functions_are_told_apart_by_their_names(program, loading, tmp_path, capsys):
-    assert name_of_loader(partial(users_loader)) == name_of_loader(users_loader) == "checkpoints.load:users_loader"
+    assert (
+        name_of_loader(partial(users_loader))
+        == name_of_loader(users_loader)
+        == "checkpoints.load:users_loader"
+    )
     walk = Walk(
-        files=str(program / SERIES["state"]), load=lambda path: loading.state(path), inputs=torch.load("ids.pt")
+        files=str(program / SERIES["state"]),
+        load=lambda path: loading.state(path),
+        inputs=torch.load("ids.pt"),
     )
     assert pythia.run(walk) == 2
     assert "load= is a lambda; give a function with a name" in capsys.readouterr().err
 
 
 def test_a_walk_in_another_thread(program, loading, tmp_path):
-    walk = Walk(files=str(program / SERIES["state"]), load=loading.state, inputs=torch.load("ids.pt"), wandb="off")
+    walk = Walk(
+        files=str(program / SERIES["state"]),
+        load=loading.state,
+        inputs=torch.load("ids.pt"),
+        wandb="off",
+    )
     walk.out, walk.options = tmp_path / "out", {"k": (4,)}
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pythia.run, walk).result() == 0
@@ -326,13 +384,21 @@ def test_a_walk_in_another_thread(program, loading, tmp_path):
 
 def test_steps_of_other_names(tmp_path):
     holding(tmp_path, "a1_e3.pt", "a2_e3.pt", "best.pt", "one/x.pt")
-    with pytest.raises(ValueError, match=f"{tmp_path}/a1_e3.pt and {tmp_path}/a2_e3.pt are both step 3; .*--revisions"):
+    with pytest.raises(
+        ValueError,
+        match=f"{tmp_path}/a1_e3.pt and {tmp_path}/a2_e3.pt are both step 3; .*--revisions",
+    ):
         find_files(f"{tmp_path}/*.pt")
     suite = find_files(f"{tmp_path}/*.pt", revisions=r"a(?P<step>\d)_e3\.pt$")
     assert suite.steps == (1, 2) and suite.notice.endswith("left out, without a step: best.pt")
-    with pytest.raises(ValueError, match="no step in the names of its files, best, one/x; --revisions"):
+    with pytest.raises(
+        ValueError, match="no step in the names of its files, best, one/x; --revisions"
+    ):
         find_files(f"{tmp_path}/**/[bx]*.pt")
-    with pytest.raises(ValueError, match=f"no file or directory matches it; there is a1_e3.pt, .*one in {tmp_path}$"):
+    with pytest.raises(
+        ValueError,
+        match=f"no file or directory matches it; there is a1_e3.pt, .*one in {tmp_path}$",
+    ):
         find_files(f"{tmp_path}/*.pth")
     with pytest.raises(ValueError, match=f"there is no directory {tmp_path}/nowhere"):
         find_files(f"{tmp_path}/nowhere/*.pth")
@@ -347,7 +413,12 @@ def test_directories_of_files_of_no_known_form_say_how_they_are_walked(tmp_path)
         find_suite(str(files))
     assert f"--files '{files}/*.pt' --load my_module:load" in str(raised.value)
     assert "    def load(path):" in str(raised.value)
-    holding(tmp_path / "deep", "step1/model.safetensors", "step1/optimizer.bin", "step2/model.safetensors")
+    holding(
+        tmp_path / "deep",
+        "step1/model.safetensors",
+        "step1/optimizer.bin",
+        "step2/model.safetensors",
+    )
     with pytest.raises(ValueError, match=r"deep/\*\*/\*\.safetensors' --load"):
         find_suite(str(tmp_path / "deep"))
     for given in (f"{files}/epoch_0.pt", f"{files}/*.pt"):
@@ -367,10 +438,14 @@ def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path):
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     for step in (2, 4, 6):
         base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        lora = peft.LoraConfig(target_modules=["q_proj"], r=4, task_type="CAUSAL_LM", init_lora_weights=False)
+        lora = peft.LoraConfig(
+            target_modules=["q_proj"], r=4, task_type="CAUSAL_LM", init_lora_weights=False
+        )
         peft.get_peft_model(base, lora).save_pretrained(tmp_path / "out" / f"checkpoint-{step}")
     torch.save(torch.randint(97, (2, 9)), tmp_path / "FILE")
-    with pytest.raises(ValueError, match="checkpoint-2, checkpoint-4, checkpoint-6 are adapters") as raised:
+    with pytest.raises(
+        ValueError, match="checkpoint-2, checkpoint-4, checkpoint-6 are adapters"
+    ) as raised:
         find_suite(str(tmp_path / "out"))
     code, _, command = str(raised.value).split("\n\n", 1)[1].rpartition("\n\n")
     (tmp_path / "my_module.py").write_text(textwrap.dedent(code))

@@ -27,21 +27,39 @@ def test_prompts_are_read_as_written(space, tmp_path):
     texts = [prompt.text for prompt in load_prompts(str(tmp_path / "p.txt"))]
     assert texts == [f"first{space}line", f"second\r{space}"]
     entries = [{"prompt": f"first{space}line"}, {"prompt": "second"}]
-    (tmp_path / "p.jsonl").write_text("\ufeff" + "\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries))
-    assert [prompt.text for prompt in load_prompts(str(tmp_path / "p.jsonl"))] == [f"first{space}line", "second"]
+    (tmp_path / "p.jsonl").write_text(
+        "\ufeff" + "\n\n".join(json.dumps(e, ensure_ascii=False) for e in entries)
+    )
+    assert [prompt.text for prompt in load_prompts(str(tmp_path / "p.jsonl"))] == [
+        f"first{space}line",
+        "second",
+    ]
 
 
 def test_what_a_file_of_results_can_not_hold_is_refused_at_once(tmp_path):
-    with pytest.raises(ValueError, match=r"line 3 of .*p.txt: a file of results can't hold the character U\+0000"):
+    with pytest.raises(
+        ValueError, match=r"line 3 of .*p.txt: a file of results can't hold the character U\+0000"
+    ):
         load("one\n\nt\0wo", tmp_path / "p.txt")
     with pytest.raises(ValueError, match=r"line 1 of .*p.jsonl: .* U\+D800"):
         load('{"prompt": "\\ud800"}', tmp_path / "p.jsonl")
 
 
 def test_digest_depends_on_texts_difficulties_and_sources():
-    sets = [[Prompt("a")], [Prompt("b")], [Prompt("a", 1)], [Prompt("a", 2.0)], [Prompt("a"), Prompt("b")]]
+    sets = [
+        [Prompt("a")],
+        [Prompt("b")],
+        [Prompt("a", 1)],
+        [Prompt("a", 2.0)],
+        [Prompt("a"), Prompt("b")],
+    ]
     sets += [[Prompt("a b", source="1.0")], [Prompt("a b 1.0")], [Prompt("a", 2.0, "arc")]]
-    sets += [[Prompt("a b", 1.0)], [Prompt("a b"), Prompt("1.0")], [Prompt("a b\x001.0")], [Prompt("a", source="arc")]]
+    sets += [
+        [Prompt("a b", 1.0)],
+        [Prompt("a b"), Prompt("1.0")],
+        [Prompt("a b\x001.0")],
+        [Prompt("a", source="arc")],
+    ]
     assert len({prompts_digest(prompts) for prompts in sets}) == len(sets)
 
 
@@ -53,11 +71,20 @@ def test_digest_depends_on_texts_difficulties_and_sources():
         ('{"prompt": " "}', "the prompt is empty"),
         ('{"prompt": "a", "difficulty": "hard"}', "difficulty 'hard' is not a number"),
         ('{"prompt": "a", "difficulty": NaN}', "difficulty nan is not a number"),
-        ('{"prompt": "a", "difficulty": 1}\n{"prompt": "b"}', 'line 2 has no "difficulty", and others have'),
-        ('{"prompt": "a", "source": "arc"}\n{"prompt": "b"}', 'line 2 has no "source", and others have'),
+        (
+            '{"prompt": "a", "difficulty": 1}\n{"prompt": "b"}',
+            'line 2 has no "difficulty", and others have',
+        ),
+        (
+            '{"prompt": "a", "source": "arc"}\n{"prompt": "b"}',
+            'line 2 has no "source", and others have',
+        ),
         ('{"prompt": "a", "source": 3}', "source 3 is no name"),
         ('\n\n{"prompt": " "}', "line 3 of .*: the prompt is empty"),
-        ('{"prompt": "a", "difficulty": 1' + 400 * "0" + "}", "difficulty 1000+ is not a number, or too large"),
+        (
+            '{"prompt": "a", "difficulty": 1' + 400 * "0" + "}",
+            "difficulty 1000+ is not a number, or too large",
+        ),
         ('{"prompt": "a", "difficulty": 1' + 5000 * "0" + "}", "line 1 of .* is not a JSON object"),
         ('{"prompt": ' + 100_000 * "[" + "}", "line 1 of .* is not a JSON object"),
     ],

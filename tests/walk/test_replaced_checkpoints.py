@@ -22,7 +22,9 @@ from tracker.walk import units
 def runs(suite, tmp_path) -> Path:
     """A directory of two checkpoints, and step 2 beside it."""
     for step in (8, 16):
-        shutil.copytree(snapshots(suite) / commit(suite, min(step, 8)), tmp_path / "runs" / f"step{step}")
+        shutil.copytree(
+            snapshots(suite) / commit(suite, min(step, 8)), tmp_path / "runs" / f"step{step}"
+        )
     shutil.copytree(snapshots(suite) / commit(suite, 2), tmp_path / "step2")
     return tmp_path / "runs"
 
@@ -55,7 +57,9 @@ def assert_equal_units(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["replaced", "cut short", "deleted", "log, link and mode"])
-def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(change, walker, runs, monkeypatch, capsys):
+def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
+    change, walker, runs, monkeypatch, capsys
+):
     """A file cut short would end the process by SIGBUS, without a word, if its original were mapped."""
     file, other = runs / "step8" / "model.safetensors", runs.parent / "step2" / "model.safetensors"
     (log := file.with_name("train_log.txt")).write_text("step 8\n")
@@ -83,7 +87,8 @@ def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(cha
     if change in ("replaced", "cut short"):
         assert again == 2
         assert (
-            "the weights of step 8 of" in (err := capsys.readouterr().err) and "retrained, or published again?" in err
+            "the weights of step 8 of" in (err := capsys.readouterr().err)
+            and "retrained, or published again?" in err
         )
     else:
         assert again == 0
@@ -107,13 +112,20 @@ def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs,
 def test_a_directory_deleted_before_its_turn_is_named(walker, runs, monkeypatch, capsys):
     before_the_first_measurement(monkeypatch, lambda: shutil.rmtree(runs / "step16"))
     assert pythia.main(walker.arguments(model=str(runs))) == 1
-    assert f"failed: step 16: {runs / 'step16'} is not there any more: restore it" in capsys.readouterr().err
+    assert (
+        f"failed: step 16: {runs / 'step16'} is not there any more: restore it"
+        in capsys.readouterr().err
+    )
     assert Store(walker.directory / "out").steps() == [8]
 
 
 @pytest.mark.slow
-def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(walker, tmp_path, monkeypatch):
-    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
+def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
+    walker, tmp_path, monkeypatch
+):
+    trainer = lightning.Trainer(
+        logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
+    )
     run = tmp_path / "run"
     for step in (10, 200, 3):
         trainer.strategy.connect(Toy(32))
@@ -123,15 +135,23 @@ def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(walker
     flags = ("--module", "tests.walk.test_walk_hub:Toy", "--inputs", str(tmp_path / "inputs.pt"))
     undisturbed = ("--out", str(tmp_path / "undisturbed"))
     assert pythia.main(walker.arguments(*flags, *undisturbed, model=str(run))) == 0
-    before_the_first_measurement(monkeypatch, lambda: shutil.copyfile(tmp_path / "other", run / "step=10.ckpt"))
+    before_the_first_measurement(
+        monkeypatch, lambda: shutil.copyfile(tmp_path / "other", run / "step=10.ckpt")
+    )
     assert not other.exists() and pythia.main(walker.arguments(*flags, model=str(run))) == 0
     for step in (10, 200):
-        assert_equal_units(Store(walker.directory / "out").read(step), Store(undisturbed[1]).read(step))
+        assert_equal_units(
+            Store(walker.directory / "out").read(step), Store(undisturbed[1]).read(step)
+        )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"])
-def test_settings_that_change_during_a_walk_leave_it_without_a_page(edit, walker, runs, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"]
+)
+def test_settings_that_change_during_a_walk_leave_it_without_a_page(
+    edit, walker, runs, monkeypatch, capsys
+):
     """Nobody but a walk respects the lock on them; the page would state settings that nothing was measured with."""
     store = Store(walker.directory / "out")
 
@@ -145,7 +165,8 @@ def test_settings_that_change_during_a_walk_leave_it_without_a_page(edit, walker
     assert pythia.main(walker.arguments(model=str(runs))) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert (
-        line.startswith("no page: ") and ("settings.json was changed" if edit else "no readable settings.json") in line
+        line.startswith("no page: ")
+        and ("settings.json was changed" if edit else "no readable settings.json") in line
     )
     assert store.steps() == [8, 16] and not (store.path / "report.html").exists()
 
@@ -168,11 +189,11 @@ def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, c
     printed = capsys.readouterr().out
     ds = tracker.open_results(out)
     hashes = ds["token_ids_sha256"]
-    assert hashes[0] == hashes[1] != hashes[2] and hashes.attrs["long_name"].startswith("hash of the token ids")
-    assert "inputs_sha256" in ds.attrs
-    said = (
-        "The prompts have other token ids at step 24 than at the other steps: the tokenizers of the checkpoints differ"
+    assert hashes[0] == hashes[1] != hashes[2] and hashes.attrs["long_name"].startswith(
+        "hash of the token ids"
     )
+    assert "inputs_sha256" in ds.attrs
+    said = "The prompts have other token ids at step 24 than at the other steps: the tokenizers of the checkpoints differ"
     assert f"note: {said}" in printed and said in (out / "report.html").read_text()
     notes = tracker.summary(ds).attrs["notes"]
     assert any(note.startswith(said) for note in notes), notes

@@ -35,8 +35,12 @@ FORK = multiprocessing.get_context("fork")
 
 def large_unit(step: int) -> xr.Dataset:
     """Return a unit of 1.4 MB, with prompts of thousands of tokens."""
-    made = unit(step, layers=4, ks=(4,), prompts=3, matrices=False, seed=0, positions=3000).drop_dims("task")
-    return made.assign_coords(revision=f"step{step}", fingerprint=str(step), tokens_seen=1000.0 * step)
+    made = unit(
+        step, layers=4, ks=(4,), prompts=3, matrices=False, seed=0, positions=3000
+    ).drop_dims("task")
+    return made.assign_coords(
+        revision=f"step{step}", fingerprint=str(step), tokens_seen=1000.0 * step
+    )
 
 
 def small_unit(step: int) -> xr.Dataset:
@@ -86,7 +90,11 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
     """A function that walks four checkpoints, each measured as a large unit of generated numbers."""
 
     def measured(plan, checkpoint, directory):
-        said = {"weights_kept": "in memory", "memory_budget": "1 GB", "settings_sha256": plan.output.settings_sha256}
+        said = {
+            "weights_kept": "in memory",
+            "memory_budget": "1 GB",
+            "settings_sha256": plan.output.settings_sha256,
+        }
         return large_unit(checkpoint.step).assign_attrs(said)
 
     monkeypatch.setattr(units, "measure_checkpoint", measured)
@@ -97,7 +105,9 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
     def walk(*more: str) -> list[int]:
         """Return how often units 1 to 4 were read."""
         reads.clear()
-        arguments = walker.arguments("--allow_suspect", "true", *more, model=str(tmp_path / "steps"))
+        arguments = walker.arguments(
+            "--allow_suspect", "true", *more, model=str(tmp_path / "steps")
+        )
         assert pythia.main(arguments) == 0
         return [reads[step] for step in range(1, 5)]
 
@@ -142,7 +152,9 @@ def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
     grown = peak(many.read, list(range(6))) - peak(few.read, [0, 1])
     assert grown < size / 2, grown / size
     assert [known.row.step for known in many.known.values()] == list(many.known) == list(range(6))
-    pages = [peak(read_reduced, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))]
+    pages = [
+        peak(read_reduced, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))
+    ]
     assert pages[0] - pages[1] < size / 2, (pages[0] - pages[1]) / size
 
 
@@ -164,7 +176,10 @@ def assert_page_of_the_store(out: Path) -> None:
 
 def numbers(page: str) -> dict:
     """Return the data that the page's scripts draw for its one store, with the arrays inserted."""
-    data, arrays = (json.loads(page.split(f'id="{name}">')[1].split("</script>")[0]) for name in ("data", "arrays"))
+    data, arrays = (
+        json.loads(page.split(f'id="{name}">')[1].split("</script>")[0])
+        for name in ("data", "arrays")
+    )
     for array in carried(data):
         array["codes"] = arrays[array["codes"]]
     (model,) = data["models"]
@@ -181,7 +196,9 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
     for step in (1, 2, 3):
         torch.manual_seed(step)
         made = tracker.measure(neox(), tokens(2), k=[2, 4], measures="all,tokenwise", pair_tokens=3)
-        made = made.assign_coords(step=step, revision=f"step{step}", prompt_source=("prompt", ["web", "a book"]))
+        made = made.assign_coords(
+            step=step, revision=f"step{step}", prompt_source=("prompt", ["web", "a book"])
+        )
         measured.add(step, *measured.prepare(made))
     from_files.read([1, 2, 3])
     assert measured.known == from_files.known
@@ -189,7 +206,9 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
         rows = [of.known[step].row for of in (measured, from_files)]
         assert rows[0].scalars == pytest.approx(rows[1].scalars, rel=1e-14, nan_ok=True)
         assert rows[0].headline == rows[1].headline and rows[0].checkpoint == rows[1].checkpoint
-        xr.testing.assert_allclose(*(row.miscoupling.reset_coords(drop=True) for row in rows), rtol=1e-14)
+        xr.testing.assert_allclose(
+            *(row.miscoupling.reset_coords(drop=True) for row in rows), rtol=1e-14
+        )
     whole = reduced(tracker.open_results(tmp_path))
     read = read_reduced(tmp_path)
     assert contents(read) == contents(whole) and provenance(read, store) == provenance(whole, store)
@@ -198,7 +217,10 @@ def test_rows_are_the_same_measured_and_read_together(tmp_path):
 def test_row_has_the_values_of_the_whole_unit():
     whole = large_unit(3).assign_coords(suspect="doubted")
     row = Row.from_unit(whole)
-    assert row.scalars == scalars(whole) and row.checkpoint == {"training/suspect": 1, "training/tokens": 3000}
+    assert row.scalars == scalars(whole) and row.checkpoint == {
+        "training/suspect": 1,
+        "training/tokens": 3000,
+    }
     assert row.miscoupling.nbytes < whole.nbytes / 20
     xr.testing.assert_equal(row.miscoupling, whole["miscoupling"].mean(("prompt", "token")))
 
@@ -222,7 +244,9 @@ def add_scores(ready, path: Path, task: str) -> None:
     measured.read(store.steps())
     ready.wait()
     for step in store.steps():
-        pythia._rescore(SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step)
+        pythia._rescore(
+            SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step
+        )
 
 
 def run_together(work, *arguments: tuple) -> None:

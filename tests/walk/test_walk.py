@@ -53,7 +53,10 @@ def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
     rated = tmp_path / "rated.jsonl"
     lines = (("import os", 0.5, "os"), ("for name in", 2, "loops"))
     rated.write_text(
-        "\n".join(json.dumps(dict(zip(("prompt", "difficulty", "source"), one, strict=True))) for one in lines)
+        "\n".join(
+            json.dumps(dict(zip(("prompt", "difficulty", "source"), one, strict=True)))
+            for one in lines
+        )
     )
     arguments = walker.arguments("--prompts", str(rated), "--untrained", "3", model=str(trained))
     assert pythia.main(arguments) == 0
@@ -66,7 +69,9 @@ def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
     torch.manual_seed(3)
     untrained = type(model)(model.config)
     for step, measured in ((0, untrained), (1, model)):
-        expected = tracker.measure(measured, ["import os", "for name in"], tokenizer=tokenizer, k=[4, 8])
+        expected = tracker.measure(
+            measured, ["import os", "for name in"], tokenizer=tokenizer, k=[4, 8]
+        )
         assert np.array_equal(ds.miscoupling.sel(step=step), expected.miscoupling)
 
 
@@ -117,8 +122,12 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     ds = tracker.open_results(out)
     assert ds.step.values.tolist() == [0, 4, 8]
     np.testing.assert_array_equal(ds.score.sel(task="arc"), [np.nan, 0.4, 0.8])
-    assert walk("--steps", "4,8", "--scores", str(scores)) == 0, "a later walk may omit the baseline"
-    np.testing.assert_array_equal(tracker.open_results(out).score.sel(task="arc"), [np.nan, 0.4, 0.8])
+    assert walk("--steps", "4,8", "--scores", str(scores)) == 0, (
+        "a later walk may omit the baseline"
+    )
+    np.testing.assert_array_equal(
+        tracker.open_results(out).score.sel(task="arc"), [np.nan, 0.4, 0.8]
+    )
     assert ds.files_sha256.values[0] == "" and "" not in ds.files_sha256.values[1:]
     assert "random initialisation (untrained, seed 3)" in (out / "report.html").read_text()
     capsys.readouterr()
@@ -150,7 +159,10 @@ def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, s
         shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
 
     def walk(out, *more):
-        assert pythia.main(walker.arguments("--out", str(tmp_path / out), *more, model=str(steps))) == 0
+        assert (
+            pythia.main(walker.arguments("--out", str(tmp_path / out), *more, model=str(steps)))
+            == 0
+        )
         return Store(tmp_path / out)
 
     without, older = walk("without", "--final_norm", "exclude"), walk("older", "--steps", "4")
@@ -172,13 +184,21 @@ def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     assert "[1/2] step 0: miscoupling" in out and "s left" in out
     written = Store(results).file(2).stat().st_mtime_ns
     status, out, err = walker.run()
-    assert status == 0 and "2 already measured" in out and Store(results).file(2).stat().st_mtime_ns == written, err
+    assert (
+        status == 0
+        and "2 already measured" in out
+        and Store(results).file(2).stat().st_mtime_ns == written
+    ), err
     ds = tracker.open_results(results)
     assert list(ds.step.values) == STEPS
     assert list(ds.revision.values) == [f"step{s}" for s in STEPS]
     assert [str(c) for c in ds.commit.values] == [commit(walker.cache, s) for s in STEPS]
     assert ds.score.dims == ("step", "task") and (np.diff(ds.score.values[:, 0]) < 0).all()
-    assert ds.attrs["final_norm"] == "include" and ds.diagnostics_complete.all() and ds.diagnostics_sliced.all()
+    assert (
+        ds.attrs["final_norm"] == "include"
+        and ds.diagnostics_complete.all()
+        and ds.diagnostics_sliced.all()
+    )
 
 
 @pytest.mark.slow
@@ -186,10 +206,12 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
     status, out, err = walker.run("--steps", "0,4,8", "--log", "all", wandb="auto")
     assert status == 0, err
     lines, directory = out.splitlines(), walker.directory / "out" / "wandb"
-    where = (
-        f"W&B offline: project block-coupling, run nano, files in {directory}: nothing is sent; --wandb off stops it"
+    where = f"W&B offline: project block-coupling, run nano, files in {directory}: nothing is sent; --wandb off stops it"
+    assert (
+        lines[0] == where
+        and sum(line.startswith("W&B offline: ") for line in lines) == 2
+        and "warning" not in err
     )
-    assert lines[0] == where and sum(line.startswith("W&B offline: ") for line in lines) == 2 and "warning" not in err
     assert f"{tracker.summary(walker.directory / 'out')!r}\n" in out
     found = records(offline_run(walker.directory / "out"))
     rows = [row["item"] for row in of("history", found)]
@@ -209,9 +231,15 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
             for k in (4, 8):
                 for pairs in ("mean", "mean_offdiag", "mean_adjacent"):
                     shown = page["curves"][measure][k][pairs]
-                    assert shown["value"][i] == pytest.approx(row[f"coupling/{measure}/k{k}/{pairs}"], rel=1e-12)
-                    assert shown["null"][i] == pytest.approx(row[f"coupling/{measure}_null/k{k}/{pairs}"], rel=1e-12)
-        assert page["trajectory"]["lss"]["median"][i] == pytest.approx(row["trajectory/lss/median"], rel=1e-12)
+                    assert shown["value"][i] == pytest.approx(
+                        row[f"coupling/{measure}/k{k}/{pairs}"], rel=1e-12
+                    )
+                    assert shown["null"][i] == pytest.approx(
+                        row[f"coupling/{measure}_null/k{k}/{pairs}"], rel=1e-12
+                    )
+        assert page["trajectory"]["lss"]["median"][i] == pytest.approx(
+            row["trajectory/lss/median"], rel=1e-12
+        )
         assert row["coupling/heatmap/k4._type"] == "image-file"
 
 
@@ -232,7 +260,9 @@ sys.meta_path.insert(0, Finder)
 def test_interrupted_start_is_reported(walker, package):
     process = walker.start(cold=True, before=INTERRUPTED_BY_AN_IMPORT.format(package=package))
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
+    assert (
+        process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
+    )
 
 
 STAYS_AT_THE_SECOND = """
@@ -259,7 +289,9 @@ def start_and_stay_at_the_second(walker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
 def test_interrupted_walk_is_resumed(walker, number):
     process = start_and_stay_at_the_second(walker)
     process.send_signal(number)
@@ -293,7 +325,9 @@ def test_full_disk_keeps_finished_units(walker, run):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
     assert status == 1
-    assert "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err
+    assert (
+        "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err
+    )
     assert Store(walker.directory / "out").steps() == [0]
     assert Store(walker.directory / "out").file(0).read_bytes() == before
     assert run("--steps", "0,1")[0] == 0
@@ -305,19 +339,29 @@ def test_a_directory_in_place_of_the_page_is_no_full_disk(walker, capsys):
     page.mkdir(parents=True)
     assert pythia.main(walker.arguments("--steps", "8")) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: can't write to {page} (Is a directory)") and "remove the cause" in line
+    assert (
+        line.startswith(f"error: can't write to {page} (Is a directory)")
+        and "remove the cause" in line
+    )
     assert Store(page.parent).steps() == [8]
 
 
 def test_what_can_not_be_written_is_named():
     error = OSError(errno.ENOSPC, "No space left on device", "a.tmp", None, "a")
-    assert unwritable(error, Path("out")).startswith("can't write to a (No space left on device); finished revisions")
-    assert unwritable(OSError("broken"), Path("out")).startswith("can't write to out (broken); finished revisions")
+    assert unwritable(error, Path("out")).startswith(
+        "can't write to a (No space left on device); finished revisions"
+    )
+    assert unwritable(OSError("broken"), Path("out")).startswith(
+        "can't write to out (broken); finished revisions"
+    )
 
 
 USAGE = {
     "unknown model": (["--model", "13b"], "no model '13b'"),
-    "no such checkpoint": (["--steps", "3"], "no checkpoint at step 3; published are 0, 1, 2, 4, 8"),
+    "no such checkpoint": (
+        ["--steps", "3"],
+        "no checkpoint at step 3; published are 0, 1, 2, 4, 8",
+    ),
     "steps in words": (["--steps", "some"], "paper, all, log2, scores"),
     "no scores": (["--steps", "scores"], "selects no checkpoint"),
     "no prompt file": (["--prompts", "absent.txt"], "no prompt file 'absent.txt'"),
@@ -372,11 +416,15 @@ def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
     for step in steps:
         (run / f"checkpoint-{step}").mkdir(parents=True)
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(snapshots(suite) / commit(suite, step) / name, run / f"checkpoint-{step}" / name)
+            shutil.copy(
+                snapshots(suite) / commit(suite, step) / name, run / f"checkpoint-{step}" / name
+            )
 
 
 @pytest.mark.slow
-def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(walker, suite, tmp_path, capsys):
+def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(
+    walker, suite, tmp_path, capsys
+):
     """One line for all of them; --tokenizer and --inputs measure them, and the results are those of their own tokenizer."""
     run, tokenizer = tmp_path / "run", str(snapshots(suite) / commit(suite, 0))
     without_tokenizer(suite, run, 1, 4, 8)
@@ -389,7 +437,9 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(walker, su
     assert "--inputs FILE" in line and printed.out.count("has no tokenizer") == 1
     assert "step 4: FAILED, for the same reason as step 1" in printed.out
 
-    named = walker.arguments("--tokenizer", tokenizer, "--out", str(tmp_path / "named"), model=str(run))
+    named = walker.arguments(
+        "--tokenizer", tokenizer, "--out", str(tmp_path / "named"), model=str(run)
+    )
     assert pythia.main(named) == 0 and pythia.main(named) == 0
     assert Store(tmp_path / "named").read_settings()["tokenizer"] == str(Path(tokenizer).resolve())
     own = tmp_path / "own"
@@ -400,7 +450,9 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(walker, su
     assert np.array_equal(of_named.miscoupling, expected.miscoupling)
 
     torch.save(torch.tensor([[5, 6, 7]]), tmp_path / "inputs.pt")
-    inputs = walker.arguments("--inputs", str(tmp_path / "inputs.pt"), "--out", str(tmp_path / "ids"), model=str(run))
+    inputs = walker.arguments(
+        "--inputs", str(tmp_path / "inputs.pt"), "--out", str(tmp_path / "ids"), model=str(run)
+    )
     assert pythia.main(inputs) == 0
 
 
@@ -408,11 +460,15 @@ def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
     """transformers makes a tokenizer without words of it."""
     run = tmp_path / "run"
     without_tokenizer(suite, run, 8)
-    (run / "checkpoint-8" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPTNeoXTokenizer"}))
+    (run / "checkpoint-8" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GPTNeoXTokenizer"})
+    )
     assert pythia.main(walker.arguments(model=str(run))) == 1
     err = capsys.readouterr().err
     assert "there is none of" in err and "tokenizer.json); add --tokenizer" in err
-    assert pythia.main(walker.arguments("--tokenizer", str(run / "checkpoint-8"), model=str(run))) == 2
+    assert (
+        pythia.main(walker.arguments("--tokenizer", str(run / "checkpoint-8"), model=str(run))) == 2
+    )
     assert "no such tokenizer" in capsys.readouterr().err
 
 

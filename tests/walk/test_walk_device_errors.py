@@ -14,7 +14,9 @@ ERRORS = {
     "device": torch.AcceleratorError(
         "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
     ),
-    "memory": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "memory": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
 }
 
 
@@ -69,7 +71,9 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
 
     monkeypatch.setattr(units, "measure_checkpoint", recording)
     monkeypatch.setattr(Jacobians, "__call__", failing_in_a_cycle)
-    command = walker.arguments("--steps", "0,1,2,4", "--device", "pretend", "--memory_budget", "50MB")
+    command = walker.arguments(
+        "--steps", "0,1,2,4", "--device", "pretend", "--memory_budget", "50MB"
+    )
     gc.collect()  # what other tests left
     gc.disable()
     try:

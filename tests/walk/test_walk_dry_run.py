@@ -35,7 +35,10 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
     plant(served.root, 2, *SHARDS)
     found = dry_run(capsys, *walker.arguments())
     assert "step       2  its weights are identical to those of step" in found[""]
-    assert found["to measure"] == f"{len(STEPS) - 1}: step {', '.join(str(step) for step in STEPS if step != 2)}"
+    assert (
+        found["to measure"]
+        == f"{len(STEPS) - 1}: step {', '.join(str(step) for step in STEPS if step != 2)}"
+    )
     assert not [path for path in served.requested("resolve") if path.endswith(".safetensors")]
     assert not files_below(walker.directory / "out", tmp_path / "cache")
     assert found["blocks"].startswith("3 blocks") and "per checkpoint" in found["in all"]
@@ -44,9 +47,13 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
 @pytest.mark.slow
 def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsys):  # noqa: F811
     files = [file for file in next((served.root).rglob("snapshots")).glob("*/*") if file.is_file()]
-    one = sum(len(content) for content in {file.read_bytes() for file in files})  # the tokenizer and others are shared
+    one = sum(
+        len(content) for content in {file.read_bytes() for file in files}
+    )  # the tokenizer and others are shared
     listed = dry_run(capsys, *walker.arguments("--disk_budget", "1MB"))
-    assert listed["download"].startswith(size(one)) and "0 MB are in the cache" in listed["download"]
+    assert (
+        listed["download"].startswith(size(one)) and "0 MB are in the cache" in listed["download"]
+    )
     assert pythia.main(walker.arguments("--steps", "2")) == 0
     after = dry_run(capsys, *walker.arguments())
     assert float(after["download"].split()[0]) < float(listed["download"].split()[0])
@@ -73,10 +80,14 @@ def served_pythia(served, suite):  # noqa: F811
 FACTS = ("to measure", "download", "disk", "blocks", "K", "method")
 
 
-def test_without_a_connection_pythia_is_as_large_as_with_one(walker, served_pythia, capsys, monkeypatch):
+def test_without_a_connection_pythia_is_as_large_as_with_one(
+    walker, served_pythia, capsys, monkeypatch
+):
     arguments = walker.arguments("--steps", "128,256", "--memory_budget", "1GB", model="14m")
     online = dry_run(capsys, *arguments)
-    assert online["sizes"] == "2 checkpoints as listed" and online["model"].startswith("from the checkpoint's")
+    assert online["sizes"] == "2 checkpoints as listed" and online["model"].startswith(
+        "from the checkpoint's"
+    )
     assert online["download"].startswith("107 MB; 0 MB")
     assert not [path for path in served_pythia.requested("resolve") if path.endswith(".bin")]
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -90,7 +101,10 @@ def test_without_a_connection_pythia_is_as_large_as_with_one(walker, served_pyth
     assert offline["sizes"].startswith(
         "2 checkpoints computed from the shape that ships in checkpoints/data/pythia.toml"
     )
-    assert "a token for every 4 bytes" in offline["model"] and "checkpoints/data/pythia.toml" in offline["model"]
+    assert (
+        "a token for every 4 bytes" in offline["model"]
+        and "checkpoints/data/pythia.toml" in offline["model"]
+    )
     assert "per checkpoint" in offline["in all"] and "estimated" in offline["in all"]
 
 
@@ -113,7 +127,10 @@ def test_sizes_that_nobody_knows_are_not_stated(walker, suite, capsys, monkeypat
         reference.write_text(snapshot.read_text())
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(walker.directory / "cache"))
     found = dry_run(capsys, *walker.arguments(model="org/other"))
-    assert found["download"] == "not known: neither the hub nor the cache lists the files" and "disk" not in found
+    assert (
+        found["download"] == "not known: neither the hub nor the cache lists the files"
+        and "disk" not in found
+    )
     assert found["time"].startswith("not estimated")
 
 
@@ -138,11 +155,18 @@ def test_the_timed_model_is_random_and_has_two_blocks(walker, served, capsys, mo
     before = torch.get_rng_state()
     dry_run(capsys, *walker.arguments())
     ((blocks, depth, state),) = seen
-    assert (blocks, depth) == (2, 3) and torch.equal(state, before) and torch.equal(torch.get_rng_state(), before)
+    assert (
+        (blocks, depth) == (2, 3)
+        and torch.equal(state, before)
+        and torch.equal(torch.get_rng_state(), before)
+    )
 
 
 def test_an_absurd_configuration_is_stated_before_memory_is_allocated(walker, served, capsys):  # noqa: F811
     for config in served.root.rglob("config.json"):
         configured(vocab_size=10**10)(config.parent)
     found = dry_run(capsys, *walker.arguments())
-    assert "not estimated" in found["time"] and "parameters, and the weight files hold" in found["time"]
+    assert (
+        "not estimated" in found["time"]
+        and "parameters, and the weight files hold" in found["time"]
+    )

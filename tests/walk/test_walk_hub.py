@@ -22,7 +22,13 @@ from checkpoints import __main__ as command_line
 from checkpoints import nano
 from tests.conftest import TINY
 from tests.hub_server import serve
-from tests.walk.test_walk import STEPS, assert_same_results, commit, snapshots, start_and_stay_at_the_second
+from tests.walk.test_walk import (
+    STEPS,
+    assert_same_results,
+    commit,
+    snapshots,
+    start_and_stay_at_the_second,
+)
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
@@ -38,8 +44,13 @@ def shard(snapshot: Path) -> None:
     names = sorted(weights)
     halves = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
     for file, some in halves.items():
-        save_file({name: weights[name] for name in some}, snapshot / file, metadata={"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, some in halves.items() for name in some}}
+        save_file(
+            {name: weights[name] for name in some}, snapshot / file, metadata={"format": "pt"}
+        )
+    index = {
+        "metadata": {},
+        "weight_map": {name: file for file, some in halves.items() for name in some},
+    }
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     (snapshot / "model.safetensors").unlink()
 
@@ -65,7 +76,10 @@ def served(suite, tmp_path, monkeypatch):
 def plant(root: Path, step: int, *shards: str) -> None:
     """Replace shards of a step by those of the last step."""
     for name in shards:
-        shutil.copy(snapshots(root) / commit(root, STEPS[-1]) / name, snapshots(root) / commit(root, step) / name)
+        shutil.copy(
+            snapshots(root) / commit(root, STEPS[-1]) / name,
+            snapshots(root) / commit(root, step) / name,
+        )
 
 
 @pytest.mark.slow
@@ -75,7 +89,10 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
     assert command_line.main(["list", "block-coupling/nano"]) == 1
     table = capsys.readouterr().out
     assert "step2" in table and "its weights are identical to those of step 4, 8" in table
-    assert "its shards (1 of 2) are identical to those of step 2, 8" in table and "5 checkpoints" in table
+    assert (
+        "its shards (1 of 2) are identical to those of step 2, 8" in table
+        and "5 checkpoints" in table
+    )
     assert not served.requested("resolve")
     assert pythia.main(walker.arguments()) == 0
     out = capsys.readouterr().out
@@ -103,15 +120,23 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
 @pytest.mark.slow
 def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, served, capsys):
     served.fail(f"GET .*{commit(served.root, 0)}/{SHARDS[0]}", drop_after=30_000)
-    served.fail(f"GET .*{commit(served.root, 1)}/{SHARDS[1]}", status=429, headers={"Retry-After": "1"})
+    served.fail(
+        f"GET .*{commit(served.root, 1)}/{SHARDS[1]}", status=429, headers={"Retry-After": "1"}
+    )
     served.fail(f"GET .*{commit(served.root, 4)}/{SHARDS[0]}", status=503, times=2)
     served.fail(f"GET .*{commit(served.root, 2)}/{SHARDS[1]}", content=lambda b: b[::-1], times=2)
-    of_one = sum(f.stat().st_size for f in (snapshots(served.root) / commit(served.root, 0)).iterdir())
+    of_one = sum(
+        f.stat().st_size for f in (snapshots(served.root) / commit(served.root, 0)).iterdir()
+    )
     budget = ("--disk_budget", f"{2.2 * of_one:.0f}B")
     assert pythia.main(walker.arguments(*budget)) == 1
     out, err = capsys.readouterr()
     assert "failed: step 2: model-00002" in err and "Traceback" not in err
-    for reason in ("RemoteProtocolError", "429 Too Many Requests; trying again in 1 s", "503 Service Unavailable"):
+    for reason in (
+        "RemoteProtocolError",
+        "429 Too Many Requests; trying again in 1 s",
+        "503 Service Unavailable",
+    ):
         assert reason in out
     store = Store(walker.directory / "out")
     assert store.steps() == [0, 1, 4, 8] and "model-00002" in store.skipped()[2]
@@ -120,7 +145,10 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
     assert not store.skipped() and "No results of" not in (store.path / "report.html").read_text()
     assert Store(walker.directory / "out").steps() == STEPS
     cache = walker.directory / "cache"
-    assert sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and not f.is_symlink()) < 2.3 * of_one
+    assert (
+        sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and not f.is_symlink())
+        < 2.3 * of_one
+    )
     assert len(list((cache / "models--block-coupling--nano" / "snapshots").iterdir())) == 2
 
 
@@ -146,7 +174,9 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
 
 
 @pytest.mark.slow
-def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(walker, served, capsys, monkeypatch):
+def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(
+    walker, served, capsys, monkeypatch
+):
     assert pythia.main(walker.arguments("--steps", "0")) == 0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (weights,) = snapshots(walker.directory / "cache").glob(f"*/{SHARDS[0]}")
@@ -168,10 +198,14 @@ def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monke
 
 
 @pytest.mark.slow
-def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_line(walker, served, capsys, monkeypatch):
+def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_line(
+    walker, served, capsys, monkeypatch
+):
     assert pythia.main(walker.arguments("--steps", "0,2")) == 0
     for step in (1, 4, 8):
-        (snapshots(walker.directory / "cache").parent / "refs" / f"step{step}").write_text(commit(served.root, step))
+        (snapshots(walker.directory / "cache").parent / "refs" / f"step{step}").write_text(
+            commit(served.root, step)
+        )
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
     again = walker.directory / "again"
@@ -179,8 +213,12 @@ def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_li
     assert Store(again).steps() == [0, 2] and (again / "report.html").exists()
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
-    assert line.startswith("failed: 3 steps (1, 4, 8), the last: block-coupling/nano at step8 lacks ")
-    assert f"No results of {line.removeprefix('failed: ')}" in unescape((again / "report.html").read_text())
+    assert line.startswith(
+        "failed: 3 steps (1, 4, 8), the last: block-coupling/nano at step8 lacks "
+    )
+    assert f"No results of {line.removeprefix('failed: ')}" in unescape(
+        (again / "report.html").read_text()
+    )
     assert "FAILED" not in printed.out and printed.out.count("note: can't get the branches") == 1
 
 
@@ -190,7 +228,10 @@ def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys)
     served.fail("GET .*safetensors", status=503, times=10_000)
     assert pythia.main(walker.arguments()) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("failed: 5 steps (0, 1, 2, 4, 8), the last: can't get model") and "503" in line
+    assert (
+        line.startswith("failed: 5 steps (0, 1, 2, 4, 8), the last: can't get model")
+        and "503" in line
+    )
 
 
 @pytest.mark.slow
@@ -203,11 +244,17 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
     served.fail(f"GET /api/models/.*/revision/{commit(served.root, 1)}", status=204, times=1000)
     assert pythia.main(walker.arguments("--steps", "0,1")) == 0
     out, err = capsys.readouterr()
-    assert "step1 can't be compared with the others; step1: can't get the files of" in out and not err
+    assert (
+        "step1 can't be compared with the others; step1: can't get the files of" in out and not err
+    )
     assert pythia.main(walker.arguments("--steps", "1", "--out", str(tmp_path / "other"))) == 1
-    assert capsys.readouterr().err.startswith("failed: step 1: can't get the files of block-coupling/nano at ")
+    assert capsys.readouterr().err.startswith(
+        "failed: step 1: can't get the files of block-coupling/nano at "
+    )
     assert command_line.main(["list", "block-coupling/nano"]) == 1
-    assert "can't be read" in next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step1 "))
+    assert "can't be read" in next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("step1 ")
+    )
 
 
 @pytest.mark.slow
@@ -217,7 +264,9 @@ def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
         shutil.copytree(snapshots(suite) / commit(suite, step), run / f"checkpoint-{step}")
     arguments = walker.arguments(model=str(run))
     assert pythia.main(arguments) == 0 and pythia.main(arguments) == 0
-    shutil.copy(run / "checkpoint-1" / "model.safetensors", run / "checkpoint-4" / "model.safetensors")
+    shutil.copy(
+        run / "checkpoint-1" / "model.safetensors", run / "checkpoint-4" / "model.safetensors"
+    )
     capsys.readouterr()
     assert pythia.main(arguments) == 2
     assert "the weights of step 4 of" in (err := capsys.readouterr().err) and "retrained" in err
@@ -230,12 +279,24 @@ def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
 def test_own_scores_are_added_to_existing_units(walker, capsys):
     assert pythia.main(walker.arguments("--steps", "0,8")) == 0
     (walker.directory / "scores.csv").write_text("step,piqa\n8,0.75\n9,1.0\n")
-    assert pythia.main(walker.arguments("--steps", "0,8", "--scores", str(walker.directory / "scores.csv"))) == 0
+    assert (
+        pythia.main(
+            walker.arguments("--steps", "0,8", "--scores", str(walker.directory / "scores.csv"))
+        )
+        == 0
+    )
     assert "scores: 1 of 2 checkpoints have benchmark results" in capsys.readouterr().out
     ds = tracker.open_results(walker.directory / "out")
-    assert float(ds.score.sel(step=8, task="piqa")) == 0.75 and bool(ds.score.sel(step=0, task="piqa").isnull())
+    assert float(ds.score.sel(step=8, task="piqa")) == 0.75 and bool(
+        ds.score.sel(step=0, task="piqa").isnull()
+    )
     assert bool(ds.score.sel(task=nano.HELD_OUT).notnull().all())
-    assert pythia.main(walker.arguments("--steps", "scores", "--scores", str(walker.directory / "scores.csv"))) == 0
+    assert (
+        pythia.main(
+            walker.arguments("--steps", "scores", "--scores", str(walker.directory / "scores.csv"))
+        )
+        == 0
+    )
 
 
 class Toy(lightning.LightningModule):
@@ -247,22 +308,34 @@ class Toy(lightning.LightningModule):
         self.model = nano.build(nano.NanoRecipe(layers=2, width=width, vocabulary=320, context=64))
 
     def forward(self, input_ids, attention_mask=None):
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits
 
 
 @pytest.mark.slow
 def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp_path):
-    trainer = lightning.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True)
+    trainer = lightning.Trainer(
+        logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
+    )
     for step in (10, 200):
         trainer.strategy.connect(Toy(32))
         trainer.save_checkpoint(tmp_path / "run" / f"epoch=0-step={step}.ckpt", weights_only=True)
     torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
-    arguments = walker.arguments("--module", "tests.walk.test_walk_hub:Toy", model=str(tmp_path / "run"))
+    arguments = walker.arguments(
+        "--module", "tests.walk.test_walk_hub:Toy", model=str(tmp_path / "run")
+    )
     assert pythia.main([*arguments, "--inputs", str(tmp_path / "inputs.pt")]) == 0
     ds = tracker.open_results(walker.directory / "out")
-    assert list(ds.step.values) == [10, 200] and ds.sizes["prompt"] == 2 and len(set(ds.fingerprint.values)) == 2
+    assert (
+        list(ds.step.values) == [10, 200]
+        and ds.sizes["prompt"] == 2
+        and len(set(ds.fingerprint.values)) == 2
+    )
     tokenizer = str(snapshots(suite) / commit(suite, 0))
-    assert pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
+    assert (
+        pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
+    )
     assert tracker.open_results(tmp_path / "prompts").sizes["prompt"] == 3
 
 
@@ -279,7 +352,12 @@ def test_unusable_modules_are_refused(walker, tmp_path, capsys, module):
     (tmp_path / "run" / "step=1.ckpt").write_bytes(b"")
     torch.save(torch.zeros(1, 4), tmp_path / "inputs.pt")
     inputs = str(tmp_path / "inputs.pt")
-    assert pythia.main(walker.arguments("--module", module, "--inputs", inputs, model=str(tmp_path / "run"))) == 2
+    assert (
+        pythia.main(
+            walker.arguments("--module", module, "--inputs", inputs, model=str(tmp_path / "run"))
+        )
+        == 2
+    )
     assert MODULES[module] in capsys.readouterr().err
 
 
@@ -311,9 +389,13 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
     walks = [walker.start("--k", k, "--steps", "0,1") for k in ks]
     ended = [(process.communicate(timeout=300)[1], process.returncode) for process in walks]
     (kept,) = [k for k, (_, status) in zip(ks, ended, strict=True) if status == 0]
-    assert all(status == 2 and "k was" in err and "never mixed" in err for err, status in ended if status)
+    assert all(
+        status == 2 and "k was" in err and "never mixed" in err for err, status in ended if status
+    )
     ds = tracker.open_results(walker.directory / "out")
-    assert ds["step"].values.tolist() == [0, 1] and ds["k"].values.tolist() == [int(k) for k in kept.split(",")]
+    assert ds["step"].values.tolist() == [0, 1] and ds["k"].values.tolist() == [
+        int(k) for k in kept.split(",")
+    ]
     assert Store(walker.directory / "out").read_settings()["k"] == ds["k"].values.tolist()
 
 
@@ -344,7 +426,9 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
     environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
     walker.cache = tmp_path / "uninterrupted-cache"
     before = KILLED_BY_A_CHANGE.format(last=0)
-    status, out, err = walker.run("--out", str(tmp_path / "uninterrupted"), before=before, **environment)
+    status, out, err = walker.run(
+        "--out", str(tmp_path / "uninterrupted"), before=before, **environment
+    )
     assert status == 0, err
     changes = int(out.splitlines()[-1].removeprefix("changes: "))
     walker.cache = tmp_path / "killed-cache"
@@ -352,13 +436,18 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
     found, random_, killed = [], random.Random(0), 0
     while killed < kills or not any(found):
         last = [random_.randint(1, changes // 2) for _ in range(2)]  # as they share the work
-        both = [walker.start(before=KILLED_BY_A_CHANGE.format(last=last[i]), **environment) for i in range(2)]
+        both = [
+            walker.start(before=KILLED_BY_A_CHANGE.format(last=last[i]), **environment)
+            for i in range(2)
+        ]
         for process in both:
             _, err = process.communicate(timeout=300)
             assert process.returncode in (0, -signal.SIGKILL), err
             killed += process.returncode == -signal.SIGKILL
         found.append(len(store.steps()))
-        if found[-1] == len(STEPS):  # the next ones must have something left to fetch and to measure
+        if found[-1] == len(
+            STEPS
+        ):  # the next ones must have something left to fetch and to measure
             shutil.rmtree(walker.cache)
             for step in STEPS[1:]:
                 store.file(step).unlink()
@@ -367,7 +456,9 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
     assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
-    assert not [name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")]
+    assert not [
+        name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")
+    ]
 
 
 @pytest.mark.slow
@@ -413,6 +504,10 @@ def test_embedded_suite_is_listed(suite, monkeypatch, capsys):
     monkeypatch.setattr(nano, "NanoRecipe", lambda: TINY)
     assert command_line.main(["list", "nano"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[1].split()[:3] == ["step0", "0", "0"] and "safetensors" in table[1] and "complete" in table[1]
+    assert (
+        table[1].split()[:3] == ["step0", "0", "0"]
+        and "safetensors" in table[1]
+        and "complete" in table[1]
+    )
     assert command_line.main(["verify", "nano"]) == 0
     assert "no published hash to compare with" in capsys.readouterr().out

@@ -47,16 +47,29 @@ def cluster_labels(results: Mapping[str, xr.Dataset]) -> np.ndarray:
     """Return a label for each result: its attribute `cluster`, else the name of the first variant of the same model."""
     first: dict[tuple, str] = {}
     return np.array(
-        [str(ds.attrs.get("cluster") or first.setdefault(_model(name, ds), name)) for name, ds in results.items()]
+        [
+            str(ds.attrs.get("cluster") or first.setdefault(_model(name, ds), name))
+            for name, ds in results.items()
+        ]
     )
 
 
 def _model(result: str, ds: xr.Dataset) -> tuple:
     """Return a key that variants of one model share; a model without a name has no variants."""
-    name = str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "").rstrip("/").rpartition("/")[2].lower()
+    name = (
+        str(ds.attrs.get("suite") or ds.attrs.get("model_name") or "")
+        .rstrip("/")
+        .rpartition("/")[2]
+        .lower()
+    )
     if not name:
         return (result,)
-    sizes = (ds.attrs["model_class"], ds.sizes.get("layer"), ds.attrs["width"], ds.attrs["parameters"])
+    sizes = (
+        ds.attrs["model_class"],
+        ds.sizes.get("layer"),
+        ds.attrs["width"],
+        ds.attrs["parameters"],
+    )
     return (VARIANT.sub("", name), *map(str, sizes))
 
 
@@ -87,7 +100,10 @@ def assign_clusters(results: Mapping[str, xr.Dataset], text: str | None) -> dict
                 f"--clusters {text}: {(name + equals + cluster)!r} is not NAME=CLUSTER with one of {', '.join(results)}"
             )
     labels = {name: cluster for name, _, cluster in pairs}
-    return {name: ds.assign_attrs(cluster=labels[name]) if name in labels else ds for name, ds in results.items()}
+    return {
+        name: ds.assign_attrs(cluster=labels[name]) if name in labels else ds
+        for name, ds in results.items()
+    }
 
 
 Results = Mapping[str, xr.Dataset]
@@ -103,7 +119,11 @@ TRAINING_TOKENS = "training tokens"
 
 def shared(results: Results, name: str) -> list[int]:
     """Return the values of a coordinate, K or training steps, that all results with it have, ascending."""
-    measured = [{int(at) for at in ds[name].values if at == at} for ds in results.values() if name in ds.coords]
+    measured = [
+        {int(at) for at in ds[name].values if at == at}
+        for ds in results.values()
+        if name in ds.coords
+    ]
     return sorted(set.intersection(*measured)) if measured else []
 
 
@@ -121,7 +141,9 @@ def mean_score(results: Results) -> tuple[list[str], Property]:
         raise UsageError(
             f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
         )
-    return sorted(shared), lambda ds: float(ds["score"].isel(step=-1).sel(task=sorted(shared)).mean())
+    return sorted(shared), lambda ds: float(
+        ds["score"].isel(step=-1).sel(task=sorted(shared)).mean()
+    )
 
 
 def tokens_seen(ds: xr.Dataset) -> float:
@@ -158,7 +180,9 @@ def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
         )
     pairs = {"k": ks, "pairs": list(PAIRS)}
     chosen = [
-        xr.Dataset({name: (ds[f"{name}_null"] if below_null else 0) - ds[name] for name in names}).sel(pairs)
+        xr.Dataset(
+            {name: (ds[f"{name}_null"] if below_null else 0) - ds[name] for name in names}
+        ).sel(pairs)
         for ds in last
     ]
     chosen = [couplings.to_array("measure") for couplings in chosen]
@@ -188,7 +212,9 @@ def controlled_fit(table: pd.DataFrame, x: str) -> dict[str, Any]:
     return _with_averaged(table, fit)
 
 
-def _with_averaged(table: pd.DataFrame, fit: Callable[[pd.DataFrame], dict[str, float]]) -> dict[str, Any]:
+def _with_averaged(
+    table: pd.DataFrame, fit: Callable[[pd.DataFrame], dict[str, float]]
+) -> dict[str, Any]:
     means = cluster_means(table, table["cluster"].to_numpy())
     return {**fit(table), "averaged": None if means is None else fit(means)}
 
@@ -241,7 +267,9 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     Raises:
         UsageError: if fewer than `MIN_POINTS` results have scores and layer pairs, or these differ in their conventions.
     """
-    compared = {name: ds for name, ds in summaries.items() if "score" in ds and ds.sizes.get("layer", 1) > 1}
+    compared = {
+        name: ds for name, ds in summaries.items() if "score" in ds and ds.sizes.get("layer", 1) > 1
+    }
     if len(compared) < MIN_POINTS:
         raise UsageError(
             f"{len(compared)} of {len(summaries)} results have scores and layer pairs; a fit needs {MIN_POINTS}"
@@ -250,7 +278,9 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         raise UsageError(f"they were not measured alike: they differ in {'; '.join(differences)}")
     benchmarks, score = mean_score(compared)
     columns = {**SIZES, "score": score, "architecture": architecture}
-    table = pd.DataFrame({name: [take(ds) for ds in compared.values()] for name, take in columns.items()})
+    table = pd.DataFrame(
+        {name: [take(ds) for ds in compared.values()] for name, take in columns.items()}
+    )
     table["cluster"] = cluster_labels(compared)
     tokens = [tokens_seen(ds) for ds in compared.values()]
     if np.isfinite(tokens).all():
@@ -266,7 +296,11 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         by_measure.setdefault(measure, {}).setdefault(int(k), {})[pairs] = {
             **_coupling_fits(rows, sizes),
             "interval": jsonable(interval),
-            "approximate": [name for name, ds in compared.items() if has_approximate_level(ds.isel(step=-1), measure)],
+            "approximate": [
+                name
+                for name, ds in compared.items()
+                if has_approximate_level(ds.isel(step=-1), measure)
+            ],
             "fit": _line_json(rows, "coupling", "score") | {"p_holm": jsonable(fit["p_holm"])},
         }
     return {
@@ -318,5 +352,8 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: jsonable(entry) for key, entry in value.items()}
     if isinstance(value, (list, np.ndarray)):
-        return [jsonable(entry) for entry in (value.tolist() if isinstance(value, np.ndarray) else value)]
+        return [
+            jsonable(entry)
+            for entry in (value.tolist() if isinstance(value, np.ndarray) else value)
+        ]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -81,7 +81,9 @@ def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
 def _over_layer_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
     counted = counted_pairs(results)
     values, null = in_float64(results, measure.name), levels(results, measure.name)
-    return points_of_layer_pairs(variables.over_pairs(values, counted), variables.over_pairs(null, counted))
+    return points_of_layer_pairs(
+        variables.over_pairs(values, counted), variables.over_pairs(null, counted)
+    )
 
 
 def points_of_layer_pairs(by_prompt: xr.Variable, null: xr.Variable) -> dict[str, xr.Variable]:
@@ -96,7 +98,11 @@ def _over_token_pairs(results: xr.Dataset, measure: Measure) -> dict[str, xr.Var
         mean(values.where(compared), ACROSS)
         for values in (in_float64(results, measure.name), levels(results, measure.name))
     )
-    return {"": mean(by_prompt, ["prompt"]), **_band(by_prompt, ["prompt"]), "_null": mean(null, ["prompt"])}
+    return {
+        "": mean(by_prompt, ["prompt"]),
+        **_band(by_prompt, ["prompt"]),
+        "_null": mean(null, ["prompt"]),
+    }
 
 
 def _over_positions(results: xr.Dataset, measure: Measure) -> dict[str, xr.Variable]:
@@ -216,7 +222,9 @@ def suspect(results: xr.Dataset) -> np.ndarray:
     return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
 
 
-def correlations(coupling: xr.DataArray, y: np.ndarray, clusters: np.ndarray | None = None) -> pd.DataFrame:
+def correlations(
+    coupling: xr.DataArray, y: np.ndarray, clusters: np.ndarray | None = None
+) -> pd.DataFrame:
     """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
 
     p_holm is p corrected for all rows. Where clusters are given and some samples share one, cluster_n, cluster_r, cluster_r2 and
@@ -227,7 +235,9 @@ def correlations(coupling: xr.DataArray, y: np.ndarray, clusters: np.ndarray | N
     for i, (measure, k, pairs) in enumerate(stacked["which"].values):
         x = stacked.values[:, i]
         row = {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(x, y)}
-        means = None if clusters is None else cluster_means(pd.DataFrame({"x": x, "y": y}), clusters)
+        means = (
+            None if clusters is None else cluster_means(pd.DataFrame({"x": x, "y": y}), clusters)
+        )
         if means is not None:
             fit = linear_fit(means["x"].to_numpy(), means["y"].to_numpy())
             row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
@@ -270,13 +280,17 @@ def scalars(unit: Result) -> dict[str, float]:
 def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
     """Return the `scalars` of each step of results along `step`."""
     metrics = _metrics(results)
-    by_step = [{name: float(values[i]) for name, values in metrics.items()} for i in range(results.sizes["step"])]
+    by_step = [
+        {name: float(values[i]) for name, values in metrics.items()}
+        for i in range(results.sizes["step"])
+    ]
     # Without a count of zero, and scores that only other steps have.
     return [
         {
             name: value
             for name, value in of_step.items()
-            if (name != UNDEFINED_COUNT or value) and not (name.startswith("score/") and value != value)
+            if (name != UNDEFINED_COUNT or value)
+            and not (name.startswith("score/") and value != value)
         }
         for of_step in by_step
     ]
@@ -286,7 +300,9 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
     """Return the values that loggers record, by metric name, along `step`."""
     logged = [measure for measure in MEASURES if measure.logged]
     points = curves(results, [measure.name for measure in logged])
-    names = {f"{m.name}{part}": m.point(part) for m in logged for part in m.logged} | {"score": "score"}
+    names = {f"{m.name}{part}": m.point(part) for m in logged for part in m.logged} | {
+        "score": "score"
+    }
     flat = {
         "/".join([metric, *labels]): values
         for name, metric in names.items()

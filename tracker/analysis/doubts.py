@@ -36,11 +36,15 @@ def differing_conventions(
     return {key: values for key, values in held.items() if len(set(values.values())) > 1}
 
 
-def describe_differences(results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()) -> list[str]:
+def describe_differences(
+    results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()
+) -> list[str]:
     """Return a text for each convention in which results differ."""
     lines = []
     for key, held in differing_conventions(results, may_differ).items():
-        shown = {name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()}
+        shown = {
+            name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()
+        }
         listed = "; ".join(f"{name}: {value}" for name, value in shown.items())
         lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
@@ -56,15 +60,27 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     """
     steps = [int(step) for step in ds["step"].values]
     lines = [f"No results of {line}" for line in by_cause(skipped)]
-    lines += [f"Step {step:,} is suspect: {why}." for step, why in zip(steps, suspect(ds), strict=True) if why]
-    revisions = np.broadcast_to(ds["revision"].values, len(steps)) if "revision" in ds.coords else [""] * len(steps)
+    lines += [
+        f"Step {step:,} is suspect: {why}."
+        for step, why in zip(steps, suspect(ds), strict=True)
+        if why
+    ]
+    revisions = (
+        np.broadcast_to(ds["revision"].values, len(steps))
+        if "revision" in ds.coords
+        else [""] * len(steps)
+    )
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
         for step, revision in zip(steps, revisions, strict=True)
         if str(revision).startswith(UNTRAINED)
     ]
     repeated = np.broadcast_to(ds["repeats"].values if "repeats" in ds.coords else -1, len(steps))
-    same = [describe_repeat(step, int(earlier)) for step, earlier in zip(steps, repeated, strict=True) if earlier >= 0]
+    same = [
+        describe_repeat(step, int(earlier))
+        for step, earlier in zip(steps, repeated, strict=True)
+        if earlier >= 0
+    ]
     lines += [f"{capitalised(line)}." for line in same]
     if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
         hashes = np.broadcast_to(ds["token_ids_sha256"].values, len(steps))
@@ -73,9 +89,15 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
         lines += describe_equal_blocks(ds)
     if "jacobians_count" in ds:
         lines += _certificates(ds)
-    undefined = ds[UNDEFINED].sum("step") if UNDEFINED in ds else xr.DataArray([], {"quantity": []}, "quantity")
+    undefined = (
+        ds[UNDEFINED].sum("step")
+        if UNDEFINED in ds
+        else xr.DataArray([], {"quantity": []}, "quantity")
+    )
     counts = [
-        f"{int(n):,} of {q}" for q, n in zip(undefined["quantity"].values, undefined.values, strict=True) if n > 0
+        f"{int(n):,} of {q}"
+        for q, n in zip(undefined["quantity"].values, undefined.values, strict=True)
+        if n > 0
     ]
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
@@ -105,7 +127,9 @@ def _certificates(ds: xr.Dataset) -> Iterator[str]:
     missing = ds["jacobians_count"] - ds["sliced_count"]
     if (whole := missing.sum("step")).any():
         reasons = {
-            int(layer): why for text in attribute_values(ds, "fallbacks") for layer, why in json.loads(text).items()
+            int(layer): why
+            for text in attribute_values(ds, "fallbacks")
+            for layer, why in json.loads(text).items()
         }
         blocks = [int(layer) for layer in ds["layer"].values[whole.values > 0]]
         causes = "; ".join(dict.fromkeys(reasons[block] for block in blocks))

@@ -28,14 +28,23 @@ from tracker.store import Result
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
 VALID = 9  # the spread holds for K <= d / 9
-OF_JACOBIANS = ("isotropic", "symmetric_norm", "antisymmetric_norm")  # variables that hold the fields of `Moments`
+OF_JACOBIANS = (
+    "isotropic",
+    "symmetric_norm",
+    "antisymmetric_norm",
+)  # variables that hold the fields of `Moments`
 OF_BASES = {
     "alignment": "rank",
     "overlap_squares": "k",
     "overlap_fourths": "k",
 }  # of `Overlap`, and the dimension of each
 MEASURED = tuple(f"{name}{LEVEL}" for name in BY_ROTATIONS)
-READ = ("singular_value", *OF_JACOBIANS, *OF_BASES, *MEASURED)  # all variables of the levels of layer pairs
+READ = (
+    "singular_value",
+    *OF_JACOBIANS,
+    *OF_BASES,
+    *MEASURED,
+)  # all variables of the levels of layer pairs
 APPROXIMATE = tuple(name for name in MISCOUPLINGS if name != "miscoupling")  # formulas
 
 Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
@@ -89,7 +98,9 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
 def _require_source(results: xr.Dataset, name: str, measured: bool) -> None:
     """Check that a part of results holds what the null level of a mis-coupling is read from."""
     level, of_trace = level_variable(name), (BY_NAME[name].base or name) == OF_TRACE
-    parts = ["singular_value"] * of_trace if measured else ["singular_value", *OF_JACOBIANS, *OF_BASES]
+    parts = (
+        ["singular_value"] * of_trace if measured else ["singular_value", *OF_JACOBIANS, *OF_BASES]
+    )
     missing = _missing(results, name, parts)
     if missing and level not in results:
         missing = [level, *_missing(results, name, parts[:1] * of_trace)]
@@ -111,7 +122,9 @@ def _refuse(what: str, missing: Sequence[str]) -> None:
 
 def _affixes(measure: Measure) -> tuple[str, str]:
     """Return how the names begin and end of the variables that a variant's level is computed from."""
-    return f"{measure.variant}_" * (measure.variant in KINDS), NORMED * (measure.variant == "normed")
+    return f"{measure.variant}_" * (measure.variant in KINDS), NORMED * (
+        measure.variant == "normed"
+    )
 
 
 def level_variable(name: str) -> str:
@@ -131,7 +144,9 @@ def is_approximate(results: xr.Dataset, name: str) -> bool:
 def _is_measured(results: xr.Dataset, name: str) -> bool:
     """Whether the null level was measured wherever the mis-coupling is defined: not at steps of an earlier version."""
     level = level_variable(name)
-    return level in results and not bool((results.variables[level].isnull() & results.variables[name].notnull()).any())
+    return level in results and not bool(
+        (results.variables[level].isnull() & results.variables[name].notnull()).any()
+    )
 
 
 def null_spread(results: Result, name: str = "miscoupling") -> xr.DataArray:
@@ -154,7 +169,10 @@ def null_spread(results: Result, name: str = "miscoupling") -> xr.DataArray:
         raise UsageError(
             f"the spread of {name!r} is not known; choose 'miscoupling', or draw rotations: coupling.simulated"
         )
-    _refuse(f"the spread of {name}", _missing(results, name, ["singular_value", *OF_JACOBIANS, *OF_BASES]))
+    _refuse(
+        f"the spread of {name}",
+        _missing(results, name, ["singular_value", *OF_JACOBIANS, *OF_BASES]),
+    )
     d, K = int(results.attrs["width"]), int(results["k"].max())
     if K * VALID > d:
         raise UsageError(
@@ -169,13 +187,19 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     """Evaluate a formula, with a value for each of the named mis-couplings of one variant, for every pair."""
     measure = BY_NAME[names[0]]
     of_tokens = measure.variant in KINDS
-    if not of_tokens and results.variables["layer"].values.tolist() != results.variables["layer_other"].values.tolist():
+    if (
+        not of_tokens
+        and results.variables["layer"].values.tolist()
+        != results.variables["layer_other"].values.tolist()
+    ):
         raise UsageError(
             "the results lack some blocks; compute the levels of all, and select blocks of what is returned"
         )
     start, end = _affixes(measure)
     core = ["layer", "pair_token"] if of_tokens else ["layer"]
-    sample = [str(dim) for dim in results.variables[f"{start}isotropic{end}"].dims if dim not in core]
+    sample = [
+        str(dim) for dim in results.variables[f"{start}isotropic{end}"].dims if dim not in core
+    ]
     ks, d = results.variables["k"].values.tolist(), int(results.attrs["width"])
 
     def read(variable: str, *more: str) -> Tensor:
@@ -189,7 +213,9 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     if of_tokens:
         basis = [values[:, _basis_blocks(results)] for values in basis]
     at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
-    evaluated = torch.empty(len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64)
+    evaluated = torch.empty(
+        len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64
+    )
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
@@ -215,7 +241,9 @@ def _measured(results: xr.Dataset, name: str) -> xr.Variable:
     if (measure.base or name) == OF_TRACE:
         values = values * _ratio_of_norms(results, measure)
     if measure.variant != "vju":
-        compared = compared_tokens(results) if measure.variant in KINDS else compared_layers(results)
+        compared = (
+            compared_tokens(results) if measure.variant in KINDS else compared_layers(results)
+        )
         values = values * compared
     return _as_measured(values, results.variables[name])
 
@@ -241,4 +269,6 @@ def _basis_blocks(results: xr.Dataset) -> Tensor:
     """Return the index of the basis block of each block; its own where it has none, and no value."""
     layers = results.variables["layer"].values.tolist()
     bases = results["pair_layer_other"].values.tolist()
-    return torch.tensor([layers.index(int(m) if m == m else l) for l, m in zip(layers, bases, strict=True)])
+    return torch.tensor(
+        [layers.index(int(m) if m == m else l) for l, m in zip(layers, bases, strict=True)]
+    )

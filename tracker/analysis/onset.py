@@ -132,13 +132,21 @@ def onset(
         else f"at or before step {later:,.0f}, the first measured"
     )
     if not np.isfinite(error[peak]):
-        return Onset(earlier, later, earlier, later, f"{where} (no interval: fewer than 2 independent prompts)")
+        return Onset(
+            earlier,
+            later,
+            earlier,
+            later,
+            f"{where} (no interval: fewer than 2 independent prompts)",
+        )
     above, error, df = clustered_mean(departure - SHARE * departure[peak], clusters)
     significantly_below = above < -stats.t.isf((1 - CONFIDENCE) / 2, df) * error
     significantly_above = above > stats.t.isf((1 - CONFIDENCE) / 2 / (len(steps) - 1), df) * error
     departed_before = np.cumsum(significantly_above) > significantly_above
     index = np.arange(len(steps))
-    possible = np.flatnonzero((~significantly_below & ~departed_before & (index <= peak)) | (index == first))
+    possible = np.flatnonzero(
+        (~significantly_below & ~departed_before & (index <= peak)) | (index == first)
+    )
     low, high = float(before[possible[0]]), float(steps[possible[-1]])
     of = "" if clusters is None else f" in {len(set(clusters))} clusters"
     words = f"{where} (95 % interval over prompts{of}: {low:,.0f} to {high:,.0f})"

@@ -16,7 +16,14 @@ from tracker.analysis.onset import pairs_of_blocks
 from tracker.analysis.regression import clustered_mean
 from tracker.common.errors import UsageError
 from tracker.common.text import join_names
-from tracker.measures.equal_blocks import ATTRIBUTE, EQUAL_WEIGHTS, NONE, ONE_MODULE, Groups, read_equal_blocks
+from tracker.measures.equal_blocks import (
+    ATTRIBUTE,
+    EQUAL_WEIGHTS,
+    NONE,
+    ONE_MODULE,
+    Groups,
+    read_equal_blocks,
+)
 from tracker.store import attribute_values
 
 
@@ -48,7 +55,9 @@ def independent_pairs(matrices: xr.DataArray, results: xr.Dataset) -> Float[ndar
 
     Layers that are one module have their directions in common: all pairs of the same two modules are one pair.
     """
-    values = pairs_of_blocks(where_counted(matrices, results).transpose(..., "layer", "layer_other").values)
+    values = pairs_of_blocks(
+        where_counted(matrices, results).transpose(..., "layer", "layer_other").values
+    )
     if not has_one_module(results):
         return values
     of_layer = _modules(results, "layer").values
@@ -74,14 +83,22 @@ def has_equal_weights(results: xr.Dataset) -> bool:
 
 def describe_equal_blocks(results: xr.Dataset) -> list[str]:
     """Say in sentences which blocks are one module, and which have equal weights, and at which steps if not at all."""
-    texts = results.coords[ATTRIBUTE].values if ATTRIBUTE in results.coords else results.attrs.get(ATTRIBUTE, NONE)
+    texts = (
+        results.coords[ATTRIBUTE].values
+        if ATTRIBUTE in results.coords
+        else results.attrs.get(ATTRIBUTE, NONE)
+    )
     steps = np.atleast_1d(results["step"].values) if "step" in results.coords else np.zeros(1)
     steps_of: dict[str, list[str]] = {}
-    for step, text in zip(steps, np.broadcast_to(np.asarray(texts, dtype=object), steps.shape), strict=True):
+    for step, text in zip(
+        steps, np.broadcast_to(np.asarray(texts, dtype=object), steps.shape), strict=True
+    ):
         for sentence in _sentences(str(text), results.sizes["layer"]):
             steps_of.setdefault(sentence, []).append(f"{step:,.0f}")
     return [
-        sentence if len(at) == len(steps) else f"At step{'s' * (len(at) > 1)} {join_names(at)}: {sentence}"
+        sentence
+        if len(at) == len(steps)
+        else f"At step{'s' * (len(at) > 1)} {join_names(at)}: {sentence}"
         for sentence, at in steps_of.items()
     ]
 
@@ -91,14 +108,18 @@ def _sentences(text: str, L: int) -> list[str]:
     one, equal = found[ONE_MODULE], found[EQUAL_WEIGHTS]
     sentences = []
     if one == [list(range(1, L + 1))]:
-        sentences.append("All blocks are one module: they are coupled by construction, trained or not.")
+        sentences.append(
+            "All blocks are one module: they are coupled by construction, trained or not."
+        )
     elif one:
         sentences.append(
             f"Some blocks are one module ({_listed(one)}): they are coupled by construction, trained or not, and their pairs "
             "are left out of means and tests."
         )
     if equal:
-        sentences.append(f"Some blocks have equal weights ({_listed(equal)}): they are coupled by construction.")
+        sentences.append(
+            f"Some blocks have equal weights ({_listed(equal)}): they are coupled by construction."
+        )
     return sentences
 
 
@@ -107,7 +128,11 @@ def _listed(groups: Groups) -> str:
 
 
 def _groups(results: xr.Dataset, kind: str) -> Groups:
-    return [group for text in attribute_values(results, ATTRIBUTE) for group in read_equal_blocks(text)[kind]]
+    return [
+        group
+        for text in attribute_values(results, ATTRIBUTE)
+        for group in read_equal_blocks(text)[kind]
+    ]
 
 
 def _modules(results: xr.Dataset, dim: str) -> xr.Variable:

@@ -12,7 +12,14 @@ from pathlib import Path
 import numpy as np
 import xarray as xr
 
-from tracker.analysis.curves import CURVES, SAMPLES, curves, labelled_over_pairs, middle_layers, points_of_layer_pairs
+from tracker.analysis.curves import (
+    CURVES,
+    SAMPLES,
+    curves,
+    labelled_over_pairs,
+    middle_layers,
+    points_of_layer_pairs,
+)
 from tracker.analysis.null_levels import READ, is_approximate, levels, levels_of_several
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.variables import (
@@ -58,13 +65,24 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     for name in measured:
         assert counted is not None
         matrices, null = in_float64(results, name), levels(results, name)
-        summary[f"{name}_matrix"], summary[f"{name}_level"] = mean(matrices, SAMPLES), mean(null, SAMPLES)
+        summary[f"{name}_matrix"], summary[f"{name}_level"] = (
+            mean(matrices, SAMPLES),
+            mean(null, SAMPLES),
+        )
         by_prompt, null = over_pairs(matrices, counted), over_pairs(null, counted)
-        summary |= {f"{name}{part}": values for part, values in points_of_layer_pairs(by_prompt, null).items()}
+        summary |= {
+            f"{name}{part}": values
+            for part, values in points_of_layer_pairs(by_prompt, null).items()
+        }
         summary[f"{name}_coupling_by_prompt"] = mean(null - by_prompt, ["token"])
     for name in (name for name in IN_SUMMARY if name in results):
-        summary |= {f"{name}{part}": values for part, values in _of_median(in_float64(results, name)).items()}
-    for measure in (measure for measure in MEASURES if measure.by_depth and measure.name in results):
+        summary |= {
+            f"{name}{part}": values
+            for part, values in _of_median(in_float64(results, name)).items()
+        }
+    for measure in (
+        measure for measure in MEASURES if measure.by_depth and measure.name in results
+    ):
         samples = ("prompt", "token" if "token" in measure.dims else "position")
         summary[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
     if "matrix" in results:
@@ -84,10 +102,18 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
-    units = [results.isel(step=[i]) for i in range(results.sizes["step"])] if "step" in results.dims else [results]
-    approximate = [", ".join(name for name in measured if is_approximate(unit, name)) for unit in units]
+    units = (
+        [results.isel(step=[i]) for i in range(results.sizes["step"])]
+        if "step" in results.dims
+        else [results]
+    )
+    approximate = [
+        ", ".join(name for name in measured if is_approximate(unit, name)) for unit in units
+    ]
     if len(set(approximate)) > 1:
-        return xr.Dataset(summary, coords | {LEVELS_OF_FORMULAS: ("step", approximate)}, results.attrs)
+        return xr.Dataset(
+            summary, coords | {LEVELS_OF_FORMULAS: ("step", approximate)}, results.attrs
+        )
     return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: approximate[0]})
 
 
@@ -136,7 +162,9 @@ def _singular_values(results: xr.Dataset) -> xr.Dataset:
         return xr.Dataset()
     at = [rank - 1 for rank in RANKS if rank <= results.sizes["rank"]]
     values = median(in_float64(results, "singular_value").isel(rank=at), SAMPLES)
-    return xr.Dataset({"singular_value_median": values}, {"rank": results.variables["rank"].isel(rank=at)})
+    return xr.Dataset(
+        {"singular_value_median": values}, {"rank": results.variables["rank"].isel(rank=at)}
+    )
 
 
 def _tokenwise(results: xr.Dataset) -> dict[str, xr.Variable]:
@@ -146,11 +174,18 @@ def _tokenwise(results: xr.Dataset) -> dict[str, xr.Variable]:
     """
     summary: dict[str, xr.Variable] = {}
     for measure in MEASURES:
-        if measure.option == "tokenwise" and measure.base in MISCOUPLINGS and measure.name in results:
+        if (
+            measure.option == "tokenwise"
+            and measure.base in MISCOUPLINGS
+            and measure.name in results
+        ):
             summary[f"{measure.name}_matrix"] = mean(in_float64(results, measure.name), ["prompt"])
     for kind in (kind for kind in KINDS if f"{kind}_matrix" in results):
         middle = results["layer"].values.tolist().index(middle_layers(results)[0])
-        A, s = (results.variables[f"{kind}_{name}"].isel(layer=middle) for name in ("matrix", "singular_value"))
+        A, s = (
+            results.variables[f"{kind}_{name}"].isel(layer=middle)
+            for name in ("matrix", "singular_value")
+        )
         summary[f"{kind}_absolute"] = mean(abs(A) / s.isel(rank=0), ["prompt"])
     if "pair_position" in results:
         summary["pair_position"] = results.variables["pair_position"]
@@ -165,19 +200,27 @@ def _states(results: xr.Dataset) -> xr.Dataset:
         summary["length"] = results.variables["norm"].isel(depth=0).notnull().sum("position")
     if "pca" in results:
         plane = results.variables["pca"].isel(prompt=0)
-        at = np.flatnonzero(plane.notnull().all([dim for dim in plane.dims if dim != "position"]).values)
+        at = np.flatnonzero(
+            plane.notnull().all([dim for dim in plane.dims if dim != "position"]).values
+        )
         chosen = at[evenly_spaced(len(at), PATHS)]
         summary["pca_paths"] = _renamed(plane.isel(position=chosen), "position", "path")
-        coords["path"] = _renamed(results.coords.variables["position"].isel(position=chosen), "position", "path")
+        coords["path"] = _renamed(
+            results.coords.variables["position"].isel(position=chosen), "position", "path"
+        )
     if "noise_similarity" in results and results.sizes["depth"] > 1:
         ends = in_float64(results, "noise_similarity").isel(depth=[1, -1])
-        summary["noise_similarity_ends"] = _renamed(mean(mean(ends, ["position"]), ["prompt"]), "depth", "end")
+        summary["noise_similarity_ends"] = _renamed(
+            mean(mean(ends, ["position"]), ["prompt"]), "depth", "end"
+        )
         coords["end"] = _renamed(results.variables["depth"].isel(depth=[1, -1]), "depth", "end")
     return xr.Dataset(summary, coords)
 
 
 def _renamed(values: xr.Variable, dim: str, to: str) -> xr.Variable:
-    return xr.Variable([to if name == dim else name for name in values.dims], values.values, values.attrs)
+    return xr.Variable(
+        [to if name == dim else name for name in values.dims], values.values, values.attrs
+    )
 
 
 def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
@@ -221,11 +264,16 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     levels = levels_of_several(read, names)
     parts = {
         "miscoupling": [labelled_over_pairs(read[name].astype(np.float64), read) for name in names],
-        "null": [labelled_over_pairs(xr.DataArray(levels[name], read[name].coords), read) for name in names],
+        "null": [
+            labelled_over_pairs(xr.DataArray(levels[name], read[name].coords), read)
+            for name in names
+        ],
     }
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     dims = ("step", "token", "measure", "k", "pairs")
-    means["approximate"] = xr.DataArray([is_approximate(read, name) for name in names], dims="measure")
+    means["approximate"] = xr.DataArray(
+        [is_approximate(read, name) for name in names], dims="measure"
+    )
     # The provenance of a step, such as when it was measured, is a coordinate only where steps differ in it.
     points = xr.Dataset(means).reset_coords(drop=True)
     return points.assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)

@@ -51,8 +51,12 @@ def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[st
     names = np.unique(labels)
     rest_x, rest_y = x, y
     for name in names:
-        rest_x, rest_y = (np.where(labels == name, v - v[labels == name].mean(), v) for v in (rest_x, rest_y))
-    return _fit_centred(_without_rounding(rest_x, x), _without_rounding(rest_y, y), len(x) - len(names) - 1)
+        rest_x, rest_y = (
+            np.where(labels == name, v - v[labels == name].mean(), v) for v in (rest_x, rest_y)
+        )
+    return _fit_centred(
+        _without_rounding(rest_x, x), _without_rounding(rest_y, y), len(x) - len(names) - 1
+    )
 
 
 def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> dict[str, float]:
@@ -67,7 +71,9 @@ def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> 
     """
     design = np.column_stack([np.ones(len(x)), *controls])
     x, y = (np.asarray(v, float) for v in (x, y))
-    rest_x, rest_y = (_without_rounding(v - design @ np.linalg.lstsq(design, v, rcond=None)[0], v) for v in (x, y))
+    rest_x, rest_y = (
+        _without_rounding(v - design @ np.linalg.lstsq(design, v, rcond=None)[0], v) for v in (x, y)
+    )
     return _fit_centred(rest_x, rest_y, len(x) - int(np.linalg.matrix_rank(design)) - 1)
 
 
@@ -102,7 +108,12 @@ def _fit_centred(x: ndarray, y: ndarray, df: int) -> dict[str, float]:
     p = 2 * stats.t.sf(np.sqrt(r * r * df / max(1 - r * r, 1e-300)), df)
     low, high = _correlation_interval(r, df)
     squares = sorted((low * low, high * high))
-    ends = {"r_low": low, "r_high": high, "r2_low": 0.0 if low <= 0 <= high else squares[0], "r2_high": squares[1]}
+    ends = {
+        "r_low": low,
+        "r_high": high,
+        "r2_low": 0.0 if low <= 0 <= high else squares[0],
+        "r2_high": squares[1],
+    }
     return out | {"r": r, "r2": r * r, "slope": float(xy / xx), "p": float(p)} | ends
 
 
@@ -163,10 +174,16 @@ def exponential_fit(x: ndarray, y: ndarray) -> dict[str, float]:
     middle, width = x.mean(), x.std()  # standardised x keeps a and b of moderate size
     b, log_a = np.polyfit((x - middle) / width, np.log(abs(y)), 1)
     start = (np.sign(y[0]) * np.exp(log_a), b)
-    (a, b), *_ = optimize.curve_fit(lambda x, a, b: a * np.exp(b * x), (x - middle) / width, y, start, maxfev=10_000)
+    (a, b), *_ = optimize.curve_fit(
+        lambda x, a, b: a * np.exp(b * x), (x - middle) / width, y, start, maxfev=10_000
+    )
     residual = y - a * np.exp(b * (x - middle) / width)
     r2 = 1 - (residual @ residual) / ((y - y.mean()) @ (y - y.mean()))
-    return out | {"a": float(a * np.exp(-b * middle / width)), "b": float(b / width), "r2": float(r2)}
+    return out | {
+        "a": float(a * np.exp(-b * middle / width)),
+        "b": float(b / width),
+        "r2": float(r2),
+    }
 
 
 def clustered_mean(
@@ -182,7 +199,9 @@ def clustered_mean(
         Three arrays, (*points); error and degrees of freedom are NaN where fewer than two clusters have a value.
     """
     values = np.asarray(values, float)
-    names, member = np.unique(np.arange(values.shape[-1]) if clusters is None else clusters, return_inverse=True)
+    names, member = np.unique(
+        np.arange(values.shape[-1]) if clusters is None else clusters, return_inverse=True
+    )
     defined = np.isfinite(values)
     membership = (member[:, None] == np.arange(len(names))).astype(float)
     size = defined @ membership

@@ -17,7 +17,16 @@ from tracker.store import GIVE, Result, attribute_values, open_results
 
 DECLARED = {name: ("prompt", *dims) for name, dims in DIMS.items()}
 DECLARED |= {name: coordinate.dims for name, coordinate in COORDINATES.items() if coordinate.dims}
-LABELLED = ("k", "layer", "layer_other", "pair_token", "pair_token_other", "rank", "depth", "quantity")
+LABELLED = (
+    "k",
+    "layer",
+    "layer_other",
+    "pair_token",
+    "pair_token_other",
+    "rank",
+    "depth",
+    "quantity",
+)
 NEEDED = {dim: dim for dim in LABELLED} | {
     "prompt": "prompt_text",
     "pair_token_other": "pair_layer_other",
@@ -49,7 +58,9 @@ def opened(result: Result) -> xr.Dataset:
         if size == 0 and dim in COORDINATES and dim not in MAY_BE_EMPTY:
             raise UsageError(f"this selection has no {dim}; select one at least")
     dims = {str(name): _dims(result, str(name)) for name in result.variables if name in DECLARED}
-    changed = {name: declared for name, declared in dims.items() if result.variables[name].dims != declared}
+    changed = {
+        name: declared for name, declared in dims.items() if result.variables[name].dims != declared
+    }
     if not changed:
         return result
     added = {dim for declared in changed.values() for dim in declared if dim not in result.dims}
@@ -69,12 +80,16 @@ def with_steps(results: xr.Dataset, otherwise: float) -> xr.Dataset:
     return results.expand_dims("step" if "step" in results.coords else {"step": [otherwise]})
 
 
-def require_labels(results: xr.Dataset | xr.DataArray, dim: str, labels: Sequence[int], of: str) -> None:
+def require_labels(
+    results: xr.Dataset | xr.DataArray, dim: str, labels: Sequence[int], of: str
+) -> None:
     """Check that a part of results begins with these labels along a dimension, for what they are needed: `of`."""
     held = results.coords[dim].values.tolist()
     if held[: len(labels)] != list(labels):
         wanted = str(labels[0]) if len(labels) == 1 else f"{labels[0]} to {labels[-1]}"
-        raise UsageError(f"{of} needs {dim} {wanted}, and this part of the results has {join_names(held)}")
+        raise UsageError(
+            f"{of} needs {dim} {wanted}, and this part of the results has {join_names(held)}"
+        )
 
 
 def number_of_blocks(results: xr.Dataset) -> int:

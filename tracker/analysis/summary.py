@@ -32,7 +32,13 @@ from tracker.analysis.pairs import (
     is_one_module,
     where_counted,
 )
-from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, has_approximate_level, read_miscouplings, reduced
+from tracker.analysis.reduction import (
+    IN_SUMMARY,
+    PERCENTILES,
+    has_approximate_level,
+    read_miscouplings,
+    reduced,
+)
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
 from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError
@@ -41,7 +47,10 @@ from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import Result, Store, by_name, require_steps, short_name
 
-SHOWN = ("miscoupling", "offdiag_normalized")  # the first that was measured chooses the most coupled step and pair
+SHOWN = (
+    "miscoupling",
+    "offdiag_normalized",
+)  # the first that was measured chooses the most coupled step and pair
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
 ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
@@ -82,7 +91,9 @@ class Summary(pd.DataFrame):
         return self.to_html(float_format=lambda value: f"{value:z.3f}", na_rep="", border=0)
 
 
-def summary(results: Result | Mapping[str, Result] | Sequence[Result], k: int | None = None) -> Summary:
+def summary(
+    results: Result | Mapping[str, Result] | Sequence[Result], k: int | None = None
+) -> Summary:
     """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
 
     Args:
@@ -133,13 +144,21 @@ class _Result:
 def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
     k, name = _chosen(curve, k)
     steps = [int(step) for step in curve["step"].values]
-    coupling = curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values if name else [0.0] * len(steps)
+    coupling = (
+        curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values
+        if name
+        else [0.0] * len(steps)
+    )
     return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: curve.sel(step=steps))
 
 
 def _result(result: Result, k: int | None) -> _Result:
     """Read of each step what tells its coupling, and nothing more."""
-    return _of_dataset(opened(result), k) if isinstance(result, xr.Dataset) else _of_store(Store(result), k)
+    return (
+        _of_dataset(opened(result), k)
+        if isinstance(result, xr.Dataset)
+        else _of_store(Store(result), k)
+    )
 
 
 def _of_dataset(result: xr.Dataset, k: int | None) -> _Result:
@@ -150,7 +169,9 @@ def _of_dataset(result: xr.Dataset, k: int | None) -> _Result:
         points = curves(ds, [name]).sel(k=k, pairs="mean_offdiag")
         coupling = (points[f"{name}_null"] - points[name]).values.tolist()
     steps = ds["step"].values.astype(int).tolist()
-    return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(ds.sel(step=steps)))
+    return _Result(
+        dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(ds.sel(step=steps))
+    )
 
 
 def _of_store(store: Store, k: int | None) -> _Result:
@@ -158,7 +179,12 @@ def _of_store(store: Store, k: int | None) -> _Result:
     k, name = _chosen(store.read(steps[-1]), k)
     coupling: Sequence[float] = [0.0] * len(steps)
     if name:
-        points = read_miscouplings(store.path, [name]).isel(measure=0).mean("token").sel(k=k, pairs="mean_offdiag")
+        points = (
+            read_miscouplings(store.path, [name])
+            .isel(measure=0)
+            .mean("token")
+            .sel(k=k, pairs="mean_offdiag")
+        )
         coupling = (points["null"] - points["miscoupling"]).values.tolist()
     by_step = dict(zip(steps, coupling, strict=True))
     return _Result(by_step, k, lambda steps: reduced(store.curve(steps)), store.skipped())
@@ -173,7 +199,9 @@ def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
     name = next((name for name in SHOWN if name in ds or f"{name}_matrix" in ds), "")
     if not name:
         if not any(path in ds for path in IN_SUMMARY):
-            raise UsageError("the results hold no mis-couplings and no paths; measure 'coupling' or 'trajectory'")
+            raise UsageError(
+                "the results hold no mis-couplings and no paths; measure 'coupling' or 'trajectory'"
+            )
         return None, ""
     known = [int(other) for other in np.atleast_1d(ds["k"].values)]
     if k is not None and k not in known:
@@ -213,17 +241,30 @@ class _Cell:
         else:  # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
             ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
         answer = UNDEFINED_VALUE if np.isnan(self.value) else self.answer
-        return [self.value, self.null_level, coupling, *ends, "" if np.isnan(ends).any() else self.over, answer]
+        return [
+            self.value,
+            self.null_level,
+            coupling,
+            *ends,
+            "" if np.isnan(ends).any() else self.over,
+            answer,
+        ]
 
     @property
     def over(self) -> str:
         """What an interval is over, where there is one."""
-        return f"{self.kind}s" if self.clusters is None else f"{len(set(self.clusters))} clusters of {self.kind}s"
+        return (
+            f"{self.kind}s"
+            if self.clusters is None
+            else f"{len(set(self.clusters))} clusters of {self.kind}s"
+        )
 
     def quantile(self, share: float) -> float:
         """Return a quantile of the values; the least or the largest beyond their ends."""
         assert self.percentiles is not None
-        return float(np.interp(share, PERCENTILES, self.percentiles)) if np.isfinite(share) else np.nan
+        return (
+            float(np.interp(share, PERCENTILES, self.percentiles)) if np.isfinite(share) else np.nan
+        )
 
     def linear(self) -> np.ndarray:
         """Return a number of each prompt, whose mean has the error of the value: to first order for a median."""
@@ -231,14 +272,18 @@ class _Cell:
             return self.by_prompt
         _, error, _ = clustered_mean(self.by_prompt, self.clusters)
         half = min(max(float(error), 0.01), 0.5)  # a percentile at least
-        return -self.by_prompt * (self.quantile(0.5 + half) - self.quantile(0.5 - half)) / (2 * half)
+        return (
+            -self.by_prompt * (self.quantile(0.5 + half) - self.quantile(0.5 - half)) / (2 * half)
+        )
 
     def row_of_difference(self, other: "_Cell", paired: bool) -> Row:
         """Return the row of this value minus another; of differences of prompts if `paired`, else with Welch's interval."""
         if paired:
             _, error, df = clustered_mean(self.linear() - other.linear(), self.clusters)
         else:
-            _, errors, dfs = np.array([clustered_mean(of.linear(), of.clusters) for of in (self, other)]).T
+            _, errors, dfs = np.array(
+                [clustered_mean(of.linear(), of.clusters) for of in (self, other)]
+            ).T
             error, parts = np.hypot(*errors), (errors**4 / dfs).sum()
             df = (errors**2).sum() ** 2 / (parts if parts > 0 else 1)
         value, null_level = self.value - other.value, self.null_level - other.null_level
@@ -268,7 +313,9 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
-            by_prompt = none if approximate else at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
+            by_prompt = (
+                none if approximate else at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
+            )
             cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
@@ -333,7 +380,9 @@ def _of_steps(result: _Result) -> Summary:
         f"{step:,}" if several else "": _cells(unit, k, pair, len(steps) if step == chosen else 1)
         for step, unit in units.items()
     }
-    rows = {label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()}
+    rows = {
+        label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()
+    }
     title = _title(units[steps[-1]], k)
     if several:
         ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
@@ -358,13 +407,23 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     k = next(iter(ks.values()))
     units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
     first, *others = units
-    strongest = max(units, key=lambda name: np.nan_to_num(results[name].coupling[results[name].steps[-1]], nan=-np.inf))
+    strongest = max(
+        units,
+        key=lambda name: np.nan_to_num(
+            results[name].coupling[results[name].steps[-1]], nan=-np.inf
+        ),
+    )
     pair = _most_coupled(units[strongest], k)
-    columns = {name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()}
+    columns = {
+        name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()
+    }
     rows = {name: {at: cell.row() for at, cell in cells.items()} for name, cells in columns.items()}
     differ = differing_conventions(units)
     for name in others:
-        paired = "inputs_sha256" not in differ and units[name].sizes["prompt"] == units[first].sizes["prompt"]
+        paired = (
+            "inputs_sha256" not in differ
+            and units[name].sizes["prompt"] == units[first].sizes["prompt"]
+        )
         rows[f"{name} − {first}"] = {
             at: cell.row_of_difference(columns[first][at], paired)
             for at, cell in columns[name].items()
@@ -382,18 +441,34 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
 
 
 def _has(unit: xr.Dataset, pair: tuple[int, int] | None) -> bool:
-    return pair is not None and "layer" in unit.dims and set(pair) <= set(unit["layer"].values.tolist())
+    return (
+        pair is not None
+        and "layer" in unit.dims
+        and set(pair) <= set(unit["layer"].values.tolist())
+    )
 
 
-def _table(rows: Mapping[str, Mapping[tuple[str, str], Row]], label: str, title: str, notes: list[str]) -> Summary:
+def _table(
+    rows: Mapping[str, Mapping[tuple[str, str], Row]], label: str, title: str, notes: list[str]
+) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
-    index = [(*at, *([name] if label else [])) for at in order for name, cells in rows.items() if at in cells]
+    index = [
+        (*at, *([name] if label else []))
+        for at in order
+        for name, cells in rows.items()
+        if at in cells
+    ]
     values = [rows[name][at] for at in order for name, cells in rows.items() if at in cells]
     names = ["measure", "of", *([label] if label else [])]
     # Categories in their order of appearance make it a sorted index, of which a part can be selected.
-    levels = [pd.Categorical(level, categories=list(dict.fromkeys(level))) for level in zip(*index, strict=True)]
-    table = Summary(values, index=pd.MultiIndex.from_arrays(levels, names=names), columns=list(COLUMNS))
+    levels = [
+        pd.Categorical(level, categories=list(dict.fromkeys(level)))
+        for level in zip(*index, strict=True)
+    ]
+    table = Summary(
+        values, index=pd.MultiIndex.from_arrays(levels, names=names), columns=list(COLUMNS)
+    )
     table.attrs |= {"title": title, "notes": notes}
     return table
 
@@ -403,7 +478,9 @@ def _kind(unit: xr.Dataset) -> str:
 
 
 def _title(unit: xr.Dataset, k: int | None) -> str:
-    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], _kind(unit))}" + ("" if k is None else f", K = {k}")
+    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], _kind(unit))}" + (
+        "" if k is None else f", K = {k}"
+    )
 
 
 def _independent(unit: xr.Dataset) -> int:
@@ -423,7 +500,11 @@ def _of_intervals(units: Sequence[xr.Dataset]) -> str:
 
 
 def _of_coupling(
-    units: Sequence[xr.Dataset], columns: Mapping[str, Cells], k: int | None, pair: tuple[int, int] | None, where: str
+    units: Sequence[xr.Dataset],
+    columns: Mapping[str, Cells],
+    k: int | None,
+    pair: tuple[int, int] | None,
+    where: str,
 ) -> Iterator[str]:
     """Say which pair was chosen, what the answers are of, and where untrained blocks are not at the null level."""
     if k is None:
@@ -444,7 +525,9 @@ def _of_coupling(
             rest = " All pairs of the same two modules are one pair of it."
         elif not post_norm:
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
-        prompts = f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
+        prompts = (
+            f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
+        )
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
         rows = [cell.row() for cells in columns.values() for cell in cells.values()]
         if any(answer == f"not {ABOVE}" and float(low) > 0 for *_, low, _, _, answer in rows):
@@ -491,11 +574,18 @@ def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
     known = list(map(str, results.data_vars))
     if unknown := [name for name in names if name not in known]:
         alike = ", ".join(get_close_matches(unknown[0], known, n=3, cutoff=0))
-        raise UsageError(f"{unknown[0]!r} is not in the results; print(results) lists what is, such as {alike}")
+        raise UsageError(
+            f"{unknown[0]!r} is not in the results; print(results) lists what is, such as {alike}"
+        )
     dims = {name: sorted(map(str, results[name].dims)) for name in names}
     if len(set(map(tuple, dims.values()))) != 1:
-        listed = "; ".join(f"{name}: {', '.join(of_name)}" for name, of_name in dims.items()) or "none was given"
-        raise UsageError(f"variables of one table need the same dimensions ({listed}); make a table of each kind")
+        listed = (
+            "; ".join(f"{name}: {', '.join(of_name)}" for name, of_name in dims.items())
+            or "none was given"
+        )
+        raise UsageError(
+            f"variables of one table need the same dimensions ({listed}); make a table of each kind"
+        )
     values = results[names[0]]
     if values.size > ROWS:
         raise UsageError(
@@ -504,11 +594,17 @@ def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
     columns = {name: results[name] for name in names}
     if null:
         with_level = [name for name in names if name in BY_NAME and BY_NAME[name].null]
-        columns |= {f"{name}_null": null_level(results, name).astype(values.dtype) for name in with_level}
+        columns |= {
+            f"{name}_null": null_level(results, name).astype(values.dtype) for name in with_level
+        }
     measured = list(columns)
-    positions = {index: name for index, name in POSITIONS.items() if index in values.dims and name in results}
+    positions = {
+        index: name for index, name in POSITIONS.items() if index in values.dims and name in results
+    }
     for index, name in positions.items():
-        columns[f"{index}_position"] = results[name].rename(dict(zip(results[name].dims[-1:], [index], strict=True)))
+        columns[f"{index}_position"] = results[name].rename(
+            dict(zip(results[name].dims[-1:], [index], strict=True))
+        )
     parts = {name: values.reset_coords(drop=True) for name, values in columns.items()}
     order = [str(dim) for dim in results.sizes if dim in values.dims]
     table = xr.Dataset(parts).to_dataframe(order).dropna(how="all", subset=measured).reset_index()

@@ -49,7 +49,9 @@ def quartiles(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
     return quantiles(values, over, list(QUANTILES.values()), "statistic")
 
 
-def quantiles(values: xr.Variable, over: Iterable[str], levels: Sequence[float], dim: str) -> xr.Variable:
+def quantiles(
+    values: xr.Variable, over: Iterable[str], levels: Sequence[float], dim: str
+) -> xr.Variable:
     """Return quantiles over dimensions, along a new one, as `quartiles`."""
     rest, ordered, count = _ordered(values, tuple(over))
     at = ((count - 1)[..., None] * np.array(levels)).clip(0)
@@ -67,7 +69,9 @@ def over_pairs(matrices: xr.Variable, counted: xr.Variable) -> xr.Variable:
     Args:
         counted: the distances of pairs that count where l = l' does not (`tracker.analysis.pairs`).
     """
-    matrices, counted = (values.transpose(..., "layer", "layer_other") for values in (matrices, counted))
+    matrices, counted = (
+        values.transpose(..., "layer", "layer_other") for values in (matrices, counted)
+    )
     means = depth_means(torch.from_numpy(matrices.values), torch.from_numpy(counted.values))
     values = np.stack([means[pairs].numpy() for pairs in PAIRS], -1)
     return xr.Variable((*matrices.dims[:-2], "pairs"), values, matrices.attrs)
@@ -86,7 +90,9 @@ def coordinates(several: Iterable[xr.Variable], results: Labelled) -> dict[str, 
         for name, values in results.coords.variables.items()
         if all(sizes.get(dim) == size for dim, size in values.sizes.items())
     }
-    return fitting | {dim: xr.Variable(dim, list(labels)) for dim, labels in LABELS.items() if dim in sizes}
+    return fitting | {
+        dim: xr.Variable(dim, list(labels)) for dim, labels in LABELS.items() if dim in sizes
+    }
 
 
 def labelled(values: xr.Variable, results: Labelled) -> xr.DataArray:
@@ -99,7 +105,9 @@ def evenly_spaced(size: int, count: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, size - 1, min(count, size))})
 
 
-def _ordered(values: xr.Variable, over: tuple[str, ...]) -> tuple[list[str], np.ndarray, np.ndarray]:
+def _ordered(
+    values: xr.Variable, over: tuple[str, ...]
+) -> tuple[list[str], np.ndarray, np.ndarray]:
     """Return the remaining dimensions, the values along the others in ascending order, NaN last, and the number of values."""
     rest = [str(dim) for dim in values.dims if dim not in over]
     values = values.transpose(*rest, *over)

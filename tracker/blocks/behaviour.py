@@ -69,13 +69,15 @@ class Observed:
         if self.fault or not 1 < len(starts) < len(names) == len(self.mixed):
             return []
         boundaries = [*starts, f"output of {names[-1]}"]
-        contents = (
-            f"{len(starts)} blocks; each module that moves no information between tokens belongs to the one before it"
-        )
-        return [Proposal(repr(boundaries), boundaries, f"{boundaries[0]} to {boundaries[-1]}", contents)]
+        contents = f"{len(starts)} blocks; each module that moves no information between tokens belongs to the one before it"
+        return [
+            Proposal(repr(boundaries), boundaries, f"{boundaries[0]} to {boundaries[-1]}", contents)
+        ]
 
 
-def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch) -> Blocks:
+def choose_blocks(
+    model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch
+) -> Blocks:
     """Return the only chain of blocks that a forward pass shows. Call inside `preserve_global_state`.
 
     Args:
@@ -91,9 +93,13 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
     observed = _observe(new_replica(Blocks((), "")), runs, batch) if runs else []
     findings = [seen.finding() for seen in observed]
     chains = [seen for seen in observed if not seen.finding()]
-    chains = [seen for seen in chains if not any(set(seen.mixed) < set(other.mixed) for other in chains)]
+    chains = [
+        seen for seen in chains if not any(set(seen.mixed) < set(other.mixed) for other in chains)
+    ]
     if not chains:
-        raise nothing_found(model, runs, findings, [proposal for seen in observed for proposal in seen.pairs()])
+        raise nothing_found(
+            model, runs, findings, [proposal for seen in observed for proposal in seen.pairs()]
+        )
     if len(chains) > 1:
         raise BlocksNotFound(
             f"{len(chains)} lists of blocks found in {type(model).__name__} by a forward pass: the modules of each move "
@@ -107,7 +113,9 @@ def choose_blocks(model: nn.Module, new_replica: Callable[[Blocks], Replica], ba
     return replace(blocks, batch_first=all(TOKENS in axes for axes in seen.mixed.values()))
 
 
-def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch) -> Blocks:
+def confirm_blocks(
+    assumed: Blocks, model: nn.Module, new_replica: Callable[[Blocks], Replica], batch: Batch
+) -> Blocks:
     """Return the blocks assumed from the module tree, laid out as a forward pass shows. Arguments as in `choose_blocks`.
 
     Raises:
@@ -124,7 +132,9 @@ def confirm_blocks(assumed: Blocks, model: nn.Module, new_replica: Callable[[Blo
     return replace(assumed, batch_first=seen.batch_first)
 
 
-def confirm_list(assumed: Blocks, new_replica: Callable[[Blocks], Replica], batch: Batch) -> tuple[Blocks | None, str]:
+def confirm_list(
+    assumed: Blocks, new_replica: Callable[[Blocks], Replica], batch: Batch
+) -> tuple[Blocks | None, str]:
     """Return the modules of one list, of several classes, if a forward pass shows a chain of blocks; else None and why.
 
     Arguments as in `confirm_blocks`.
@@ -135,7 +145,9 @@ def confirm_list(assumed: Blocks, new_replica: Callable[[Blocks], Replica], batc
         return None, finding
     how = f"{assumed.found_by.removesuffix(CHECKED)}, which a forward pass shows to be a chain of blocks"
     batch_first = all(TOKENS in axes for axes in seen.mixed.values())
-    return replace(assumed, names=tuple(seen.mixed), found_by=how, batch_first=batch_first, assumed=("blocks",)), ""
+    return replace(
+        assumed, names=tuple(seen.mixed), found_by=how, batch_first=batch_first, assumed=("blocks",)
+    ), ""
 
 
 def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[Observed]:
@@ -147,7 +159,10 @@ def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[
         for seen in observed:
             for name in seen.run.names:
                 module = replica.module.get_submodule(name)
-                enter, leave = partial(observer.enter, name, seen), partial(observer.leave, name, seen)
+                enter, leave = (
+                    partial(observer.enter, name, seen),
+                    partial(observer.leave, name, seen),
+                )
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         replica.forward(batch.arguments, batch.keywords)
@@ -162,7 +177,9 @@ class _Observer:
         # By the run and name of a module, which may be in several: a copy of the state, as a module may work on it in place.
         self.given: dict[tuple[int, str], Tensor] = {}
 
-    def enter(self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def enter(
+        self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict
+    ) -> None:
         """Record the state that a module takes, and whether the module before it returned that."""
         if self.repeating or seen.fault:
             return
@@ -178,7 +195,9 @@ class _Observer:
         else:
             self.given[id(seen), name] = x.clone()
 
-    def leave(self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def leave(
+        self, name: str, seen: Observed, module: nn.Module, args: tuple, kwargs: dict, output: Any
+    ) -> None:
         """Record what a module returns, and along which axes it moves information."""
         x = None if self.repeating else self.given.pop((id(seen), name), None)
         if x is None:

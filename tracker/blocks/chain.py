@@ -51,7 +51,10 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     tried = _tried(replica, batch, reached - alike)
     adding = alike.union(tried)
     # The blocks' own class first, then what holds others rather than what is held, except Sequentials.
-    order = sorted(adding, key=lambda name: (name not in alike, type(modules[name]) is nn.Sequential, name.count(".")))
+    order = sorted(
+        adding,
+        key=lambda name: (name not in alike, type(modules[name]) is nn.Sequential, name.count(".")),
+    )
     before, after = _path(backward, first, order), _path(forward, last, order)
     if not before and not after:
         return
@@ -62,8 +65,13 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     names = [*reversed(before), *blocks.names, *after]
     whole = _proposal(replica.module, names)
     adds_to_it = f"{' and '.join(found)}, and adds to the state as a block does"
-    if not any(name in alike or tried[name] or name.rpartition(".")[0] in lists for name in (*before, *after)):
-        warn_caller(f"{adds_to_it}. It moves no information between tokens and is not measured; to include it:{whole}")
+    if not any(
+        name in alike or tried[name] or name.rpartition(".")[0] in lists
+        for name in (*before, *after)
+    ):
+        warn_caller(
+            f"{adds_to_it}. It moves no information between tokens and is not measured; to include it:{whole}"
+        )
         return
     raise BlocksNotFound(
         f"{blocks.names[0]} to {blocks.names[-1]} ({blocks.found_by}) are not the whole chain of blocks: {adds_to_it}.",
@@ -95,7 +103,9 @@ def _path(steps: Sequence[Step], state: Tensor, order: Sequence[str]) -> list[st
     names: list[str] = []
     while True:
         following = [
-            step for step in steps if step.name in order and step.name not in names and _equal(step.start, state)
+            step
+            for step in steps
+            if step.name in order and step.name not in names and _equal(step.start, state)
         ]
         if not following:
             return names
@@ -134,7 +144,8 @@ def _tried(replica: Replica, batch: Batch, names: set[str]) -> dict[str, bool]:
         # A projection that starts at zero hides what an untrained block does.
         replica.fill_zeros(part for module in modules.values() for part in module.modules())
         handles = [
-            module.register_forward_hook(partial(leave, name), with_kwargs=True) for name, module in modules.items()
+            module.register_forward_hook(partial(leave, name), with_kwargs=True)
+            for name, module in modules.items()
         ]
         replica.forward(first.arguments, first.keywords)
         for handle in handles:
@@ -145,7 +156,10 @@ def _tried(replica: Replica, batch: Batch, names: set[str]) -> dict[str, bool]:
 def _proposal(model: nn.Module, names: Sequence[str]) -> Proposal:
     """Return the `blocks=` argument for modules: their list, if they are all its modules."""
     container = names[0].rpartition(".")[0]
-    entries = [f"{container}.{name}".lstrip(".") for name, _ in model.get_submodule(container).named_children()]
+    entries = [
+        f"{container}.{name}".lstrip(".")
+        for name, _ in model.get_submodule(container).named_children()
+    ]
     classes = "/".join(dict.fromkeys(type(model.get_submodule(name)).__name__ for name in names))
     whole = container and entries == list(names)
     blocks = container if whole else list(names)

@@ -23,7 +23,9 @@ def require_class_token(replica: Replica, calls: Sequence[Batch]) -> None:
     for i, batch in enumerate(calls):
         reason = _why_no_class_token(batch, i, replica)
         if reason:
-            raise UsageError(f"tokens='cls', but {reason}; choose 'last', 'all' or indices such as [0]")
+            raise UsageError(
+                f"tokens='cls', but {reason}; choose 'last', 'all' or indices such as [0]"
+            )
         if batch.special.first is None:
             break  # what the model reads is the same in every call
 
@@ -31,7 +33,11 @@ def require_class_token(replica: Replica, calls: Sequence[Batch]) -> None:
 def _why_no_class_token(batch: Batch, i: int, replica: Replica) -> str:
     """Return why position 0 is not known to be a class token; "" if it is."""
     if batch.ids is not None and batch.special.first is not None:
-        valid = torch.ones_like(batch.ids) if batch.valid is None else batch.valid.to(batch.ids.device).int()
+        valid = (
+            torch.ones_like(batch.ids)
+            if batch.valid is None
+            else batch.valid.to(batch.ids.device).int()
+        )
         begins = batch.ids.gather(1, valid.argmax(1, keepdim=True)).flatten().tolist()
         other = next((b for b, token in enumerate(begins) if token != batch.special.first), None)
         if other is None:
@@ -56,7 +62,11 @@ def reads_first_position_alone(replica: Replica, batch: Batch) -> bool:
         return False
     first = batch.of_first_sample()
     plain, at_first, elsewhere = (
-        [value for value in floating_tensors(run_with_noise(replica, first, noise_at=at)) if value.dim() == 2]
+        [
+            value
+            for value in floating_tensors(run_with_noise(replica, first, noise_at=at))
+            if value.dim() == 2
+        ]
         for at in (None, slice(0, 1), slice(1, None))
     )
     return bool(plain) and differ(plain, at_first) and not differ(plain, elsewhere)

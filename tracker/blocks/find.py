@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from tracker.blocks.lists import candidate_runs, classes_of, mixed_run, nothing_found, outermost, top_level
+from tracker.blocks.lists import (
+    candidate_runs,
+    classes_of,
+    mixed_run,
+    nothing_found,
+    outermost,
+    top_level,
+)
 from tracker.blocks.towers import (
     ModuleRun,
     class_token_parameter,
@@ -28,7 +35,12 @@ from tracker.blocks.towers import (
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary, chain, read_fixed, read_spans
 from tracker.model.description import Blocks, Named
-from tracker.model.huggingface import declared_blocks, find_unembedding, in_text_tower, is_encoder_decoder
+from tracker.model.huggingface import (
+    declared_blocks,
+    find_unembedding,
+    in_text_tower,
+    is_encoder_decoder,
+)
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
 
@@ -67,14 +79,23 @@ def find_blocks(
     """
     if isinstance(blocks, Blocks):
         if fixed:
-            raise UsageError("blocks is a result of find_blocks; give `fixed` to the call that made it")
+            raise UsageError(
+                "blocks is a result of find_blocks; give `fixed` to the call that made it"
+            )
         return blocks
     check_model(model)
     tree = unwrap(model)
     runs = find_runs(tree)
-    spans = [(_named_boundary(model, start), _named_boundary(model, end)) for start, end in read_spans(blocks) or ()]
+    spans = [
+        (_named_boundary(model, start), _named_boundary(model, end))
+        for start, end in read_spans(blocks) or ()
+    ]
     if spans:
-        found = [boundary.module for span in spans for boundary in span], "boundaries named by the caller", ()
+        found = (
+            [boundary.module for span in spans for boundary in span],
+            "boundaries named by the caller",
+            (),
+        )
     elif blocks is not None:
         found = _named(model, tree, blocks), "named by the caller", ()  # type: ignore[arg-type]
     else:
@@ -90,7 +111,9 @@ def find_blocks(
     result = describe(tree, runs, *found)
     if spans:
         result = replace(result, batch_first=_is_batch_first(tree))
-        if "norm" in type(tree.get_submodule(names[-1])).__name__.lower():  # the last boundary may be its input
+        if (
+            "norm" in type(tree.get_submodule(names[-1])).__name__.lower()
+        ):  # the last boundary may be its input
             result = replace(result, final_norms=(names[-1], *result.final_norms))
     if final_norm is not None:
         result = replace(result, final_norms=(_name(model, final_norm),))
@@ -150,7 +173,9 @@ def recognised_blocks(tree: nn.Module, mixed_lists: bool = True) -> Blocks | Non
 
 
 def _is_batch_first(module: nn.Module) -> bool:
-    return all(part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention))
+    return all(
+        part.batch_first for part in module.modules() if isinstance(part, nn.MultiheadAttention)
+    )
 
 
 def check_model(model: Any) -> None:
@@ -171,9 +196,14 @@ def _named(model: nn.Module, tree: nn.Module, blocks: str | Sequence[str | nn.Mo
     """Return the names in `tree`, the model without wrappers, of the blocks that the caller names."""
     if isinstance(blocks, str):
         container = _name(model, blocks)
-        blocks = [f"{container}.{name}".lstrip(".") for name, _ in tree.get_submodule(container).named_children()]
+        blocks = [
+            f"{container}.{name}".lstrip(".")
+            for name, _ in tree.get_submodule(container).named_children()
+        ]
         if not blocks:
-            raise UsageError("the container named as `blocks` holds no modules; name the list that holds the blocks")
+            raise UsageError(
+                "the container named as `blocks` holds no modules; name the list that holds the blocks"
+            )
     # An nn.ModuleList is no Sequence.
     listed = list(blocks) if isinstance(blocks, Sized) and isinstance(blocks, Iterable) else [None]
     if not all(isinstance(block, (str, nn.Module)) for block in listed):
@@ -182,7 +212,9 @@ def _named(model: nn.Module, tree: nn.Module, blocks: str | Sequence[str | nn.Mo
             "of their names, the boundaries between blocks (['input of A', ..., 'output of Z']), or a result of find_blocks"
         )
     if len(blocks) == 0:
-        raise UsageError("`blocks` names no module; give the blocks in order of depth, or omit it to have them found")
+        raise UsageError(
+            "`blocks` names no module; give the blocks in order of depth, or omit it to have them found"
+        )
     known = names_by_id(model)
     names = []
     for block in blocks:
@@ -191,25 +223,35 @@ def _named(model: nn.Module, tree: nn.Module, blocks: str | Sequence[str | nn.Mo
         elif id(innermost(block)) in known:
             names.append(known[id(innermost(block))])
         else:
-            raise UsageError(f"a module named as a block ({type(block).__name__}) is not part of the model")
+            raise UsageError(
+                f"a module named as a block ({type(block).__name__}) is not part of the model"
+            )
     if len({id(tree.get_submodule(name)) for name in names}) < len(names):
-        raise UsageError("`blocks` names a module twice; name each once, in order of depth: repeated calls are found")
+        raise UsageError(
+            "`blocks` names a module twice; name each once, in order of depth: repeated calls are found"
+        )
     return names
 
 
 def _name(model: nn.Module, path: str) -> str:
     name = name_without_wrappers(model, path)
     if name is None:
-        raise UsageError(f"the model has no module named {path!r}; its parts are {top_level(unwrap(model))}")
+        raise UsageError(
+            f"the model has no module named {path!r}; its parts are {top_level(unwrap(model))}"
+        )
     return name
 
 
-Found = tuple[Sequence[str], str, tuple[str, ...]]  # the blocks' names, how they were found, and what was assumed
+Found = tuple[
+    Sequence[str], str, tuple[str, ...]
+]  # the blocks' names, how they were found, and what was assumed
 CHECKED = "; assumed, and checked when measuring"
 MIXED = ("blocks", "list")  # what is assumed of the modules of a list that are of several classes
 
 
-def _recognised(model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool = True) -> Found | None:
+def _recognised(
+    model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool = True
+) -> Found | None:
     """Return the declared blocks, or the list of blocks with attention; None if no config and no name of a module shows them.
 
     Args:
@@ -221,17 +263,24 @@ def _recognised(model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool =
         stages = [run for run in runs if nested(run, declared.names)]
         if not others and not stages:
             return declared.names, str(declared), ("chain",)
-        prefix = next(f"{name}." for name, module in model.named_modules() if module is declared.owner).lstrip(".")
+        prefix = next(
+            f"{name}." for name, module in model.named_modules() if module is declared.owner
+        ).lstrip(".")
         within = all(run.container.startswith(prefix) for run in others)
         if within and declared.tower:
             tower_class = type(model.get_submodule(declared.tower)).__name__
-            towers = ", ".join(dict.fromkeys(f"{run.tower or run.container} ({run.block_class})" for run in others))
+            towers = ", ".join(
+                dict.fromkeys(f"{run.tower or run.container} ({run.block_class})" for run in others)
+            )
             return (
                 declared.names,
                 f"the text tower {declared.tower} ({tower_class}), which {declared.role}; not {towers}",
                 ("blocks",),
             )
-        text = in_text_tower(model, declared.names[0]) or find_unembedding(model, declared.names[0]) is not None
+        text = (
+            in_text_tower(model, declared.names[0])
+            or find_unembedding(model, declared.names[0]) is not None
+        )
         if within and text and not is_encoder_decoder(declared.owner):
             return declared.names, str(declared), ("blocks",)
     trunks = [run for run in runs if not is_class_attention(run)]
@@ -250,7 +299,11 @@ def _recognised(model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool =
     number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
     lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
     paths = ", ".join(repr(run.container) for run in runs)
-    why = "they may be towers, stages or parts of one chain" if len(runs) > 1 else "its modules are of several classes"
+    why = (
+        "they may be towers, stages or parts of one chain"
+        if len(runs) > 1
+        else "its modules are of several classes"
+    )
     message = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
     raise BlocksNotFound(message, proposals(model, runs))
 

@@ -15,7 +15,14 @@ from itertools import groupby
 
 from torch import nn
 
-from tracker.blocks.towers import ModuleRun, find_runs, holds_attention, named_attention, nested, proposals
+from tracker.blocks.towers import (
+    ModuleRun,
+    find_runs,
+    holds_attention,
+    named_attention,
+    nested,
+    proposals,
+)
 from tracker.model.proposals import BlocksNotFound, Proposal
 from tracker.model.state_maps import has_matrices, may_be_block
 
@@ -34,7 +41,8 @@ def candidate_runs(model: nn.Module) -> list[ModuleRun]:
         run
         for name, module in model.named_modules()
         for run in (*_mixed_runs(name, module), *_runs_of(name, module))
-        if "/" not in run.block_class or any(has_matrices(model.get_submodule(entry)) for entry in run.names)
+        if "/" not in run.block_class
+        or any(has_matrices(model.get_submodule(entry)) for entry in run.names)
     ]
 
 
@@ -61,25 +69,38 @@ def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
     for may_be, group in groupby(children, lambda entry: may_be_block(entry[1])):
         stretch = list(group)
         counts = Counter(type(child) for _, child in stretch)
-        certain = [i for i, (_, child) in enumerate(stretch) if counts[type(child)] > 1 or holds_attention(child)]
+        certain = [
+            i
+            for i, (_, child) in enumerate(stretch)
+            if counts[type(child)] > 1 or holds_attention(child)
+        ]
         if may_be and certain and len(counts) > 1:
             chosen = stretch[certain[0] : certain[-1] + 1]
             classes = dict.fromkeys(type(child).__name__ for _, child in chosen)
-            names = {id(child): f"{prefix}{name}" for name, child in reversed(chosen)}  # one may be there several times
+            names = {
+                id(child): f"{prefix}{name}" for name, child in reversed(chosen)
+            }  # one may be there several times
             if len(classes) > 1:
                 ordered = tuple(dict.fromkeys(names[id(child)] for _, child in chosen))
-                yield ModuleRun(container, ordered, "/".join(classes), len(chosen) == len(children), len(chosen))
+                yield ModuleRun(
+                    container, ordered, "/".join(classes), len(chosen) == len(children), len(chosen)
+                )
 
 
 def outermost(runs: Sequence[ModuleRun]) -> list[ModuleRun]:
     """Return the runs that are not inside a module of another run, and no part of another one."""
     return [
-        run for run in runs if not any(nested(run, other.names) or set(run.names) < set(other.names) for other in runs)
+        run
+        for run in runs
+        if not any(nested(run, other.names) or set(run.names) < set(other.names) for other in runs)
     ]
 
 
 def nothing_found(
-    model: nn.Module, runs: Sequence[ModuleRun], findings: Sequence[str] | None = None, pairs: Sequence[Proposal] = ()
+    model: nn.Module,
+    runs: Sequence[ModuleRun],
+    findings: Sequence[str] | None = None,
+    pairs: Sequence[Proposal] = (),
 ) -> BlocksNotFound:
     """Return the error for a model without blocks: how they are recognised, which lists were seen, and what may be named.
 
@@ -89,9 +110,16 @@ def nothing_found(
         findings: for each candidate, why a forward pass showed that it is no chain of blocks.
         pairs: blocks that a forward pass suggests.
     """
-    seen = [] if runs else [f"The model has no list of such modules; its parts are {top_level(model)}."]
+    seen = (
+        []
+        if runs
+        else [f"The model has no list of such modules; its parts are {top_level(model)}."]
+    )
     if runs and findings is not None:
-        lines = "".join(f"\n  {run.where} ({run}): {finding}" for run, finding in zip(runs, findings, strict=True))
+        lines = "".join(
+            f"\n  {run.where} ({run}): {finding}"
+            for run, finding in zip(runs, findings, strict=True)
+        )
         seen.append(f"Its lists of modules are no blocks:{lines}")
     boundaries = propose_boundaries(model)
     if boundaries:
@@ -104,7 +132,9 @@ def nothing_found(
     single = [run for run in find_runs(model) if run.depth == 1]
     if single:
         seen.append("A list of one block with attention is measured if it is named.")
-    message = "\n".join([f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen])
+    message = "\n".join(
+        [f"no residual blocks found in {type(model).__name__}. {RECOGNISED}", *seen]
+    )
     listed = proposals(model, runs) if findings is None else pairs
     return BlocksNotFound(message, [*listed, *proposals(model, single), *boundaries])
 
@@ -120,7 +150,9 @@ def _runs_of(container: str, module: nn.Module) -> Iterator[ModuleRun]:
     yield from _run(container, stretch, children)
 
 
-def _follows(holder: nn.Module, before: str, first: nn.Module, name: str, second: nn.Module) -> bool:
+def _follows(
+    holder: nn.Module, before: str, first: nn.Module, name: str, second: nn.Module
+) -> bool:
     """Whether two children that were registered one after the other are of one class and in one list."""
     if type(first) is not type(second):
         return False
@@ -131,7 +163,9 @@ def _follows(holder: nn.Module, before: str, first: nn.Module, name: str, second
 
 
 def _run(
-    container: str, stretch: Sequence[tuple[str, nn.Module]], children: Sequence[tuple[str, nn.Module]]
+    container: str,
+    stretch: Sequence[tuple[str, nn.Module]],
+    children: Sequence[tuple[str, nn.Module]],
 ) -> Iterator[ModuleRun]:
     modules = [child for _, child in stretch]
     if (
@@ -141,9 +175,13 @@ def _run(
     ):
         return
     prefix = f"{container}." if container else ""
-    first = {id(child): name for name, child in reversed(stretch)}  # a module may be in a list several times
+    first = {
+        id(child): name for name, child in reversed(stretch)
+    }  # a module may be in a list several times
     names = tuple(f"{prefix}{name}" for name, child in stretch if first[id(child)] == name)
-    yield ModuleRun(container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch))
+    yield ModuleRun(
+        container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch)
+    )
 
 
 def propose_boundaries(model: nn.Module) -> list[Proposal]:
@@ -152,7 +190,9 @@ def propose_boundaries(model: nn.Module) -> list[Proposal]:
     It assumes that each block begins at the input of its first module, and that the last block ends at the input of the norm
     next to the list, or at the output of the module that contains the list. The measurement checks both.
     """
-    return [line for name, module in model.named_modules() if (line := _proposal(model, name, module))]
+    return [
+        line for name, module in model.named_modules() if (line := _proposal(model, name, module))
+    ]
 
 
 def _proposal(model: nn.Module, name: str, layers: nn.Module) -> Proposal | None:
@@ -160,12 +200,17 @@ def _proposal(model: nn.Module, name: str, layers: nn.Module) -> Proposal | None
         return None
     children = list(layers.children())
     classes = [tuple(type(part).__name__ for part in child.modules()) for child in children]
-    period = next(p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p))
+    period = next(
+        p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p)
+    )
     first = _first(children[0])
     if (
         period == len(classes)
         or first is None
-        or not (any(map(named_attention, sum(classes, ()))) or has_matrices(model.get_submodule(f"{name}.0.{first}")))
+        or not (
+            any(map(named_attention, sum(classes, ())))
+            or has_matrices(model.get_submodule(f"{name}.0.{first}"))
+        )
     ):
         return None
     holder, _, _ = name.rpartition(".")
@@ -189,7 +234,11 @@ def is_list_of_lists(layers: nn.Module) -> bool:
     """Whether a module is a list of two lists or more, which have no forward pass that would make each a block."""
     children = list(layers.children())
     plain = (nn.ModuleList, nn.Sequential)
-    return type(layers) is nn.ModuleList and len(children) > 1 and all(type(child) in plain for child in children)
+    return (
+        type(layers) is nn.ModuleList
+        and len(children) > 1
+        and all(type(child) in plain for child in children)
+    )
 
 
 def _first(module: nn.Module) -> str | None:
@@ -206,4 +255,7 @@ def _first(module: nn.Module) -> str | None:
 
 def top_level(model: nn.Module) -> str:
     """Name the model's own children, with their classes, for a message."""
-    return ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children()) or "none"
+    return (
+        ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
+        or "none"
+    )

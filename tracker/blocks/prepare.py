@@ -64,7 +64,10 @@ def prepare(
 
 
 def _find(
-    model: nn.Module, blocks: Named | Blocks | None, new_replica: Callable[[Blocks], Replica], batch: Batch
+    model: nn.Module,
+    blocks: Named | Blocks | None,
+    new_replica: Callable[[Blocks], Replica],
+    batch: Batch,
 ) -> Blocks:
     tree = unwrap(model)
     found = recognised_blocks(tree) if blocks is None else find_blocks(model, blocks)
@@ -79,4 +82,6 @@ def _find(
         found = recognised_blocks(tree, mixed_lists=False)
     if found is None:
         return choose_blocks(tree, new_replica, batch)
-    return confirm_blocks(found, tree, new_replica, batch) if "attention" in found.assumed else found
+    return (
+        confirm_blocks(found, tree, new_replica, batch) if "attention" in found.assumed else found
+    )

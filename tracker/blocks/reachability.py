@@ -14,7 +14,13 @@ from torch import Tensor, nn
 
 from tracker.blocks.towers import find_runs, proposals, related
 from tracker.common.errors import UsageError
-from tracker.model.hidden_state import bind_arguments, floating_tensors, hidden_state, named_values, with_hidden_state
+from tracker.model.hidden_state import (
+    bind_arguments,
+    floating_tensors,
+    hidden_state,
+    named_values,
+    with_hidden_state,
+)
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.random_numbers import noise_like
@@ -72,14 +78,19 @@ def _check_class_token_position(replica: Replica, batch: Batch, token: int) -> N
     """Raise UsageError if the class token's parameter does not enter the first block at this position, and there alone."""
     parameter = replica.description.class_token_parameter
     before, after = (
-        run_with_noise(replica, batch, noisy_parameter=name, until_first_block=True) for name in (None, parameter)
+        run_with_noise(replica, batch, noisy_parameter=name, until_first_block=True)
+        for name in (None, parameter)
     )
     changed = (before != after).any(-1).any(0).nonzero().squeeze(-1).tolist()
     if changed != [token]:
         where = "at no position" if not changed else f"at position {', '.join(map(str, changed))}"
         raise UsageError(
             f"the class token {parameter} enters the first block {where}, not at {token} alone. {REMEDY}"
-            + (f"; or blocks=find_blocks(model, class_token={changed[0]})" if len(changed) == 1 else "")
+            + (
+                f"; or blocks=find_blocks(model, class_token={changed[0]})"
+                if len(changed) == 1
+                else ""
+            )
         )
 
 

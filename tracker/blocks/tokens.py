@@ -32,10 +32,14 @@ def chosen_positions(
         return [at[-1:] for at in words], LAST_WORD
     stated = tokens if isinstance(tokens, str) else ", ".join(map(str, tokens))
     class_token = recording.calls[0].replica.description.class_token
-    return [positions(tokens, at, class_token) for at in valid], "last" if stated == "-1" else stated
+    return [
+        positions(tokens, at, class_token) for at in valid
+    ], "last" if stated == "-1" else stated
 
 
-def _without_special_ends(call: BlockCall, batch: Batch, valid: Sequence[list[int]]) -> list[list[int]] | None:
+def _without_special_ends(
+    call: BlockCall, batch: Batch, valid: Sequence[list[int]]
+) -> list[list[int]] | None:
     """Return the positions without special tokens at the end; None if there are none, or if the first block is causal.
 
     A sample of special tokens alone keeps them.
@@ -48,7 +52,9 @@ def _without_special_ends(call: BlockCall, batch: Batch, valid: Sequence[list[in
         content = [place for place, t in enumerate(at, 1) if row[t] not in batch.special.ends]
         words.append(at[: content[-1]] if content else list(at))
     shortened = [
-        (b, len(inner)) for b, (inner, at) in enumerate(zip(words, valid, strict=True)) if len(inner) < len(at)
+        (b, len(inner))
+        for b, (inner, at) in enumerate(zip(words, valid, strict=True))
+        if len(inner) < len(at)
     ]
     if not shortened:
         return None
@@ -92,8 +98,12 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
         return [valid[class_token]]
     indices = whole_numbers(tokens)
     if not indices:
-        raise UsageError(f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]")
+        raise UsageError(
+            f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]"
+        )
     outside = [t for t in indices if not -n <= t < n]
     if outside:
-        raise UsageError(f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}")
+        raise UsageError(
+            f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}"
+        )
     return [valid[t] for t in indices]

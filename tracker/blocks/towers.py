@@ -27,14 +27,26 @@ class ModuleRun:
     tower_class: str = ""
 
     def __str__(self) -> str:
-        where = f" in {self.tower} ({self.tower_class})" if self.tower and self.tower != self.container else ""
-        number = f"{self.depth} x " if self.depth == len(self.names) else f"{self.depth} times {len(self.names)} x "
+        where = (
+            f" in {self.tower} ({self.tower_class})"
+            if self.tower and self.tower != self.container
+            else ""
+        )
+        number = (
+            f"{self.depth} x "
+            if self.depth == len(self.names)
+            else f"{self.depth} times {len(self.names)} x "
+        )
         return f"{number}{self.block_class}{where}"
 
     @property
     def where(self) -> str:
         """The container, or the first and the last module if they do not fill it."""
-        return self.container if self.fills_container and self.container else f"{self.names[0]} to {self.names[-1]}"
+        return (
+            self.container
+            if self.fills_container and self.container
+            else f"{self.names[0]} to {self.names[-1]}"
+        )
 
     @property
     def proposal(self) -> Proposal:
@@ -85,9 +97,15 @@ def proposals(model: nn.Module, runs: Sequence[ModuleRun]) -> list[Proposal]:
     """Return the `blocks=` argument of each run, after that of all as one chain, if they are the entries of one list."""
     holder = runs[0].container.rpartition(".")[0] if runs else ""
     alike = len({run.container for run in runs}) > 1 and len({run.block_class for run in runs}) == 1
-    entries = all(run.container.rpartition(".")[0] == holder and run.fills_container for run in runs)
+    entries = all(
+        run.container.rpartition(".")[0] == holder and run.fills_container for run in runs
+    )
     joined = []
-    if alike and entries and isinstance(model.get_submodule(holder), (nn.ModuleList, nn.Sequential)):
+    if (
+        alike
+        and entries
+        and isinstance(model.get_submodule(holder), (nn.ModuleList, nn.Sequential))
+    ):
         names = [name for run in runs for name in run.names]
         description = f"{len(names)} x {runs[0].block_class} in {holder or 'the model'}"
         joined = [Proposal(repr(names), names, f"{names[0]} to {names[-1]}", description)]
@@ -99,10 +117,19 @@ def is_class_attention(run: ModuleRun) -> bool:
     return re.search(r"class_?(attn|attention|block)", run.block_class.lower()) is not None
 
 
-_CLASS_TOKENS = {"cls_token", "class_token", "class_embedding", "cls_embed", "cls_embedding", "classification_token"}
+_CLASS_TOKENS = {
+    "cls_token",
+    "class_token",
+    "class_embedding",
+    "cls_embed",
+    "cls_embedding",
+    "classification_token",
+}
 
 
-def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRun]) -> str | None:
+def class_token_parameter(
+    model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRun]
+) -> str | None:
     """Return the class token's parameter in these blocks' tower; None if the tower has none, or pools over the patches.
 
     A measurement checks that the token comes first and reaches the output (`tracker.blocks.reachability`).
@@ -111,17 +138,23 @@ def class_token_parameter(model: nn.Module, names: Sequence[str], runs: Sequence
     tower = model.get_submodule(path)
     # Only modules that contain the blocks: a convolutional stem next to them has its own pooling.
     holders = names[0].split(".")[:-1]
-    for part in (model.get_submodule(".".join(holders[:depth])) for depth in range(len(holders) + 1)):
+    for part in (
+        model.get_submodule(".".join(holders[:depth])) for depth in range(len(holders) + 1)
+    ):
         if getattr(part, "global_pool", "token") not in ("token", ""):  # timm
             return None
         if getattr(part, "pool", None) == "mean":  # vit-pytorch
             return None
-        if getattr(getattr(part, "config", None), "use_mean_pooling", False):  # BEiT and its descendants
+        if getattr(
+            getattr(part, "config", None), "use_mean_pooling", False
+        ):  # BEiT and its descendants
             return None
     for name, part in tower.named_modules():
         # An attention pool has a query of such a name, which is not one of the blocks' tokens.
         if not named_attention(type(part).__name__):
-            for token in _CLASS_TOKENS & {key for key, value in part._parameters.items() if value is not None}:
+            for token in _CLASS_TOKENS & {
+                key for key, value in part._parameters.items() if value is not None
+            }:
                 return _join(_join(path, name) if name else path, token)
     return None
 
@@ -140,7 +173,11 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRu
         holder = model.get_submodule(path)
         children = list(holder._modules)
         at = children.index(parts[depth])
-        rivals = [i for i, child in enumerate(children) if any(_inside(o, _join(path, child)) for o in others)]
+        rivals = [
+            i
+            for i, child in enumerate(children)
+            if any(_inside(o, _join(path, child)) for o in others)
+        ]
         after = children[at + 1 : min((i for i in rivals if i > at), default=len(children))]
         for child in after if rivals else after + children[:at]:
             name = _join(path, child)
@@ -149,36 +186,59 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRu
     return norms
 
 
-def _stretches(container: str, modules: dict[str, nn.Module], attending: set[str]) -> Iterator[ModuleRun]:
+def _stretches(
+    container: str, modules: dict[str, nn.Module], attending: set[str]
+) -> Iterator[ModuleRun]:
     if not isinstance(modules[container], (nn.ModuleList, nn.Sequential)):
         return
     entries = [child for child in modules[container]._modules.values() if child is not None]
     children = [_join(container, child) for child, _ in modules[container].named_children()]
     stretch: list[str] = []
     for name in [*children, None]:
-        if name is not None and name in attending and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
+        if (
+            name is not None
+            and name in attending
+            and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
+        ):
             stretch.append(name)
         elif stretch:
             block_classes = dict.fromkeys(type(modules[element]).__name__ for element in stretch)
             depth = sum(any(entry is modules[name] for name in stretch) for entry in entries)
-            yield ModuleRun(container, tuple(stretch), "/".join(block_classes), stretch == children, depth)
+            yield ModuleRun(
+                container, tuple(stretch), "/".join(block_classes), stretch == children, depth
+            )
             stretch = []
 
 
 def _resolved(
-    run: ModuleRun, candidates: Sequence[ModuleRun], modules: dict[str, nn.Module], attention: Sequence[str]
+    run: ModuleRun,
+    candidates: Sequence[ModuleRun],
+    modules: dict[str, nn.Module],
+    attention: Sequence[str],
 ) -> list[ModuleRun]:
     """Return the run, or the runs inside it if its modules are stages; nothing if it is a single module that is no block."""
     within = [other for other in candidates if other is not run and nested(other, run.names)]
     direct = [
-        other for other in within if not any(nested(other, third.names) for third in within if third is not other)
+        other
+        for other in within
+        if not any(nested(other, third.names) for third in within if third is not other)
     ]
     inner = [r for other in direct for r in _resolved(other, candidates, modules, attention)]
-    if run.depth > 1:  # a block may contain a list of attentions: heads, or self- and cross-attention
-        inner = [other for other in inner if all(_is_block(name, modules, attention) for name in other.names)]
+    if (
+        run.depth > 1
+    ):  # a block may contain a list of attentions: heads, or self- and cross-attention
+        inner = [
+            other
+            for other in inner
+            if all(_is_block(name, modules, attention) for name in other.names)
+        ]
     if any(other.depth > 1 for other in inner):
         return inner
-    return [run] if run.depth > 1 or all(_is_block(name, modules, attention) for name in run.names) else []
+    return (
+        [run]
+        if run.depth > 1 or all(_is_block(name, modules, attention) for name in run.names)
+        else []
+    )
 
 
 def _is_block(name: str, modules: dict[str, nn.Module], attention: Sequence[str]) -> bool:
@@ -210,7 +270,9 @@ def named_attention(class_name: str) -> bool:
     return "attention" in class_name.lower() or "attn" in class_name.lower()
 
 
-def _with_tower(run: ModuleRun, runs: Sequence[ModuleRun], modules: dict[str, nn.Module]) -> ModuleRun:
+def _with_tower(
+    run: ModuleRun, runs: Sequence[ModuleRun], modules: dict[str, nn.Module]
+) -> ModuleRun:
     tower = tower_of(run.names, runs)
     return replace(run, tower=tower, tower_class=type(modules[tower]).__name__)
 

@@ -17,7 +17,10 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
 
 # Modules whose lines tell the user of a command nothing.
-OWN = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("checkpoints", "tracker", "vit"))
+OWN = tuple(
+    f"{Path(__file__).parents[2] / package}{os.sep}"
+    for package in ("checkpoints", "tracker", "vit")
+)
 
 P = ParamSpec("P")
 
@@ -58,7 +61,9 @@ def reports_errors(
     def decorate(command: Callable[P, int]) -> Callable[P, int]:
         @wraps(command)
         def guarded(*arguments: P.args, **keywords: P.kwargs) -> int:
-            if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: names of files may hold anything
+            if isinstance(
+                sys.stdout, io.TextIOWrapper
+            ):  # as standard error: names of files may hold anything
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 with _brief_warnings():
@@ -95,12 +100,18 @@ def _brief_warnings() -> Iterator[None]:
     """
     before, printed = warnings.showwarning, set()
 
-    def show(message: Warning | str, category: type[Warning], filename: str, *where: Any, **options: Any) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], filename: str, *where: Any, **options: Any
+    ) -> None:
         if category not in (UserWarning, Note) or not filename.startswith(OWN):
             before(message, category, filename, *where, **options)
         elif str(message) not in printed:
             printed.add(str(message))
-            print(f"{'note' if category is Note else 'warning'}: {message}", file=sys.stderr, flush=True)
+            print(
+                f"{'note' if category is Note else 'warning'}: {message}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     warnings.showwarning = show
     try:

@@ -104,8 +104,20 @@ def require_own(package: str) -> None:
 WITHIN = str(Path(__file__).parents[1]) + "/"
 COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
 # contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
-LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")  # begin the names of its modules
-FRAMEWORKS = (*LIGHTNING, "transformers.", "accelerate.", "torch.", "contextlib.", "jaxtyping.", "beartype.")
+LIGHTNING = (
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
+)  # begin the names of its modules
+FRAMEWORKS = (
+    *LIGHTNING,
+    "transformers.",
+    "accelerate.",
+    "torch.",
+    "contextlib.",
+    "jaxtyping.",
+    "beartype.",
+)
 
 
 class Note(UserWarning):
@@ -118,7 +130,9 @@ def warn_caller(message: str, category: type[UserWarning] = UserWarning) -> None
     Python shows the same warning once for each such line, so a training run that measures often warns once.
     """
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_internal(frame.f_code.co_filename, frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and _is_internal(
+        frame.f_code.co_filename, frame.f_globals.get("__name__", "")
+    ):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 

@@ -24,15 +24,28 @@ from typing import Any, TypeVar
 
 Content = TypeVar("Content", bound=dict[str, Any] | list[Any])
 
-UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)  # a file system without locks
+UNSUPPORTED = (
+    errno.ENOLCK,
+    errno.ENOTSUP,
+    errno.ENOSYS,
+    errno.EINVAL,
+)  # a file system without locks
 NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)  # a file system that syncs no directories, such as SMB
-TEMPORARY = re.compile(r"\.(?P<name>.+)\.\d+-\d+-[0-9a-f]{16}\.tmp")  # the temporary files of `write_atomic`
-ABANDONED = 24 * 3600.0  # seconds without a write after which a temporary file is stale, where locks can't tell
+TEMPORARY = re.compile(
+    r"\.(?P<name>.+)\.\d+-\d+-[0-9a-f]{16}\.tmp"
+)  # the temporary files of `write_atomic`
+ABANDONED = (
+    24 * 3600.0
+)  # seconds without a write after which a temporary file is stale, where locks can't tell
 
 
 def cache_root() -> Path:
     """Return the directory of files that this package can recreate; the variable `TRACKER_CACHE` overrides it."""
-    root = os.environ.get("TRACKER_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = (
+        os.environ.get("TRACKER_CACHE")
+        or os.environ.get("XDG_CACHE_HOME")
+        or Path.home() / ".cache"
+    )
     return Path(root) / "block-coupling-tracker"
 
 
@@ -81,7 +94,9 @@ def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | No
     temporary = file.with_name(f".{file.name}.{writer}.tmp")
     try:
         with open(temporary, "xb") as handle, naming(file):
-            _flock(handle.fileno(), fcntl.LOCK_EX)  # until it is closed: others must not remove a file being written
+            _flock(
+                handle.fileno(), fcntl.LOCK_EX
+            )  # until it is closed: others must not remove a file being written
             handle.writelines(parts)
             handle.flush()
             os.fsync(handle.fileno())
@@ -143,19 +158,27 @@ def read_json(file: Path, kind: type[Content]) -> Content:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); remove it") from error
     if not isinstance(content, kind):
-        raise ValueError(f"{file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}; remove it")
+        raise ValueError(
+            f"{file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}; remove it"
+        )
     return content
 
 
-def require_same_settings(directory: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+def require_same_settings(
+    directory: Path, stored: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
     """Check that a directory is continued with the settings stored in it.
 
     Raises:
         ValueError: if some differ; the message names each.
     """
     settings = json.loads(json.dumps(settings))  # tuples become lists, as in the stored settings
-    names = sorted(name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name))
-    if changes := "; ".join(f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in names):
+    names = sorted(
+        name for name in settings.keys() | stored.keys() if settings.get(name) != stored.get(name)
+    )
+    if changes := "; ".join(
+        f"{name} was {stored.get(name)!r}, now {settings.get(name)!r}" for name in names
+    ):
         raise ValueError(
             f"{directory} holds results of other settings ({changes}); results are never mixed: choose another directory, or "
             "the settings it was written with"
@@ -259,4 +282,8 @@ def hash_file(file: Path) -> str:
 def visible(directory: Path) -> list[Path]:
     """List the files in a directory and below, without hidden ones, such as copies that other walks make."""
     below = sorted(path for path in directory.rglob("*") if path.is_file())
-    return [file for file in below if not any(part.startswith(".") for part in file.relative_to(directory).parts)]
+    return [
+        file
+        for file in below
+        if not any(part.startswith(".") for part in file.relative_to(directory).parts)
+    ]

@@ -56,24 +56,32 @@ class Parser(ArgumentParser):
         arranged.append(self._optionals)
         self._optionals.title = "others"
         self._action_groups = arranged
-        required = [f"--{action.dest} {action.dest.upper()}" for action in self._actions if action.required]
+        required = [
+            f"--{action.dest} {action.dest.upper()}" for action in self._actions if action.required
+        ]
         self.usage = " ".join(["%(prog)s", *required, "[flags]"])
 
     def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Any:
         """Read a command line."""
-        return super().parse_args(_with_underscores(sys.argv[1:] if args is None else args), *more, **options)
+        return super().parse_args(
+            _with_underscores(sys.argv[1:] if args is None else args), *more, **options
+        )
 
     def error(self, message: str, ex: Any = None) -> NoReturn:
         """Print a message and leave with status USAGE."""
         message = re.sub(
-            r"^(?:argument (--\w+): |Parser key \"(\w+)\":\s+)", lambda m: f"{m[1] or '--' + m[2]} ", message
+            r"^(?:argument (--\w+): |Parser key \"(\w+)\":\s+)",
+            lambda m: f"{m[1] or '--' + m[2]} ",
+            message,
         )
         message = re.sub(
             r"Expected a typing\.Literal\[(.*?)\]\. Got value: (\S*)",
             lambda m: f"{m[2]}; choose from {m[1].replace(chr(39), '')}",
             message,
         )
-        message = re.sub(r"Expected a <class 'bool'>\. Got value: (\S*)", r"\1; choose from true, false", message)
+        message = re.sub(
+            r"Expected a <class 'bool'>\. Got value: (\S*)", r"\1; choose from true, false", message
+        )
         message = re.sub(  # of a number that may be left out, after what else was tried
             r"(?:Does not validate.*)?Expected (?:a )?<class '(int|float)'>.*(?:Got|Given) value: (.*)",
             lambda m: f"{m[2]}; give {NUMBERS[m[1]]}",
@@ -84,15 +92,23 @@ class Parser(ArgumentParser):
         flags = [name for name in self._option_string_actions if name.startswith("--")]
         message = re.sub(
             r"(?<=arguments are required: ).*",
-            lambda m: ", ".join(f"--{name}" if f"--{name}" in flags else name for name in m[0].split(", ")),
+            lambda m: ", ".join(
+                f"--{name}" if f"--{name}" in flags else name for name in m[0].split(", ")
+            ),
             message,
         )
         if message.startswith("unrecognized arguments: "):
-            close = [name for one in re.findall(r"--[\w]+", message) for name in get_close_matches(one, flags, 1)]
+            close = [
+                name
+                for one in re.findall(r"--[\w]+", message)
+                for name in get_close_matches(one, flags, 1)
+            ]
             message += f"; did you mean {' or '.join(close)}?" if close else ""
             expanded = any(Path(word).exists() for word in message.split())
             message += (
-                "; a pattern of files stands in quotes, or the shell replaces it by their names" if expanded else ""
+                "; a pattern of files stands in quotes, or the shell replaces it by their names"
+                if expanded
+                else ""
             )
         self.exit(USAGE, f"error: {message}\n({self.prog} --help lists the options)\n")
 
@@ -100,7 +116,10 @@ class Parser(ArgumentParser):
 def _with_underscores(arguments: Sequence[str]) -> list[str]:
     """Write underscores for hyphens in the names of flags, up to an argument `--`."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    flags = (re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), one) for one in arguments[:end])
+    flags = (
+        re.sub(r"^--[^=]+", lambda m: "--" + m[0][2:].replace("-", "_"), one)
+        for one in arguments[:end]
+    )
     return [*flags, *arguments[end:]]
 
 

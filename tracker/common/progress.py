@@ -57,12 +57,16 @@ def progress_bar(shown: bool | None) -> Iterator[Progress]:
 def is_interactive() -> bool:
     """Whether a person sees the output: standard error is a terminal, or a notebook shows it."""
     stream = sys.stderr
-    return stream is not None and (stream.isatty() or type(stream).__module__.startswith("ipykernel"))
+    return stream is not None and (
+        stream.isatty() or type(stream).__module__.startswith("ipykernel")
+    )
 
 
 def _rank() -> int:
     import torch
 
     return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+        torch.distributed.get_rank()
+        if torch.distributed.is_available() and torch.distributed.is_initialized()
+        else 0
     )

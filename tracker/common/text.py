@@ -6,7 +6,9 @@ from textwrap import wrap
 
 WIDTH = 80  # columns of the printed text
 LABEL = 12
-NUMBERS = re.compile(r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?")  # commits, and numbers that differ between steps
+NUMBERS = re.compile(
+    r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?"
+)  # commits, and numbers that differ between steps
 
 
 def counted(number: int, noun: str) -> str:
@@ -97,7 +99,11 @@ def duration(seconds: float) -> str:
     if seconds < 0.1:
         return f"{seconds:.2f} s"
     value, unit = (
-        (seconds / 3600, "h") if seconds >= 3600 else (seconds / 60, "min") if seconds >= 100 else (seconds, "s")
+        (seconds / 3600, "h")
+        if seconds >= 3600
+        else (seconds / 60, "min")
+        if seconds >= 100
+        else (seconds, "s")
     )
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
 
@@ -112,9 +118,7 @@ def size(bytes: int) -> str:
 
 
 UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
-ZERO_RATE = (
-    "steps 0 and 1 hold the same weights: a warm-up that starts at learning rate zero leaves the weights unchanged"
-)
+ZERO_RATE = "steps 0 and 1 hold the same weights: a warm-up that starts at learning rate zero leaves the weights unchanged"
 
 
 def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:

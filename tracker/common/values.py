@@ -16,7 +16,9 @@ from typing import Any, Literal
 
 FinalNorm = Literal["auto", "include", "exclude"]
 Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
-Precision = Literal["float32", "tf32", "bfloat16"]  # of the products that Jacobians in float32 are made of
+Precision = Literal[
+    "float32", "tf32", "bfloat16"
+]  # of the products that Jacobians in float32 are made of
 Dtype = Literal["float32", "float64"]
 Witness = Literal["model", "off"]  # whether the caller's model itself is asked about its blocks
 # Whether J is compared with differences of values; with "values", J is their derivative: `detach` has no effect.
@@ -89,7 +91,9 @@ def _numbers(value: Any) -> list[int]:
 def _integers(value: Any) -> list[int]:
     if numbers := _numbers(value):
         return numbers
-    raise ValueTypeError(f"{value!r}; give whole numbers with commas between them (in Python, one or a list)")
+    raise ValueTypeError(
+        f"{value!r}; give whole numbers with commas between them (in Python, one or a list)"
+    )
 
 
 def _integer(value: Any) -> int:
@@ -104,7 +108,9 @@ def _count_or_integers(value: Any) -> int | list[int]:
     if len(numbers) > 1 or not isinstance(value, (Integral, str)):
         return numbers
     if numbers[0] < 2:
-        raise ValueTypeError(f"{value!r}; give a number of tokens, at least 2, or a list of positions")
+        raise ValueTypeError(
+            f"{value!r}; give a number of tokens, at least 2, or a list of positions"
+        )
     return numbers[0]
 
 
@@ -113,13 +119,17 @@ def _tokens(value: Any) -> str | list[int]:
         return value
     if numbers := _numbers(value):
         return numbers
-    raise ValueTypeError(f"{value!r}; give last, cls, all or positions such as 0,-1 (in Python, also a list)")
+    raise ValueTypeError(
+        f"{value!r}; give last, cls, all or positions such as 0,-1 (in Python, also a list)"
+    )
 
 
 def _byte_size(value: Any) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|KB|MB|GB|TB)?", str(value).strip(), re.IGNORECASE)
     if match is None:
-        raise ValueTypeError(f"{value!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB")
+        raise ValueTypeError(
+            f"{value!r}; give a number with a unit, such as 60GB (10^9 bytes) or 500MB"
+        )
     return round(float(match[1]) * 1000 ** UNITS.index((match[2] or "B").upper()))
 
 

@@ -39,21 +39,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "them, and those of the paper that are not drawn",
     )
     parser.add_argument(
-        "results", type=Path, nargs="*", help="directories written by walks (--out) or training runs (save_dir)"
+        "results",
+        type=Path,
+        nargs="*",
+        help="directories written by walks (--out) or training runs (save_dir)",
     )
-    parser.add_argument("--out", type=Path, default=Path("."), help="directory for NAME.pdf, NAME.png and NAME.csv")
     parser.add_argument(
-        "--k", type=int, help="number of singular vectors K; default: the smallest that all results have"
+        "--out", type=Path, default=Path("."), help="directory for NAME.pdf, NAME.png and NAME.csv"
     )
-    parser.add_argument("--measure", type=str, help="of curves, heatmap and 1b: the measure of pairs of blocks")
-    parser.add_argument("--step", type=int, help="the training step of heatmap, or the one that curves and 1b mark")
+    parser.add_argument(
+        "--k",
+        type=int,
+        help="number of singular vectors K; default: the smallest that all results have",
+    )
+    parser.add_argument(
+        "--measure", type=str, help="of curves, heatmap and 1b: the measure of pairs of blocks"
+    )
+    parser.add_argument(
+        "--step", type=int, help="the training step of heatmap, or the one that curves and 1b mark"
+    )
     parser.add_argument(
         "--layers",
         type=INTEGERS,
         help="blocks that 3, 28 and 29 show, such as 9-16, or the one of 4, 18, 19",
     )
     parser.add_argument(
-        "--axis", type=Axis, default="auto", help="scale of training steps; auto: linear if evenly spaced"
+        "--axis",
+        type=Axis,
+        default="auto",
+        help="scale of training steps; auto: linear if evenly spaced",
     )
     parser.add_argument(
         "--convention",
@@ -64,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    names = _named(parsed.name, bool(parsed.results))  # before the results are opened, which takes long
+    names = _named(
+        parsed.name, bool(parsed.results)
+    )  # before the results are opened, which takes long
     results = assign_clusters(_open(parsed.results), parsed.clusters)
     _run(parsed, names, results)
     return OK
@@ -72,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
     names = distinct_names(directories)
-    return {name: open_results(directory) for name, directory in zip(names, directories, strict=True)}
+    return {
+        name: open_results(directory) for name, directory in zip(names, directories, strict=True)
+    }
 
 
 def _named(name: str, has_results: bool) -> list[str]:
@@ -104,7 +122,9 @@ def _run(parsed: Namespace, wanted: Sequence[str], results: Results) -> None:
         except UsageError as error:
             if not every:
                 raise
-            lacking.setdefault(str(error).removeprefix(f"figure {figure} can't be drawn: "), []).append(figure)
+            lacking.setdefault(
+                str(error).removeprefix(f"figure {figure} can't be drawn: "), []
+            ).append(figure)
     for reason, figures in lacking.items():
         print(f"not drawn: {', '.join(figures)}: {reason}")
 

@@ -35,7 +35,10 @@ class Choices:
     layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (("axis", self.axis, Axis), ("convention", self.convention, Convention)):
+        for option, value, known in (
+            ("axis", self.axis, Axis),
+            ("convention", self.convention, Convention),
+        ):
             if value not in get_args(known):
                 raise UsageError(f"{option} {value!r}; choose from {', '.join(get_args(known))}")
 

@@ -56,11 +56,22 @@ if TYPE_CHECKING:
 
     from tracker.figures.drawing import Plotted
 
-COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}  # of the measures drawn of a single result
-TRAJECTORY = {"lss": "Line-shape score (1: straight)", "expodistance": "Expodistance (0: exponential growth)"}
+COLOURS = {
+    "miscoupling": BLUE,
+    "offdiag_normalized": ORANGE,
+}  # of the measures drawn of a single result
+TRAJECTORY = {
+    "lss": "Line-shape score (1: straight)",
+    "expodistance": "Expodistance (0: exponential growth)",
+}
 PER_ROW = 3  # matrices
 SIZE = 4.8, 4.0  # inches, of one matrix
-PLACE = 0.1, 0.12, 0.86, 0.77  # of the matrix and its bar in a picture, which leaves room for longer numbers
+PLACE = (
+    0.1,
+    0.12,
+    0.86,
+    0.77,
+)  # of the matrix and its bar in a picture, which leaves room for longer numbers
 MEASURE = "offdiag_normalized"  # the paper's "normalized"
 HALF = 0.5  # of the largest coupling
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
@@ -114,7 +125,9 @@ def _title(matrix: xr.DataArray, k: int) -> str:
     return f"{BY_NAME[str(matrix.name)].label}, K = {k}"
 
 
-def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None" = None) -> "Figure":
+def _heatmaps(
+    shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None" = None
+) -> "Figure":
     """Draw matrices of one measure, with their null levels, by title."""
     figure, places = panels(len(shown), target, min(len(shown), PER_ROW), SIZE)
     matrices = [(_where_defined(matrix), null) for matrix, null in shown.values()]
@@ -137,7 +150,9 @@ class _Heatmap:
 
         self.axes = axes
         colours = colour_map().reversed().with_extremes(bad="lightgrey")
-        self.image = axes.imshow(np.zeros((L, L)), cmap=colours, extent=(0.5, L + 0.5, L + 0.5, 0.5))
+        self.image = axes.imshow(
+            np.zeros((L, L)), cmap=colours, extent=(0.5, L + 0.5, L + 0.5, 0.5)
+        )
         axes.grid(False)
         axes.set(xlabel="Block l' (basis)", ylabel="Block l (Jacobian)")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -210,19 +225,33 @@ def training_curves(results: Results, choices: Choices, target: "Axes | None" = 
         drawn, columns = [], {"result": name, "step": steps}
         for of in measures:
             of_measure = usual.get(of, BLUE) if single else colour
-            middle, low, high, null = (points[of + end].sel(at).values for end in ("", "_q25", "_q75", "_null"))
-            banded_line(coupling, steps, middle, low, high, of_measure, BY_NAME[of].label if single else name)
+            middle, low, high, null = (
+                points[of + end].sel(at).values for end in ("", "_q25", "_q75", "_null")
+            )
+            banded_line(
+                coupling,
+                steps,
+                middle,
+                low,
+                high,
+                of_measure,
+                BY_NAME[of].label if single else name,
+            )
             level = "its null level" if single else None if i else "null level"
             coupling.plot(steps, null, color=of_measure, ls=":", label=level)
             drawn.append((coupling, middle))
             columns |= {of: middle, f"{of}_q25": low, f"{of}_q75": high, f"{of}_null": null}
         for axes, variable in zip(others, paths, strict=True):
-            low, middle, high = (points[variable].sel(statistic=s).values for s in ("q25", "median", "q75"))
+            low, middle, high = (
+                points[variable].sel(statistic=s).values for s in ("q25", "median", "q75")
+            )
             banded_line(axes, steps, middle, low, high, GREEN if single else colour)
             drawn.append((axes, middle))
             columns |= {variable: middle, f"{variable}_q25": low, f"{variable}_q75": high}
         for axes, values in drawn if marked.any() else ():
-            axes.plot(steps[marked], values[marked], "x", color=ORANGE, ms=9, label="suspect checkpoint")
+            axes.plot(
+                steps[marked], values[marked], "x", color=ORANGE, ms=9, label="suspect checkpoint"
+            )
         tables.append(pd.DataFrame(columns))
     title = f"Pairs of blocks, {PAIR_WORDS[choices.pairs]}, K = {choices.k}"
     title += "" if single else f"\n{BY_NAME[measures[0]].label}"
@@ -248,17 +277,26 @@ def over_training(results: Results, choices: Choices, target: "Axes | None" = No
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         steps, source = ds["step"].values, sources(ds)
-        coupling, null = (values.transpose("step", "prompt") for values in _coupling_and_null(ds, choices))
+        coupling, null = (
+            values.transpose("step", "prompt") for values in _coupling_and_null(ds, choices)
+        )
         began = _onset(ds, choices)
         null = null.mean("prompt").values
-        mean = mean_line(panel, coupling, source, BLUE, approximate=has_approximate_level(ds, choices))
+        mean = mean_line(
+            panel, coupling, source, BLUE, approximate=has_approximate_level(ds, choices)
+        )
         panel.plot(steps, null, color=GREY, ls=":", label="unrelated blocks")
         _mark_onset(panel, began)
         training_axis(panel, steps, scale=choices.axis, also=[began.low])
         mark_step(panel, choices.step)
         panel.set_title(name)
         legend_below(panel)
-        columns = {"step": steps, coupling_word(choices): mean["mean"], "low": mean["low"], "high": mean["high"]}
+        columns = {
+            "step": steps,
+            coupling_word(choices): mean["mean"],
+            "low": mean["low"],
+            "high": mean["high"],
+        }
         columns |= {"unrelated": null, "onset_after": began.earlier, "onset_by": began.later}
         columns |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns}))
@@ -270,7 +308,9 @@ def _onset(ds: xr.Dataset, choices: Choices) -> Onset:
     """Return the onset of the coupling that is shown, over pairs of different blocks."""
     departure = coupling_of_prompts(ds, _as_package(choices)).transpose("step", "prompt").values
     pairs = independent_pairs(_below_null(ds, choices), ds)
-    return onset(ds["step"].values, departure, pairs, sources(ds), is_approximate(ds, _measure(choices)))
+    return onset(
+        ds["step"].values, departure, pairs, sources(ds), is_approximate(ds, _measure(choices))
+    )
 
 
 def _mark_onset(panel: "Axes", began: Onset) -> None:
@@ -281,7 +321,9 @@ def _mark_onset(panel: "Axes", began: Onset) -> None:
         return
     panel.axvspan(began.low, began.high, color=ORANGE, alpha=0.12, lw=0)
     # The edges show a bracket of no width: an onset at step 0.
-    panel.axvspan(began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label)
+    panel.axvspan(
+        began.earlier, began.later, facecolor=(ORANGE, 0.15), edgecolor=ORANGE, lw=0.8, label=label
+    )
 
 
 def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
@@ -306,10 +348,19 @@ def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None
         x, y = np.cos(angle), np.sin(angle)
         for a, b, value in part[["layer", "layer_other", "coupling"]].itertuples(index=False):
             weight = max(0.0, value / top)
-            panel.plot(x[[a - 1, b - 1]], y[[a - 1, b - 1]], color=BLUE, lw=0.3 + 2.5 * weight, alpha=weight, zorder=1)
+            panel.plot(
+                x[[a - 1, b - 1]],
+                y[[a - 1, b - 1]],
+                color=BLUE,
+                lw=0.3 + 2.5 * weight,
+                alpha=weight,
+                zorder=1,
+            )
         panel.scatter(x, y, s=90, color="white", edgecolor=GREY, zorder=2)
         for layer in range(len(x)):
-            panel.text(x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3)
+            panel.text(
+                x[layer], y[layer], str(layer + 1), ha="center", va="center", fontsize=6, zorder=3
+            )
         panel.set(aspect="equal", title=at_step(name, ds, i))
         panel.axis("off")
     axes[0].plot([], [], color=BLUE, lw=2.8, label=f"coupling {top:.2f}; thinner: less")
@@ -340,9 +391,22 @@ def by_layer(results: Results, choices: Choices, target: "Axes | None" = None) -
         matrices = _of_pairs(last, choices)[0].mean("token")
         # The paper counts the pairs of one module.
         apart = matrices["layer"] != matrices["layer_other"]
-        others = (matrices.where(apart) if choices.paper else where_counted(matrices, ds)).mean("layer_other")
-        columns = mean_line(axes, others, sources(ds), colour, name, has_approximate_level(ds.isel(step=[-1]), choices))
-        columns = {"layer": columns["layer"], coupling_word(choices): columns.pop("mean"), **columns}
+        others = (matrices.where(apart) if choices.paper else where_counted(matrices, ds)).mean(
+            "layer_other"
+        )
+        columns = mean_line(
+            axes,
+            others,
+            sources(ds),
+            colour,
+            name,
+            has_approximate_level(ds.isel(step=[-1]), choices),
+        )
+        columns = {
+            "layer": columns["layer"],
+            coupling_word(choices): columns.pop("mean"),
+            **columns,
+        }
         rows.append(pd.DataFrame({"result": name, **columns}))
     axes.set(xlabel="Block l", ylabel=_label(choices))
     legend_below(axes)
@@ -352,13 +416,20 @@ def by_layer(results: Results, choices: Choices, target: "Axes | None" = None) -
 def by_prompt(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
     word = coupling_word(choices)
-    tables = {name: pd.DataFrame({"result": name, **_prompt_columns(ds, choices)}) for name, ds in results.items()}
-    shown = [(name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table]
+    tables = {
+        name: pd.DataFrame({"result": name, **_prompt_columns(ds, choices)})
+        for name, ds in results.items()
+    }
+    shown = [
+        (name, x) for name, table in tables.items() for x in ("difficulty", "tokens") if x in table
+    ]
     figure, axes = panels(len(shown), target)
     points = [(tables[name][x].to_numpy(), tables[name][word].to_numpy()) for name, x in shown]
     fits = [linear_fit(x, y) for x, y in points]
     corrected = holm(np.array([fit["p"] for fit in fits]))
-    for panel, (name, against), (x, y), fit, p in zip(axes, shown, points, fits, corrected, strict=True):
+    for panel, (name, against), (x, y), fit, p in zip(
+        axes, shown, points, fits, corrected, strict=True
+    ):
         panel.scatter(x, y, s=12, color=BLUE)
         text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
         count = len(set(tables[name]["source"])) if "source" in tables[name] else 0
@@ -402,7 +473,10 @@ def coupling_word(choices: Choices) -> str:
 
 def _coupling_and_null(ds: xr.Dataset, choices: Choices) -> tuple[xr.DataArray, xr.DataArray]:
     """Return the coupling of each prompt, and that of unrelated blocks."""
-    of_pairs = (labelled_over_pairs(values, ds).sel(pairs=choices.pairs) for values in _of_pairs(ds, choices))
+    of_pairs = (
+        labelled_over_pairs(values, ds).sel(pairs=choices.pairs)
+        for values in _of_pairs(ds, choices)
+    )
     coupling, null = (values.mean("token") for values in of_pairs)
     return coupling, null
 
@@ -432,5 +506,9 @@ def _measure(choices: Choices) -> str:
 def _label(choices: Choices) -> str:
     """Return the label of an axis of couplings."""
     label = BY_NAME[_measure(choices)].label
-    text = f"Minus {label}, {PAIR_WORDS[choices.pairs]}" if choices.paper else f"Coupling: null level − {label}"
+    text = (
+        f"Minus {label}, {PAIR_WORDS[choices.pairs]}"
+        if choices.paper
+        else f"Coupling: null level − {label}"
+    )
     return fill(f"{text}, K\u00a0=\u00a0{choices.k}", LETTERS_OF_LABEL, break_on_hyphens=False)

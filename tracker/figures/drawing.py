@@ -88,7 +88,10 @@ def css_variables(theme: Theme) -> str:
     >>> css_variables("light")[:34]
     '--ink: #1a1d21; --faint: #5a626b; '
     """
-    return " ".join(f"--{name}: {colour};" for name, colour in SURFACE[theme].items()) + f" color-scheme: {theme};"
+    return (
+        " ".join(f"--{name}: {colour};" for name, colour in SURFACE[theme].items())
+        + f" color-scheme: {theme};"
+    )
 
 
 def panels(
@@ -112,7 +115,9 @@ def panels(
 
     if target is not None:
         if count != 1:
-            raise UsageError(f"ax= takes a figure of one panel, and this one has {count}; leave ax out")
+            raise UsageError(
+                f"ax= takes a figure of one panel, and this one has {count}; leave ax out"
+            )
         target.grid(alpha=0.3)
         return target.get_figure(root=True), [target]  # type: ignore[return-value]
     columns = per_row or -(-count // -(-count // PER_ROW))
@@ -150,7 +155,10 @@ def at_step(name: str, ds: xr.Dataset, i: int) -> str:
 
 
 def training_axis(
-    axes: "Axes", *runs: Sequence[float] | np.ndarray, scale: "Axis" = "auto", also: Sequence[float] = ()
+    axes: "Axes",
+    *runs: Sequence[float] | np.ndarray,
+    scale: "Axis" = "auto",
+    also: Sequence[float] = (),
 ) -> None:
     """Make x an axis of training steps, with a tick at the last.
 
@@ -173,7 +181,9 @@ def training_axis(
             # matplotlib divides linscale by 1 - 1 / base.
             axes.set_xscale("symlog", linthresh=later[0], linscale=0.9 * np.log10(2))
             offered = shown
-            places = np.where(shown < later[0], -np.log(2), np.log(np.maximum(shown, later[0]) / later[0]))
+            places = np.where(
+                shown < later[0], -np.log(2), np.log(np.maximum(shown, later[0]) / later[0])
+            )
         else:
             round_steps = MaxNLocator(STEP_TICKS, integer=True).tick_values(shown[0], shown[-1])
             places = offered = np.unique(
@@ -182,7 +192,10 @@ def training_axis(
         room = max(np.ptp(places), np.log(2))
         ticks = [0]
         for i in range(1, len(offered)):
-            if places[i] >= places[ticks[-1]] + room / STEP_TICKS and places[i] <= places[-1] - room / STEP_TICKS:
+            if (
+                places[i] >= places[ticks[-1]] + room / STEP_TICKS
+                and places[i] <= places[-1] - room / STEP_TICKS
+            ):
                 ticks.append(i)
         ticks = sorted({*ticks, len(offered) - 1})
         margin = room / 30
@@ -231,10 +244,14 @@ def logarithmic_y(axes: "Axes") -> None:
     axes.yaxis.set_minor_formatter(between)
 
 
-def banded_line(axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None) -> None:
+def banded_line(
+    axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None
+) -> None:
     """Draw a line, with markers unless they would run into each other, and a band from low to high around it."""
     axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-    axes.plot(x, middle, color=color, marker="o" if len(x) <= MOST_MARKERS else "", ms=3, label=label)
+    axes.plot(
+        x, middle, color=color, marker="o" if len(x) <= MOST_MARKERS else "", ms=3, label=label
+    )
 
 
 def quartile_line(
@@ -271,7 +288,11 @@ def mean_line(
 
 
 def fitted_line(
-    panel: "Axes", x: np.ndarray, y: np.ndarray, fit: Mapping[str, float], corrected: float | None = None
+    panel: "Axes",
+    x: np.ndarray,
+    y: np.ndarray,
+    fit: Mapping[str, float],
+    corrected: float | None = None,
 ) -> str:
     """Draw the straight line of `regression.linear_fit`, and return its R^2, interval and p as text.
 

@@ -57,14 +57,18 @@ class MatrixGrid:
     common: Mapping[str, int]  # what all tiles share
 
 
-def matrix_grid(results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str) -> "Plotted":
+def matrix_grid(
+    results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str
+) -> "Plotted":
     """Draw |A| of the first prompt at the first and the last step.
 
     Tiles are pairs of layers at the first token measured, those chosen or eight about the middle one; or pairs of at most eight
     tokens, in the layer chosen or in the middle of those compared, and its l'. A column is the basis in which the Jacobian of a
     row is expressed. Colours are relative to the largest singular value of the row's Jacobian; the table holds |A| itself.
     """
-    shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
+    shown = [
+        (name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})
+    ]
     figure, axes = panels(len(shown), target)
     tables = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
@@ -73,7 +77,11 @@ def matrix_grid(results: Results, choices: Choices, target: "Axes | None" = None
         _draw_grid(panel, grid)
         panel.set_title(f"{at_step(name, ds, i)}\n{grid.title}")
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
-        columns = {grid.index: grid.labels[row], f"{grid.index}_other": grid.labels[column], **grid.common}
+        columns = {
+            grid.index: grid.labels[row],
+            f"{grid.index}_other": grid.labels[column],
+            **grid.common,
+        }
         columns |= {"row": a + 1, "column": b + 1, "value": grid.A.ravel()}
         tables.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
     label = "|A| relative to the largest\nsingular value of the row's Jacobian"
@@ -88,7 +96,9 @@ def _layer_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> 
     A = abs(tiles).transpose("layer", "layer_other", "row", "column").values
     largest = A[np.arange(len(A)), np.arange(len(A)), 0, 0]  # in its own basis, A is diag(s)
     title = f"J of token {int(at['token_position'].isel(token=0))}, blocks l and l'"
-    return MatrixGrid(A, largest, "block", np.asarray(shown), title, "Block l (Jacobian)", "Block l' (basis)", {})
+    return MatrixGrid(
+        A, largest, "block", np.asarray(shown), title, "Block l (Jacobian)", "Block l' (basis)", {}
+    )
 
 
 def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> MatrixGrid:
@@ -98,16 +108,25 @@ def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> 
     labels = positions[:MAX_TILES]
     part = slice(len(labels))
     require_labels(at, "rank", (1,), "a matrix in units of the largest singular value")
-    A = abs(at[variable].sel(layer=l)).transpose("pair_token", "pair_token_other", "row", "column").values
+    A = (
+        abs(at[variable].sel(layer=l))
+        .transpose("pair_token", "pair_token_other", "row", "column")
+        .values
+    )
     largest = at[f"{variant}_singular_value"].sel(rank=1).sel(layer=l).values[part]
     jacobian = {
         "self": "J of token {} to itself",
         "fixed_input": f"J of token {positions[0]} to {{}}",
         "fixed_output": f"J of {{}} to token {positions[-1]}",
     }[variant]
-    rows, columns = jacobian.format("t") + f", in block {l}", f"basis: {jacobian}, in block {other}".format("t'")
+    rows, columns = (
+        jacobian.format("t") + f", in block {l}",
+        f"basis: {jacobian}, in block {other}".format("t'"),
+    )
     common = {"block": l, "block_other": other}
-    return MatrixGrid(A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common)
+    return MatrixGrid(
+        A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common
+    )
 
 
 def _compared_block(at: xr.Dataset, layers: Sequence[int]) -> tuple[int, int]:
@@ -141,7 +160,11 @@ def _show(panel: "Axes", picture: np.ndarray, ticks: np.ndarray, labels: np.ndar
 
 
 def singular_values(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, step: Literal["first", "last"]
+    results: Results,
+    choices: Choices,
+    target: "Axes | None" = None,
+    *,
+    step: Literal["first", "last"],
 ) -> "Plotted":
     """Draw top singular values by layer, medians over prompts and tokens, and 1 / s_1 with its straight line over depth."""
     figure, axes = panels(2 * len(results), target)
@@ -170,7 +193,9 @@ def singular_values(
 
 def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> dict[int, np.ndarray]:
     """Draw singular values (rank, layer) at some ranks against the layer, and return them by rank."""
-    drawn = {rank: by_layer.sel(rank=rank).values for rank in RANKS if rank <= by_layer.sizes["rank"]}
+    drawn = {
+        rank: by_layer.sel(rank=rank).values for rank in RANKS if rank <= by_layer.sizes["rank"]
+    }
     for (rank, s), colour in zip(drawn.items(), shades(len(drawn)), strict=True):
         panel.plot(by_layer["layer"], s, color=colour, marker="o", ms=3, label=f"rank {rank}")
     logarithmic_y(panel)
@@ -184,22 +209,41 @@ def spectra(results: Results, _: Choices, target: "Axes | None" = None) -> "Plot
 
     At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
     """
-    shown = [(name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})]
+    shown = [
+        (name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})
+    ]
     figure, axes = panels(2 * len(shown), target)
     rows = []
     for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):
         step = ds["step"].values[i]
         at = ds["from_first_singular_value"].isel(step=i).median(SAMPLES).dropna("layer", how="all")
         for rank, s in _draw_ranks(values, at).items():
-            rows.append(pd.DataFrame({"result": name, "step": step, "rank": rank, "layer": at["layer"], "value": s}))
-        of_all = ds["lyapunov_exponent"].isel(step=i).stack(sample=SAMPLES).transpose("sample", "exponent").values
+            rows.append(
+                pd.DataFrame(
+                    {"result": name, "step": step, "rank": rank, "layer": at["layer"], "value": s}
+                )
+            )
+        of_all = (
+            ds["lyapunov_exponent"]
+            .isel(step=i)
+            .stack(sample=SAMPLES)
+            .transpose("sample", "exponent")
+            .values
+        )
         share = np.arange(1, of_all.shape[-1] + 1) / of_all.shape[-1]
         low, middle, high = np.nanquantile(of_all, [0.25, 0.5, 0.75], axis=0)
         exponents.fill_between(share, low, high, color=BLUE, alpha=0.2, lw=0)
         exponents.plot(share, middle, color=BLUE)
         exponents.axhline(0, color="grey", lw=0.8, ls=":")
         rows.append(
-            pd.DataFrame({"result": name, "step": step, "exponent": np.arange(1, len(share) + 1), "value": middle})
+            pd.DataFrame(
+                {
+                    "result": name,
+                    "step": step,
+                    "exponent": np.arange(1, len(share) + 1),
+                    "value": middle,
+                }
+            )
         )
         title = at_step(name, ds, i)
         values.set(title=title, ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
@@ -224,10 +268,18 @@ def residual_alignment(results: Results, _: Choices, target: "Axes | None" = Non
         at = ds.isel(step=-1, prompt=0, token=0)
         layers = at["layer"].values[at["attention_gain"].notnull().values]
         if not len(layers):
-            raise UsageError(f"the blocks of {name} do not show attention and MLP as modules; choose another figure")
-        shown += [(name, ds, at.sel(layer=layers[i]), half) for half in HALVES for i in evenly_spaced(len(layers), 3)]
+            raise UsageError(
+                f"the blocks of {name} do not show attention and MLP as modules; choose another figure"
+            )
+        shown += [
+            (name, ds, at.sel(layer=layers[i]), half)
+            for half in HALVES
+            for i in evenly_spaced(len(layers), 3)
+        ]
     figure, axes = panels(
-        len(shown), target, per_row=len({int(at["layer"]) for _, ds, at, _ in shown if ds is shown[0][1]})
+        len(shown),
+        target,
+        per_row=len({int(at["layer"]) for _, ds, at, _ in shown if ds is shown[0][1]}),
     )
     tables = []
     for panel, (name, ds, at, half) in zip(axes, shown, strict=True):

@@ -32,7 +32,13 @@ from tracker.analysis.across_models import (
     tokens_seen,
 )
 from tracker.analysis.curves import correlations, curves, sources
-from tracker.analysis.regression import FEWEST_POINTS, MIN_POINTS, exponential_fit, holm, mean_interval
+from tracker.analysis.regression import (
+    FEWEST_POINTS,
+    MIN_POINTS,
+    exponential_fit,
+    holm,
+    mean_interval,
+)
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.coupling import coupling_of_prompts, coupling_word, has_approximate_level
@@ -71,7 +77,9 @@ def score_against_coupling(
     return _scatter(results, properties, [(coupling, "score")], target, note, exponential)
 
 
-def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def score_against_coupling_by_k(
+    results: Results, choices: Choices, target: "Axes | None" = None
+) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
     ks = shared(results, "k")
     properties: dict[str, Property] = {}
@@ -83,7 +91,9 @@ def score_against_coupling_by_k(results: Results, choices: Choices, target: "Axe
     return _scatter(results, properties, shown, target, _note_on_levels(results, choices))
 
 
-def score_against_sizes(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def score_against_sizes(
+    results: Results, choices: Choices, target: "Axes | None" = None
+) -> "Plotted":
     """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(name, "score") for name in (*SIZES, coupling)]
@@ -96,7 +106,9 @@ def score_against_sizes(results: Results, choices: Choices, target: "Axes | None
     return figure, table
 
 
-def against_training_tokens(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def against_training_tokens(
+    results: Results, choices: Choices, target: "Axes | None" = None
+) -> "Plotted":
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
@@ -127,7 +139,9 @@ def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None" =
 def subsets(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, properties = _coupling_and_score(results, choices)
-    table = _properties(results, properties | {"parameters": SIZES["parameters"], "architecture": architecture})
+    table = _properties(
+        results, properties | {"parameters": SIZES["parameters"], "architecture": architecture}
+    )
     fits = subset_fits(table, coupling)
     figure, (axes,) = panels(1, target, size=(6.4, 1.2 + 0.32 * len(fits)))
     y = np.arange(len(fits))[::-1]
@@ -136,7 +150,11 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     axes.errorbar(r2, y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
     labels = [
         f"{fit['subset']}\n"
-        + (f"n = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)" if drawn else fit_text(fit))
+        + (
+            f"n = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
+            if drawn
+            else fit_text(fit)
+        )
         for fit, drawn in zip(fits.to_dict("records"), r2.notna(), strict=True)
     ]
     axes.set_yticks(y, labels)
@@ -154,7 +172,9 @@ def definitions(results: Results, choices: Choices, target: "Axes | None" = None
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     labels = {name: BY_NAME[name].label for name in measures}
-    figure = correlation_heatmap(table.replace({"measure": labels}), "score", target, coupling_word(choices))
+    figure = correlation_heatmap(
+        table.replace({"measure": labels}), "score", target, coupling_word(choices)
+    )
     _annotate(figure, results, [_note_on_levels(results, choices, measures)], target)
     return figure, table
 
@@ -170,7 +190,10 @@ def correlation_heatmap(
         table: the rows of `statistics.correlations`.
         coupling: what they hold of a mis-coupling, in words.
     """
-    ks, definitions = sorted(set(table.k)), list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
+    ks, definitions = (
+        sorted(set(table.k)),
+        list(dict.fromkeys(zip(table.measure, table.pairs, strict=True))),
+    )
     rows = table.set_index(["measure", "pairs", "k"])
     figure, (axes,) = panels(1, target, size=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)))
     axes.grid(False)
@@ -180,7 +203,11 @@ def correlation_heatmap(
     for i, j in np.ndindex(r.shape):
         star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
         colour = "white" if abs(r[i, j]) > 0.6 else "black"
-        text = f"{r[i, j]:.2f}{star}" if np.isfinite(r[i, j]) else f"n = {rows.n[(*definitions[i], ks[j])]}"
+        text = (
+            f"{r[i, j]:.2f}{star}"
+            if np.isfinite(r[i, j])
+            else f"n = {rows.n[(*definitions[i], ks[j])]}"
+        )
         axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
     labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
@@ -215,7 +242,9 @@ def _scatter(
         panel.scatter(x, y, s=16, color=BLUE, zorder=3)
         text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
         if fit["averaged"]:
-            text += f"\nclusters averaged (n = {fit['averaged']['n']}):\n{fit_text(fit['averaged'])}"
+            text += (
+                f"\nclusters averaged (n = {fit['averaged']['n']}):\n{fit_text(fit['averaged'])}"
+            )
         curve = exponential_fit(x, y)
         if exponential and curve["n"] >= FEWEST_POINTS:
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
@@ -226,7 +255,9 @@ def _scatter(
     return figure, table
 
 
-def _annotate(figure: "Figure", compared: Results, texts: Sequence[str], target: "Axes | None") -> None:
+def _annotate(
+    figure: "Figure", compared: Results, texts: Sequence[str], target: "Axes | None"
+) -> None:
     """Write texts below a figure or the given axes, and a note on the independence of the results compared."""
     _note(figure, [*texts, independence_note(compared)], target)
 
@@ -237,7 +268,11 @@ def _note_on_levels(results: Results, choices: Choices, measures: Sequence[str] 
     approximate = [
         name
         for name, ds in results.items()
-        if any(has_approximate_level(ds.isel(step=[-1]), of) for of in shown if not of.measure or of.measure in ds)
+        if any(
+            has_approximate_level(ds.isel(step=[-1]), of)
+            for of in shown
+            if not of.measure or of.measure in ds
+        )
     ]
     return f"{APPROXIMATE_LEVEL}: {', '.join(approximate)}." if approximate else ""
 
@@ -308,7 +343,11 @@ def table_of_models(results: Results, _: Choices, target: "Axes | None" = None) 
 
     The mean is over the benchmarks that all results with scores have.
     """
-    scored = {name: ds for name, ds in results.items() if "score" in ds and ds["score"].isel(step=-1).notnull().any()}
+    scored = {
+        name: ds
+        for name, ds in results.items()
+        if "score" in ds and ds["score"].isel(step=-1).notnull().any()
+    }
     benchmarks, score = mean_score(scored) if scored else ([], lambda _: float("nan"))
     table = pd.DataFrame(
         [
@@ -326,13 +365,21 @@ def table_of_models(results: Results, _: Choices, target: "Axes | None" = None) 
 
 
 def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None") -> "Figure":
-    cells = [[_cell(str(column), value) for column, value in row.items()] for row in table.to_dict("records")]
-    widths = [max(map(len, (column, *texts))) for column, texts in zip(table, zip(*cells, strict=True), strict=True)]
+    cells = [
+        [_cell(str(column), value) for column, value in row.items()]
+        for row in table.to_dict("records")
+    ]
+    widths = [
+        max(map(len, (column, *texts)))
+        for column, texts in zip(table, zip(*cells, strict=True), strict=True)
+    ]
     width = 1 + 0.1 * sum(widths)
     figure, (axes,) = panels(1, target, size=(width, 1.2 + 0.25 * len(cells)))
     axes.axis("off")
     shares = [width / sum(widths) for width in widths]
-    drawn = axes.table(cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center")
+    drawn = axes.table(
+        cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center"
+    )
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(8)
     notes = (
@@ -341,7 +388,9 @@ def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None
         else ["scores of benchmarks: joined by a walk, see docs/checkpoints.md"]
     )
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
-        notes.append("training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md")
+        notes.append(
+            "training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
+        )
     _note(figure, notes, target)
     return figure
 
@@ -352,4 +401,10 @@ def _cell(column: str, value: Any) -> str:
         return "—"
     if column == "score":
         return f"{value:.4f}"
-    return f"{value:.4g}" if column == TRAINING_TOKENS else f"{value:,}" if isinstance(value, int) else str(value)
+    return (
+        f"{value:.4g}"
+        if column == TRAINING_TOKENS
+        else f"{value:,}"
+        if isinstance(value, int)
+        else str(value)
+    )

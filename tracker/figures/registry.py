@@ -323,7 +323,9 @@ _DECLARATIONS = (
 )
 FIGURES = {figure.number: figure for figure in _DECLARATIONS}
 ALIASES = {other: figure.number for figure in _DECLARATIONS for other in figure.also}
-_VIT = "vision transformers over weight decay and stochastic depth; python -m vit.analysis GRID draws"
+_VIT = (
+    "vision transformers over weight decay and stochastic depth; python -m vit.analysis GRID draws"
+)
 _NO_CAPTION = "its caption is missing from the text of the paper that these figures follow"
 NOT_DRAWN = {  # of the paper, with the reason
     "2": "a diagram of how coupling is computed, without data",

@@ -48,13 +48,17 @@ def resolve(name: str | int) -> str:
     resolved = ALIASES.get(name, name)
     if resolved not in FIGURES:
         names = [*FIGURES, *ALIASES]
-        close = get_close_matches(re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1)
+        close = get_close_matches(
+            re.sub(r"(?i)^fig(ure)?s?[. ]*", "", name), [*names, *NOT_DRAWN], 1
+        )
         meant = f"did you mean {close[0]!r}? Choose" if close else "choose"
         raise UsageError(f"unknown figure {asked!r}; {meant} from {', '.join(names)}")
     return resolved
 
 
-def draw(name: str, results: Results, k: int | None = None, target: "Axes | None" = None, **chosen: Any) -> "Plotted":
+def draw(
+    name: str, results: Results, k: int | None = None, target: "Axes | None" = None, **chosen: Any
+) -> "Plotted":
     """Draw a figure by its resolved name.
 
     Args:
@@ -110,8 +114,12 @@ def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:
             raise UsageError(f"{option} {shown} is for the figures {taking}")
     measure = choices.measure
     if measure is not None and measure not in VARIANTS:
-        raise UsageError(f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}")
-    needs = [measure if measure and name in VARIANTS else choices.variable(name) for name in figure.needs]
+        raise UsageError(
+            f"{measure!r} is no measure of pairs of blocks; choose from {', '.join(VARIANTS)}"
+        )
+    needs = [
+        measure if measure and name in VARIANTS else choices.variable(name) for name in figure.needs
+    ]
     return replace(figure, needs=tuple(dict.fromkeys(needs)))
 
 
@@ -122,7 +130,10 @@ def _has_paper_layers(figure: FigureSpec, results: Results) -> bool:
         return False
     at = {"layer": list(figure.paper_layers)}
     needed = [ds[name].sel(at) for ds in results.values() for name in figure.needs]
-    return all(values.notnull().any([dim for dim in values.dims if dim != "layer"]).all() for values in needed)
+    return all(
+        values.notnull().any([dim for dim in values.dims if dim != "layer"]).all()
+        for values in needed
+    )
 
 
 def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
@@ -171,7 +182,11 @@ def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset) -> str:
             "Python: xarray.concat([a.assign_coords(step=0), b.assign_coords(step=100)], 'step')"
         )
     if figure.untrained and first != 0:
-        starts = "does not state its training step" if np.isnan(first) else f"starts at step {int(first)}"
+        starts = (
+            "does not state its training step"
+            if np.isnan(first)
+            else f"starts at step {int(first)}"
+        )
         return (
             f"{name} {starts}, but the figure shows the untrained model; walk with --steps 0,... or --untrained SEED, or mark a "
             "measurement of an untrained model in Python: ds.assign_coords(step=0)"
@@ -190,7 +205,9 @@ def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
     lines = []
     for name, figure in FIGURES.items():
         status = (
-            (lack(figure, results) or "can be drawn") if results else f"needs {', '.join(figure.needs) or 'results'}"
+            (lack(figure, results) or "can be drawn")
+            if results
+            else f"needs {', '.join(figure.needs) or 'results'}"
         )
         lines.append(f"{', '.join((name, *figure.also)):11} {figure.title}; {status}")
     return [*lines, *(f"{name:11} not drawn here: {why}" for name, why in NOT_DRAWN.items())]
@@ -237,13 +254,24 @@ def plot(
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    several = {label: with_steps(opened(result), float("nan")) for label, result in by_name(results).items()}
+    several = {
+        label: with_steps(opened(result), float("nan"))
+        for label, result in by_name(results).items()
+    }
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
-        raise UsageError(f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()")
+        raise UsageError(
+            f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()"
+        )
     if name is None:
         name = "curves" if all(ds.sizes["step"] > 1 for ds in several.values()) else "heatmap"
-    chosen = {"measure": measure, "step": step, "layers": layers, "axis": axis, "convention": convention}
+    chosen = {
+        "measure": measure,
+        "step": step,
+        "layers": layers,
+        "axis": axis,
+        "convention": convention,
+    }
     figure, _ = draw(resolve(name), several, k, ax, **chosen)
     return figure

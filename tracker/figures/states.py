@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
-def over_training(results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str) -> "Plotted":
+def over_training(
+    results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str
+) -> "Plotted":
     """Draw medians and quartiles against the training step, one line per result."""
     figure, (axes,) = panels(1, target)
     variable = choices.variable(variable)
@@ -51,7 +53,12 @@ def over_training(results: Results, choices: Choices, target: "Axes | None" = No
 
 
 def at_layers(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str, sign: Literal[1, -1] = 1
+    results: Results,
+    choices: Choices,
+    target: "Axes | None" = None,
+    *,
+    variable: str,
+    sign: Literal[1, -1] = 1,
 ) -> "Plotted":
     """Draw medians and quartiles against the training step, at the layers chosen, or an early, a middle and a late one.
 
@@ -65,7 +72,9 @@ def at_layers(
     variable = choices.variable(variable)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
-        defined = ds["layer"].values[ds[variable].notnull().any(("step", "prompt", "position")).values]
+        defined = ds["layer"].values[
+            ds[variable].notnull().any(("step", "prompt", "position")).values
+        ]
         if not len(defined):
             raise UsageError(
                 f"{name} has too few blocks for a window: {variable} is defined nowhere; choose another figure"
@@ -90,7 +99,11 @@ def by_depth(
     results: Results, choices: Choices, target: "Axes | None" = None, *, variables: Sequence[str]
 ) -> "Plotted":
     """Draw medians and quartiles against depth, one line for each of at most four steps; null levels are dotted."""
-    shown = [(name, ds, choices.variable(variable)) for variable in variables for name, ds in results.items()]
+    shown = [
+        (name, ds, choices.variable(variable))
+        for variable in variables
+        for name, ds in results.items()
+    ]
     figure, axes = panels(len(shown), target)
     rows = []
     for panel, (name, ds, variable) in zip(axes, shown, strict=True):
@@ -106,10 +119,14 @@ def by_depth(
                 level = ds[null].isel(step=i).sel({axis: values[axis]})
                 columns["null"] = level.median([dim for dim in level.dims if dim != axis]).values
                 panel.plot(columns["depth"], columns["null"], color=colour, ls=":", lw=1.2)
-            rows.append(pd.DataFrame({"result": name, "variable": variable, "step": step, **columns}))
+            rows.append(
+                pd.DataFrame({"result": name, "variable": variable, "step": step, **columns})
+            )
         scale_y(panel, variable)
         panel.set(
-            title=name, xlabel="State after block l" if axis == "depth" else "Block l", ylabel=axis_label(variable)
+            title=name,
+            xlabel="State after block l" if axis == "depth" else "Block l",
+            ylabel=axis_label(variable),
         )
         if f"{variable}_null" in ds:
             panel.plot([], [], color="0.4", ls=":", lw=1.2, label="null level")
@@ -121,7 +138,12 @@ def by_depth(
 
 
 def by_model(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, variables: Sequence[str], trained: bool = True
+    results: Results,
+    choices: Choices,
+    target: "Axes | None" = None,
+    *,
+    variables: Sequence[str],
+    trained: bool = True,
 ) -> "Plotted":
     """Draw the median and quartiles of each result at its first step and, if `trained`, at its last."""
     figure, axes = panels(len(variables), target)
@@ -133,7 +155,9 @@ def by_model(
                 low, middle, high = quartiles(at[variable], ("prompt", "position")).values
                 bar = [[middle - low], [high - middle]]
                 label = ("last step" if i else "first step") if x == 0 else None
-                panel.errorbar(x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2, label=label)
+                panel.errorbar(
+                    x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2, label=label
+                )
                 columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
                 rows.append({"result": name, "variable": variable, **columns})
         panel.set_xlim(-0.6, len(results) - 0.4)
@@ -149,7 +173,9 @@ def principal_planes(results: Results, _: Choices, target: "Axes | None" = None)
     Raises:
         UsageError: for a result whose first prompt has too few tokens to span a plane.
     """
-    shown = [(name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)]
+    shown = [
+        (name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)
+    ]
     figure, axes = panels(len(shown), target)
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
@@ -160,8 +186,17 @@ def principal_planes(results: Results, _: Choices, target: "Axes | None" = None)
                 f"the first prompt of {name} has too few tokens to span a plane; measure a longer one first"
             )
         plane = plane[positions]
-        for index, (path, colour) in enumerate(zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)):
-            panel.plot(*path.T, color=colour, lw=0.8, marker=".", ms=2.5, zorder=3 if index == len(plane) - 1 else 2)
+        for index, (path, colour) in enumerate(
+            zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)
+        ):
+            panel.plot(
+                *path.T,
+                color=colour,
+                lw=0.8,
+                marker=".",
+                ms=2.5,
+                zorder=3 if index == len(plane) - 1 else 2,
+            )
         panel.set(title=at_step(name, ds, i), xlabel="First principal axis")
         token, depth = np.indices(plane.shape[:2]).reshape(2, -1)
         first, second = plane.reshape(-1, 2).T

@@ -57,7 +57,15 @@ from tracker.jacobians.restriction import (
 )
 from tracker.jacobians.slicing import NotSliceable, Rows, cut_windows
 from tracker.linalg.jacobian import Linearization, linearize
-from tracker.linalg.precision import FAST, FLOOR, TOLERANCE, Roundings, is_finite, relative_error, tolerance
+from tracker.linalg.precision import (
+    FAST,
+    FLOOR,
+    TOLERANCE,
+    Roundings,
+    is_finite,
+    relative_error,
+    tolerance,
+)
 from tracker.linalg.transfer import read, standard_normal, to_device
 from tracker.model.recording import BlockCall, recording_kernels
 from tracker.model.replica import irreproducible
@@ -65,7 +73,9 @@ from tracker.model.replica import irreproducible
 WINDOW = 16  # tokens
 
 
-def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool = False) -> float:
+def derivative_error(
+    call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool = False
+) -> float:
     """Return the relative difference of J^T u between single rows and the full sequence, for random u (R, d).
 
     It is checked at the first and the last requested row of the first and the last sample, or at the last position of the
@@ -87,7 +97,9 @@ def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention, a
         if in_windows is not None and in_windows[0] <= tolerance(call.x.dtype, in_windows[1]):
             return in_windows[0]
     errors = read([at(call, place)[0] for place in places])
-    return float(torch.tensor(errors, dtype=torch.float64).max())  # NaN if one is, unlike Python's max
+    return float(
+        torch.tensor(errors, dtype=torch.float64).max()
+    )  # NaN if one is, unlike Python's max
 
 
 def _places(rows: Rows, n: int) -> list[Rows]:
@@ -99,18 +111,26 @@ def _places(rows: Rows, n: int) -> list[Rows]:
     last = torch.where(last == 0, n - 1, last)
     first = last.scatter_reduce(0, which, rows.token, "amin")
     first = torch.where(first == 0, last, first)
-    return [Rows(samples, last)] if torch.equal(first, last) else [Rows(samples, first), Rows(samples, last)]
+    return (
+        [Rows(samples, last)]
+        if torch.equal(first, last)
+        else [Rows(samples, first), Rows(samples, last)]
+    )
 
 
 Check = Callable[[BlockCall, Rows], tuple[Tensor, bool]]
 
 
-def _derivative_error_in_windows(call: BlockCall, places: Sequence[Rows], at: Check) -> tuple[float, bool] | None:
+def _derivative_error_in_windows(
+    call: BlockCall, places: Sequence[Rows], at: Check
+) -> tuple[float, bool] | None:
     """Return the same as `_derivative_error_at` in a window for each row; None if the call is small or can't be cut."""
     B, n, _ = call.x.shape
     if B <= 2 and n <= 2 * WINDOW:
         return None
-    rows = Rows(torch.cat([place.sample for place in places]), torch.cat([place.token for place in places]))
+    rows = Rows(
+        torch.cat([place.sample for place in places]), torch.cat([place.token for place in places])
+    )
     try:
         error, rounded = at(*cut_windows(call, rows, WINDOW))
     except (NotSliceable, UsageError):
@@ -144,7 +164,9 @@ def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:
 def reproduces_recorded_output(call: BlockCall, recorded_dtype: torch.dtype) -> bool:
     """Whether the block gives the recorded output when it runs exactly as it was recorded; if not, it is random or stateful."""
     # On a GPU sums have no fixed order, so a block that rounds inside may differ by that much.
-    return reproduction_error(call, recorded_dtype) <= tolerance(recorded_dtype, rounded=call.x.device.type != "cpu")
+    return reproduction_error(call, recorded_dtype) <= tolerance(
+        recorded_dtype, rounded=call.x.device.type != "cpu"
+    )
 
 
 def require_reproduction(
@@ -231,7 +253,9 @@ def find_mixing(call: BlockCall, rows: Rows) -> str:
         last = [int(max(rows.token[rows.sample == b].tolist(), default=n - 1)) for b in range(B)]
         try:
             # Without the recorded attention: unless it is plain self-attention, it can't be cut into windows.
-            windows, _ = cut_windows(replace(call, attention=[]), Rows(torch.arange(B), torch.tensor(last)), width)
+            windows, _ = cut_windows(
+                replace(call, attention=[]), Rows(torch.arange(B), torch.tensor(last)), width
+            )
             with slicing_errors():
                 return _mixing_in(windows)
         except NotSliceable:  # the block needs its whole sequence
@@ -257,7 +281,9 @@ def _mixing_in(call: BlockCall) -> str:
     with sdpa_kernel(SDPBackend.MATH), Roundings() as roundings:
         block = linearize(lambda x: call(x.view(shape)).flatten(0, 1), call.x.flatten(0, 1))
     negligible = MIXES.get(min(call.x.itemsize, roundings.least), FAST)
-    return _mixing_by_derivative(call, block, negligible) or _mixing_by_value(call, block.y.view(shape))
+    return _mixing_by_derivative(call, block, negligible) or _mixing_by_value(
+        call, block.y.view(shape)
+    )
 
 
 def _mixing_by_derivative(call: BlockCall, block: Linearization, negligible: float) -> str:
@@ -298,7 +324,9 @@ def _mixing_by_value(call: BlockCall, y: Float[Tensor, "B n d"]) -> str:
         return torch.where(K, x, row + 1e-3 * row.square().mean().sqrt() * noise)
 
     with torch.no_grad(), recording_kernels(x.dtype), Roundings() as roundings:
-        errors = read([error(K, other_states(K, member)) for K, member in zip(masks, members, strict=True)])
+        errors = read(
+            [error(K, other_states(K, member)) for K, member in zip(masks, members, strict=True)]
+        )
         for i, size in enumerate(errors):
             # A block that gives another output on the same states is random, which another check reports.
             if size > tolerance(x.dtype, roundings.seen) and error(masks[i], x.clone()) < size / 2:
@@ -311,4 +339,6 @@ def _mixing_by_value(call: BlockCall, y: Float[Tensor, "B n d"]) -> str:
 
 def _format_samples(chosen: Bool[Tensor, " B"]) -> str:
     numbers = [str(b) for b in chosen.nonzero().squeeze(-1).tolist()]
-    return f"sample{'s' * (len(numbers) > 1)} {', '.join(numbers[:4])}{', ...' * (len(numbers) > 4)}"
+    return (
+        f"sample{'s' * (len(numbers) > 1)} {', '.join(numbers[:4])}{', ...' * (len(numbers) > 4)}"
+    )

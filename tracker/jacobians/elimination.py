@@ -36,7 +36,10 @@ from tracker.linalg.linear import FreeBuffers, inner_products, linear_layer, row
 from tracker.linalg.precision import relative_error
 from tracker.linalg.transfer import read, standard_normal
 
-EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}  # largest relative error of a derivative that is taken as diagonal
+EXACT = {
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+}  # largest relative error of a derivative that is taken as diagonal
 MERGING = 3  # arrays of the size of merged layers, which they take while they are made
 ARGUMENT = -1  # the source that is the function's own argument
 
@@ -81,8 +84,13 @@ class Diagonal:
     def times(self, W: Float[Tensor, "cp m"]) -> Float[Tensor, "p R m"]:
         """Return S W."""
         by_part = self._by_part()
-        entries, rows = by_part.unbind(self._axis), W.unflatten(0, by_part.shape[1:]).unbind(int(self.interleaved))
-        return _sum([part.mT[..., None] * row[:, None] for part, row in zip(entries, rows, strict=True)])
+        entries, rows = (
+            by_part.unbind(self._axis),
+            W.unflatten(0, by_part.shape[1:]).unbind(int(self.interleaved)),
+        )
+        return _sum(
+            [part.mT[..., None] * row[:, None] for part, row in zip(entries, rows, strict=True)]
+        )
 
     def rows_times(self, W: Float[Tensor, "p m"], rows: slice) -> Float[Tensor, "_ C m"]:
         """Return some rows of S W."""
@@ -111,7 +119,9 @@ class Normalization:
 
 
 def find_normalization(
-    transposed: Callable[[Tensor], Tensor], forward: Callable[[Tensor], Tensor], h: Float[Tensor, "R d"]
+    transposed: Callable[[Tensor], Tensor],
+    forward: Callable[[Tensor], Tensor],
+    h: Float[Tensor, "R d"],
 ) -> Normalization:
     """Return the form that a derivative S has if it is a norm's, from two products S^T u and two S v.
 
@@ -119,9 +129,14 @@ def find_normalization(
     factors and so a on the half. S 1 and S h then give p and q.
     """
     h = h - h.mean(1, keepdim=True)
-    h = h / h.square().mean(1, keepdim=True).sqrt()  # orthogonal to 1, and as long; NaN if all are alike
+    h = (
+        h / h.square().mean(1, keepdim=True).sqrt()
+    )  # orthogonal to 1, and as long; NaN if all are alike
     a = torch.empty_like(h)
-    for half, other in ((slice(0, None, 2), slice(1, None, 2)), (slice(1, None, 2), slice(0, None, 2))):
+    for half, other in (
+        (slice(0, None, 2), slice(1, None, 2)),
+        (slice(1, None, 2), slice(0, None, 2)),
+    ):
         u = torch.zeros_like(h)
         u[:, half] = 1
         product = transposed(u)
@@ -132,7 +147,9 @@ def find_normalization(
     return Normalization(a, (products - a[..., None] * basis) / h.shape[1], basis.mT)
 
 
-def _line(h: Float[Tensor, "R n"], y: Float[Tensor, "R n"]) -> tuple[Float[Tensor, "R 1"], Float[Tensor, "R 1"]]:
+def _line(
+    h: Float[Tensor, "R n"], y: Float[Tensor, "R n"]
+) -> tuple[Float[Tensor, "R 1"], Float[Tensor, "R 1"]]:
     """Return offset and slope of the line y(h), by least squares."""
     centre, mean = h.mean(1, keepdim=True), y.mean(1, keepdim=True)
     deviation = h - centre
@@ -168,7 +185,9 @@ class Map:
     normalization: Normalization | None = None
     normalized: list[int] = field(default_factory=list)  # sources whose sum it takes
     others: list[int] = field(default_factory=list)  # sources without a known form
-    probed: dict[int, Tensor] = field(default_factory=dict)  # by source, the product with `_probe(target)`
+    probed: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # by source, the product with `_probe(target)`
 
 
 @dataclass(eq=False)
@@ -211,11 +230,20 @@ class Elimination:
         Raises:
             NotSliceable: if the block's code raises on sequences of length one.
         """
-        self._x, self._known_heads, self._memory = x.detach().clone().requires_grad_(), known_heads, memory
+        self._x, self._known_heads, self._memory = (
+            x.detach().clone().requires_grad_(),
+            known_heads,
+            memory,
+        )
         self._merged = 0  # bytes of the merged layers
         self._nodes: list[Layer | Attention] = []
         f = run(partial(by_formula, evaluate=self._attention))
-        with running_rows(buffers) as roundings, torch.enable_grad(), GradientsStayOn(), _Cut(self._nodes, len(x)):
+        with (
+            running_rows(buffers) as roundings,
+            torch.enable_grad(),
+            GradientsStayOn(),
+            _Cut(self._nodes, len(x)),
+        ):
             self._y = f(self._x.clone())  # a block may work in place, which a leaf does not allow
         self.y, self.rounded = self._y.detach(), roundings.seen
         self._maps: list[Map] | None = None
@@ -244,7 +272,9 @@ class Elimination:
         if rows is None:
             self._through(last, u, sums, inputs)
         else:
-            sums = {source: Cotangents(diagonal=diagonal) for source, diagonal in last.diagonals.items()}
+            sums = {
+                source: Cotangents(diagonal=diagonal) for source, diagonal in last.diagonals.items()
+            }
             self._by_products(last, u, sums)
         for i in reversed(range(len(self._nodes))):
             node, of_output = self._nodes[i], sums.pop(i, None)
@@ -253,7 +283,9 @@ class Elimination:
                     self._through(maps[i], self._formed(of_output, i, rows), sums, inputs)
                 continue
             if of_output is not None:
-                inputs.setdefault(node.first, Cotangents()).add(_times(of_output, node.weight, rows))
+                inputs.setdefault(node.first, Cotangents()).add(
+                    _times(of_output, node.weight, rows)
+                )
             if (of_input := inputs.pop(i, None)) is not None:
                 assert of_input.dense is not None
                 self._through(maps[i], of_input.dense, sums, inputs)
@@ -262,7 +294,11 @@ class Elimination:
         return self._formed(sums[ARGUMENT], ARGUMENT, rows).transpose(0, 1)
 
     def _through(
-        self, map: Map, P: Float[Tensor, "_ C p"], sums: dict[int, Cotangents], inputs: dict[int, Cotangents]
+        self,
+        map: Map,
+        P: Float[Tensor, "_ C p"],
+        sums: dict[int, Cotangents],
+        inputs: dict[int, Cotangents],
     ) -> None:
         """Pull cotangents of a map's target back to its sources, or to the input of merged layers."""
         for source, diagonal in map.diagonals.items():
@@ -275,7 +311,9 @@ class Elimination:
                 sums.setdefault(source, Cotangents()).add(product)
         self._by_products(map, P, sums)
 
-    def _by_products(self, map: Map, P: Float[Tensor, "_ C p"], sums: dict[int, Cotangents]) -> None:
+    def _by_products(
+        self, map: Map, P: Float[Tensor, "_ C p"], sums: dict[int, Cotangents]
+    ) -> None:
         """Pull cotangents back to the sources without a known form."""
         if not map.others:
             return
@@ -284,7 +322,9 @@ class Elimination:
         for source, gradient in zip(map.others, gradients, strict=True):
             sums.setdefault(source, Cotangents()).add(gradient)
 
-    def _formed(self, cotangents: Cotangents, source: int, rows: slice | None) -> Float[Tensor, "R C m"]:
+    def _formed(
+        self, cotangents: Cotangents, source: int, rows: slice | None
+    ) -> Float[Tensor, "R C m"]:
         """Return cotangents with the rows of the diagonal in them."""
         dense, diagonal = cotangents.dense, cotangents.diagonal
         if diagonal is None:
@@ -316,7 +356,9 @@ class Elimination:
             target, of_target = self._target(i), u if i == len(self._nodes) else sums.pop(i)
             if i < len(self._nodes) and isinstance(node := self._nodes[i], Layer):
                 of_target = of_target.flatten(1) @ node.weight
-            for source, gradient in self._gradients_of(target, of_target.view(target.shape), i).items():
+            for source, gradient in self._gradients_of(
+                target, of_target.view(target.shape), i
+            ).items():
                 sums[source] = sums[source] + gradient if source in sums else gradient
         return sums.get(ARGUMENT, torch.zeros_like(u))
 
@@ -330,7 +372,11 @@ class Elimination:
         sources = range(ARGUMENT, before)
         leaves = [self._leaf(source) for source in sources]
         gradients = torch.autograd.grad(target, leaves, u, retain_graph=True, allow_unused=True)
-        return {source: gradient for source, gradient in zip(sources, gradients, strict=True) if gradient is not None}
+        return {
+            source: gradient
+            for source, gradient in zip(sources, gradients, strict=True)
+            if gradient is not None
+        }
 
     def _differentiate(self) -> list[Map]:
         """Return the maps to the input of each node, and to the value."""
@@ -345,7 +391,10 @@ class Elimination:
                 map.merges = merges
                 continue
             u = _probe(target)
-            map.probed = {source: gradient.flatten(1) for source, gradient in self._gradients_of(target, u, i).items()}
+            map.probed = {
+                source: gradient.flatten(1)
+                for source, gradient in self._gradients_of(target, u, i).items()
+            }
             of_ones = self._gradients_of(target, torch.ones_like(target), i)
             map.others = list(of_ones)
             for source, entries in of_ones.items():
@@ -355,7 +404,9 @@ class Elimination:
                     is_identity = (diagonal.entries == 1).all() & (diagonal.parts == 1)
                     guesses.append((map, source, diagonal, error, is_identity.to(error)))
         outcomes = read([torch.stack(guess[3:]) for guess in guesses])
-        for (map, source, diagonal, *_), (error, is_identity) in zip(guesses, outcomes, strict=True):
+        for (map, source, diagonal, *_), (error, is_identity) in zip(
+            guesses, outcomes, strict=True
+        ):
             if error <= EXACT[self._x.dtype] and source in map.others:
                 map.others.remove(source)
                 diagonal.is_identity = bool(is_identity)
@@ -370,18 +421,26 @@ class Elimination:
         guesses = []
         for map in maps:
             values = [self._leaf(source).detach().flatten(1) for source in map.others]
-            if not values or len({value.shape for value in values}) > 1 or values[0].shape[1] != map.target[0].numel():
+            if (
+                not values
+                or len({value.shape for value in values}) > 1
+                or values[0].shape[1] != map.target[0].numel()
+            ):
                 continue
             target = map.target
             try:
-                normalization = _guessed_normalization(target, self._leaf(map.others[0]), _sum(values))
+                normalization = _guessed_normalization(
+                    target, self._leaf(map.others[0]), _sum(values)
+                )
             except RuntimeError as error:  # a custom function that is differentiable once
                 raise_device_errors(error)
                 continue
             expected = normalization.pull(_probe(target).flatten(1)[:, None])[:, 0]
             errors = [_largest_error(map.probed[source], expected) for source in map.others]
             guesses.append((map, normalization, torch.stack(errors).amax()))
-        for (map, normalization, _), error in zip(guesses, read([guess[2] for guess in guesses]), strict=True):
+        for (map, normalization, _), error in zip(
+            guesses, read([guess[2] for guess in guesses]), strict=True
+        ):
             if error <= EXACT[self._x.dtype]:
                 map.normalization, map.normalized, map.others = normalization, map.others, []
 
@@ -416,7 +475,11 @@ class Elimination:
             u = _probe(part)
             of_random = self._gradients_of(part, u, i)
             source = next(iter(of_random), ARGUMENT)
-            if len(of_random) != 1 or source == ARGUMENT or not isinstance(layer := self._nodes[source], Layer):
+            if (
+                len(of_random) != 1
+                or source == ARGUMENT
+                or not isinstance(layer := self._nodes[source], Layer)
+            ):
                 return []
             heads = self._heads(name, part, u, source, of_random[source])
             if heads is None:
@@ -425,15 +488,23 @@ class Elimination:
             if name == "query":
                 left, S = None, expansion.by_query.mT @ B
             elif name == "key":
-                left, S = expansion.by_score.mT, query @ B.repeat_interleave(H // part.shape[1], dim=1)
+                left, S = (
+                    expansion.by_score.mT,
+                    query @ B.repeat_interleave(H // part.shape[1], dim=1),
+                )
             else:
-                left, S = expansion.by_value, None if heads.selects else B.repeat_interleave(H // part.shape[1], dim=1)
+                left, S = (
+                    expansion.by_value,
+                    None if heads.selects else B.repeat_interleave(H // part.shape[1], dim=1),
+                )
             by_input.setdefault(layer.first, []).append((left, S, layer.weight[heads.entries]))
         if not all(self._may_merge(node.target, parts[0][2]) for parts in by_input.values()):
             return []
         return [Merge(first, partial(_merged_heads, parts)) for first, parts in by_input.items()]
 
-    def _heads(self, name: str, part: Tensor, u: Tensor, source: int, of_u: Tensor) -> "Heads | None":
+    def _heads(
+        self, name: str, part: Tensor, u: Tensor, source: int, of_u: Tensor
+    ) -> "Heads | None":
         """Return which coordinates of a source belong to which head; None if heads share some, or have different numbers.
 
         What was found in another block is used again: `error` would show that it does not hold.
@@ -446,9 +517,13 @@ class Elimination:
             (gradient,) = _gradients(part, [z], alone.flatten(2).transpose(0, 1))  # (R, G, m)
             depends = gradient.ne(0).any(0).cpu()
             sizes = depends.sum(1)
-            separate = bool((depends.sum(0) <= 1).all() and (sizes == sizes[0]).all() and sizes[0] > 0)
+            separate = bool(
+                (depends.sum(0) <= 1).all() and (sizes == sizes[0]).all() and sizes[0] > 0
+            )
             entries = depends.nonzero()[:, 1].view(G, -1).to(z.device) if separate else None
-            self._known_heads[key] = entries if entries is None else Heads(entries, _selects(entries, u, of_u))
+            self._known_heads[key] = (
+                entries if entries is None else Heads(entries, _selects(entries, u, of_u))
+            )
         return self._known_heads[key]
 
 
@@ -465,8 +540,14 @@ class Heads:
         eye = torch.eye(e, dtype=part.dtype, device=part.device)
         if self.selects:
             return eye.expand(1, G, -1, -1)
-        (gradient,) = _gradients(part, [z], eye[None, :, None].expand(len(part), -1, G, -1).flatten(2))  # (R, e, *)
-        return gradient.index_select(2, self.entries.flatten()).unflatten(2, self.entries.shape).transpose(1, 2)
+        (gradient,) = _gradients(
+            part, [z], eye[None, :, None].expand(len(part), -1, G, -1).flatten(2)
+        )  # (R, e, *)
+        return (
+            gradient.index_select(2, self.entries.flatten())
+            .unflatten(2, self.entries.shape)
+            .transpose(1, 2)
+        )
 
 
 def _selects(entries: Int[Tensor, "G m"], u: Float[Tensor, "R G 1 e"], of_u: Tensor) -> bool:
@@ -480,14 +561,20 @@ class _Cut(TorchFunctionMode):
         super().__init__()
         self.nodes, self.R = nodes, R
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         keywords = keywords or {}
         layer = linear_layer(function, arguments, keywords)
         if layer is not None:
             x, weight, bias = layer
             if x.requires_grad and len(x) == self.R and x.numel() == self.R * x.shape[-1]:
                 z = torch.nn.functional.linear(x.detach(), weight, bias).requires_grad_()
-                alike = (i for i, node in enumerate(self.nodes) if isinstance(node, Layer) and node.target is x)
+                alike = (
+                    i
+                    for i, node in enumerate(self.nodes)
+                    if isinstance(node, Layer) and node.target is x
+                )
                 self.nodes.append(Layer(x, weight, z, next(alike, len(self.nodes))))
                 return z.clone()  # a block may work in place, which a leaf does not allow
         return function(*arguments, **keywords)
@@ -500,7 +587,9 @@ def _guessed_normalization(target: Tensor, leaf: Tensor, h: Float[Tensor, "R d"]
         (back,) = torch.autograd.grad(target, leaf, zero, create_graph=True)
 
     def transposed(u: Tensor) -> Tensor:
-        return torch.autograd.grad(target, leaf, u.view(target.shape), retain_graph=True)[0].flatten(1)
+        return torch.autograd.grad(target, leaf, u.view(target.shape), retain_graph=True)[
+            0
+        ].flatten(1)
 
     def forward(v: Tensor) -> Tensor:
         return torch.autograd.grad(back, zero, v.view(back.shape), retain_graph=True)[0].flatten(1)
@@ -508,7 +597,9 @@ def _guessed_normalization(target: Tensor, leaf: Tensor, h: Float[Tensor, "R d"]
     return find_normalization(transposed, forward, h)
 
 
-def _guesses(u: Float[Tensor, "R p"], entries: Float[Tensor, "R m"], is_value: bool) -> Iterator[Diagonal]:
+def _guesses(
+    u: Float[Tensor, "R p"], entries: Float[Tensor, "R m"], is_value: bool
+) -> Iterator[Diagonal]:
     """Yield the forms that a derivative may have, by the sizes of target and source."""
     p, m = u.shape[1], entries.shape[1]
     if m == p:
@@ -530,7 +621,9 @@ def _largest_error(value: Float[Tensor, "R m"], expected: Float[Tensor, "R m"]) 
     return ((value - expected).norm(dim=1) / expected.norm(dim=1)).amax()
 
 
-def _times(cotangents: Cotangents, W: Float[Tensor, "o p"], rows: slice | None) -> Float[Tensor, "_ C p"]:
+def _times(
+    cotangents: Cotangents, W: Float[Tensor, "o p"], rows: slice | None
+) -> Float[Tensor, "_ C p"]:
     """Return the product of the cotangents of a layer's output with its weight."""
     product = None
     if cotangents.diagonal is not None:
@@ -544,7 +637,9 @@ def _times(cotangents: Cotangents, W: Float[Tensor, "o p"], rows: slice | None) 
     return product
 
 
-def _gradients(target: Tensor, leaves: Sequence[Tensor], P: Float[Tensor, "R C p"]) -> list[Float[Tensor, "R C m"]]:
+def _gradients(
+    target: Tensor, leaves: Sequence[Tensor], P: Float[Tensor, "R C p"]
+) -> list[Float[Tensor, "R C m"]]:
     """Return the products of cotangents with the derivative of a target with respect to leaves."""
 
     def products(u: Float[Tensor, "R p"]) -> tuple[Tensor, ...]:
@@ -557,7 +652,9 @@ def _merged_diagonals(parts: Sequence[tuple[Diagonal, Tensor]]) -> Float[Tensor,
     return _sum([diagonal.times(W) for diagonal, W in parts])
 
 
-def _merged_heads(parts: Sequence[tuple[Tensor | None, Tensor | None, Tensor]]) -> Float[Tensor, "p R m"]:
+def _merged_heads(
+    parts: Sequence[tuple[Tensor | None, Tensor | None, Tensor]],
+) -> Float[Tensor, "p R m"]:
     """Return the sum of left * (S W) over parts, as products of heads.
 
     Args:

@@ -42,7 +42,9 @@ class HalfJacobians:
         # A half is another function than its block: checks are made and kept for each. It detaches tensors, so its derivative
         # is not that of its values; the identities below compare it with the block's.
         self._of = {
-            name: Jacobians(jacobians.replica, jacobians.precision, jacobians.memory, derivative="autograd")
+            name: Jacobians(
+                jacobians.replica, jacobians.precision, jacobians.memory, derivative="autograd"
+            )
             for name in NAMES
         }
         self.missing = jacobians.without_halves
@@ -54,21 +56,31 @@ class HalfJacobians:
             return self._none(call.layer, "it is no module")
         held: dict[str, nn.Module] = {}
         for half, other in (("mlp", "attention"), ("attention", "mlp")):
-            child = next((child for name, child in call.block.named_children() if name in NAMES[other]), None)
+            child = next(
+                (child for name, child in call.block.named_children() if name in NAMES[other]), None
+            )
             if child is None:
-                return self._none(call.layer, f"no module of it is named {' or '.join(NAMES[other])}")
+                return self._none(
+                    call.layer, f"no module of it is named {' or '.join(NAMES[other])}"
+                )
             held[half] = child
         parts = {}
         for name, jacobians in self._of.items():
             try:
                 with _detached(held[name]):
                     parts[name] = torch.cat([part for part, _ in jacobians(selections)])
-            except UsageError as error:  # a block that does not depend on its state once one output is held
+            except (
+                UsageError
+            ) as error:  # a block that does not depend on its state once one output is held
                 return self._none(
-                    call.layer, f"it can't be differentiated by {name} alone ({error.__cause__ or error})"
+                    call.layer,
+                    f"it can't be differentiated by {name} alone ({error.__cause__ or error})",
                 )
         if not _add_up(J, parts["attention"], parts["mlp"]):
-            return self._none(call.layer, "its Jacobian is neither the sum nor the product of those of the two modules")
+            return self._none(
+                call.layer,
+                "its Jacobian is neither the sum nor the product of those of the two modules",
+            )
         return parts
 
     def _none(self, layer: int, reason: str) -> None:
@@ -96,4 +108,7 @@ def _add_up(J: Matrices, attention: Matrices, mlp: Matrices) -> bool:
     allowed = tolerance(J.dtype, rounded=True) * torch.linalg.matrix_norm(J)
     rest = J - attention - mlp
     # In sequence: I + J = (I + J_M) (I + J_A), without the identity, beside which J may be small
-    return any(bool((torch.linalg.matrix_norm(left) <= allowed).all()) for left in (rest, rest - mlp @ attention))
+    return any(
+        bool((torch.linalg.matrix_norm(left) <= allowed).all())
+        for left in (rest, rest - mlp @ attention)
+    )

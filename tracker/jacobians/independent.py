@@ -123,7 +123,9 @@ def settle(
         NotSliceable: if that is so at single rows alone.
     """
     if row_attention is None:
-        return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached), (J, allowed))
+        return _settle(
+            call, rows, partial(_in_full_sequence, rows=rows, attached=attached), (J, allowed)
+        )
     at_rows = lambda call: Function(restrict([(call, rows)], row_attention, attached), running_rows)  # noqa: E731
     try:
         return _settle(call, rows, at_rows, (J, allowed))
@@ -159,14 +161,19 @@ Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
 
 
 def _settle(
-    call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function], formed: Formed | None = None
+    call: BlockCall,
+    rows: Rows,
+    function_of: Callable[[BlockCall], Function],
+    formed: Formed | None = None,
 ) -> Independent:
     """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
     residual = rows.source is None
     # Within a smaller step, few units change their sign.
     if formed is not None and call.x.dtype != torch.float64:
         with _in(call.x.dtype, call) as own, suppress(NotSliceable):
-            if known := _agrees_with(function_of(own), rows.select_sources(own.x), residual, *formed, STEPS[4][-1]):
+            if known := _agrees_with(
+                function_of(own), rows.select_sources(own.x), residual, *formed, STEPS[4][-1]
+            ):
                 return known
     for dtype in dict.fromkeys((torch.float64, call.x.dtype)):
         with _in(dtype, call) as converted:
@@ -174,7 +181,9 @@ def _settle(
             x = rows.select_sources(converted.x)
             try:
                 step = STEPS[x.itemsize][1]
-                if formed is not None and (known := _agrees_with(function, x, residual, *formed, step)):
+                if formed is not None and (
+                    known := _agrees_with(function, x, residual, *formed, step)
+                ):
                     return known
                 with function.running() as roundings:
                     block = linearize(function.f, x, standard_normal(x.shape, x, seed=1))
@@ -184,16 +193,23 @@ def _settle(
                 continue
             with function.running():
                 outcome = _judge(call, function.f, x, block, residual, roundings)
-                if formed is None or (off := _error_of_products(formed[0], x, block, residual)) <= FAST:
+                if (
+                    formed is None
+                    or (off := _error_of_products(formed[0], x, block, residual)) <= FAST
+                ):
                     return outcome
         found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
         if CLOSER * _amplified_rounding(call, rows, function_of) < off:
-            raise Disagreement(f"block {call.layer} ({call.name}): {found}, more than rounding explains")
+            raise Disagreement(
+                f"block {call.layer} ({call.name}): {found}, more than rounding explains"
+            )
         return Independent("none", nan, f"{found}: its code amplifies rounding")
     raise AssertionError("the call's own dtype is the last")
 
 
-def _amplified_rounding(call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function]) -> float:
+def _amplified_rounding(
+    call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function]
+) -> float:
     """Return how much J^T u changes, in the measuring dtype, with a state that differs by a rounding."""
     with _in(call.x.dtype, call) as own:
         function, x = function_of(own), rows.select_sources(own.x)
@@ -205,7 +221,12 @@ def _amplified_rounding(call: BlockCall, rows: Rows, function_of: Callable[[Bloc
 
 
 def _agrees_with(
-    function: Function, x: Tensor, residual: bool, J: Float[Tensor, "R d d"], allowed: float, step: float
+    function: Function,
+    x: Tensor,
+    residual: bool,
+    J: Float[Tensor, "R d d"],
+    allowed: float,
+    step: float,
 ) -> Independent | None:
     """Return that formed Jacobians agree with differences of a small step, in which units rarely change their sign."""
     with function.running():
@@ -239,26 +260,40 @@ def _judge(
     steps = [_step(x, step) for step in STEPS.get(precision, ())]
     differences = [_differences(f, x, v, h) for h in steps]
     errors = [error(one) for one in differences]
-    by_values = torch.stack(errors).nan_to_num(torch.inf).amin(0) if errors else torch.full((len(x),), torch.inf)
+    by_values = (
+        torch.stack(errors).nan_to_num(torch.inf).amin(0)
+        if errors
+        else torch.full((len(x),), torch.inf)
+    )
     right = by_values <= ALLOWED.get(precision, 0.0)
     wrong = ~right & _converge(differences, errors, steps, block.y, v, precision)
     forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
     if wrong.any():
         seen, explained = _explained_by_detach(f, x, u, v, residual, differences)
         if not bool((explained <= ALLOWED[precision])[wrong].all()):
-            raise _refusal(call, forward[wrong], by_values[wrong], sorted({*seen, *_custom_functions(f, x)}))
+            raise _refusal(
+                call, forward[wrong], by_values[wrong], sorted({*seen, *_custom_functions(f, x)})
+            )
     unknown = ~right & ~wrong
     allowed = tolerance(x.dtype, roundings.seen) if errors else FAST
     if block.tangent is not None and not bool((forward <= allowed)[unknown].all()):
         raise _refusal(call, forward[unknown], torch.zeros(1), sorted(_custom_functions(f, x)))
     if wrong.any():
         size = float(by_values[wrong].max())
-        return Independent(DETACHED, size, f"its code detaches tensors, which changes J v by {size:.1e}")
+        return Independent(
+            DETACHED, size, f"its code detaches tensors, which changes J v by {size:.1e}"
+        )
     if right.all():
         return Independent("differences", float(by_values.max()))
-    reason = "differences do not converge" if errors else "it computes in 16 bits, too coarse for differences"
+    reason = (
+        "differences do not converge"
+        if errors
+        else "it computes in 16 bits, too coarse for differences"
+    )
     if block.tangent is None:
-        return Independent("none", nan, f"{reason}, and there is no forward mode: {block.no_tangent}")
+        return Independent(
+            "none", nan, f"{reason}, and there is no forward mode: {block.no_tangent}"
+        )
     return Independent("forward mode", float(forward[unknown].max()), reason)
 
 
@@ -271,7 +306,12 @@ def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: boo
 
 def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
     """Return the largest error of products J^T u over the rows, relative to those without the identity."""
-    sizes = torch.maximum(_norm(expected - residual * u), FLOOR[torch.float32] * _norm(u)).square().sum(0).sqrt()
+    sizes = (
+        torch.maximum(_norm(expected - residual * u), FLOOR[torch.float32] * _norm(u))
+        .square()
+        .sum(0)
+        .sqrt()
+    )
     return float((_norm(g - expected).square().sum(0).sqrt() / sizes).max())
 
 
@@ -308,18 +348,28 @@ def _explained_by_detach(
     errors = [torch.full((len(x),), torch.inf)]
     try:
         g = linearize(attached, x).pullback(u)
-        errors += [_error(one, u, v, g, residual).nan_to_num(torch.inf) for one in differences if DETACH in seen.names]
+        errors += [
+            _error(one, u, v, g, residual).nan_to_num(torch.inf)
+            for one in differences
+            if DETACH in seen.names
+        ]
     except FAILURES as error:  # `detach().numpy()`, among others
         raise_device_errors(error)
     return seen.names, torch.stack(errors).amin(0)
 
 
-def _error(derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool) -> Float[Tensor, " R"]:
+def _error(
+    derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
+) -> Float[Tensor, " R"]:
     """Return the error of D v in each row, relative to D v without the identity, from products with u."""
     # |J^T u| has the size of |J|_F, as |J v| has.
-    size = torch.maximum(_norm(derivative - residual * v), _norm(g - residual * u).square().mean(0).sqrt())
+    size = torch.maximum(
+        _norm(derivative - residual * v), _norm(g - residual * u).square().mean(0).sqrt()
+    )
     size = torch.maximum(size, FLOOR[v.dtype] * _norm(v))
-    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(-1, dtype=torch.float64)
+    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(
+        -1, dtype=torch.float64
+    )
     return (difference.square().mean(0).sqrt() / size).cpu()
 
 
@@ -330,15 +380,21 @@ def _step(x: Tensor, relative: float) -> Float[Tensor, "R 1"]:
     """Return the step of each row; one of zeros has no scale and takes that of the others, or 1."""
     size = x.square().mean(-1, keepdim=True).sqrt()
     scale = torch.where(size.mean() == 0, 1.0, size.mean())
-    return relative * torch.where(size == 0, scale, size).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
+    return relative * torch.where(size == 0, scale, size).clamp_min(
+        torch.finfo(x.dtype).tiny ** 0.5
+    )
 
 
-def _differences(f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]) -> Float[Tensor, "R d"]:
+def _differences(
+    f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]
+) -> Float[Tensor, "R d"]:
     with torch.no_grad():
         return (f(x + h * v) - f(x - h * v)) / (2 * h)
 
 
-def _refusal(call: BlockCall, forward: Tensor, by_values: Tensor, causes: list[str]) -> Disagreement:
+def _refusal(
+    call: BlockCall, forward: Tensor, by_values: Tensor, causes: list[str]
+) -> Disagreement:
     errors = [
         f"from {name} by {float(error.max()):.1e}"
         for name, error in (("forward mode", forward), ("differences of values", by_values))

@@ -40,10 +40,14 @@ FAILURES = (
     ValueError,
 )
 CallRows = tuple[BlockCall, Rows]
-RowAttention = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any]
+RowAttention = Callable[
+    [OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any
+]
 
 
-def restrict(selections: Sequence[CallRows], row_attention: RowAttention, attached: bool = False) -> RowFunction:
+def restrict(
+    selections: Sequence[CallRows], row_attention: RowAttention, attached: bool = False
+) -> RowFunction:
     """Return the block as a function of the selected rows alone, (R, d) -> (R, d), the rows of each call after one another.
 
     For rows with other sources it is a function of the sources.
@@ -68,7 +72,9 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention, attach
         }
         for call, rows in selections
     ]
-    arguments = divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
+    arguments = (
+        divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
+    )
     lengths = [call.x.shape[1] for call, _ in selections]
     positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])
     if len({len(call.attention) for call, _ in selections}) > 1:
@@ -82,11 +88,18 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention, attach
         expected = iter(recorded)
 
         def handler(
-            attention: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
+            attention: OriginalAttention,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Any,
+            causal: bool,
         ) -> Any:
             frozen = next(expected, [])
             own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
-            if not own_tokens or any(past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)):
+            if not own_tokens or any(
+                past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)
+            ):
                 raise NotSliceable("its attention is over something other than its own tokens")
             return row_attention(attention, query, key, value, frozen)
 
@@ -101,7 +114,9 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention, attach
     return f
 
 
-def _restrict_to_sources(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
+def _restrict_to_sources(
+    selections: Sequence[CallRows], row_attention: RowAttention
+) -> RowFunction:
     """Return the rows as a function of their sources: the sources run first, then the targets, whose queries take the live
     keys and values of their sources.
 
@@ -130,8 +145,12 @@ def _restrict_to_sources(selections: Sequence[CallRows], row_attention: RowAtten
         pasts = [(past, rows) for (past, _), (_, rows) in zip(frozen, selections, strict=True)]
         return row_attention(attention, query, *live.pop(0), pasts)
 
-    run_sources = restrict([(call, Rows(rows.sample, rows.live)) for call, rows in selections], of_sources)
-    run_targets = restrict([(call, Rows(rows.sample, rows.token)) for call, rows in selections], of_targets)
+    run_sources = restrict(
+        [(call, Rows(rows.sample, rows.live)) for call, rows in selections], of_sources
+    )
+    run_targets = restrict(
+        [(call, Rows(rows.sample, rows.token)) for call, rows in selections], of_targets
+    )
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         live.clear()
@@ -231,7 +250,9 @@ class WithoutDetach(TorchFunctionMode):
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if (name := _HIDES.get(function)) is not None:
             self.names.add(name)
         if function in (Tensor.detach, torch.detach):

@@ -26,7 +26,10 @@ from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows
 from tracker.model.attention import Formula, OriginalAttention
 from tracker.model.recording import AttentionCall
 
-AT_ONCE = {True: 1 << 22, False: 1 << 26}  # scalars of keys and values; on a CPU few, which its caches hold
+AT_ONCE = {
+    True: 1 << 22,
+    False: 1 << 26,
+}  # scalars of keys and values; on a CPU few, which its caches hold
 
 
 def by_formula(
@@ -55,7 +58,9 @@ def by_formula(
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
-    with torch._C.DisableTorchFunction():  # the point of expansion is a constant, also where `detach` is the identity
+    with (
+        torch._C.DisableTorchFunction()
+    ):  # the point of expansion is a constant, also where `detach` is the identity
         at_q, at_k, at_v = query.detach(), key.detach(), value.detach()
     with torch.autocast(query.device.type, enabled=False):
         start = 0
@@ -64,7 +69,10 @@ def by_formula(
             for first in range(0, len(rows), size := _rows_at_once(past, query.shape[1])):
                 part = at.subset(slice(first, first + size))
                 K, V = past.key[part.sample_in(past.key)], past.value[part.sample_in(past.value)]
-                row, span = torch.arange(len(K), device=K.device), slice(start + first, start + first + len(K))
+                row, span = (
+                    torch.arange(len(K), device=K.device),
+                    slice(start + first, start + first + len(K)),
+                )
                 K[row, :, part.live] = at_k[span, :, 0]
                 V[row, :, part.live] = at_v[span, :, 0]
                 given = attention.formula, at_q[span], K, V, mask_rows(past, part)
@@ -86,9 +94,13 @@ def by_own_code(
     """Return the same from the model's own attention, each recording's rows separately."""
     sizes = [len(rows) for _, rows in frozen]
     outputs = []
-    for (past, rows), q, k, v in zip(frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+    for (past, rows), q, k, v in zip(
+        frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
         at = rows.on(q.device)
-        own = (torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None])[:, None, :, None]  # (R, 1, n, 1)
+        own = (torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None])[
+            :, None, :, None
+        ]  # (R, 1, n, 1)
         K = torch.where(own, k, past.key[at.sample_in(past.key)])
         V = torch.where(own, v, past.value[at.sample_in(past.value)])
         outputs.append(attention(q, K, V, mask_rows(past, at), False))
@@ -169,10 +181,16 @@ def expand(
     weighted = w * slope
     # The keys weighted for each query head, (R, G, H / G, n, e).
     weighted_K = weighted.view(R, G, H // G, n, 1) * K[:, :, None]
-    covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - weighted_K.sum(-2).view(R, H, e, 1) * output
+    covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - weighted_K.sum(-2).view(
+        R, H, e, 1
+    ) * output
     at_own = own[:, None, None, None].expand(-1, H, 1, 1)
-    own_value = V[torch.arange(R, device=own.device), :, own].repeat_interleave(H // G, dim=1)[:, :, None]
-    return Expansion(output, covariance, weighted.gather(-1, at_own) * (own_value - output), w.gather(-1, at_own))
+    own_value = V[torch.arange(R, device=own.device), :, own].repeat_interleave(H // G, dim=1)[
+        :, :, None
+    ]
+    return Expansion(
+        output, covariance, weighted.gather(-1, at_own) * (own_value - output), w.gather(-1, at_own)
+    )
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -211,7 +229,9 @@ class _FirstOrder(torch.autograd.Function):
         )
 
     @staticmethod
-    def jvp(ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, _: Any) -> Tensor | None:
+    def jvp(
+        ctx: Any, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, _: Any
+    ) -> Tensor | None:
         """Compute the product with the derivative."""
         at, share = ctx.expansion, ctx.query.shape[1] // ctx.groups
         terms = []
@@ -245,7 +265,9 @@ class HeadProduct(torch.autograd.Function):
         """Save the constant."""
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
-        ctx.set_materialize_grads(False)  # a derivative of zeros would be allocated for the constant
+        ctx.set_materialize_grads(
+            False
+        )  # a derivative of zeros would be allocated for the constant
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -73,7 +73,9 @@ class CheckCache:
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self._results: dict[Any, Any] = {}  # of checks that are made once: by check, way of calling it and `check_key`
+        self._results: dict[
+            Any, Any
+        ] = {}  # of checks that are made once: by check, way of calling it and `check_key`
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -117,7 +119,9 @@ class CheckResults:
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
     derivative_error: float  # NaN for the full sequence, which is the reference
-    independent_errors: tuple[float, ...]  # of each row, against differences of values; NaN where they were not used
+    independent_errors: tuple[
+        float, ...
+    ]  # of each row, against differences of values; NaN where they were not used
 
     @property
     def independent_error(self) -> float:
@@ -139,7 +143,10 @@ OWN_ATTENTION = (
     "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
     "mask and softmax; with F.scaled_dot_product_attention, single rows are used"
 )
-PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}  # the fast one first
+PATHS: dict[Any, RowAttention] = {
+    "formula": by_formula,
+    "own code": by_own_code,
+}  # the fast one first
 
 
 class Jacobians:
@@ -172,7 +179,9 @@ class Jacobians:
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self.witness: Witness | None = None  # the caller's model, asked about one recorded call
-        self.without_halves: dict[int, str] = {}  # layer -> why its attention and MLP were not measured apart
+        self.without_halves: dict[
+            int, str
+        ] = {}  # layer -> why its attention and MLP were not measured apart
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
@@ -190,7 +199,9 @@ class Jacobians:
         finally:
             self.memory -= size
 
-    def __call__(self, selections: Sequence[CallRows]) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
+    def __call__(
+        self, selections: Sequence[CallRows]
+    ) -> list[tuple[Float[Tensor, "R d d"], CheckResults]]:
         """Return J_tt (R, d, d) of the residual function f = block - 1 at the rows selected of each call, in the recorded dtype.
 
         The calls are of one block, in one recording or several; their rows pass through its weights together. For rows with
@@ -217,9 +228,16 @@ class Jacobians:
         if self.witness is None:
             return
         outcome = self.independent.get(call.layer)
-        of_values = self.derivative != "autograd" and (outcome is None or outcome.method != DETACHED)
+        of_values = self.derivative != "autograd" and (
+            outcome is None or outcome.method != DETACHED
+        )
         self.witness.judge(
-            call, rows, J, exact=self.precision == "float32", gradients=not self._attached, differences=of_values
+            call,
+            rows,
+            J,
+            exact=self.precision == "float32",
+            gradients=not self._attached,
+            differences=of_values,
         )
 
     def _formed(
@@ -228,19 +246,26 @@ class Jacobians:
         """Return the Jacobians of all selections, together if a path passes its checks on all of them, else one by one."""
         selections = [(call.to(dtype, self.replica.device), rows) for call, rows in selections]
         call = selections[0][0]
-        with self.replica.materialize(call.block, dtype=dtype), self.replica.materialize(call.final_norm, dtype=dtype):
+        with (
+            self.replica.materialize(call.block, dtype=dtype),
+            self.replica.materialize(call.final_norm, dtype=dtype),
+        ):
             for selection in selections:
                 self._checks.require_independent_samples(*selection)
             try:
                 J, checks = self._sliced(selections)
-                return list(zip(J.split([len(rows) for _, rows in selections]), checks, strict=True))
+                return list(
+                    zip(J.split([len(rows) for _, rows in selections]), checks, strict=True)
+                )
             except NotSliceable as why:
                 reason = str(why)
             if len(selections) == 1:
                 return [self._full(*selections[0], reason)]
         return [result for selection in selections for result in self._formed(dtype, [selection])]
 
-    def _sliced(self, selections: Sequence[CallRows]) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
+    def _sliced(
+        self, selections: Sequence[CallRows]
+    ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
@@ -255,8 +280,12 @@ class Jacobians:
                     attempts.append((path, True))
         raise NotSliceable(reason)
 
-    def _full(self, call: BlockCall, rows: Rows, reason: str) -> tuple[Float[Tensor, "R d d"], CheckResults]:
-        J, value_error, rounded = full_sequence_jacobian(call, rows, self.replica.dtype, self.memory, self._attached)
+    def _full(
+        self, call: BlockCall, rows: Rows, reason: str
+    ) -> tuple[Float[Tensor, "R d d"], CheckResults]:
+        J, value_error, rounded = full_sequence_jacobian(
+            call, rows, self.replica.dtype, self.memory, self._attached
+        )
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
             n = call.x.shape[1]
@@ -270,7 +299,9 @@ class Jacobians:
         for index, group in rows.disjoint_groups():
             f = full_sequence(call, group, self._attached)
             (at,) = to_device(J.device, index)
-            (of_group,) = self._compare([(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call))
+            (of_group,) = self._compare(
+                [(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call)
+            )
             errors[index] = torch.tensor(of_group)
         return J, CheckResults("full sequence", value_error, nan, tuple(errors.tolist()))
 
@@ -300,11 +331,15 @@ class Jacobians:
         with evaluating:
             errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes]).cpu()
         found, sizes = [], [len(rows) for _, rows in selections]
-        for (call, rows), of_rows, of_call in zip(selections, errors.split(sizes), J.split(sizes), strict=True):
+        for (call, rows), of_rows, of_call in zip(
+            selections, errors.split(sizes), J.split(sizes), strict=True
+        ):
             differ = ~(of_rows <= allowed)  # also where an error is NaN
             if differ.any():
                 (at,) = to_device(J.device, differ)
-                outcome = settle(call, rows.subset(differ), of_call[at], allowed, row_attention, self._attached)
+                outcome = settle(
+                    call, rows.subset(differ), of_call[at], allowed, row_attention, self._attached
+                )
                 self._note(call, outcome)
                 of_rows = of_rows.masked_fill(differ, outcome.error)
             found.append(tuple(of_rows.tolist()))
@@ -314,7 +349,9 @@ class Jacobians:
         """Keep the largest error of each layer that does not agree with differences, and warn of the first detached branch."""
         if outcome.method == "differences":
             return
-        if outcome.method == DETACHED and DETACHED not in {known.method for known in self.independent.values()}:
+        if outcome.method == DETACHED and DETACHED not in {
+            known.method for known in self.independent.values()
+        }:
             warn_caller(
                 f"block {call.layer} ({call.name}): {outcome.reason} (relative); its Jacobian is that with these tensors held "
                 "constant, derivative='values' measures that of what the block computes; the Dataset's attribute "
@@ -355,22 +392,36 @@ class Jacobians:
             if not error <= tolerance(x.dtype, allowed):
                 raise _check_failed("derivative", error, x.dtype, block.rounded)
             if rounded and not self._checks.reproduces_recorded_output(call):
-                raise NotSliceable("the block does not reproduce the recorded output when it runs again")
+                raise NotSliceable(
+                    "the block does not reproduce the recorded output when it runs again"
+                )
             derivative_errors.append(error)
             if path == "own code":
-                keys += sum(len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention)
-        if self.precision == "bfloat16" and x.dtype == torch.float32:  # checked above; now with bfloat16 products
+                keys += sum(
+                    len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention
+                )
+        if (
+            self.precision == "bfloat16" and x.dtype == torch.float32
+        ):  # checked above; now with bfloat16 products
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = linearize_rows(f, x, self._buffers)
-        chunk, identity = _chunk(16 * x.numel() + 2 * keys, x, self.memory), selections[0][1].source is None
+        chunk, identity = (
+            _chunk(16 * x.numel() + 2 * keys, x, self.memory),
+            selections[0][1].source is None,
+        )
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
         with float32_products("tf32") if self.precision == "tf32" else nullcontext():
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
-            if isinstance(block, Elimination) and not float(block.error(J, identity)) <= allowed_error:
+            if (
+                isinstance(block, Elimination)
+                and not float(block.error(J, identity)) <= allowed_error
+            ):
                 # A guess of the elimination was wrong.
                 block = linearize_rows(f, x, self._buffers)
                 J = dense_jacobian(block.pullback, block.y, chunk, identity)
-        errors = self._compare(selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers))
+        errors = self._compare(
+            selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers)
+        )
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
 
@@ -381,13 +432,17 @@ class RoundedInside(NotSliceable):
 
 def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) -> NotSliceable:
     exception = RoundedInside if error <= tolerance(dtype, rounds) else NotSliceable
-    return exception(f"the faster method, single rows, failed its {check} check (error {error:.1e}) and was not used")
+    return exception(
+        f"the faster method, single rows, failed its {check} check (error {error:.1e}) and was not used"
+    )
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
     """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d."""
     d = x.shape[-1]
-    return max(1, min(d, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)) // scalars))
+    return max(
+        1, min(d, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)) // scalars)
+    )
 
 
 def _enough_rows(d: int, device: str) -> int:
@@ -399,13 +454,19 @@ def _enough_rows(d: int, device: str) -> int:
     return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
 
 
-def _value_error(call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_dtype: torch.dtype) -> Tensor:
+def _value_error(
+    call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_dtype: torch.dtype
+) -> Tensor:
     before, recorded = rows.select(call.x), rows.select(call.y)
     return relative_error(y - before, recorded - before, recorded, recorded_dtype)
 
 
 def full_sequence_jacobian(
-    call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int = 1 << 30, attached: bool = False
+    call: BlockCall,
+    rows: Rows,
+    recorded_dtype: torch.dtype,
+    memory: int = 1 << 30,
+    attached: bool = False,
 ) -> tuple[Float[Tensor, "R d d"], float, bool]:
     """Return the block's Jacobians (identity included) by full-sequence vector-Jacobian products, the value error, and whether
     the block's code rounds.
@@ -421,4 +482,8 @@ def full_sequence_jacobian(
         with replay_errors(call):
             J[at] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
         y[at], rounded = block.y, rounded or block.rounded
-    return J, require_reproduction(call, y - before, recorded - before, recorded, recorded_dtype), rounded
+    return (
+        J,
+        require_reproduction(call, y - before, recorded - before, recorded, recorded_dtype),
+        rounded,
+    )

@@ -55,7 +55,9 @@ class Rows:
     sample: Int[Tensor, " R"]
     token: Int[Tensor, " R"]
     source: Int[Tensor, " R"] | None = None
-    _copies: dict[torch.device, Indices] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _copies: dict[torch.device, Indices] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __len__(self) -> int:
         return len(self.sample)
@@ -83,11 +85,17 @@ class Rows:
 
     def subset(self, index: Tensor | slice) -> "Rows":
         """Return some of the rows."""
-        return Rows(self.sample[index], self.token[index], None if self.source is None else self.source[index])
+        return Rows(
+            self.sample[index],
+            self.token[index],
+            None if self.source is None else self.source[index],
+        )
 
     def disjoint_groups(self) -> Iterator[tuple[Tensor, "Rows"]]:
         """Split the rows so that no two rows of a group share a sample; yield each group with its indices into the R rows."""
-        order = (self.sample[:, None] == self.sample).tril(-1).sum(1)  # the number of earlier rows of the same sample
+        order = (
+            (self.sample[:, None] == self.sample).tril(-1).sum(1)
+        )  # the number of earlier rows of the same sample
         for group in order.unique():
             index = torch.nonzero(order == group).squeeze(-1)
             yield index, self.subset(index)
@@ -129,11 +137,18 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
     if any(type(part) is not type(first) for part in parts):
         pass
     elif isinstance(first, dict) and all(part.keys() == first.keys() for part in parts):
-        return {key: concatenate_argument(str(key), [part[key] for part in parts], sizes) for key in first}
+        return {
+            key: concatenate_argument(str(key), [part[key] for part in parts], sizes)
+            for key in first
+        }
     elif isinstance(first, (tuple, list)) and all(len(part) == len(first) for part in parts):
-        return type(first)(concatenate_argument(name, entries, sizes) for entries in zip(*parts, strict=True))
+        return type(first)(
+            concatenate_argument(name, entries, sizes) for entries in zip(*parts, strict=True)
+        )
     elif isinstance(first, Tensor):
-        if all(part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)):
+        if all(
+            part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)
+        ):
             return torch.cat(list(parts))
         if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
             return first  # no row axis
@@ -143,7 +158,12 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
 
 
 def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
-    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n and bool((rows.token == rows.token[0]).all()):
+    if (
+        isinstance(value, Tensor)
+        and value.dim() == 1
+        and len(value) == n
+        and bool((rows.token == rows.token[0]).all())
+    ):
         return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
         at = rows.on(value.device)
@@ -166,10 +186,14 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     width = min(width, call.x.shape[1])
     start = (rows.token - width + 1).clamp(min=0)
     # The window of all rows, if they have the same one.
-    common = slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None
+    common = (
+        slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None
+    )
     (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))
     windows = _Windows(call.x.shape[1], call.state, rows.on(call.x.device), tokens, common)
-    arguments = OrderedDict((name, windows.cut(name, value)) for name, value in call.arguments.arguments.items())
+    arguments = OrderedDict(
+        (name, windows.cut(name, value)) for name, value in call.arguments.arguments.items()
+    )
     attention = [
         AttentionCall(
             windows.keys(past.key),
@@ -181,7 +205,9 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     ]
     bound = BoundArguments(call.arguments.signature, arguments)
     x = call.x[windows.at.sample[:, None], tokens]
-    return replace(call, arguments=bound, x=x, attention=attention), Rows(torch.arange(len(rows)), rows.token - start)
+    return replace(call, arguments=bound, x=x, attention=attention), Rows(
+        torch.arange(len(rows)), rows.token - start
+    )
 
 
 @dataclass(frozen=True)
@@ -217,9 +243,18 @@ class _Windows:
     def mask(self, name: str, value: Any) -> Any:
         """Cut a mask of attention or of padding."""
         n, at, tokens = self.n, self.at, self.tokens
-        if isinstance(value, Tensor) and value.dim() == 4 and value.shape[-1] == n and value.shape[-2] in (1, n):
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == 4
+            and value.shape[-1] == n
+            and value.shape[-2] in (1, n)
+        ):
             value = value[at.sample_in(value)].take_along_dim(tokens[:, None, None], -1)
-            return value if value.shape[-2] == 1 else value.take_along_dim(tokens[:, None, :, None], -2)
+            return (
+                value
+                if value.shape[-2] == 1
+                else value.take_along_dim(tokens[:, None, :, None], -2)
+            )
         if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
             if name.endswith("padding_mask") or value.shape[0] != n:
                 return value[at.sample_in(value)[:, None], tokens]
@@ -234,7 +269,12 @@ class _Windows:
     def _per_token(self, name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._per_token(name, entry) for entry in value)
-        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == self.n and self.common is not None:
+        if (
+            isinstance(value, Tensor)
+            and value.dim() == 1
+            and len(value) == self.n
+            and self.common is not None
+        ):
             return value[self.common]
         if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
             return value[self.at.sample_in(value)[:, None], self.tokens]
@@ -249,9 +289,15 @@ def mask_rows(past: AttentionCall, at: Indices) -> Tensor | None:
     """Return row t of a recorded attention's mask, (R, H or 1, 1, n): causal if it was causal without a mask."""
     mask, n = past.mask, past.key.shape[-2]
     if mask is not None and not isinstance(mask, Tensor):
-        raise NotSliceable(f"how its attention mask of type {type(mask).__name__} divides into rows is not known")
+        raise NotSliceable(
+            f"how its attention mask of type {type(mask).__name__} divides into rows is not known"
+        )
     if mask is None:
-        return (torch.arange(n, device=at.token.device) <= at.token[:, None])[:, None, None] if past.causal else None
+        return (
+            (torch.arange(n, device=at.token.device) <= at.token[:, None])[:, None, None]
+            if past.causal
+            else None
+        )
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
     token = at.token if mask.shape[-2] > 1 else torch.zeros_like(at.token)
     return mask[at.sample_in(mask), :, token][:, :, None, :n]

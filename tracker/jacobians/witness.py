@@ -64,7 +64,9 @@ ROUNDED = 3  # times the change of J^T u where the states are moved by roundings
 MOVES = 4  # of the states, in different directions
 CONVERGED = 0.3  # two differences agree if they are nearer to each other than this part of their distance from J v
 
-State = Callable[[int, Tensor], Tensor]  # gives boundary l, where the model has this tensor, its state, as (B, n, d)
+State = Callable[
+    [int, Tensor], Tensor
+]  # gives boundary l, where the model has this tensor, its state, as (B, n, d)
 Left = Callable[[int, Tensor], None]  # takes the output (B, n, d) of block l
 
 
@@ -80,7 +82,9 @@ class Answer:
     v: Float[Tensor, " d"]
     size: float  # |x|
     growth: float  # |output| / |x|
-    differences: list[Float[Tensor, " d"]]  # d(block) / dx v, with the steps so far; empty for numbers of two bytes
+    differences: list[
+        Float[Tensor, " d"]
+    ]  # d(block) / dx v, with the steps so far; empty for numbers of two bytes
 
     def step(self, i: int) -> float:
         """Return the multiple of v that is as long as the i-th step, h |x|."""
@@ -112,13 +116,22 @@ class Witness:
     """
 
     def __init__(
-        self, replica: Replica, batch: Batch, recording: Recording, rows: Rows, valid: Sequence[Sequence[int]]
+        self,
+        replica: Replica,
+        batch: Batch,
+        recording: Recording,
+        rows: Rows,
+        valid: Sequence[Sequence[int]],
     ) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
-        self.wrong: dict[int, float] = {}  # layers whose values differ from the recorded ones, and by how much
+        self.wrong: dict[
+            int, float
+        ] = {}  # layers whose values differ from the recorded ones, and by how much
         self.undecided: list[int] = []  # layers whose differences do not converge
-        self.unsteady: dict[int, float] = {}  # layers whose J^T u differs by what rounding explains, and by how much
+        self.unsteady: dict[
+            int, float
+        ] = {}  # layers whose J^T u differs by what rounding explains, and by how much
         # Other weights have other states, and are asked about other rows.
         self.seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
         self.rows, self.valid = rows, valid
@@ -133,19 +146,29 @@ class Witness:
         """Ask about all blocks; return why that failed, if it did."""
         self.passes, self.answers, self.wrong = passes, {}, {}
         self.generator = torch.Generator().manual_seed(self.seed)
-        self.sample = int(self.rows.sample[torch.randint(len(self.rows), (), generator=self.generator)])
+        self.sample = int(
+            self.rows.sample[torch.randint(len(self.rows), (), generator=self.generator)]
+        )
         tokens = self.rows.token[self.rows.sample == self.sample].tolist()
         passes.choose(self.sample)
         try:
             self._ask_for_derivatives(tokens)
             for _ in range(min(len(tokens), ROWS) - 1):
-                if self.wrong:  # a model in 16 bits may choose another expert than the replica, at this row
+                if (
+                    self.wrong
+                ):  # a model in 16 bits may choose another expert than the replica, at this row
                     self._ask_for_derivatives(tokens)
-            if self.wrong and passes.divided:  # what the model computes may depend on the size of the batch
+            if (
+                self.wrong and passes.divided
+            ):  # what the model computes may depend on the size of the batch
                 passes.choose_all(self.sample)
                 self._ask_for_derivatives(tokens)
-            self._ask_for_differences({l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0)
-        except Exception as error:  # of the model's code, whatever it is: it may need what is not installed here
+            self._ask_for_differences(
+                {l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0
+            )
+        except (
+            Exception
+        ) as error:  # of the model's code, whatever it is: it may need what is not installed here
             if isinstance(error, UsageError):
                 raise
             if not is_allocation_failure(error):
@@ -156,8 +179,16 @@ class Witness:
     def __str__(self) -> str:
         if self.failed:
             return f"not asked: {self.unasked or self.failed}"
-        errors = ", ".join(f"{name} {size:.1e}" for name, size in self.errors.items() if size or name != "differences")
-        undecided = f"; differences do not converge in {len(self.undecided)} blocks" if self.undecided else ""
+        errors = ", ".join(
+            f"{name} {size:.1e}"
+            for name, size in self.errors.items()
+            if size or name != "differences"
+        )
+        undecided = (
+            f"; differences do not converge in {len(self.undecided)} blocks"
+            if self.undecided
+            else ""
+        )
         unsteady = ""
         if self.unsteady:
             largest = max(self.unsteady.values())
@@ -180,7 +211,15 @@ class Witness:
             size = _norm(row.x)
             growth = _norm(row.y) / (size or 1)
             self.answers[l] = Answer(
-                questions[l][0], row.bytes, row.u, row.gradient, float(row.beside), v[l - 1], size, growth, []
+                questions[l][0],
+                row.bytes,
+                row.u,
+                row.gradient,
+                float(row.beside),
+                v[l - 1],
+                size,
+                growth,
+                [],
             )
             error, excess = self._value_error(row.values, row.bytes, questions[l][0])
             if excess <= 1:
@@ -188,7 +227,9 @@ class Witness:
             else:
                 self.wrong[l] = error
 
-    def _pass_backward(self, questions: dict[int, tuple[int, Tensor]], moved: int = 0) -> dict[int, "_Backward"]:
+    def _pass_backward(
+        self, questions: dict[int, tuple[int, Tensor]], moved: int = 0
+    ) -> dict[int, "_Backward"]:
         """Run the model, and the backward pass of some blocks from their outputs at a token, weighted by u, to their states.
 
         Args:
@@ -196,7 +237,9 @@ class Witness:
             moved: bytes of the numbers by whose roundings the states and u are moved; 0: not at all.
         """
         passes, leaf = self.passes, torch.empty(0)
-        found: dict[int, tuple[Tensor, ...]] = {}  # of each block, the fields of `_Backward` except the first
+        found: dict[
+            int, tuple[Tensor, ...]
+        ] = {}  # of each block, the fields of `_Backward` except the first
         least: dict[int, int] = {}
 
         def disturbed(t: Tensor) -> Tensor:
@@ -208,7 +251,9 @@ class Witness:
         def begin(l: int, state: Tensor) -> Tensor:
             nonlocal leaf
             leaf, roundings.least = disturbed(passes.recorded(l, state)), state.itemsize
-            return leaf.requires_grad_().clone()  # the model may work in place, which a leaf does not allow
+            return (
+                leaf.requires_grad_().clone()
+            )  # the model may work in place, which a leaf does not allow
 
         def end(l: int, y: Tensor) -> None:
             if l not in questions:
@@ -228,7 +273,9 @@ class Witness:
         tensors = [_plain(torch.stack(of_all)) for of_all in zip(*found.values(), strict=True)]
         return {l: _Backward(least[l], *of_one) for l, *of_one in zip(found, *tensors, strict=True)}
 
-    def _value_error(self, values: Float[Tensor, "3 B n"], least: int, token: int) -> tuple[float, float]:
+    def _value_error(
+        self, values: Float[Tensor, "3 B n"], least: int, token: int
+    ) -> tuple[float, float]:
         """Return the largest error of a block's f, relative to f, and the largest multiple of what is allowed.
 
         Numbers of two bytes are compared at the block's row alone: a router may choose another expert at others.
@@ -267,7 +314,14 @@ class Witness:
     # Judging.
 
     def judge(
-        self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"], *, exact: bool, gradients: bool, differences: bool
+        self,
+        call: BlockCall,
+        rows: Rows,
+        J: Float[Tensor, "R d d"],
+        *,
+        exact: bool,
+        gradients: bool,
+        differences: bool,
     ) -> None:
         """Compare the Jacobians of a call at some rows, without the identity, with what the model says.
 
@@ -280,7 +334,12 @@ class Witness:
             UsageError: if they differ, or the block of the model gives another output than the recorded one.
         """
         answer = self.answers.get(call.layer)
-        if answer is None or self.failed or call is not self.passes.calls[call.layer - 1] or rows.source is not None:
+        if (
+            answer is None
+            or self.failed
+            or call is not self.passes.calls[call.layer - 1]
+            or rows.source is not None
+        ):
             return
         self.require_values(call.layer)
         at = ((rows.sample == self.sample) & (rows.token == answer.token)).nonzero()
@@ -290,13 +349,17 @@ class Witness:
         least = min(answer.bytes, J.itemsize)
         (given,) = to_device(J.device, torch.stack([answer.u, answer.v]).to(J.dtype))
         JTu, Jv = _plain(torch.stack([J.mT @ given[0], J @ given[1]]))
-        allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
+        allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(
+            answer.u, JTu
+        )
         error = _ratio(answer.gradient - answer.u - JTu, JTu)
         if gradients and call.layer == 1:
             self._require_no_way_beside(call, answer, JTu)
         if gradients and not error <= allowed:
             if not error <= ROUNDED * self._rounding_of_gradient(call.layer, answer, JTu):
-                raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
+                raise self._other_derivative(
+                    call, f"J^T u by its backward pass differs by {error:.1e}"
+                )
             self.unsteady[call.layer] = error
         elif gradients:
             self.errors["derivative"] = max(self.errors["derivative"], error)
@@ -317,7 +380,8 @@ class Witness:
         if answer.beside > most and not later and not self.passes.replica.description.fixed:
             part = answer.beside / max(_norm(JTu), torch.finfo(torch.float64).tiny)
             raise self._other_derivative(
-                call, f"J^T u of what the model computed from the state before the block began is {part:.1e}"
+                call,
+                f"J^T u of what the model computed from the state before the block began is {part:.1e}",
             )
 
     def _rounding_of_gradient(self, l: int, answer: Answer, JTu: Tensor) -> float:
@@ -332,11 +396,15 @@ class Witness:
         found = [self._pass_backward(question, answer.bytes)[l].gradient for _ in range(MOVES)]
         return max(_ratio(gradient - answer.gradient, JTu) for gradient in found)
 
-    def _judge_differences(self, call: BlockCall, answer: Answer, Jv: Tensor, least: int, exact: bool) -> None:
+    def _judge_differences(
+        self, call: BlockCall, answer: Answer, Jv: Tensor, least: int, exact: bool
+    ) -> None:
         steps = STEPS[answer.bytes]
         steps = (steps[0], *steps)  # the first again, with this block's state alone moved
         rounding = ROUNDINGS * EPSILON[answer.bytes] * (1 + answer.growth) * _ratio(answer.v, Jv)
-        allowed = [(DIFFERENCES[least] if exact else DERIVATIVE[2]) + rounding / (2 * h) for h in steps]
+        allowed = [
+            (DIFFERENCES[least] if exact else DERIVATIVE[2]) + rounding / (2 * h) for h in steps
+        ]
 
         def errors() -> list[float]:
             return [_ratio(difference - answer.v - Jv, Jv) for difference in answer.differences]
@@ -351,7 +419,9 @@ class Witness:
         for step in range(1, len(steps) - 1):
             apart = _ratio(answer.differences[step] - answer.differences[step + 1], Jv)
             if apart <= CONVERGED * min(found[step], found[step + 1]):
-                raise self._other_derivative(call, f"J v by differences of its values differs by {found[step]:.1e}")
+                raise self._other_derivative(
+                    call, f"J v by differences of its values differs by {found[step]:.1e}"
+                )
         self.undecided.append(call.layer)
 
     def require_values(self, l: int) -> None:
@@ -389,7 +459,9 @@ def _why_not(replica: Replica) -> str:
     if any(t.is_inference() for t in weights):
         return "its weights were made in inference mode"
     elsewhere = {t.device for t in weights} - {replica.device}
-    return f"it is on {elsewhere.pop()} and the measurement on {replica.device}" if elsewhere else ""
+    return (
+        f"it is on {elsewhere.pop()} and the measurement on {replica.device}" if elsewhere else ""
+    )
 
 
 class _Passes:
@@ -398,7 +470,9 @@ class _Passes:
     A batch that may not divide into samples is run whole. If the model can't be asked, its replica runs.
     """
 
-    def __init__(self, replica: Replica, batch: Batch, recording: Recording, replaced: bool) -> None:
+    def __init__(
+        self, replica: Replica, batch: Batch, recording: Recording, replaced: bool
+    ) -> None:
         self.replica = replica
         self.model = innermost(replica.model)
         self.replaced = replaced
@@ -429,25 +503,33 @@ class _Passes:
         """Run all samples, and ask about this one."""
         self.batch, self.samples, self.at = self.whole, slice(None), sample
 
-    def recorded(self, l: int, like: Tensor, dtype: torch.dtype | None = None) -> Float[Tensor, "B n d"]:
+    def recorded(
+        self, l: int, like: Tensor, dtype: torch.dtype | None = None
+    ) -> Float[Tensor, "B n d"]:
         """Return a copy of the recorded state at boundary l, on the device of a tensor, in its dtype or another."""
         state = self.calls[l].x if l < self.L else self.calls[-1].y
         return state[self.samples].to(like.device, dtype or like.dtype, copy=True)
 
-    def gradients(self, product: Tensor, leaf: Tensor, row: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def gradients(
+        self, product: Tensor, leaf: Tensor, row: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradient to a block's state, and the size of that to a row of the first state along what was computed from
         it before block 1 began, which the leaf does not reach.
         """
         first = self.first is not None and self.first.requires_grad
         inputs = [leaf, self.first] if first else [leaf]
-        with torch._C.DisableTorchFunction():  # the mode of boundaries would replace the first state by the leaf
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # the mode of boundaries would replace the first state by the leaf
             # What was computed before block 1 began is differentiated once for each block.
             gradient, *beside = torch.autograd.grad(
                 product, inputs, retain_graph=first, materialize_grads=True, allow_unused=True
             )
         if not first:
             return gradient, gradient.new_zeros((), dtype=torch.float64)
-        return gradient, torch.linalg.vector_norm(self.replica.oriented(beside[0])[row], dtype=torch.float64)
+        return gradient, torch.linalg.vector_norm(
+            self.replica.oriented(beside[0])[row], dtype=torch.float64
+        )
 
     def run(self, begin: State, end: Left, last: int) -> None:
         """Run the model up to the end of block `last`."""
@@ -465,10 +547,15 @@ class _Passes:
             self._run_model(begin, end, last)
 
     def _run_model(self, begin: State, end: Left, last: int) -> None:
-        arguments, keywords = copy_nested((list(self.batch.arguments), self.batch.keywords), self._copied, {})
+        arguments, keywords = copy_nested(
+            (list(self.batch.arguments), self.batch.keywords), self._copied, {}
+        )
         with undisturbed(self.model, self.replica.device) as generators:
             generators.seed(self.seed)
-            with self._hooked(partial(module_named, self.model), begin, end, last), suppress(StopForward):
+            with (
+                self._hooked(partial(module_named, self.model), begin, end, last),
+                suppress(StopForward),
+            ):
                 self.model(*arguments, **keywords)
 
     def _run_replica(self, begin: State, end: Left, last: int) -> None:
@@ -483,7 +570,9 @@ class _Passes:
             replica.run(arguments, keywords, self.seed)
 
     @contextmanager
-    def _hooked(self, module: Callable[[str], nn.Module], begin: State, end: Left, last: int) -> Iterator[None]:
+    def _hooked(
+        self, module: Callable[[str], nn.Module], begin: State, end: Left, last: int
+    ) -> Iterator[None]:
         """Set states where blocks begin, and take them where blocks end, in a pass of a model whose modules have these names."""
         self.ended, self.first = -1, None
         from_inputs = ExitStack()  # until block 1 begins, what modules return is part of the graph
@@ -505,7 +594,10 @@ class _Passes:
         spans = self.replica.description.spans
         hooks = {spans[0][0]: enter} | {end: leave for _, end in spans} if spans else {}
         try:
-            with from_inputs, at_boundaries(module, hooks) if spans else self._at_modules(module, enter, leave):
+            with (
+                from_inputs,
+                at_boundaries(module, hooks) if spans else self._at_modules(module, enter, leave),
+            ):
                 if torch.is_grad_enabled():
                     from_inputs.callback(register_module_forward_hook(_in_graph).remove)
                 yield
@@ -516,9 +608,14 @@ class _Passes:
 
     @contextmanager
     def _at_modules(
-        self, module: Callable[[str], nn.Module], enter: Callable[[Tensor], Tensor], leave: Callable[[Tensor], Tensor]
+        self,
+        module: Callable[[str], nn.Module],
+        enter: Callable[[Tensor], Tensor],
+        leave: Callable[[Tensor], Tensor],
     ) -> Iterator[None]:
-        blocks = [module(name) for name in dict.fromkeys(call.name for call in self.calls)]  # one may be several
+        blocks = [
+            module(name) for name in dict.fromkeys(call.name for call in self.calls)
+        ]  # one may be several
 
         def begin(block: nn.Module, args: tuple, kwargs: dict) -> Any:
             if self.ended >= 0:
@@ -529,14 +626,18 @@ class _Passes:
             # That another argument is the state as well can't be told from a constant in one block; others show it.
             alike = state if self.L == 1 else None
             for i, (name, value) in enumerate(bound.arguments.items()):
-                bound.arguments[name] = new if i == 0 or (value is alike and value is not None) else value
+                bound.arguments[name] = (
+                    new if i == 0 or (value is alike and value is not None) else value
+                )
             return bound.args, bound.kwargs
 
         def end(block: nn.Module, args: tuple, output: Any) -> Any:
             return with_hidden_state(output, leave(hidden_state(output)))
 
         with ExitStack() as stack:
-            stack.callback(blocks[0].register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
+            stack.callback(
+                blocks[0].register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove
+            )
             for block in blocks:
                 stack.callback(block.register_forward_hook(end).remove)
             yield
@@ -547,7 +648,9 @@ class _Passes:
         if not isinstance(value, Tensor):
             return value
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())
-        dtype = next(weights, value.dtype) if self.cast and value.is_floating_point() else value.dtype
+        dtype = (
+            next(weights, value.dtype) if self.cast and value.is_floating_point() else value.dtype
+        )
         copy = value.to(self.replica.device, dtype, copy=True)
         if (
             torch.is_grad_enabled()
@@ -586,5 +689,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 def form_of(model: nn.Module) -> Any:
     """Return what the model is made of, without its weights: the classes and the hooks of its modules, by name."""
-    parts = ((name, type(part), *(vars(part)[kind] for kind in HOOKS)) for name, part in model.named_modules())
-    return tuple((name, cls, *(tuple(map(id, hooks.values())) for hooks in both)) for name, cls, *both in parts)
+    parts = (
+        (name, type(part), *(vars(part)[kind] for kind in HOOKS))
+        for name, part in model.named_modules()
+    )
+    return tuple(
+        (name, cls, *(tuple(map(id, hooks.values())) for hooks in both))
+        for name, cls, *both in parts
+    )

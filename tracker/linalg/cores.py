@@ -23,7 +23,9 @@ Result = TypeVar("Result")
 
 
 def map_on_cores(
-    function: Callable[[Part], Result], parts: Sequence[Part], done: Callable[[Part], None] = lambda _: None
+    function: Callable[[Part], Result],
+    parts: Sequence[Part],
+    done: Callable[[Part], None] = lambda _: None,
 ) -> list[Result]:
     """Map a function over parts in parallel, the CPU's cores divided among them.
 
@@ -35,13 +37,17 @@ def map_on_cores(
         return _collect(map(function, parts), parts, done)
     at_once = min(len(parts), cores)
     try:
-        with ThreadPoolExecutor(at_once, initializer=torch.set_num_threads, initargs=(cores // at_once,)) as pool:
+        with ThreadPoolExecutor(
+            at_once, initializer=torch.set_num_threads, initargs=(cores // at_once,)
+        ) as pool:
             return _collect(pool.map(function, parts), parts, done)
     finally:
         torch.set_num_threads(cores)
 
 
-def _collect(results: Iterable[Result], parts: Sequence[Part], done: Callable[[Part], None]) -> list[Result]:
+def _collect(
+    results: Iterable[Result], parts: Sequence[Part], done: Callable[[Part], None]
+) -> list[Result]:
     collected = []
     for result, part in zip(results, parts, strict=True):
         collected.append(result)
@@ -49,7 +55,9 @@ def _collect(results: Iterable[Result], parts: Sequence[Part], done: Callable[[P
     return collected
 
 
-def batch_on_cores(function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+def batch_on_cores(
+    function: Callable[..., tuple[Tensor, ...]], *tensors: Tensor
+) -> tuple[Tensor, ...]:
     """Apply a function of CPU tensors that share a batch axis, the first, to one part of the batch per core."""
     parts = list(zip(*(t.chunk(torch.get_num_threads()) for t in tensors), strict=True))
     results = map_on_cores(lambda part: function(*part), parts)

@@ -39,7 +39,9 @@ class Costs:
 
 
 CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=2.0)
-ACCELERATOR = Costs(product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, symmetric=2.0)
+ACCELERATOR = Costs(
+    product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, symmetric=2.0
+)
 
 
 def costs_of(device: torch.device) -> Costs:
@@ -57,7 +59,9 @@ def eigenvectors_are_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.d
     """Whether K eigenvectors of J J^T are expected to take less time than an iteration and than full decomposition."""
     if d < NARROWEST or K > d // 4:
         return False
-    return not basis_fits(d, K) or _iteration(d, K, dtype, device) >= costs_of(device).symmetric * d**3
+    return (
+        not basis_fits(d, K) or _iteration(d, K, dtype, device) >= costs_of(device).symmetric * d**3
+    )
 
 
 def _iteration(d: int, K: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -27,11 +27,16 @@ def _routine(name: str) -> Callable[..., None]:
     """Return a routine that takes addresses of its arguments."""
     api: Any = ctypes.pythonapi
     capsule = cython_lapack.__pyx_capi__[name]
-    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = ctypes.c_char_p, [ctypes.py_object]
+    api.PyCapsule_GetName.restype, api.PyCapsule_GetName.argtypes = (
+        ctypes.c_char_p,
+        [ctypes.py_object],
+    )
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     address = api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * ARGUMENTS)(address)  # which gives up Python's lock
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * ARGUMENTS)(
+        address
+    )  # which gives up Python's lock
 
 
 def first_eigenvectors(
@@ -56,12 +61,22 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
     values, vectors = A.new_empty(B, d), A.new_empty(B, count, d)  # LAPACK's columns are rows here
     n, first, computed, info = (ctypes.c_int(value) for value in (d, d - count + 1, 0, 0))
     bound = scalar(0)  # not read, or LAPACK's default
-    support, of_work, of_integers = (ctypes.c_int * (2 * count))(), ctypes.c_int(-1), ctypes.c_int(-1)
+    support, of_work, of_integers = (
+        (ctypes.c_int * (2 * count))(),
+        ctypes.c_int(-1),
+        ctypes.c_int(-1),
+    )
 
     def run(matrix: int, W: int, Z: int, work: Any, integers: Any) -> None:
         options = (b"V", b"I", b"L")
         flags = [ctypes.cast(ctypes.c_char_p(flag), ctypes.c_void_p) for flag in options]
-        interval = (ctypes.byref(bound), ctypes.byref(bound), ctypes.byref(first), ctypes.byref(n), ctypes.byref(bound))
+        interval = (
+            ctypes.byref(bound),
+            ctypes.byref(bound),
+            ctypes.byref(first),
+            ctypes.byref(n),
+            ctypes.byref(bound),
+        )
         _routine(name)(
             *flags,
             ctypes.byref(n),
@@ -80,10 +95,14 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
             ctypes.byref(info),
         )
         if info.value or (of_work.value > 0 and computed.value != count):
-            raise RuntimeError(f"LAPACK's {name} failed (info {info.value}, {computed.value} of {count} eigenvectors)")
+            raise RuntimeError(
+                f"LAPACK's {name} failed (info {info.value}, {computed.value} of {count} eigenvectors)"
+            )
 
     size, integers = scalar(0), ctypes.c_int(0)
-    run(A.data_ptr(), values.data_ptr(), vectors.data_ptr(), size, integers)  # asks for the sizes of the workspaces
+    run(
+        A.data_ptr(), values.data_ptr(), vectors.data_ptr(), size, integers
+    )  # asks for the sizes of the workspaces
     of_work, of_integers = ctypes.c_int(int(size.value)), ctypes.c_int(integers.value)
     work, integers = (scalar * of_work.value)(), (ctypes.c_int * of_integers.value)()
     for matrix, W, Z in zip(

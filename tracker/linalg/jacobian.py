@@ -38,7 +38,9 @@ class Linearization:
 
     y: Float[Tensor, "R d"]
     pullback: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r]^T u[c, r]
-    tangent: Float[Tensor, "R d"] | None = None  # J v by forward mode, if it was asked for and every operation has it
+    tangent: Float[Tensor, "R d"] | None = (
+        None  # J v by forward mode, if it was asked for and every operation has it
+    )
     no_tangent: str = ""  # why there is none
     rounded: bool = False  # whether f's own code rounds to a lower precision than that of x
 
@@ -50,7 +52,9 @@ class GradientsStayOn(TorchFunctionMode):
     is that of what it computes, so the switch is ignored, as in forward mode. `detach` is not.
     """
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         if function is torch._C._set_grad_enabled:
             return None
         return function(*arguments, **(keywords or {}))
@@ -91,13 +95,19 @@ def _import_forward_mode() -> None:
         import_module("torch._decomp.decompositions_for_jvp")
 
 
-def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] | None = None) -> Linearization:
+def linearize(
+    f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] | None = None
+) -> Linearization:
     """Linearize f at x, detached from the caller's graph; with v, compute J v by forward mode in the same pass."""
     tangent, reason = None, ""
     if v is not None:
         _import_forward_mode()
     try:
-        with torch.enable_grad(), GradientsStayOn(), nullcontext() if v is None else forward_ad.dual_level():
+        with (
+            torch.enable_grad(),
+            GradientsStayOn(),
+            nullcontext() if v is None else forward_ad.dual_level(),
+        ):
             leaf = x.detach().clone().requires_grad_()
             argument = leaf if v is None else forward_ad.make_dual(leaf, v)
             y = f(argument.clone())  # a block may work in place, which a leaf does not allow
@@ -109,7 +119,9 @@ def linearize(f: RowFunction, x: Float[Tensor, "R d"], v: Float[Tensor, "R d"] |
         if v is None:
             raise
         reason = str(error).partition("\n")[0]
-    if reason:  # outside the handler, which would keep the traceback and so the failed attempt's tensors
+    if (
+        reason
+    ):  # outside the handler, which would keep the traceback and so the failed attempt's tensors
         return replace(linearize(f, x), no_tangent=reason)
 
     def pullback(u: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
@@ -122,31 +134,43 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
     """Return the gradients of y with respect to x for C cotangents at once."""
     if not y.requires_grad:  # y does not depend on x
         return torch.zeros_like(cotangents)
-    gradient = partial(torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True)
+    gradient = partial(
+        torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True
+    )
     if len(cotangents) == 1:
         return gradient(cotangents[0])[0][None]
     return for_each(gradient, cotangents, 0)[0]
 
 
-def for_each(products: Callable[[Tensor], tuple[Tensor, ...]], cotangents: Tensor, axis: int) -> Sequence[Tensor]:
+def for_each(
+    products: Callable[[Tensor], tuple[Tensor, ...]], cotangents: Tensor, axis: int
+) -> Sequence[Tensor]:
     """Return products with each of the cotangents along an axis, stacked along that axis; all at once where it can be."""
     try:
         return torch.vmap(products, axis, axis)(cotangents)
     except RuntimeError as error:  # an operation without a vmap rule, such as bloom's own GELU
         raise_device_errors(error)
     # Outside the handler, which would keep the traceback and so the failed attempt's tensors.
-    return [torch.stack(parts, axis) for parts in zip(*map(products, cotangents.unbind(axis)), strict=True)]
+    return [
+        torch.stack(parts, axis)
+        for parts in zip(*map(products, cotangents.unbind(axis)), strict=True)
+    ]
 
 
 def dense_jacobian(
-    pullback: Callable[[Tensor], Tensor], y: Float[Tensor, "R d"], chunk: int, identity: bool = False
+    pullback: Callable[[Tensor], Tensor],
+    y: Float[Tensor, "R d"],
+    chunk: int,
+    identity: bool = False,
 ) -> Float[Tensor, "R d d"]:
     """Return the Jacobian of every row, `chunk` cotangents at a time; with `identity`, less the identity."""
     R, d = y.shape
     J = y.new_empty(R, d, d)
     cotangents = identity_matrix(d, y)
     for start in range(0, d, chunk):
-        e = cotangents[start : start + chunk]  # (C, d): cotangent c picks output coordinate start + c of every row
+        e = cotangents[
+            start : start + chunk
+        ]  # (C, d): cotangent c picks output coordinate start + c of every row
         J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
     J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
     return J

@@ -81,7 +81,9 @@ def block_golub_kahan(
     def step(Z: Tensor, H: Tensor, before: slice, new: slice, B: Tensor) -> tuple[Tensor, Tensor]:
         V[..., new, :] = Z
         W = orthonormalise.update_scale(apply(Z.mT).mT)
-        U[..., new, :], R, rest = orthonormalise(minus_product(W, H.mT, U[..., before, :]), U[..., : new.start, :])
+        U[..., new, :], R, rest = orthonormalise(
+            minus_product(W, H.mT, U[..., before, :]), U[..., : new.start, :]
+        )
         B[..., before, new] = H
         B[..., : new.start, new] += rest.mT
         B[..., new, new] = R.mT
@@ -173,7 +175,9 @@ def _restarted(
             orthonormalise.test_from_now(values[..., None, :1])
             Z, H, before, budget = restart
             continue
-        values, tail, *vectors = (part.to(start.dtype) for part in solve(problem.double(), coupling.double()))
+        values, tail, *vectors = (
+            part.to(start.dtype) for part in solve(problem.double(), coupling.double())
+        )
         converged = bool(reached(values, torch.linalg.vector_norm(tail[..., :K], dim=-2)).all())
         values, tail, *vectors = moved((values, tail, *(Q[..., :kept] for Q in vectors)), device)
         if converged or budget < 0:

@@ -23,7 +23,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_identities: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # the matrices in use, by memory address
+_identities: WeakValueDictionary[int, Tensor] = (
+    WeakValueDictionary()
+)  # the matrices in use, by memory address
 
 
 def identity_matrix(d: int, like: Tensor) -> Float[Tensor, "d d"]:
@@ -45,7 +47,13 @@ def rows_of_identity(x: Tensor) -> slice | None:
     C, *B, d = x.shape
     along_C, *over_B, along_d = x.stride()
     repeated = not any(stride for stride, size in zip(over_B, B, strict=True) if size > 1)
-    if d != len(identity) or along_d != 1 or (C > 1 and along_C != d) or not repeated or x.storage_offset() % d:
+    if (
+        d != len(identity)
+        or along_d != 1
+        or (C > 1 and along_C != d)
+        or not repeated
+        or x.storage_offset() % d
+    ):
         return None
     start = x.storage_offset() // d
     return slice(start, start + C)
@@ -55,7 +63,9 @@ FEW = range(
     16, 65
 )  # rows for which (W x^T)^T takes less time: above, both ways take equally long, and below up to twice as long
 LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
-COPY_AFTER = 2  # products of few rows before a copy is made: the second one is a sign of an iteration
+COPY_AFTER = (
+    2  # products of few rows before a copy is made: the second one is a sign of an iteration
+)
 STRIPE = 16  # columns copied at once, one cache line: a third of the time of copying all at once
 
 FreeBuffers = list[Tensor]  # memory of copies no longer in use
@@ -76,7 +86,11 @@ class _ContiguousRows:
         if self.copy is None and self.uses >= COPY_AFTER:
             sizes = [memory.numel() for memory in self.buffers]
             fits = weight.numel() in sizes
-            memory = self.buffers.pop(sizes.index(weight.numel())) if fits else weight.new_empty(weight.numel())
+            memory = (
+                self.buffers.pop(sizes.index(weight.numel()))
+                if fits
+                else weight.new_empty(weight.numel())
+            )
             finalize(self, self.buffers.append, memory).atexit = False
             self.copy = memory.view(weight.shape)
             for mine, its in zip(self.copy.split(STRIPE, 1), weight.split(STRIPE, 1), strict=True):
@@ -104,17 +118,23 @@ class FrozenProduct(torch.autograd.Function):
 
     @staticmethod
     def setup_context(
-        ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, _ContiguousRows, _ContiguousRows], output: Tensor
+        ctx: Any,
+        inputs: tuple[Tensor, Tensor, Tensor | None, _ContiguousRows, _ContiguousRows],
+        output: Tensor,
     ) -> None:
         """Save the weight for the backward pass."""
         _, ctx.weight, _, ctx.own, ctx.other = inputs
         ctx.set_materialize_grads(False)  # a derivative of zeros would be allocated for the weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(
+        ctx: Any, *gradients: Tensor | None
+    ) -> tuple[Tensor | None, None, None, None, None]:
         """Compute the product with W^T, itself differentiable."""
         (g,) = gradients
-        product = None if g is None else FrozenProduct.apply(g, ctx.weight.mT, None, ctx.other, ctx.own)
+        product = (
+            None if g is None else FrozenProduct.apply(g, ctx.weight.mT, None, ctx.other, ctx.own)
+        )
         return product, None, None, None, None
 
     @staticmethod
@@ -134,18 +154,25 @@ class FrozenProduct(torch.autograd.Function):
     ) -> tuple[Tensor, int]:
         """Fold a batch of inputs into the rows."""
         batched_x, batched_weight, batched_bias = (dim is not None for dim in in_dims[:3])
-        x, weight = (t if dim is None else t.movedim(dim, 0) for t, dim in zip((x, weight), in_dims[:2], strict=True))
+        x, weight = (
+            t if dim is None else t.movedim(dim, 0)
+            for t, dim in zip((x, weight), in_dims[:2], strict=True)
+        )
         if batched_weight:  # such as experts run in parallel: one product for each, by BLAS
             product = torch.einsum(f"{'b' * batched_x}...i,boi->b...o", x, weight)
         else:
             product = FrozenProduct.apply(x, weight, None, own, other)
             product = product if batched_x else product[None]
         if bias is not None:
-            product = product + (bias.view(len(bias), *[1] * (product.dim() - 2), -1) if batched_bias else bias)
+            product = product + (
+                bias.view(len(bias), *[1] * (product.dim() - 2), -1) if batched_bias else bias
+            )
         return product, 0
 
 
-def multiply(x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], rows: _ContiguousRows) -> Tensor:
+def multiply(
+    x: Float[Tensor, "*B i"], weight: Float[Tensor, "o i"], rows: _ContiguousRows
+) -> Tensor:
     """Compute x W^T into memory of its own."""
     if (picked := rows_of_identity(x)) is not None:
         columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
@@ -169,10 +196,17 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
 def uses_onednn(x: Tensor) -> bool:
     """Whether products of such tensors go to oneDNN."""
     onednn: Any = torch.backends.mkldnn
-    return x.dtype == torch.float32 and x.device.type == "cpu" and onednn.is_available() and onednn.enabled
+    return (
+        x.dtype == torch.float32
+        and x.device.type == "cpu"
+        and onednn.is_available()
+        and onednn.enabled
+    )
 
 
-def row_products(M: Float[Tensor, "o i"]) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+def row_products(
+    M: Float[Tensor, "o i"],
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return x -> x M^T and y -> y M for rows x (m, i) and y (m, o), for repeated use; not differentiable."""
     own, other = _ContiguousRows([]), _ContiguousRows([])
     return lambda x: multiply(x, M, own), lambda y: multiply(y, M.mT, other)
@@ -180,7 +214,9 @@ def row_products(M: Float[Tensor, "o i"]) -> tuple[Callable[[Tensor], Tensor], C
 
 def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
     """Compute X Y^T; not differentiable."""
-    return stacked([_linear(x, y) for x, y in zip(X, Y, strict=True)]) if uses_onednn(X) else X @ Y.mT
+    return (
+        stacked([_linear(x, y) for x, y in zip(X, Y, strict=True)]) if uses_onednn(X) else X @ Y.mT
+    )
 
 
 def stacked(parts: Sequence[Tensor]) -> Tensor:
@@ -199,7 +235,9 @@ class FrozenLinear(TorchFunctionMode):
         super().__init__()
         self.buffers: FreeBuffers = [] if buffers is None else buffers
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         keywords = keywords or {}
         layer = linear_layer(function, arguments, keywords)
         if layer is None:
@@ -211,7 +249,9 @@ class FrozenLinear(TorchFunctionMode):
         return FrozenProduct.apply(x, weight, None, own, other) + bias
 
 
-def linear_layer(function: Any, arguments: Any, keywords: Any) -> tuple[Tensor, Tensor, Tensor | None] | None:
+def linear_layer(
+    function: Any, arguments: Any, keywords: Any
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return x, W and b if the function computes x W^T + b with frozen weights, else None."""
     if function is torch.nn.functional.linear:
         return _product_arguments(*arguments, **keywords)
@@ -231,8 +271,16 @@ def _product_arguments(
     """
     operands = [t for t in (input, weight, bias) if t is not None]
     plain = all(
-        type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta for t in operands
+        type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta
+        for t in operands
     )
-    alike = all(t.dtype == input.dtype and t.device == input.device for t in operands) and input.is_floating_point()
+    alike = (
+        all(t.dtype == input.dtype and t.device == input.device for t in operands)
+        and input.is_floating_point()
+    )
     wanted = plain and alike and weight.dim() == 2 and not weight.requires_grad
-    return (input, weight, bias) if wanted and not torch.is_autocast_enabled(input.device.type) else None
+    return (
+        (input, weight, bias)
+        if wanted and not torch.is_autocast_enabled(input.device.type)
+        else None
+    )

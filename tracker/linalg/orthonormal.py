@@ -59,7 +59,9 @@ class Orthonormaliser:
         if self.tested:
             return True
         of_rows, of_rest, info = pivots
-        return bool((of_rows > SEPARATED).all() & (of_rest > OUTSIDE).all() & (info == 0).all())  # False where NaN
+        return bool(
+            (of_rows > SEPARATED).all() & (of_rest > OUTSIDE).all() & (info == 0).all()
+        )  # False where NaN
 
     def test_from_now(self, scale: Tensor) -> None:
         """Test every block from now on; `scale` is a lower bound of the matrices' norms."""
@@ -125,4 +127,8 @@ def _orthonormal_rows(W: Tensor, seed: int) -> tuple[Tensor, Tensor, float]:
     A, s, Q = torch.linalg.svd(W, full_matrices=False)
     absent = s <= 10 * torch.finfo(W.dtype).eps
     others = standard_normal(Q.shape[-2:], Q, seed) / W.shape[-1] ** 0.5
-    return torch.where(absent[..., None], others, Q), A * torch.where(absent, 0, s)[..., None, :], float(s.min())
+    return (
+        torch.where(absent[..., None], others, Q),
+        A * torch.where(absent, 0, s)[..., None, :],
+        float(s.min()),
+    )

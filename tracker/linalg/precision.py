@@ -21,9 +21,16 @@ OLDER = {"ieee": "highest", "tf32": "high"}
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 ROUNDED = 1e-5  # in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
 # By bytes of a number. Of the formats of two bytes, bfloat16 is the coarser one.
-EPSILON = {8: torch.finfo(torch.float64).eps, 4: torch.finfo(torch.float32).eps, 2: torch.finfo(torch.bfloat16).eps}
+EPSILON = {
+    8: torch.finfo(torch.float64).eps,
+    4: torch.finfo(torch.float32).eps,
+    2: torch.finfo(torch.bfloat16).eps,
+}
 FAST = 5e-2  # of products in TF32 or bfloat16
-FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}  # of |f| / |x|: below it, rounding of x + f exceeds the tolerance
+FLOOR = {
+    torch.float32: 1e-2,
+    torch.float64: 1e-5,
+}  # of |f| / |x|: below it, rounding of x + f exceeds the tolerance
 
 
 @contextmanager
@@ -38,7 +45,10 @@ def float32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
         if convolutions != precision:
             cudnn.allow_tf32 = precision == "tf32"
         for switch in switches():
-            if switch.fp32_precision != precision and (precision, switch.fp32_precision) != ("ieee", "none"):
+            if switch.fp32_precision != precision and (precision, switch.fp32_precision) != (
+                "ieee",
+                "none",
+            ):
                 switch.fp32_precision = precision
         yield
     finally:
@@ -79,12 +89,21 @@ class Roundings(TorchFunctionMode):
         self.least = torch.float64.itemsize
         self.seen = False
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         result = function(*arguments, **(keywords or {}))
-        with torch._C.DisableTorchFunction():  # other modes would be called for each attribute that is read here
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # other modes would be called for each attribute that is read here
             # An operation that returns None writes to its first argument, which rounds as well.
-            least = min(_sizes(arguments[:1] if result is None else (result,)), default=torch.float64.itemsize)
-            if least < torch.float64.itemsize and least < max(_sizes((*arguments, keywords)), default=0):
+            least = min(
+                _sizes(arguments[:1] if result is None else (result,)),
+                default=torch.float64.itemsize,
+            )
+            if least < torch.float64.itemsize and least < max(
+                _sizes((*arguments, keywords)), default=0
+            ):
                 self.seen, self.least = True, min(self.least, least)
         return result
 
@@ -110,12 +129,16 @@ def tolerance(dtype: torch.dtype, rounded: bool) -> float:
     return max(TOLERANCE[dtype], ROUNDED) if rounded else TOLERANCE[dtype]
 
 
-def relative_error(f: Tensor, reference: Tensor, scale: Tensor, reference_dtype: torch.dtype) -> Float[Tensor, ""]:
+def relative_error(
+    f: Tensor, reference: Tensor, scale: Tensor, reference_dtype: torch.dtype
+) -> Float[Tensor, ""]:
     """Return the maximum over the rows of |f - reference| / max(|reference|, floor |scale|); 0 for equal rows.
 
     The floor is `FLOOR[reference_dtype]`, the precision of the reference, whatever the dtype of the comparison.
     """
-    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)  # squares of large states overflow float32
+    norm = partial(
+        torch.linalg.vector_norm, dim=-1, dtype=torch.float64
+    )  # squares of large states overflow float32
     size = torch.maximum(norm(reference), FLOOR[reference_dtype] * norm(scale))
     difference = norm(f - reference)
     return torch.where(difference == 0, 0.0, difference / size).max()

@@ -32,7 +32,12 @@ from torch import Tensor
 
 from tracker.common.values import Method
 from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
-from tracker.linalg.costs import MEMORY, eigenvectors_are_cheaper, krylov_is_cheaper, matrices_at_once
+from tracker.linalg.costs import (
+    MEMORY,
+    eigenvectors_are_cheaper,
+    krylov_is_cheaper,
+    matrices_at_once,
+)
 from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
@@ -77,7 +82,9 @@ def below_one(G: Tensor) -> Bool[Tensor, " B"]:
         stop = min(start + PANEL, d)
         L, info = torch.linalg.cholesky_ex(G[..., start:stop, start:stop])
         definite &= info == 0
-        below = torch.linalg.solve_triangular(L, G[..., stop:, start:stop].mT, upper=False).mT.contiguous()
+        below = torch.linalg.solve_triangular(
+            L, G[..., stop:, start:stop].mT, upper=False
+        ).mT.contiguous()
         for first, last, panel in lower_panels(below):
             G[..., stop + first : stop + last, stop : stop + last].sub_(panel)
     return definite
@@ -92,7 +99,9 @@ def lower_panels(R: Float[Tensor, "B m d"]) -> Iterator[tuple[int, int, Tensor]]
         yield start, stop, inner_products(R[..., start:stop, :], R[..., :stop, :])
 
 
-def relative_residual(JV: Tensor, JTU: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Float[Tensor, " B"]:
+def relative_residual(
+    JV: Tensor, JTU: Tensor, U: Tensor, S: Tensor, V: Tensor
+) -> Float[Tensor, " B"]:
     """Return `residual` from the products J V and J^T U."""
     s_1 = S[..., None, :1]  # division first: squares of a tiny Jacobian's entries would underflow
     right = torch.linalg.vector_norm((JV - U * S[..., None, :]) / s_1, dim=-2)
@@ -144,7 +153,9 @@ def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
     return S > d * torch.finfo(S.dtype).eps * S[..., :1]
 
 
-def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "auto", memory: int = MEMORY) -> Triplets:
+def top_singular_triplets(
+    J: Float[Tensor, "B d d"], K: int, method: Method = "auto", memory: int = MEMORY
+) -> Triplets:
     """Return the K largest singular triplets of each matrix.
 
     Args:
@@ -179,17 +190,26 @@ def triplets_of_each(
     at_once = matrices_at_once(Js[0].shape[-1], K, Js[0].dtype, device, memory)
     with one_thread_for_scipy():
         if device.type == "cpu":
-            return map_on_cores(lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J)))
+            return map_on_cores(
+                lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J))
+            )
         matrices = [matrix for J in Js for matrix in J]
-        stacks = (stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once))
+        stacks = (
+            stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once)
+        )
         together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
     sizes = [len(J) for J in Js]
-    by_batch = zip(*(getattr(together, field.name).split(sizes) for field in fields(Triplets)), strict=True)
+    by_batch = zip(
+        *(getattr(together, field.name).split(sizes) for field in fields(Triplets)), strict=True
+    )
     return [Triplets(*parts) for parts in by_batch]
 
 
 def _in_turn(
-    batches: Iterable[Float[Tensor, "_ d d"]], K: int, method: Method, advance: Advance = lambda _: None
+    batches: Iterable[Float[Tensor, "_ d d"]],
+    K: int,
+    method: Method,
+    advance: Advance = lambda _: None,
 ) -> Triplets:
     """Decompose one batch after another."""
     parts = []
@@ -199,7 +219,9 @@ def _in_turn(
                 "the Jacobian has entries that are not finite (overflow or NaN); nothing can be decomposed"
             )
         d = J.shape[-1]
-        iterated = method == "krylov" or (method == "auto" and krylov_is_cheaper(d, K, J.dtype, J.device))
+        iterated = method == "krylov" or (
+            method == "auto" and krylov_is_cheaper(d, K, J.dtype, J.device)
+        )
         iterated &= basis_fits(d, K)
         direct = method == "auto" and eigenvectors_are_cheaper(d, K, J.dtype, J.device)
         with float32_products("ieee"):
@@ -316,12 +338,16 @@ def _by_squares(J: Tensor, K: int) -> Triplets:
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 
-def _is_complete_by_square(A: Tensor, JV: Tensor, U: Tensor, S: Tensor, V: Tensor) -> Bool[Tensor, " B"]:
+def _is_complete_by_square(
+    A: Tensor, JV: Tensor, U: Tensor, S: Tensor, V: Tensor
+) -> Bool[Tensor, " B"]:
     """Return `is_complete` where s_K is above SQUARABLE s_1, from A = J J^T, which is overwritten."""
     sigma = (1 + COMPLETENESS_MARGIN) * S[..., -1, None, None]
     # (J - U S V^T) (J - U S V^T)^T / sigma^2, in place of A
     US, JV = U * (S[..., None, :] / sigma), JV / sigma
-    A.div_(sigma**2).baddbmm_(torch.cat([JV, US], -1), torch.cat([US, JV - US @ (V.mT @ V)], -1).mT, alpha=-1)
+    A.div_(sigma**2).baddbmm_(
+        torch.cat([JV, US], -1), torch.cat([US, JV - US @ (V.mT @ V)], -1).mT, alpha=-1
+    )
     return below_one(A)
 
 
@@ -362,10 +388,14 @@ def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
     """
     B, d, _ = J.shape
     (apply, apply_transpose), tolerance = _products(J), TOLERANCE[J.dtype]
-    U, S, V = block_golub_kahan(apply, apply_transpose, start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
+    U, S, V = block_golub_kahan(
+        apply, apply_transpose, start_block(d, J).expand(B, -1, -1), K, tolerance / 2
+    )
     gap, S = _gap(S, K), S[..., :K]
     error = relative_residual(apply(V), apply_transpose(U), U, S, V)
-    complete = ~(error > tolerance) & is_complete(J, U, S, V)  # the residual of a zero matrix is NaN
+    complete = ~(error > tolerance) & is_complete(
+        J, U, S, V
+    )  # the residual of a zero matrix is NaN
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 SEED = 0x5EED  # the first of the package's own seeds: states are often drawn with 0, 1 or 42, and noise must not equal them
-ALIGNMENT = 16  # bytes: a multiple of every dtype's size, so that each part can be viewed as its dtype
+ALIGNMENT = (
+    16  # bytes: a multiple of every dtype's size, so that each part can be viewed as its dtype
+)
 
 
 def copies_beside_work(device: torch.device) -> bool:
@@ -37,7 +39,8 @@ def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
         part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     parts = packed.to(device, non_blocking=True).split(sizes)
     return tuple(
-        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
+        part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
     )
 
 
@@ -48,7 +51,9 @@ def standard_normal(shape: Sequence[int], like: Tensor, seed: int = 0) -> Tensor
 
 def drawn(shape: Sequence[int], seed: int) -> Tensor:
     """Draw standard normal numbers on the CPU in float64."""
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def read(values: Sequence[Tensor]) -> list:

@@ -39,7 +39,9 @@ def announce(openers: "Sequence[Opener]", run: "LoggedRun") -> None:
 
 
 @contextmanager
-def opened(openers: "Sequence[Opener]", run: "LoggedRun") -> "Iterator[Callable[[Row | None], None]]":
+def opened(
+    openers: "Sequence[Opener]", run: "LoggedRun"
+) -> "Iterator[Callable[[Row | None], None]]":
     """Open loggers for a run; yield the function that sends a row to all; finish them and print where they are.
 
     They receive the pictures of a row, and those of its metrics that the run logs.
@@ -56,7 +58,11 @@ def opened(openers: "Sequence[Opener]", run: "LoggedRun") -> "Iterator[Callable[
         except Exception as error:  # of a service that the measuring does not need
             loggers.remove(logger)
             reason = f"{type(error).__name__}: {first_line(error)}"
-            print(f"{type(logger).__name__} failed and gets no more steps ({reason})", file=sys.stderr, flush=True)
+            print(
+                f"{type(logger).__name__} failed and gets no more steps ({reason})",
+                file=sys.stderr,
+                flush=True,
+            )
             return None
 
     def send(row: "Row | None") -> None:

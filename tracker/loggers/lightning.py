@@ -46,11 +46,15 @@ class LightningAdapter:
         """Log the heat maps of a step, if the logger takes pictures."""
         if self.to_tensorboard:
             for name, picture in row.heatmaps().items():
-                self.logger.experiment.add_image(self.prefix + name, picture, row.step, dataformats="HWC")
+                self.logger.experiment.add_image(
+                    self.prefix + name, picture, row.step, dataformats="HWC"
+                )
 
     def log(self, row: Row) -> None:
         """Log the scalars of a step."""
-        values = {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}
+        values = {
+            self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()
+        }
         self.logger.log_metrics(values, step=row.step)
 
     def finish(self) -> str:
@@ -65,7 +69,9 @@ def logger_of(target: Any, prefix: str = "") -> Logger:
         UsageError: for anything else.
     """
     if is_lightning(target, "loggers.WandbLogger"):
-        own = f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""  # Lightning has no public access
+        own = (
+            f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""
+        )  # Lightning has no public access
         target, prefix = target.experiment, own + prefix
     if hasattr(type(target), "define_metric"):
         return OpenRun(target, prefix)

@@ -30,8 +30,12 @@ class Row:
 
     step: int
     scalars: Mapping[str, float]  # curve points by metric name
-    checkpoint: Mapping[str, int] = field(default_factory=dict)  # whether it is suspect, tokens seen
-    miscoupling: xr.DataArray | None = None  # (k, layer, layer_other), the mean over prompts and tokens
+    checkpoint: Mapping[str, int] = field(
+        default_factory=dict
+    )  # whether it is suspect, tokens seen
+    miscoupling: xr.DataArray | None = (
+        None  # (k, layer, layer_other), the mean over prompts and tokens
+    )
     headline: tuple[str, ...] = ()  # the names of the scalars that are shown by default
 
     @classmethod
@@ -45,19 +49,29 @@ class Row:
         coordinates = curve[[]].assign_coords(curve.coords)
         means = curve["miscoupling"].mean(SAMPLES) if "miscoupling" in curve else None
         return [
-            cls._of_step(coordinates.isel(step=i), values, None if means is None else means.isel(step=i))
+            cls._of_step(
+                coordinates.isel(step=i), values, None if means is None else means.isel(step=i)
+            )
             for i, values in enumerate(scalars_by_step(curve))
         ]
 
     @classmethod
-    def _of_step(cls, unit: xr.Dataset, values: Mapping[str, float], means: xr.DataArray | None) -> "Row":
+    def _of_step(
+        cls, unit: xr.Dataset, values: Mapping[str, float], means: xr.DataArray | None
+    ) -> "Row":
         checkpoint = {}
         if "suspect" in unit.coords:
             checkpoint["training/suspect"] = int(unit["suspect"].item() != "")
         if "tokens_seen" in unit.coords and np.isfinite(unit["tokens_seen"]):
             checkpoint["training/tokens"] = int(unit["tokens_seen"])
         shown = (*headlines(unit), *(name for name in values if name.startswith("score/")))
-        return cls(int(unit["step"]), values, checkpoint, means, tuple(name for name in shown if name in values))
+        return cls(
+            int(unit["step"]),
+            values,
+            checkpoint,
+            means,
+            tuple(name for name in shown if name in values),
+        )
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
@@ -66,8 +80,14 @@ class Row:
         means, measure = self.miscoupling, BY_NAME["miscoupling"]
         if means is None:
             return {}
-        nulls = {k: self.scalars[measure.point("_null", k=k, pairs="mean_offdiag")] for k in means["k"].values.tolist()}
-        return {f"coupling/heatmap/k{k}": picture for k, picture in coupling_pictures(means, nulls).items()}
+        nulls = {
+            k: self.scalars[measure.point("_null", k=k, pairs="mean_offdiag")]
+            for k in means["k"].values.tolist()
+        }
+        return {
+            f"coupling/heatmap/k{k}": picture
+            for k, picture in coupling_pictures(means, nulls).items()
+        }
 
 
 class Logger(Protocol):
@@ -139,7 +159,11 @@ class FunctionLogger:
     def log(self, row: Row) -> None:
         """Pass the scalars on."""
         self.function(
-            {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}, row.step
+            {
+                self.prefix + name: value
+                for name, value in {**row.scalars, **row.checkpoint}.items()
+            },
+            row.step,
         )
 
     def finish(self) -> str:
@@ -193,7 +217,11 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
     if log == "all":
         return row
     if isinstance(log, str):
-        names = row.headline if log == "headline" else (*row.headline, *_drawn(row.scalars.keys() - {*row.headline}))
+        names = (
+            row.headline
+            if log == "headline"
+            else (*row.headline, *_drawn(row.scalars.keys() - {*row.headline}))
+        )
         return replace(row, scalars={name: row.scalars[name] for name in names})
     for pattern in log:
         known = any(fnmatchcase(name, pattern) for name in (*row.scalars, *others))
@@ -202,15 +230,23 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
                 f"log={list(log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
                 "tracker.scalars(unit) returns them"
             )
-    names = tuple(name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in log))
+    names = tuple(
+        name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in log)
+    )
     return replace(row, scalars={name: row.scalars[name] for name in names}, headline=names)
 
 
 def _drawn(names: Iterable[str]) -> list[str]:
     """Return those of the names of metrics that the panels of measures in the saved workspace show, for any K."""
     names = sorted(names)
-    ks = sorted({int(match[1]) for match in (re.search(r"/k(\d+)(?:/|$)", name) for name in names) if match})
+    ks = sorted(
+        {int(match[1]) for match in (re.search(r"/k(\d+)(?:/|$)", name) for name in names) if match}
+    )
     panels = {
-        metric for measure in MEASURES if measure.dashboard for k in ks or [0] for metric in panel_metrics(measure, k)
+        metric
+        for measure in MEASURES
+        if measure.dashboard
+        for k in ks or [0]
+        for metric in panel_metrics(measure, k)
     }
     return [name for name in names if name in panels]

@@ -45,7 +45,9 @@ def prepare(wandb_mode: Mode) -> Opener | None:
 def _where(mode: RunMode, run: LoggedRun) -> str:
     """Say where a run will be, and how to switch W&B off in a walk."""
     sent = "is sent there" if mode == "online" else "is sent"
-    content = "numbers and pictures, no prompts and no results files," if mode == "online" else "nothing"
+    content = (
+        "numbers and pictures, no prompts and no results files," if mode == "online" else "nothing"
+    )
     directory = run.store.path / "wandb"
     stop = "" if run.new else "; --wandb off stops it"
     return f"W&B {mode}: project {run.project}, run {run.name}, files in {directory}: {content} {sent}{stop}"
@@ -64,7 +66,9 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
     try:
         key = wandb.login(prompt=False)
-    except AuthenticationError as error:  # the key is refused, or the server can't be reached to check it
+    except (
+        AuthenticationError
+    ) as error:  # the key is refused, or the server can't be reached to check it
         print(f"W&B does not accept the key ({error}); logging offline", file=sys.stderr)
         return "offline"
     if mode == "online" and not key:
@@ -114,7 +118,9 @@ def finish(run: "wandb.Run", failed: bool = False) -> str:
     return ""
 
 
-def define_metrics(run: "wandb.Run", names: Iterable[str], shown: Collection[str], prefix: str = "") -> None:
+def define_metrics(
+    run: "wandb.Run", names: Iterable[str], shown: Collection[str], prefix: str = ""
+) -> None:
     """Define the axis of metrics, and which of them the automatic workspace shows.
 
     Each metric is defined by its full name: W&B does not document which of several matching patterns applies.
@@ -122,7 +128,9 @@ def define_metrics(run: "wandb.Run", names: Iterable[str], shown: Collection[str
     run.define_metric(AXIS, hidden=True)
     for name in names:
         summary = "min,last" if name == MEAN_OFFDIAG else None if name in shown else "none"
-        run.define_metric(prefix + name, step_metric=AXIS, hidden=name not in shown, summary=summary)
+        run.define_metric(
+            prefix + name, step_metric=AXIS, hidden=name not in shown, summary=summary
+        )
 
 
 class OpenRun:
@@ -143,7 +151,9 @@ class OpenRun:
         """Add the heat maps of a step."""
         import wandb
 
-        pictures = {self.prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
+        pictures = {
+            self.prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()
+        }
         for name in sorted(pictures.keys() - self.defined):
             self.run.define_metric(name, step_metric=AXIS)
         self.defined |= pictures.keys()
@@ -151,9 +161,13 @@ class OpenRun:
 
     def log(self, row: Row) -> None:
         """Add the scalars of a step, over the axis of walks, so that both are drawn in one panel."""
-        define_metrics(self.run, sorted(row.scalars.keys() - self.defined), row.headline, self.prefix)
+        define_metrics(
+            self.run, sorted(row.scalars.keys() - self.defined), row.headline, self.prefix
+        )
         self.defined |= row.scalars.keys()
-        values = {self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()}
+        values = {
+            self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()
+        }
         self._add(row.step, {AXIS: row.step, **values})
 
     def finish(self) -> str:
@@ -201,7 +215,10 @@ class WandbRun:
         import wandb
 
         if row.step not in self.logged:
-            self.run.log({name: wandb.Image(picture) for name, picture in row.heatmaps().items()}, commit=False)
+            self.run.log(
+                {name: wandb.Image(picture) for name, picture in row.heatmaps().items()},
+                commit=False,
+            )
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
@@ -223,7 +240,9 @@ class WandbRun:
             return f"W&B offline: {directory} (send it with: wandb sync {directory})"
         if missing:
             return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
-        if self.memory:  # only now has everything been sent; a killed run is replaced by a complete one
+        if (
+            self.memory
+        ):  # only now has everything been sent; a killed run is replaced by a complete one
             content = {"id": self.run.id, "logged": self.logged, "log": self.chosen}
             write_atomic(self.memory, json.dumps(content).encode())
         return f"W&B online: {self.run.url}"
@@ -245,6 +264,11 @@ def _summary(headlines: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     last = headlines[max(headlines)]
     summary: dict[str, Any] = dict(last)
     if MEAN_OFFDIAG in last:
-        over_steps = [at[MEAN_OFFDIAG] for at in headlines.values() if math.isfinite(at[MEAN_OFFDIAG])]
-        summary[MEAN_OFFDIAG] = {"min": min(over_steps, default=math.nan), "last": last[MEAN_OFFDIAG]}
+        over_steps = [
+            at[MEAN_OFFDIAG] for at in headlines.values() if math.isfinite(at[MEAN_OFFDIAG])
+        ]
+        summary[MEAN_OFFDIAG] = {
+            "min": min(over_steps, default=math.nan),
+            "last": last[MEAN_OFFDIAG],
+        }
     return summary

@@ -62,10 +62,15 @@ def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:
     """Return the null level of the mis-coupling of J in one basis."""
     K, d = s.shape[-1], J.shape[-1]
     of_basis = overlap(basis.U[:, None], basis.V[:, None], [K]).at(0, K)
-    return null_level("miscoupling", s[:, None], moments(J[:, None], s[:, None, 0]), of_basis, d)[:, 0, 0]
+    return null_level("miscoupling", s[:, None], moments(J[:, None], s[:, None, 0]), of_basis, d)[
+        :, 0, 0
+    ]
 
 
-_HALF = {"attention": ("attention", "J_A", "MLP"), "mlp": ("MLP", "J_M", "attention")}  # words, symbol, the other half
+_HALF = {
+    "attention": ("attention", "J_A", "MLP"),
+    "mlp": ("MLP", "J_M", "attention"),
+}  # words, symbol, the other half
 
 
 def _declared() -> tuple[Measure, ...]:

@@ -77,7 +77,9 @@ class Products:
         Args:
             jacobian: l -> the Jacobians of block l again, which the products to the last block take in falling order.
         """
-        self._chain = Chain()  # of the transposed factors: the product to the last block grows at its right end
+        self._chain = (
+            Chain()
+        )  # of the transposed factors: the product to the last block grows at its right end
         to_last = {1: self._from_first[self.L]}
         for l in range(self.L, 1, -1):
             self._chain.multiply(_with_identity(jacobian(l)).mT)
@@ -87,9 +89,13 @@ class Products:
         values = {"lyapunov_exponent": lyapunov_exponents(whole, self.L)}
         for name, by_depth in (("from_first", self._from_first), ("to_last", to_last)):
             values |= {
-                f"{name}_singular_value": self._stacked({l: S[..., : self.K] for l, S in by_depth.items()}),
+                f"{name}_singular_value": self._stacked(
+                    {l: S[..., : self.K] for l, S in by_depth.items()}
+                ),
                 f"{name}_amplification": self._stacked({l: S[..., 0] for l, S in by_depth.items()}),
-                f"{name}_effective_rank": self._stacked({l: effective_rank(S) for l, S in by_depth.items()}),
+                f"{name}_effective_rank": self._stacked(
+                    {l: effective_rank(S) for l, S in by_depth.items()}
+                ),
             }
         return {name: value.to(self.dtype) for name, value in values.items()}
 
@@ -131,7 +137,9 @@ def _declared() -> tuple[Measure, ...]:
     for form, (product, words) in _FORMS.items():
         end = f"{product}, blocks {WITHOUT_NORM}"
         for name, (label, formula, reference, text, axis) in _OF_ONE.items():
-            whole = form == "from_first"  # the curve is of its last value, the product of all blocks
+            whole = (
+                form == "from_first"
+            )  # the curve is of its last value, the product of all blocks
             measures.append(
                 Measure(
                     f"{form}_{name}",

@@ -57,16 +57,29 @@ def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) 
         return "exclude", "no norm takes the last block's output"
     if blocks.include_final_norm is None:
         if recording.logits is None:
-            return "exclude", "not a language model: no logits over a vocabulary follow for each token"
-        return "include", f"a language model: {norm} takes the last block's output, {recording.logits} logits follow"
+            return (
+                "exclude",
+                "not a language model: no logits over a vocabulary follow for each token",
+            )
+        return (
+            "include",
+            f"a language model: {norm} takes the last block's output, {recording.logits} logits follow",
+        )
     if not blocks.include_final_norm:
-        return "exclude", "not a language model: its blocks are not those of a Hugging Face model of token ids"
+        return (
+            "exclude",
+            "not a language model: its blocks are not those of a Hugging Face model of token ids",
+        )
     return "include", f"a Hugging Face model of token ids: {norm} takes the last block's output"
 
 
 def warn_of_missing_norm(recording: Recording, blocks: Blocks) -> None:
     """Warn if a language model maps its last state to logits without a norm that is known."""
-    if blocks.include_final_norm is None and recording.logits is not None and recording.final_norm is None:
+    if (
+        blocks.include_final_norm is None
+        and recording.logits is not None
+        and recording.final_norm is None
+    ):
         warn_caller(
             f"this is a language model ({recording.logits} logits for each token), but no module was found that normalizes the "
             "last block's output. Its measures are those without a final norm (final_norm='exclude') and not comparable to "
@@ -137,7 +150,9 @@ def record_call(
     chosen, tokens = chosen_positions(choice, recording, batch, valid)
     window = settings.window or trajectory.default_width(depth)
     if settings.window is not None and window > depth + 1:
-        raise UsageError(f"window={window} states, but a trajectory through this model has {depth + 1}")
+        raise UsageError(
+            f"window={window} states, but a trajectory through this model has {depth + 1}"
+        )
     ks = settings.ks(d)
 
     attributes = {
@@ -162,12 +177,16 @@ def record_call(
             sample.ids = ids
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
     read = measure_states(replica, recording, final_norm, valid, window, settings)
-    for sample, values, at, own in zip(samples, read, valid, batch.sample_digests(valid, n), strict=True):
+    for sample, values, at, own in zip(
+        samples, read, valid, batch.sample_digests(valid, n), strict=True
+    ):
         sample.values |= values
         sample.digest = own
         sample.basis_layers, sample.random_seed = basis_layers, recording.seed
         if basis_layers:
-            sample.values["pair_position"] = np.asarray(settings.pair_positions(at), dtype=np.float32)
+            sample.values["pair_position"] = np.asarray(
+                settings.pair_positions(at), dtype=np.float32
+            )
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
     return recording, Rows(*rows.unbind(1)), samples
 
@@ -193,15 +212,21 @@ def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str
     return batch.valid.cpu(), "attention_mask"
 
 
-Recorded = tuple[Recording, Rows, list[Sample]]  # a forward call, its requested rows and its samples
+Recorded = tuple[
+    Recording, Rows, list[Sample]
+]  # a forward call, its requested rows and its samples
 
 
 def jacobians_of(replica: Replica, settings: Settings, progress: Progress) -> Jacobians:
     """Return the Jacobians of a replica's blocks, whose steps the progress counts."""
-    return Jacobians(replica, settings.precision, settings.memory(4), progress.advance, settings.derivative)
+    return Jacobians(
+        replica, settings.precision, settings.memory(4), progress.advance, settings.derivative
+    )
 
 
-def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, progress: Progress) -> list[Sample]:
+def measure_calls(
+    replica: Replica, calls: Sequence[Batch], settings: Settings, progress: Progress
+) -> list[Sample]:
     """Measure the samples of the forward calls, inside the context of `prepare`."""
     jacobians = jacobians_of(replica, settings, progress)
     memory = settings.memory(4)  # of the recordings
@@ -228,11 +253,15 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
                 warn_of_missing_norm(recording, replica.description)
             if not settings.checked:
                 check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-            check_chain(replica, recording, batch)  # a block whose projections begin at zero shows itself later
+            check_chain(
+                replica, recording, batch
+            )  # a block whose projections begin at zero shows itself later
             if settings.witness == "model" and not settings.checked:
                 valid = [sample.valid for sample in of_batch]
                 jacobians.witness = Witness(replica, batch, recording, rows, valid)
-                if not settings.includes("coupling"):  # else its answers are judged when Jacobians are formed
+                if not settings.includes(
+                    "coupling"
+                ):  # else its answers are judged when Jacobians are formed
                     jacobians.witness.require_all_values()
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
@@ -246,8 +275,13 @@ def measure_calls(replica: Replica, calls: Sequence[Batch], settings: Settings, 
         else:
             progress.advance(len(of_batch))
         i += 1
-    checks = {layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()}
-    notes: dict[str, dict[int, str]] = {"fallbacks": jacobians.fallbacks, "independent_checks": checks}
+    checks = {
+        layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()
+    }
+    notes: dict[str, dict[int, str]] = {
+        "fallbacks": jacobians.fallbacks,
+        "independent_checks": checks,
+    }
     if settings.includes("halves"):
         notes["without_halves"] = jacobians.without_halves
     for sample in samples:
@@ -266,7 +300,9 @@ def _are_enough(pending: Sequence[Recorded], settings: Settings, plan: Plan) -> 
     return sum(len(samples) for *_, samples in pending) >= plan.samples(links_of(T))
 
 
-def _measure_jacobians(jacobians: Jacobians, pending: Sequence[Recorded], settings: Settings, plan: Plan) -> None:
+def _measure_jacobians(
+    jacobians: Jacobians, pending: Sequence[Recorded], settings: Settings, plan: Plan
+) -> None:
     """Add the couplings across tokens and across blocks to the samples of recorded calls."""
     samples = [sample for *_, of_call in pending for sample in of_call]
     if basis_layers := samples[0].basis_layers:

@@ -159,7 +159,9 @@ def side_by_side(V: Float[Tensor, "*B M d K"]) -> Float[Tensor, "*B d M*K"]:
     return V.transpose(-3, -2).flatten(-2)
 
 
-def in_bases(U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]) -> Float[Tensor, "*B M K K"]:
+def in_bases(
+    U: Float[Tensor, "*B M d K"], JV: Float[Tensor, "*B d M*K"]
+) -> Float[Tensor, "*B M K K"]:
     """Return A[m] = U[m]^T (J V[m]) of one Jacobian, from its product with all bases."""
     return torch.einsum("...mdi,...dmj->...mij", U, JV.unflatten(-1, (U.shape[-3], U.shape[-1])))
 
@@ -216,7 +218,9 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 PAIR = ("token", "k", "layer", "layer_other")
-OF_TRACE = "miscoupling_release_trace"  # whose null level is that of the release, times |s|_2 / |s|_1
+OF_TRACE = (
+    "miscoupling_release_trace"  # whose null level is that of the release, times |s|_2 / |s|_1
+)
 BY_ROTATIONS = tuple(
     definition.name for definition in DEFINITIONS if definition.name != OF_TRACE
 )  # levels are measured
@@ -300,7 +304,9 @@ def declared_level(of: Measure) -> Measure:
 
 DECLARED = _declared()
 MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
-VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju"))  # over layer pairs
+VARIANTS = tuple(
+    f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju")
+)  # over layer pairs
 
 
 Jacobian = Float[Tensor, "*batch d d"]
@@ -324,7 +330,9 @@ class Moments:
 
     def frobenius(self, d: int) -> Float[Tensor, "*batch"]:
         """Return |J|_F."""
-        return torch.hypot(torch.hypot(self.symmetric, self.antisymmetric), sqrt(d) * self.isotropic)
+        return torch.hypot(
+            torch.hypot(self.symmetric, self.antisymmetric), sqrt(d) * self.isotropic
+        )
 
 
 @dataclass(frozen=True)
@@ -366,12 +374,17 @@ def moments_of_layers(layers: Sequence[Moments]) -> Moments:
     return Moments(*(torch.stack(values, 1) for values in parts))
 
 
-def overlap(U: Float[Tensor, "*batch d K"], V: Float[Tensor, "*batch d K"], ks: Sequence[int]) -> Overlap:
+def overlap(
+    U: Float[Tensor, "*batch d K"], V: Float[Tensor, "*batch d K"], ks: Sequence[int]
+) -> Overlap:
     """Return the overlap of singular vectors: u_k . v_k for the largest K, and the sums for each of `ks`, (*batch, k)."""
     G = U.mT @ V
     diagonal = G.diagonal(dim1=-2, dim2=-1)
     squares = (G - torch.diag_embed(diagonal)) ** 2
-    sums = [torch.stack([of_G[..., :k, :k].sum((-2, -1)) for k in ks], -1) for of_G in (squares, squares**2)]
+    sums = [
+        torch.stack([of_G[..., :k, :k].sum((-2, -1)) for k in ks], -1)
+        for of_G in (squares, squares**2)
+    ]
     return Overlap(diagonal, *sums)
 
 
@@ -388,17 +401,29 @@ def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, 
     return null_levels([definition], s, of, basis, d)[0]
 
 
-def null_levels(definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> list[Pairs]:
+def null_levels(
+    definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int
+) -> list[Pairs]:
     """Return the formulas of `null_level` for several definitions; what two of them need is computed once."""
     if unknown := {*definitions} - {definition.name for definition in DEFINITIONS}:
         raise ValueError(f"no null level is known for {', '.join(sorted(unknown))}")
     s = torch.where(s[..., :1] > 0, s, torch.nan)
     norm, entries = vector_norm(s, dim=-1)[..., None], Entries(of, basis, d)
     defined = torch.where(norm > 0, 1.0, torch.nan)
-    page = (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2).clamp_min(0).sqrt()
+    page = (
+        (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2)
+        .clamp_min(0)
+        .sqrt()
+    )
     off = entries.off_square.sqrt() * defined
-    levels = {"miscoupling": page, "offdiag": off, "offdiag_normalized": off / entries.square.sqrt()}
-    if {"miscoupling_release", OF_TRACE} & {*definitions}:  # the size of the diagonal takes most of the time
+    levels = {
+        "miscoupling": page,
+        "offdiag": off,
+        "offdiag_normalized": off / entries.square.sqrt(),
+    }
+    if {"miscoupling_release", OF_TRACE} & {
+        *definitions
+    }:  # the size of the diagonal takes most of the time
         overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
         release = (1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
         levels |= {"miscoupling_release": release, OF_TRACE: release * norm / s.sum(-1)[..., None]}
@@ -441,7 +466,9 @@ def simulated(
     E, R = torch.linalg.qr(torch.cat([U, V], 1))  # U = E R_U, V = E R_V, and Q E is a random frame
     matrices = []
     for _ in range(draws):
-        frame, triangle = torch.linalg.qr(torch.randn(d, E.shape[-1], dtype=J.dtype, generator=generator))
+        frame, triangle = torch.linalg.qr(
+            torch.randn(d, E.shape[-1], dtype=J.dtype, generator=generator)
+        )
         frame = frame * triangle.diagonal().sign()
         matrices.append(R[:, :K].mT @ (frame.mT @ (J @ frame)) @ R[:, K:])
     return torch.stack(matrices)
@@ -463,7 +490,9 @@ class Entries:
         self.square = self.off_square + (self.tau**2 + self.b) * on_diagonal + K * self.a
         squares, fourths = squares + on_diagonal, fourths + (self.g**4).sum(-1)[..., None, :]
         of_variances = K**2 * self.a**2 + 2 * self.a * self.b * squares + self.b**2 * fourths
-        self.variance_of_squares = 2 * of_variances + 4 * self.tau**2 * (self.a * squares + self.b * fourths)
+        self.variance_of_squares = 2 * of_variances + 4 * self.tau**2 * (
+            self.a * squares + self.b * fourths
+        )
 
     def diagonal_squares(self) -> Float[Tensor, "*batch L M K"]:
         """Return E A_kk^2."""
@@ -472,7 +501,10 @@ class Entries:
     def diagonal_size(self) -> Float[Tensor, "*batch L M K"]:
         """Return E|A_kk| of normal entries. In place, which takes half of the time."""
         g = self.g[..., None, :, :]
-        mean, deviation = self.tau[..., None] * g, (self.a[..., None] + self.b[..., None] * g**2).clamp_min_(0).sqrt_()
+        mean, deviation = (
+            self.tau[..., None] * g,
+            (self.a[..., None] + self.b[..., None] * g**2).clamp_min_(0).sqrt_(),
+        )
         ratio = (mean / deviation.clamp_min(torch.finfo(deviation.dtype).tiny)).div_(sqrt(2))
         size = mean.mul_(ratio.erf())
         return size.add_(deviation.mul_(ratio.square_().neg_().exp_()), alpha=sqrt(2 / pi))
@@ -489,7 +521,10 @@ def declared_parts(
     """Return the variables from which null levels are computed: moments of each Jacobian, overlaps of its singular vectors."""
     of_jacobian = {
         "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d"),
-        "symmetric_norm": ("norm of the Jacobian's symmetric part without the isotropic one", "‖(J + Jᵀ) / 2 − τ I‖"),
+        "symmetric_norm": (
+            "norm of the Jacobian's symmetric part without the isotropic one",
+            "‖(J + Jᵀ) / 2 − τ I‖",
+        ),
         "antisymmetric_norm": ("norm of the Jacobian's antisymmetric part", "‖(J − Jᵀ) / 2‖"),
     }
     of_vectors = {
@@ -501,7 +536,9 @@ def declared_parts(
             "overlap of left and right singular vectors: fourth powers", "Σ (uᵢ · vⱼ)⁴ over i ≠ j ≤ K", _with_k(dims),
         ),
     }  # fmt: skip
-    declared = {name: (label, formula, dims) for name, (label, formula) in of_jacobian.items()} | of_vectors
+    declared = {
+        name: (label, formula, dims) for name, (label, formula) in of_jacobian.items()
+    } | of_vectors
     shared = {"reference": OURS} | shared
     return tuple(
         Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)

@@ -20,7 +20,10 @@ from tracker.measures.settings import CHOICE_NAMES
 from tracker.measures.states import NOISE
 
 NAMED = 3  # measures that the warning names
-VARIATIONS = ("expodistance", "equidistance")  # over depth: undefined in post-norm models, or for one block
+VARIATIONS = (
+    "expodistance",
+    "equidistance",
+)  # over depth: undefined in post-norm models, or for one block
 
 
 def undefined_values(
@@ -46,14 +49,17 @@ def undefined_values(
         expected["token"] = variables["token_position"].notnull()
     if pair_layers is not None:
         other = dataset["pair_position"].rename(pair_token="pair_token_other").variable
-        expected["pair_token"] = variables["pair_position"].notnull() & other.notnull() & pair_layers.notnull()
+        expected["pair_token"] = (
+            variables["pair_position"].notnull() & other.notnull() & pair_layers.notnull()
+        )
     counts = {}
     for measure in MEASURES:
         for dim in measure.dims:
             if measure.counted and measure.name in variables and dim in expected:
                 values, has_value = variables[measure.name], expected[dim]
                 others = np.prod(
-                    [values.sizes[other] for other in values.dims if other not in has_value.dims], dtype=int
+                    [values.sizes[other] for other in values.dims if other not in has_value.dims],
+                    dtype=int,
                 )
                 counts[measure.name] = values.isnull() & has_value, int(has_value.sum() * others)
     return counts
@@ -73,16 +79,27 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
         first = int(infinite.any([dim for dim in infinite.dims if dim != "depth"]).values.argmax())
         where = f"after block {first} ({blocks[first - 1]})" if first else "before block 1"
         total = int(dataset.variables["norm"].notnull().sum())
-        sentences.append(f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}")
+        sentences.append(
+            f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}"
+        )
     if most:
-        listed = [f"{int(undefined.sum())} of {total} of {name}" for name, (undefined, total) in most.items()]
+        listed = [
+            f"{int(undefined.sum())} of {total} of {name}"
+            for name, (undefined, total) in most.items()
+        ]
         rest = f" and most of {len(listed) - NAMED} more measures" if len(listed) > NAMED else ""
-        by_layer = next((undefined for undefined, _ in most.values() if "layer" in undefined.dims), None)
+        by_layer = next(
+            (undefined for undefined, _ in most.values() if "layer" in undefined.dims), None
+        )
         block = None if by_layer is None else _first(by_layer, dataset)
         first = "" if block is None else f", first at block {block} ({blocks[block - 1]})"
-        sentences.append(f"most values are undefined (NaN): {', '.join(listed[:NAMED])}{rest}{first}")
+        sentences.append(
+            f"most values are undefined (NaN): {', '.join(listed[:NAMED])}{rest}{first}"
+        )
     if sentences:
-        wider = "measure with dtype=torch.float64; if that changes nothing, " * (dataset.attrs["dtype"] != "float64")
+        wider = "measure with dtype=torch.float64; if that changes nothing, " * (
+            dataset.attrs["dtype"] != "float64"
+        )
         warn_caller(
             f"{'; '.join(sentences)}. Either numbers overflow or underflow, or a block adds nothing (zero weights), or its "
             f"Jacobian has a rank below K: {wider}check the weights, and choose a smaller k"
@@ -117,10 +134,16 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
         elif name in ("token_position", "pair_position"):
             group = POSITIONS
         else:
-            group = HEADLINE if measure.dashboard and (not measure.base or measure.option == "tokenwise") else REST
+            group = (
+                HEADLINE
+                if measure.dashboard and (not measure.base or measure.option == "tokenwise")
+                else REST
+            )
         return group, option, in_registry.get(name, len(in_registry))
 
-    ordered = dataset[sorted(map(str, dataset.data_vars), key=place)].copy().assign_attrs(dataset.attrs)
+    ordered = (
+        dataset[sorted(map(str, dataset.data_vars), key=place)].copy().assign_attrs(dataset.attrs)
+    )
     ordered = ordered.assign_coords(dataset.coords)
     for name, values in ordered.variables.items():
         if described := _described(name):
@@ -193,17 +216,25 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     first = samples[0]
     labels = np.asarray([sample.label for sample in samples], dtype=object)
     pair_tokens = max(len(s.values.get("pair_position", ())) for s in samples)
-    sizes = {"position": max(s.length for s in samples), "token": max(len(s.tokens) for s in samples)}
+    sizes = {
+        "position": max(s.length for s in samples),
+        "token": max(len(s.tokens) for s in samples),
+    }
     sizes |= dict.fromkeys(("pair_token", "pair_token_other"), pair_tokens)
     variables = {
-        name: (("prompt", *dims), np.stack([_pad(np.asarray(s.values[name]), dims, sizes) for s in samples]))
+        name: (
+            ("prompt", *dims),
+            np.stack([_pad(np.asarray(s.values[name]), dims, sizes) for s in samples]),
+        )
         for name, dims in DIMS.items()
         if name in first.values
     }
     dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
     named = {"k": list(first.ks), "noise": list(NOISE)}
     counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
-    dataset = dataset.assign_coords({dim: named.get(str(dim), count) for dim, count in counted.items()})
+    dataset = dataset.assign_coords(
+        {dim: named.get(str(dim), count) for dim, count in counted.items()}
+    )
     if any(sample.token_texts for sample in samples):
         texts = np.full((len(samples), sizes["position"]), "", dtype=object)
         for row, sample in zip(texts, samples, strict=True):
@@ -218,7 +249,9 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         dataset = dataset.assign_coords(random_seed=("prompt", np.asarray(seeds, dtype=np.int64)))
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
-        dataset = dataset.assign_coords(pair_layer_other=("layer", np.asarray(others, dtype=np.float32)))
+        dataset = dataset.assign_coords(
+            pair_layer_other=("layer", np.asarray(others, dtype=np.float32))
+        )
     basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
     undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
     counts = [int(values.sum()) for values, _ in undefined.values()]
@@ -241,13 +274,17 @@ def compared_tokens(results: xr.Dataset) -> xr.Variable:
 
     The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
     """
-    layer, token, other = (results.variables[dim] for dim in ("layer", "pair_token", "pair_token_other"))
+    layer, token, other = (
+        results.variables[dim] for dim in ("layer", "pair_token", "pair_token_other")
+    )
     return ~((results.variables["pair_layer_other"] == layer) & (token == other))
 
 
 def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
     """Pad the axes of positions and tokens with NaN to their sizes."""
-    missing = [(0, sizes.get(dim, length) - length) for dim, length in zip(dims, value.shape, strict=True)]
+    missing = [
+        (0, sizes.get(dim, length) - length) for dim, length in zip(dims, value.shape, strict=True)
+    ]
     if not any(after for _, after in missing):
         return value
     if value.dtype == object:

@@ -9,10 +9,16 @@ from torch import Tensor
 Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last mean"]
 Axis = Literal["linear", "logarithmic", "from zero"]
 Chart = Literal["training", "depth", "blocks", "table"]
-DIAGNOSTICS = "diagnostics_"  # begins the names of variables that say how far the results can be trusted
+DIAGNOSTICS = (
+    "diagnostics_"  # begins the names of variables that say how far the results can be trusted
+)
 NORMED = "_normed"  # ends the names of variables that include the final norm
 WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
-COUPLING, JACOBIANS, MINOR = "Coupling", "Jacobians", "Tokens, entropy, noise"  # sections of the W&B dashboard
+COUPLING, JACOBIANS, MINOR = (
+    "Coupling",
+    "Jacobians",
+    "Tokens, entropy, noise",
+)  # sections of the W&B dashboard
 POSITION, BLOCK, STATE, LAYER = (
     ("position",),
     ("layer", "position"),
@@ -91,7 +97,9 @@ class Measure:
         >>> Measure("offdiag", (), "off-diagonal", metric="coupling/offdiag").point("_null", k=10, pairs="mean")
         'coupling/offdiag_null/k10/mean'
         """
-        return "/".join([f"{self.metric}{part}", *(point_label(dim, label) for dim, label in labels.items())])
+        return "/".join(
+            [f"{self.metric}{part}", *(point_label(dim, label) for dim, label in labels.items())]
+        )
 
 
 def point_label(dim: str, label: object) -> str:
@@ -121,56 +129,91 @@ class Coordinate:
 
 COORDINATES = {
     "prompt": Coordinate("prompt or input", "0, 1, …"),
-    "prompt_text": Coordinate("text of the prompt", "as given; empty for inputs that are no text", dims=("prompt",)),
-    "prompt_source": Coordinate("source of the prompt", "the benchmark or file that it is from", dims=("prompt",)),
-    "prompt_digest": Coordinate(
-        "hash of the prompt's inputs", "of all tensors that the model receives, without padding", dims=("prompt",)
+    "prompt_text": Coordinate(
+        "text of the prompt", "as given; empty for inputs that are no text", dims=("prompt",)
     ),
-    "difficulty": Coordinate("difficulty of the prompt", "as its source rates it", dims=("prompt",)),
+    "prompt_source": Coordinate(
+        "source of the prompt", "the benchmark or file that it is from", dims=("prompt",)
+    ),
+    "prompt_digest": Coordinate(
+        "hash of the prompt's inputs",
+        "of all tensors that the model receives, without padding",
+        dims=("prompt",),
+    ),
+    "difficulty": Coordinate(
+        "difficulty of the prompt", "as its source rates it", dims=("prompt",)
+    ),
     "random_seed": Coordinate(
-        "seed of the forward pass, which drew random numbers", "hash of its inputs; −1: drew none", dims=("prompt",)
+        "seed of the forward pass, which drew random numbers",
+        "hash of its inputs; −1: drew none",
+        dims=("prompt",),
     ),
     "token": Coordinate("index among the chosen tokens", "0, 1, …"),
     "token_text": Coordinate(
-        "text of the token", "the tokenizer's; empty beyond the prompt's last token", dims=("prompt", "position")
+        "text of the token",
+        "the tokenizer's; empty beyond the prompt's last token",
+        dims=("prompt", "position"),
     ),
     "position": Coordinate("position in the sequence", "t = 0, …, n − 1"),
     "k": Coordinate("number of top singular vectors", "K", "paper, eq. 10"),
-    "layer": Coordinate("block l, whose Jacobian is expressed in a basis", "l = 1, …, L", "paper, eq. 10"),
-    "layer_other": Coordinate("block l′, whose singular vectors are the basis", "l′ = 1, …, L", "paper, eq. 10"),
-    "pair_layer_other": Coordinate(
-        "block l′ of the basis, across tokens", "l′ of each l", "paper, section 3.1", dims=("layer",)
+    "layer": Coordinate(
+        "block l, whose Jacobian is expressed in a basis", "l = 1, …, L", "paper, eq. 10"
     ),
-    "pair_token": Coordinate("token t of the Jacobian, among those compared", "0, 1, …", "paper, section 3.1"),
-    "pair_token_other": Coordinate("token t′ of the basis, among those compared", "0, 1, …", "paper, section 3.1"),
+    "layer_other": Coordinate(
+        "block l′, whose singular vectors are the basis", "l′ = 1, …, L", "paper, eq. 10"
+    ),
+    "pair_layer_other": Coordinate(
+        "block l′ of the basis, across tokens",
+        "l′ of each l",
+        "paper, section 3.1",
+        dims=("layer",),
+    ),
+    "pair_token": Coordinate(
+        "token t of the Jacobian, among those compared", "0, 1, …", "paper, section 3.1"
+    ),
+    "pair_token_other": Coordinate(
+        "token t′ of the basis, among those compared", "0, 1, …", "paper, section 3.1"
+    ),
     "rank": Coordinate("rank of the singular value", "k = 1, …, K; 1 is the largest"),
     "exponent": Coordinate("rank of the exponent", "k = 1, …, d; 1 is the largest"),
-    "direction": Coordinate("rank of the singular direction", "k = 1, 2, …; 1 is that of the largest singular value"),
+    "direction": Coordinate(
+        "rank of the singular direction", "k = 1, 2, …; 1 is that of the largest singular value"
+    ),
     "random": Coordinate("number of the random direction", "0, 1, …"),
     "row": Coordinate("row of A", "1, …, K", "paper, eq. 10"),
     "column": Coordinate("column of A", "1, …, K", "paper, eq. 10"),
     "output": Coordinate("component of the block's output", "0, …, d − 1"),
     "input": Coordinate("component of the block's input", "0, …, d − 1"),
-    "depth": Coordinate("number of blocks that the state has passed", "l = 0, …, L", "paper, eq. 15"),
+    "depth": Coordinate(
+        "number of blocks that the state has passed", "l = 0, …, L", "paper, eq. 15"
+    ),
     "component": Coordinate("principal axis", "1, 2", "paper, A.2.1"),
-    "noise": Coordinate("length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"),
+    "noise": Coordinate(
+        "length of the noise relative to the embedding", "rms ‖noise‖ / ‖x⁰‖", "paper, Fig. 32"
+    ),
     "quantity": Coordinate("measure whose undefined values are counted", "name of the variable"),
     f"{DIAGNOSTICS}undefined": Coordinate(
         "number of undefined values of a measure", "NaN, except padding", dims=("quantity",)
     ),
     "step": Coordinate("training step", "optimizer steps taken"),
     "repeats": Coordinate("earlier step with the same weights", "−1: none"),
-    "tokens_seen": Coordinate("training tokens seen", "as the name of the checkpoint states", unit="tokens"),
+    "tokens_seen": Coordinate(
+        "training tokens seen", "as the name of the checkpoint states", unit="tokens"
+    ),
     "stage": Coordinate("stage of the training", "as the name of the checkpoint states"),
     "revision": Coordinate("revision of the checkpoint", "branch or tag"),
     "commit": Coordinate("commit of the checkpoint", "of its repository"),
     "files_sha256": Coordinate("hash of the weight files", "SHA-256"),
     "fingerprint": Coordinate("hash of the loaded weights", "of every tensor"),
-    "token_ids_sha256": Coordinate("hash of the token ids that the model received", "SHA-256, of all prompts"),
+    "token_ids_sha256": Coordinate(
+        "hash of the token ids that the model received", "SHA-256, of all prompts"
+    ),
     "suspect": Coordinate("why the weights may not be those of the step", "empty: not suspect"),
     "task": Coordinate("benchmark of a score", "name"),
     "score": Coordinate(
-        "score on a benchmark", "as its source states it, 0 to 1", "the checkpoint, or the file of scores"
+        "score on a benchmark",
+        "as its source states it, 0 to 1",
+        "the checkpoint, or the file of scores",
     ),
 }
 
@@ -178,5 +221,10 @@ COORDINATES = {
 def of_each_block(name: str, label: str, **more: Any) -> Measure:
     """Return a variable with a value for each token and block, shown by depth, with quartiles as its curve."""
     more = {"charts": ("depth",), "counted": True} | more
-    more |= {"curve": "quartiles", "metric": f"jacobian/{name}", "logged": ("",), "dashboard": JACOBIANS}
+    more |= {
+        "curve": "quartiles",
+        "metric": f"jacobian/{name}",
+        "logged": ("",),
+        "dashboard": JACOBIANS,
+    }
     return Measure(name, LAYER, label, **more)

@@ -55,7 +55,10 @@ def depthwise_couplings(
 
 
 def _couplings(
-    jacobians: Jacobians, group: Sequence[tuple[Recording, Rows]], plan: Plan, halves: HalfJacobians | None
+    jacobians: Jacobians,
+    group: Sequence[tuple[Recording, Rows]],
+    plan: Plan,
+    halves: HalfJacobians | None,
 ) -> dict[str, np.ndarray]:
     """Return the coupling measures of rows that are measured together, by row."""
     L, measures = plan.L, plan.measures
@@ -63,11 +66,15 @@ def _couplings(
     blocks = [list(selections) for selections in zip(*calls, strict=True)]
     layers = layers_of(jacobians, blocks, plan)
     values = pairs(layers, plan.ks, measures, L=L)
-    of_calls = {"": layers[:L]} | ({NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {})
+    of_calls = {"": layers[:L]} | (
+        {NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {}
+    )
     for end, chosen in of_calls.items():
         values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
     head = heads(group) if "directions" in measures else None
-    values |= measure_blocks(layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks))
+    values |= measure_blocks(
+        layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks)
+    )
     arrays = to_arrays(values)
     for end, chosen in of_calls.items():
         arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
@@ -78,11 +85,16 @@ def _couplings(
 def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return what the null levels need of every row, by layer: moments of the Jacobians, overlaps of the singular vectors."""
     U, V, determined = (
-        torch.stack([getattr(l.triplets, part) for l in layers], 1) for part in ("U", "V", "determined")
+        torch.stack([getattr(l.triplets, part) for l in layers], 1)
+        for part in ("U", "V", "determined")
     )
     of_bases = overlap(U, V, ks)
     moments = moments_of_layers([layer.moments for layer in layers])
-    parts = {"isotropic": "isotropic", "symmetric_norm": "symmetric", "antisymmetric_norm": "antisymmetric"}
+    parts = {
+        "isotropic": "isotropic",
+        "symmetric_norm": "symmetric",
+        "antisymmetric_norm": "antisymmetric",
+    }
     return {name: getattr(moments, part) for name, part in parts.items()} | {
         "alignment": torch.where(determined, of_bases.diagonal, torch.nan),
         "overlap_squares": of_bases.squares.transpose(1, 2),
@@ -92,9 +104,17 @@ def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str
 
 def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return the singular values, certificates and parts of null levels of every row, by layer."""
-    parts = {"singular_gap": "gap", "full_svd": "full", "residual": "residual", "complete": "complete"}
+    parts = {
+        "singular_gap": "gap",
+        "full_svd": "full",
+        "residual": "residual",
+        "complete": "complete",
+    }
     parts = {"singular_value": "S"} | {f"{DIAGNOSTICS}{name}": part for name, part in parts.items()}
-    spectra = {name: torch.stack([getattr(l.triplets, part) for l in layers], 1) for name, part in parts.items()}
+    spectra = {
+        name: torch.stack([getattr(l.triplets, part) for l in layers], 1)
+        for name, part in parts.items()
+    }
     return spectra | parts_of_null_levels(layers, ks)
 
 
@@ -103,7 +123,9 @@ def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     R = len(layers[0].checks)
     values = {"sliced": np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])}
     for name in ("value_error", "derivative_error", "independent_error"):
-        values[name] = np.array([[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32)
+        values[name] = np.array(
+            [[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32
+        )
     return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
 
 
@@ -123,7 +145,9 @@ def pairs(
         L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_normed`.
     """
     bases = [layer.triplets for layer in layers] if bases is None else bases
-    U, V, S_bases = (torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS")
+    U, V, S_bases = (
+        torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS"
+    )
     S = torch.stack([layer.triplets.S for layer in layers], 1)
     A, swapped, in_frames = _products(layers, U, V, "vju" in measures, L)
     values = _measures(A, S, S_bases, layers, in_frames, U, V, ks)
@@ -169,10 +193,14 @@ def _measures(
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
         rows = slice(r, r + at_once)
         by_k = [
-            coupling.miscouplings(A[rows, ..., :k, :k], S[rows, ..., :k], U.shape[-2], S_bases[rows, ..., :k])
+            coupling.miscouplings(
+                A[rows, ..., :k, :k], S[rows, ..., :k], U.shape[-2], S_bases[rows, ..., :k]
+            )
             for k in ks
         ]
-        parts.append({name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS})
+        parts.append(
+            {name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS}
+        )
     values = {name: torch.cat([part[name] for part in parts]) for name in MISCOUPLINGS}
     of_layers = moments_of_layers([layer.moments for layer in layers])
     for name, level in mean_levels(in_frames, S, of_layers, U, V, ks).items():
@@ -183,7 +211,9 @@ def _measures(
 def _both_conventions(values: dict[str, Tensor], L: int) -> dict[str, Tensor]:
     """Return the values of the first L layers and, as `_normed`, those where layer L + 1 replaces layer L."""
     alone = {name: _without_layer(value, L) for name, value in values.items()}
-    return alone | {f"{name}{NORMED}": _without_layer(value, L - 1) for name, value in values.items()}
+    return alone | {
+        f"{name}{NORMED}": _without_layer(value, L - 1) for name, value in values.items()
+    }
 
 
 def _without_layer(values: Tensor, l: int) -> Tensor:
@@ -194,7 +224,9 @@ def _without_layer(values: Tensor, l: int) -> Tensor:
     return values
 
 
-def _groups(selected: Sequence[tuple[Recording, Rows]], size: int) -> Iterator[list[tuple[Recording, Rows]]]:
+def _groups(
+    selected: Sequence[tuple[Recording, Rows]], size: int
+) -> Iterator[list[tuple[Recording, Rows]]]:
     """Yield the rows in their order, in groups of at most `size`."""
     group, free = [], size
     for recording, rows in selected:
@@ -250,10 +282,17 @@ def measure_blocks(
         return {}
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
     like = layers[0].triplets.V
-    products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype) if "products" in choices else None
+    products = (
+        Products(len(layers), like.shape[-2], like.shape[-1], like.dtype)
+        if "products" in choices
+        else None
+    )
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
-        x, y = (torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections]) for of in "xy")
+        x, y = (
+            torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections])
+            for of in "xy"
+        )
         block = BlockRows(layer, x, y - x)
         for measure in declared:
             assert measure.compute is not None

@@ -54,11 +54,16 @@ class LastStates:
             changes: Any = torch.autograd.functional.jvp(self.norm, x, directions.contiguous())[1]
             directions = changes
         unembedding = self.replica.module.get_submodule(self.unembedding)
-        return unembedding(directions) - unembedding(torch.zeros_like(directions[:1, :1]))  # without a bias
+        return unembedding(directions) - unembedding(
+            torch.zeros_like(directions[:1, :1])
+        )  # without a bias
 
     def random_directions(self) -> Float[Tensor, "R m d"]:
         """Draw directions for each row, the same for the rows of one sample."""
-        by_seed = {seed: drawn((RANDOM, self.x.shape[-1]), seed).to(self.x.dtype) for seed in set(self.seeds)}
+        by_seed = {
+            seed: drawn((RANDOM, self.x.shape[-1]), seed).to(self.x.dtype)
+            for seed in set(self.seeds)
+        }
         return to_device(self.x.device, torch.stack([by_seed[seed] for seed in self.seeds]))[0]
 
 
@@ -70,11 +75,17 @@ def heads(recordings: Sequence[tuple[Recording, Rows]]) -> LastStates | None:
         return None
     last = [(recording.calls[-1].y, rows) for recording, rows in recordings]
     x = torch.cat([rows.select(y).to(replica.device) for y, rows in last])
-    seeds = [recording.sample_seeds[b] for recording, rows in recordings for b in rows.sample.tolist()]
-    return LastStates(replica, unembedding, first.final_norm[1] if first.final_norm else None, x, seeds)
+    seeds = [
+        recording.sample_seeds[b] for recording, rows in recordings for b in rows.sample.tolist()
+    ]
+    return LastStates(
+        replica, unembedding, first.final_norm[1] if first.final_norm else None, x, seeds
+    )
 
 
-def measure_directions(head: LastStates, triplets: Sequence[Triplets], memory: int) -> dict[str, Tensor]:
+def measure_directions(
+    head: LastStates, triplets: Sequence[Triplets], memory: int
+) -> dict[str, Tensor]:
     """Return the ids of words and the scores of the first directions of each block, over (row, layer, direction, ...).
 
     Args:
@@ -82,7 +93,12 @@ def measure_directions(head: LastStates, triplets: Sequence[Triplets], memory: i
     """
     replica = head.replica
     unembedding = replica.module.get_submodule(head.unembedding)
-    with torch.no_grad(), replica.guard(), replica.materialize(unembedding), replica.materialize(head.norm):
+    with (
+        torch.no_grad(),
+        replica.guard(),
+        replica.materialize(unembedding),
+        replica.materialize(head.norm),
+    ):
         of_random = _scores(head.logits, head.random_directions(), memory)
         both, one = torch.maximum(*of_random["score"].unbind(-1)), of_random["score"][..., 0]
         values: dict[str, Tensor] = {
@@ -98,7 +114,9 @@ def measure_directions(head: LastStates, triplets: Sequence[Triplets], memory: i
             determined = of_block.determined[:, :DIRECTIONS]
             for part, words in zip(PARTS, (out, into), strict=True):
                 score = words["score"].gather(-1, sign)[..., 0]
-                by_part.setdefault(f"direction_{part}_score", []).append(torch.where(determined, score, torch.nan))
+                by_part.setdefault(f"direction_{part}_score", []).append(
+                    torch.where(determined, score, torch.nan)
+                )
                 at = sign[..., None].expand(*sign.shape, words["ids"].shape[-1])
                 ids = words["ids"].gather(-2, at)[..., 0, :]
                 by_part.setdefault(f"direction_{part}_words", []).append(
@@ -115,7 +133,12 @@ def _scores(logits: Logits, directions: Float[Tensor, "R m d"], memory: int) -> 
         z = logits(directions[:, start : start + at_once])
         z = (z - z.mean(-1, keepdim=True)) / z.std(-1, correction=0, keepdim=True)
         top = [torch.topk(sign * z, min(WORDS, z.shape[-1])) for sign in (1, -1)]
-        parts.append((torch.stack([t.values[..., 0] for t in top], -1), torch.stack([t.indices for t in top], -2)))
+        parts.append(
+            (
+                torch.stack([t.values[..., 0] for t in top], -1),
+                torch.stack([t.indices for t in top], -2),
+            )
+        )
         start += at_once
         at_once = max(1, memory // (4 * len(z) * z.shape[-1] * z.itemsize))
     score, ids = (torch.cat(of_each, 1) for of_each in zip(*parts, strict=True))
@@ -140,7 +163,9 @@ def in_words(values: dict[str, Any], decode: Callable[[list[int]], str] | None) 
         flat = [text(one) for one in ids.reshape(-1, ids.shape[-1])]
         return np.asarray(flat, dtype=object).reshape(ids.shape[:-1])
 
-    return {name: texts(value) if name.endswith("_words") else value for name, value in values.items()}
+    return {
+        name: texts(value) if name.endswith("_words") else value for name, value in values.items()
+    }
 
 
 _LOGITS = "logits of the next token, to first order, if xᴸ moves along"
@@ -178,7 +203,10 @@ def _declared() -> tuple[Measure, ...]:
             ),
         ]
     words = "words of a random direction"
-    return (*measures, Measure("direction_random_words", ("token", "random"), words, formula=words, **shared))
+    return (
+        *measures,
+        Measure("direction_random_words", ("token", "random"), words, formula=words, **shared),
+    )
 
 
 DECLARED = _declared()

@@ -39,8 +39,13 @@ def equal_blocks(recording: Recording) -> str:
     first = {_identity(module): module for module in reversed(modules)}
     same = dict(zip(first, _labels_of_weights(list(first.values())), strict=True))
     weights = _groups([same[_identity(module)] for module in modules])
-    found = {ONE_MODULE: one_module, EQUAL_WEIGHTS: [group for group in weights if group not in one_module]}
-    return "; ".join(f"{kind}: {_written(groups)}" for kind, groups in found.items() if groups) or NONE
+    found = {
+        ONE_MODULE: one_module,
+        EQUAL_WEIGHTS: [group for group in weights if group not in one_module],
+    }
+    return (
+        "; ".join(f"{kind}: {_written(groups)}" for kind, groups in found.items() if groups) or NONE
+    )
 
 
 def read_equal_blocks(text: str) -> Mapping[str, Groups]:
@@ -79,7 +84,9 @@ def _identity(module: nn.Module) -> Hashable:
 
 def _labels_of_weights(modules: Sequence[nn.Module]) -> list[int]:
     """Return a number for each module, the same for those whose weights are equal."""
-    alike: dict[Hashable, list[int]] = {}  # modules with the same first numbers, of which no two have equal weights
+    alike: dict[
+        Hashable, list[int]
+    ] = {}  # modules with the same first numbers, of which no two have equal weights
     labels = []
     for i, (module, beginning) in enumerate(zip(modules, _first_numbers(modules), strict=True)):
         others = [] if beginning is None else alike.setdefault((type(module), beginning), [])
@@ -97,7 +104,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | None]:
     """Return the first numbers of each module's first matrix, as norms begin as ones; None if its weights are not compared."""
     matrices = [
-        next((p.detach() for p in module.parameters() if p.dim() > 1 and p.numel()), None) for module in modules
+        next((p.detach() for p in module.parameters() if p.dim() > 1 and p.numel()), None)
+        for module in modules
     ]
     rows = {
         i: matrix[(0,) * (matrix.dim() - 1)][:FEW].float()  # not every device has float64
@@ -118,5 +126,6 @@ def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | Non
 def _have_equal_weights(module: nn.Module, other: nn.Module) -> bool:
     first, second = _tensors(module), _tensors(other)
     return first.keys() == second.keys() and all(
-        a.shape == second[name].shape and torch.equal(a, second[name].to(a)) for name, a in first.items()
+        a.shape == second[name].shape and torch.equal(a, second[name].to(a))
+        for name, a in first.items()
     )

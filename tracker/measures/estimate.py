@@ -82,14 +82,22 @@ class Cost:
         lines = [
             ("refused", self.refused),
             ("blocks", self.blocks),
-            ("inputs", f"{self.samples} of {length}; Jacobians at {counted(self.rows, 'token')} in all"),
+            (
+                "inputs",
+                f"{self.samples} of {length}; Jacobians at {counted(self.rows, 'token')} in all",
+            ),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
             ("time", "" if self.refused else f"about {duration(self.seconds)}{without}"),
             ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             ("warning", self.warning),
         ]
-        return "\n".join(["dry run: nothing was measured", *(entry(label, text) for label, text in lines if text)])
+        return "\n".join(
+            [
+                "dry run: nothing was measured",
+                *(entry(label, text) for label, text in lines if text),
+            ]
+        )
 
     __repr__ = __str__
 
@@ -102,7 +110,9 @@ SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 T = TypeVar("T")
 
 
-def estimate(replica: Replica, calls: Sequence[Batch], settings: Settings, depth: int | None = None) -> Cost:
+def estimate(
+    replica: Replica, calls: Sequence[Batch], settings: Settings, depth: int | None = None
+) -> Cost:
     """Estimate the cost of measuring forward calls, inside the context of `prepare`.
 
     Args:
@@ -126,13 +136,20 @@ def estimate(replica: Replica, calls: Sequence[Batch], settings: Settings, depth
         if depth is not None:
             seconds *= depth / len(recording.calls)
             recording = _deepened(recording, depth)
-        total = len(rows) * (sum(sizes) / _size(batch) if settings.tokens == "all" else samples / len(batch.labels))
-        case = _Case(jacobians, recording, rows, settings, make_plan(settings, recording), round(total))
+        total = len(rows) * (
+            sum(sizes) / _size(batch) if settings.tokens == "all" else samples / len(batch.labels)
+        )
+        case = _Case(
+            jacobians, recording, rows, settings, make_plan(settings, recording), round(total)
+        )
         of_plan = _of_plan(case, len(calls))
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
             seconds += _seconds_of_blocks(case)
-        of_plan |= {"seconds": seconds, "not_timed": tuple(name for name in NOT_TIMED if settings.includes(name))}
+        of_plan |= {
+            "seconds": seconds,
+            "not_timed": tuple(name for name in NOT_TIMED if settings.includes(name)),
+        }
     except (UsageError, FloatingPointError) as error:
         refused = str(error)
     return Cost(
@@ -216,7 +233,8 @@ def _seconds_of_blocks(case: _Case) -> float:
 def _method(case: _Case) -> str:
     plan, dtype, device = case.plan, case.recording.calls[0].x.dtype, case.jacobians.replica.device
     iterates = basis_fits(plan.d, plan.K) and (
-        plan.svd == "krylov" or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
+        plan.svd == "krylov"
+        or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
     )
     chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
     if plan.kept == "file":
@@ -227,12 +245,19 @@ def _method(case: _Case) -> str:
 def _peak(case: _Case, calls: int) -> int:
     """Return the bytes beside the weights: recordings, bases, Jacobians, and the larger of products and decompositions."""
     settings, plan, rows = case.settings, case.plan, case.together
-    recordings = min(settings.memory(4), case.recording.nbytes() * min(max(1, ceil(rows / len(case.rows))), calls))
+    recordings = min(
+        settings.memory(4),
+        case.recording.nbytes() * min(max(1, ceil(rows / len(case.rows))), calls),
+    )
     if not settings.forms_jacobians:
         return recordings
     column = plan.d * plan.itemsize
-    bases = 4 * rows * plan.of_row * plan.K * column  # U and V of each block, and of all blocks together
-    products = max(rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column))
+    bases = (
+        4 * rows * plan.of_row * plan.K * column
+    )  # U and V of each block, and of all blocks together
+    products = max(
+        rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column)
+    )
     kept = plan.blocks_together(rows)
     parallel = min(kept, torch.get_num_threads())
     return (
@@ -251,7 +276,9 @@ def _from_the_middle(recording: Recording) -> list[BlockCall]:
 
 def _deepened(recording: Recording, depth: int) -> Recording:
     """Return the recording of a model with `depth` blocks like these; the last stays the last."""
-    return replace(recording, calls=[*islice(cycle(recording.calls), depth - 1), recording.calls[-1]])
+    return replace(
+        recording, calls=[*islice(cycle(recording.calls), depth - 1), recording.calls[-1]]
+    )
 
 
 def _length(batch: Batch) -> int:

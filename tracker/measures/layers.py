@@ -43,7 +43,9 @@ class Layer:
     checks: Sequence[CheckResults] = ()
 
 
-def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan) -> list[Layer]:
+def layers_of(
+    jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan
+) -> list[Layer]:
     """Return the layers of some blocks, with their Jacobians kept where the plan says."""
     if plan.kept == "device":
         return _layers(jacobians, blocks, plan, on_device)
@@ -57,10 +59,15 @@ def layers_of(jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: 
 
 
 def _layers(
-    jacobians: Jacobians, blocks: Sequence[Sequence[CallRows]], plan: Plan, keep: Callable[[Tensor], Jacobian]
+    jacobians: Jacobians,
+    blocks: Sequence[Sequence[CallRows]],
+    plan: Plan,
+    keep: Callable[[Tensor], Jacobian],
 ) -> list[Layer]:
     """Return layers whose Jacobians are formed and decomposed, then kept by a function."""
-    Js, checks = zip(*(_form_jacobians(jacobians, selections) for selections in blocks), strict=True)
+    Js, checks = zip(
+        *(_form_jacobians(jacobians, selections) for selections in blocks), strict=True
+    )
     triplets = triplets_of_jacobians(Js, plan, jacobians.advance)
     of_blocks = [moments(J, of_block.S[:, 0]) for J, of_block in zip(Js, triplets, strict=True)]
     return [
@@ -86,7 +93,11 @@ def _form_jacobians(
 ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
     Js, checks = zip(*jacobians(selections), strict=True)
     jacobians.advance(sum(map(len, Js)))
-    of_rows = [replace(check, independent_errors=(error,)) for check in checks for error in check.independent_errors]
+    of_rows = [
+        replace(check, independent_errors=(error,))
+        for check in checks
+        for error in check.independent_errors
+    ]
     return Js[0] if len(Js) == 1 else torch.cat(Js), of_rows
 
 
@@ -99,7 +110,9 @@ def with_kept(settings: Settings, keep: str | Sequence[str]) -> Settings:
     Raises:
         UsageError: for another name, or if no Jacobians of blocks are measured.
     """
-    names = (keep,) if isinstance(keep, str) else tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    names = (
+        (keep,) if isinstance(keep, str) else tuple(keep) if isinstance(keep, Sequence) else (keep,)
+    )
     if set(names) - {*KEPT}:
         raise UsageError(f"keep={keep!r}; choose from {', '.join(KEPT)}")
     if names and not settings.includes("coupling"):
@@ -115,7 +128,10 @@ def check_kept(settings: Settings, recording: Recording, rows: int) -> None:
     Raises:
         UsageError: if it does not.
     """
-    needed, available = kept_bytes(settings, recording, rows), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, available = (
+        kept_bytes(settings, recording, rows),
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
     if needed > available:
         raise UsageError(
             f"keep={settings.keep!r} takes {size(needed)} for {rows} tokens, and the machine has {size(available)}; keep the "
@@ -126,9 +142,9 @@ def check_kept(settings: Settings, recording: Recording, rows: int) -> None:
 def kept_bytes(settings: Settings, recording: Recording, rows: int) -> int:
     """Return the bytes of what is kept at so many rows; while samples are joined, there are two copies of it."""
     d, L = recording.calls[0].x.shape[-1], len(recording.calls)
-    of_block = ("jacobian" in settings.keep) * d**2 + ("singular_vectors" in settings.keep) * 2 * d * max(
-        settings.ks(d)
-    )
+    of_block = ("jacobian" in settings.keep) * d**2 + (
+        "singular_vectors" in settings.keep
+    ) * 2 * d * max(settings.ks(d))
     return 2 * rows * L * of_block * settings.torch_dtype.itemsize
 
 
@@ -139,7 +155,9 @@ def kept_arrays(layers: Sequence[Layer], keep: Sequence[str]) -> dict[str, np.nd
         arrays["jacobian"] = np.stack([layer.jacobian().cpu().numpy() for layer in layers], 1)
     if "singular_vectors" in keep:
         for name, part in (("left_singular_vector", "U"), ("right_singular_vector", "V")):
-            arrays[name] = np.stack([getattr(layer.triplets, part).cpu().numpy() for layer in layers], 1)
+            arrays[name] = np.stack(
+                [getattr(layer.triplets, part).cpu().numpy() for layer in layers], 1
+            )
     return arrays
 
 
@@ -154,7 +172,10 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
         f"{YES}; σ² I − R Rᵀ is positive definite, R = J − U S Vᵀ, σ = 1.0001 s_K",
     ),
     "full_svd": ("whether the triplets come from a full decomposition", YES),
-    "sliced": ("whether the Jacobian was evaluated at its row alone, not over the full sequence", YES),
+    "sliced": (
+        "whether the Jacobian was evaluated at its row alone, not over the full sequence",
+        YES,
+    ),
     "value_error": (
         "error of the row's output against the recorded one",
         "‖f − f₀‖ / max(‖f₀‖, floor ‖x‖), f of the row alone, f₀ as recorded",
@@ -194,7 +215,14 @@ def _declared() -> tuple[Measure, ...]:
                 **shared,
             ),
             *(
-                Measure(f"{DIAGNOSTICS}{name}{end}", LAYER, f"{label}{text}", formula=formula, reference=OURS, **shared)
+                Measure(
+                    f"{DIAGNOSTICS}{name}{end}",
+                    LAYER,
+                    f"{label}{text}",
+                    formula=formula,
+                    reference=OURS,
+                    **shared,
+                )
                 for name, (label, formula) in CERTIFICATE.items()
             ),
             *declared_parts("", end, LAYER, text, shared),

@@ -39,7 +39,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 ABSENT: Mapping[str, Any] = {}
 
 
-def settings_from(options: Mapping[str, Any], caller: str, parameters: Iterable[str] = ()) -> Settings:
+def settings_from(
+    options: Mapping[str, Any], caller: str, parameters: Iterable[str] = ()
+) -> Settings:
     """Return the Settings of the options that a function was called with.
 
     Args:
@@ -51,7 +53,11 @@ def settings_from(options: Mapping[str, Any], caller: str, parameters: Iterable[
     """
     if unknown := sorted(options.keys() - OPTIONS.keys()):
         own = [name for name in parameters if name not in OPTIONS]
-        close = [name for word in unknown for name in get_close_matches(word, [*own, *OPTIONS], cutoff=0.5)]
+        close = [
+            name
+            for word in unknown
+            for name in get_close_matches(word, [*own, *OPTIONS], cutoff=0.5)
+        ]
         raise TypeError(
             f"{caller}() got an unexpected option {', '.join(map(repr, unknown))}; "
             + (f"did you mean {' or '.join(close)}? " if close else "")
@@ -74,17 +80,23 @@ def accepts_options(function: F, options: Mapping[str, Option] = OPTIONS) -> F:
     for name, option in options.items():
         annotation = getattr(option.given, "__forward_arg__", option.given)
         shown.append(
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=annotation
+            )
         )
     constructor.__signature__ = signature.replace(parameters=shown)
-    if (doc := function.__doc__) and (line := re.search(r"^( *)\*\*options: .*$", doc, re.MULTILINE)):
+    if (doc := function.__doc__) and (
+        line := re.search(r"^( *)\*\*options: .*$", doc, re.MULTILINE)
+    ):
         wrap = partial(fill, width=120, initial_indent=line[1], subsequent_indent=line[1] + " " * 4)
         entries = [wrap(f"{name}: {option.doc}") for name, option in options.items()]
         function.__doc__ = doc[: line.start()] + "\n".join(entries) + doc[line.end() :]
     return function
 
 
-def add_flags(parser: Any, defaults: Mapping[str, Any] = ABSENT, names: Iterable[str] = OPTIONS) -> None:
+def add_flags(
+    parser: Any, defaults: Mapping[str, Any] = ABSENT, names: Iterable[str] = OPTIONS
+) -> None:
     """Add a flag for each measurement option to a jsonargparse parser.
 
     Args:
@@ -95,7 +107,9 @@ def add_flags(parser: Any, defaults: Mapping[str, Any] = ABSENT, names: Iterable
         option = OPTIONS[name]
         default = defaults.get(name, option.default)
         default = list(default) if isinstance(default, tuple) else default
-        parser.add_argument(f"--{name}", type=option.form or option.given, default=default, help=option.doc)
+        parser.add_argument(
+            f"--{name}", type=option.form or option.given, default=default, help=option.doc
+        )
 
 
 def given_options(parsed: Mapping[str, Any], names: Iterable[str] = OPTIONS) -> dict[str, Any]:

@@ -19,7 +19,9 @@ from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
 
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
-OF_ENTRIES = {option.name for option in CHOICES if option.of_jacobians == "entries"}  # measures that take `ARRAYS`
+OF_ENTRIES = {
+    option.name for option in CHOICES if option.of_jacobians == "entries"
+}  # measures that take `ARRAYS`
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,18 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
         kept="device",
         rows=1,
     )
-    memory, jacobian, of_all = plan.memory, plan.bytes_of_jacobian, plan.of_row * plan.bytes_of_jacobian
+    memory, jacobian, of_all = (
+        plan.memory,
+        plan.bytes_of_jacobian,
+        plan.of_row * plan.bytes_of_jacobian,
+    )
     forming = 2 * MERGING * jacobian  # half of this memory is for what forms Jacobians
     host = 0 if device.type == "cpu" else host_memory()
     beside = ARRAYS * jacobian * bool(OF_ENTRIES & set(plan.measures))
     if of_all <= memory:
-        return replace(plan, rows=max(1, memory // (max(of_all, forming) + plan.bytes_of_pairs + beside)))
+        return replace(
+            plan, rows=max(1, memory // (max(of_all, forming) + plan.bytes_of_pairs + beside))
+        )
     rows = max(1, memory // (forming + beside))
     if of_all <= host:
         return replace(plan, kept="host", rows=min(rows, host // of_all))
@@ -120,4 +128,8 @@ def measured_calls(recording: Recording) -> list[BlockCall]:
 
     These are the calls of all blocks and, if the measures include the final norm, the last one with it.
     """
-    return recording.calls if recording.normed_last is None else [*recording.calls, recording.normed_last]
+    return (
+        recording.calls
+        if recording.normed_last is None
+        else [*recording.calls, recording.normed_last]
+    )

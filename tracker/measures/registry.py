@@ -47,7 +47,13 @@ __all__ = [
 
 UNDEFINED = f"{DIAGNOSTICS}undefined"  # its counts: how many values of each measure are undefined
 MEASURES: tuple[Measure, ...] = (
-    Measure("token_position", ("token",), "position of the token", formula="t, counted from 0", reference=OURS),
+    Measure(
+        "token_position",
+        ("token",),
+        "position of the token",
+        formula="t, counted from 0",
+        reference=OURS,
+    ),
     *coupling.DECLARED,
     Measure(
         "matrix",
@@ -92,10 +98,14 @@ HEADLINES: Mapping[str, str] = {
     BY_NAME["miscoupling"].point(
         "_coupling", k=_K, pairs="mean_offdiag"
     ): "coupling: null level minus mis-coupling m_K",
-    BY_NAME["miscoupling"].point(k=_K, pairs="mean_adjacent"): "mis-coupling m_K of adjacent blocks",
+    BY_NAME["miscoupling"].point(
+        k=_K, pairs="mean_adjacent"
+    ): "mis-coupling m_K of adjacent blocks",
     _NORMALIZED.point(k=_K, pairs="mean_offdiag"): f"{_NORMALIZED.label}, mean over l ≠ l′",
     _NORMALIZED.point("_null", k=_K, pairs="mean_offdiag"): "its null level",
-    _NORMALIZED.point("_coupling", k=_K, pairs="mean_offdiag"): f"coupling: null level minus {_NORMALIZED.label}",
+    _NORMALIZED.point(
+        "_coupling", k=_K, pairs="mean_offdiag"
+    ): f"coupling: null level minus {_NORMALIZED.label}",
     **{
         measure.point(
             statistic="median"
@@ -103,7 +113,9 @@ HEADLINES: Mapping[str, str] = {
         for measure in MEASURES
         if measure.headline
     },
-    BY_NAME["noise_similarity"].point(noise=0.1): "cosine to the states without noise, noise of 10 %",
+    BY_NAME["noise_similarity"].point(
+        noise=0.1
+    ): "cosine to the states without noise, noise of 10 %",
     **{
         BY_NAME[f"{kind}_offdiag_normalized"].point(k=_K): f"{_NORMALIZED.label}, {text}"
         for kind, text in KINDS.items()

@@ -44,7 +44,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from tracker.measures.coupling import BY_ROTATIONS, Entries, Moments, Overlap, null_levels, overlap, side_by_side
+from tracker.measures.coupling import (
+    BY_ROTATIONS,
+    Entries,
+    Moments,
+    Overlap,
+    null_levels,
+    overlap,
+    side_by_side,
+)
 
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
 AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold
@@ -61,7 +69,9 @@ def frames(d: int, K: int) -> Float[Tensor, "n d r"]:
     """Return Haar frames for numbers of singular vectors up to K, in float64, always the same: r = 2 K, or d if that is less."""
     generator = torch.Generator().manual_seed(0)
     n = -(-COLUMNS // _rows(d, K))
-    orthonormal, triangle = torch.linalg.qr(torch.randn(n, d, min(2 * K, d), generator=generator, dtype=torch.float64))
+    orthonormal, triangle = torch.linalg.qr(
+        torch.randn(n, d, min(2 * K, d), generator=generator, dtype=torch.float64)
+    )
     return orthonormal * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
 
 
@@ -76,7 +86,9 @@ def entries_of_turned(d: int, K: int) -> int:
     return -(-COLUMNS // rows) * rows * min(2 * K, d)
 
 
-def turned(J: Float[Tensor, "R d d"], F: Float[Tensor, "n d r"], K: int) -> Float[Tensor, "R n rows r"]:
+def turned(
+    J: Float[Tensor, "R d d"], F: Float[Tensor, "n d r"], K: int
+) -> Float[Tensor, "R n rows r"]:
     """Return F_1^T J F, for frames for up to K singular vectors."""
     first = F[..., : _rows(F.shape[-2], K)]
     products = first.transpose(-2, -1).flatten(0, 1) @ J  # (R, n rows, d)
@@ -104,27 +116,44 @@ def mean_levels(
     at_once = max(1, AT_ONCE // of_row) if T.device.type == "cpu" else len(T)
     rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
     parts = [
-        _of_rows(T[r], s[r], Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]), U[r], V[r], ks)
+        _of_rows(
+            T[r],
+            s[r],
+            Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]),
+            U[r],
+            V[r],
+            ks,
+        )
         for r in rows
     ]
     return {name: torch.cat([part[name] for part in parts]) for name in BY_ROTATIONS}
 
 
-def _of_rows(T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence[int]) -> dict[str, Tensor]:
+def _of_rows(
+    T: Turned, s: Tensor, of: Moments, U: Bases, V: Bases, ks: Sequence[int]
+) -> dict[str, Tensor]:
     """Return the `mean_levels` of rows whose pairs are computed at once."""
     K, d = max(ks), U.shape[-2]
     signs = _signs(U[..., :K])
     signed_U, signed_V = U[..., :K] * signs, V[..., :K] * signs
-    scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)  # the squares of tiny entries underflow
+    scale = torch.where(
+        s[..., 0] > 0, s[..., 0], torch.nan
+    )  # the squares of tiny entries underflow
     unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
     unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
     overlaps = overlap(signed_U, signed_V, ks)
     of_ks: list[Tensor] = []
     for i, k in enumerate(ks):
-        of_k, left, right = _at(unit_T, d, K, k), *_coordinates(signed_U[..., :k], signed_V[..., :k])
+        of_k, left, right = (
+            _at(unit_T, d, K, k),
+            *_coordinates(signed_U[..., :k], signed_V[..., :k]),
+        )
         controls = _Controls(unit_s[..., :k], unit_of, overlaps.at(i, k), d)
         at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
-        sums = [controls.sums(_matrices(frames_at_once, left, right)) for frames_at_once in of_k.split(at_once, 2)]
+        sums = [
+            controls.sums(_matrices(frames_at_once, left, right))
+            for frames_at_once in of_k.split(at_once, 2)
+        ]
         of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
     levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
     return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
@@ -145,10 +174,20 @@ class _Controls:
         share, diagonal_squares = off / square.clamp_min(least), entries.diagonal_squares()
         of_share = 1 / (2 * share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
         weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
-        self.s, self.norm = s[:, :, None, None], vector_norm(s, dim=-1)[..., None, None]  # of each Jacobian: M = 1
-        self.square, self.off, self.page, self.share = (one.unsqueeze(2) for one in (square, off, page, share))
-        self.of_page, self.of_release = (1 / (2 * root.unsqueeze(2).clamp_min(SMALLEST)) for root in (page, release))
-        self.of_off, self.of_share = (1 / (2 * off.clamp_min(least).sqrt())).unsqueeze(2), of_share.unsqueeze(2)
+        self.s, self.norm = (
+            s[:, :, None, None],
+            vector_norm(s, dim=-1)[..., None, None],
+        )  # of each Jacobian: M = 1
+        self.square, self.off, self.page, self.share = (
+            one.unsqueeze(2) for one in (square, off, page, share)
+        )
+        self.of_page, self.of_release = (
+            1 / (2 * root.unsqueeze(2).clamp_min(SMALLEST)) for root in (page, release)
+        )
+        self.of_off, self.of_share = (
+            (1 / (2 * off.clamp_min(least).sqrt())).unsqueeze(2),
+            of_share.unsqueeze(2),
+        )
         self.diagonal_squares, self.weights = diagonal_squares.unsqueeze(2), weights.unsqueeze(2)
 
     def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
@@ -161,7 +200,9 @@ class _Controls:
         total = off + squares.sum(-1)
         page = 1 + (total - 2 * (diagonal * self.s).sum(-1)) / self.norm**2
         release = 1 + (total - 2 * (diagonal.abs() * self.s).sum(-1)) / self.norm**2
-        change = total - self.square - 2 * (self.weights * (squares - self.diagonal_squares)).sum(-1)
+        change = (
+            total - self.square - 2 * (self.weights * (squares - self.diagonal_squares)).sum(-1)
+        )
         values = (
             page.clamp_min(0).sqrt() - (page - self.page**2) * self.of_page,
             release.clamp_min(0).sqrt() - change / self.norm**2 * self.of_release,

@@ -27,7 +27,9 @@ class Choice:
     text: str
     default: bool = False
     needs: str = ""  # the option that it extends
-    expensive: bool = False  # more than twice the cost of the default: measured only if named, not by "all"
+    expensive: bool = (
+        False  # more than twice the cost of the default: measured only if named, not by "all"
+    )
     # Measured of each block: from its triplets and J x, or from the entries of J, which takes more memory (`plan.ARRAYS`).
     of_jacobians: Literal["", "products", "entries"] = ""
 
@@ -66,7 +68,9 @@ CHOICES = (
         expensive=True,
         of_jacobians="entries",
     ),
-    Choice("normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="entries"),
+    Choice(
+        "normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="entries"
+    ),
     Choice(
         "eigenvalues",
         "departure of the Jacobians from normality",
@@ -81,7 +85,9 @@ CHOICE_NAMES = tuple(choice.name for choice in CHOICES)
 EXPENSIVE = tuple(choice.name for choice in CHOICES if choice.expensive)  # "all" leaves them out
 EVERYTHING = ("all", *EXPENSIVE)
 OF_PAIRS = ("vju", "matrices")  # of Jacobians, but not of each block
-USUAL = tuple(choice.name for choice in CHOICES if choice.default)  # measured where `measures=` is not given
+USUAL = tuple(
+    choice.name for choice in CHOICES if choice.default
+)  # measured where `measures=` is not given
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes
@@ -235,7 +241,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":
-            raise UsageError(f"precision={self.precision!r} is a way to form Jacobians in float32; leave dtype out")
+            raise UsageError(
+                f"precision={self.precision!r} is a way to form Jacobians in float32; leave dtype out"
+            )
         if self.memory_budget < LEAST_MEMORY_BUDGET:
             raise UsageError(
                 f"memory_budget={self.memory_budget}, which is in bytes, at least {LEAST_MEMORY_BUDGET}; for 10 GB, give "
@@ -249,7 +257,9 @@ class Settings:
                     f"measures {', '.join(self.measures)!r}; {needing.name} extends {needing.needs!r}: add it"
                 )
         if self.window is not None and (self.window < 3 or self.window % 2 == 0):
-            raise UsageError(f"window={self.window}; a window is an odd number of states, at least 3")
+            raise UsageError(
+                f"window={self.window}; a window is an odd number of states, at least 3"
+            )
 
     @property
     def torch_dtype(self) -> "torch.dtype":
@@ -298,7 +308,11 @@ class Settings:
         from tracker.blocks.tokens import positions
 
         if isinstance(self.pair_tokens, int):
-            at = np.linspace(0, len(valid) - 1, min(self.pair_tokens, len(valid))).round().astype(int)
+            at = (
+                np.linspace(0, len(valid) - 1, min(self.pair_tokens, len(valid)))
+                .round()
+                .astype(int)
+            )
             return [valid[i] for i in at]
         return sorted(set(positions(self.pair_tokens, list(valid), None)))
 
@@ -323,7 +337,13 @@ class Settings:
 
     def chosen_tokens(self, blocks: "Blocks") -> str | tuple[int, ...]:
         """Return the tokens to measure; by default the class token of models that classify from it, else the last."""
-        return self.tokens if self.tokens is not None else "last" if blocks.class_token is None else "cls"
+        return (
+            self.tokens
+            if self.tokens is not None
+            else "last"
+            if blocks.class_token is None
+            else "cls"
+        )
 
     def ks(self, d: int) -> tuple[int, ...]:
         """Return the numbers of singular vectors for width d, ascending."""
@@ -336,4 +356,6 @@ class Settings:
     def _refused_k(self, most: str) -> UsageError:
         assert self.k is not None
         value = self.k[0] if len(self.k) == 1 else list(self.k)
-        return UsageError(f"k={value!r}; each K must be a whole number from 1 to the model's {most}")
+        return UsageError(
+            f"k={value!r}; each K must be a whole number from 1 to the model's {most}"
+        )

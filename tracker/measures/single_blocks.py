@@ -55,7 +55,9 @@ def alignment(triplets: Triplets) -> Float[Tensor, "B K"]:
 def departure(J: Jacobian) -> Values:
     """Return Henrici's departure from normality relative to |J|_F, in float64; NaN for a zero matrix."""
     zero = J.abs().amax((-2, -1)) == 0
-    unit = torch.where(zero[..., None, None], 0, _unit(J.double()))  # LAPACK may end the process if it is given NaN
+    unit = torch.where(
+        zero[..., None, None], 0, _unit(J.double())
+    )  # LAPACK may end the process if it is given NaN
     if unit.shape[-1] > SMALL:
         eigenvalues = torch.linalg.eigvals(unit)
     else:
@@ -75,7 +77,9 @@ DECLARED = (
         "jacobian_gain",
         "gain of the Jacobian",
         option="depth_use",
-        compute=lambda block: jacobian_gain(block.layer.moments.frobenius(block.x.shape[-1]), block.x.shape[-1]),
+        compute=lambda block: jacobian_gain(
+            block.layer.moments.frobenius(block.x.shape[-1]), block.x.shape[-1]
+        ),
         formula="‖J‖ / √d",
         reference=OURS,
         text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",

@@ -21,9 +21,18 @@ from tracker.measures.settings import Settings
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
 
-NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length of the noise, relative to the length of the embedding
+NOISE = (
+    0.01,
+    0.03,
+    0.1,
+    0.3,
+    1.0,
+)  # root mean square length of the noise, relative to the length of the embedding
 
-STATES = (*trajectory.DECLARED, *trajectory.DECLARED_USE)  # variables that are read off the states alone
+STATES = (
+    *trajectory.DECLARED,
+    *trajectory.DECLARED_USE,
+)  # variables that are read off the states alone
 DECLARED = (
     Measure(
         "entropy",
@@ -103,10 +112,16 @@ def measure_states(
     requested: list[StateMeasure] = []
     asked = [measure for measure in STATES if settings.includes(measure.option)]
     if measures := [measure for measure in asked if measure.variant != "normed"]:
-        requested.append(lambda b, part: _trajectory(measures, recording.states(b, part, device), window))
+        requested.append(
+            lambda b, part: _trajectory(measures, recording.states(b, part, device), window)
+        )
     normed = [measure for measure in asked if measure.variant == "normed"]
     if normed and recording.normed_last is not None:
-        requested.append(lambda b, part: _trajectory(normed, recording.states(b, part, device, normed=True), window))
+        requested.append(
+            lambda b, part: _trajectory(
+                normed, recording.states(b, part, device, normed=True), window
+            )
+        )
     if settings.includes("pca"):
         mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
 
@@ -141,13 +156,20 @@ def measure_states(
         for b in range(0, len(valid), size := max(1, together // n)):
             samples_at_once = slice(b, min(b + size, len(valid)))
             read = [_evaluate(requested, samples_at_once, part) for part in parts]
-            samples += [_join([part[i] for part in read], valid[b + i], n) for i in range(samples_at_once.stop - b)]
+            samples += [
+                _join([part[i] for part in read], valid[b + i], n)
+                for i in range(samples_at_once.stop - b)
+            ]
         return samples
 
 
 def warn_of_missing_unembedding(recording: Recording, settings: Settings) -> None:
     """Warn if "all" leaves out the entropy of a language model, because no module gives its logits."""
-    lacking = recording.head is None and settings.includes("entropy") and "entropy" not in settings.measures
+    lacking = (
+        recording.head is None
+        and settings.includes("entropy")
+        and "entropy" not in settings.measures
+    )
     if lacking and recording.logits is not None:
         warn_caller(
             f"measures='all' leaves out the entropy of the next token: the model computes {recording.logits} logits for each "
@@ -156,10 +178,16 @@ def warn_of_missing_unembedding(recording: Recording, settings: Settings) -> Non
         )
 
 
-def _principal_axes(y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+def _principal_axes(
+    y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor]:
     """Return the mean (B, d) and the principal axes (B, d, 2) of each sample's states, without padding."""
     whole = all(len(at) == y.shape[1] for at in valid)
-    chosen = y if whole else (x[to_device(x.device, torch.tensor(at))[0]] for x, at in zip(y, valid, strict=True))
+    chosen = (
+        y
+        if whole
+        else (x[to_device(x.device, torch.tensor(at))[0]] for x, at in zip(y, valid, strict=True))
+    )
     mean, axes = zip(*map(trajectory.principal_axes, chosen), strict=True)
     return torch.stack(mean), torch.stack(axes)
 
@@ -168,7 +196,9 @@ def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str
     values = {}
     for measure in measures:
         assert measure.compute is not None
-        values[measure.name] = measure.compute(X, window) if measure.windowed else measure.compute(X)
+        values[measure.name] = (
+            measure.compute(X, window) if measure.windowed else measure.compute(X)
+        )
     return values
 
 
@@ -198,10 +228,14 @@ def noise_similarity(
 
 def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
     nonzero = torch.linalg.vector_norm(clean, dim=-1) > 0
-    return torch.stack([torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy])
+    return torch.stack(
+        [torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy]
+    )
 
 
-def _evaluate(measures: Sequence[StateMeasure], samples: slice, part: slice) -> list[dict[str, np.ndarray]]:
+def _evaluate(
+    measures: Sequence[StateMeasure], samples: slice, part: slice
+) -> list[dict[str, np.ndarray]]:
     """Return the values of each of some samples; those of all are copied to the host at once."""
     values = {name: value for measure in measures for name, value in measure(samples, part).items()}
     size = samples.stop - samples.start
@@ -209,10 +243,14 @@ def _evaluate(measures: Sequence[StateMeasure], samples: slice, part: slice) -> 
     return [{name: arrays[i] for name, arrays in split.items()} for i in range(size)]
 
 
-def _join(parts: Sequence[dict[str, np.ndarray]], valid: Sequence[int], n: int) -> dict[str, np.ndarray]:
+def _join(
+    parts: Sequence[dict[str, np.ndarray]], valid: Sequence[int], n: int
+) -> dict[str, np.ndarray]:
     """Join the parts along `position`; NaN where a position is padding."""
     padding = np.setdiff1d(np.arange(n), valid)
-    values = {name: np.concatenate([part[name] for part in parts], _axis(name)) for name in parts[0]}
+    values = {
+        name: np.concatenate([part[name] for part in parts], _axis(name)) for name in parts[0]
+    }
     for name, value in values.items():
         np.moveaxis(value, _axis(name), 0)[padding] = np.nan
     return values

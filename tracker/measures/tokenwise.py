@@ -49,7 +49,12 @@ from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
 from tracker.measures.plan import Plan
 from tracker.model.recording import Recording
 
-TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")  # J of block `layer`, basis of block `pair_layer_other`
+TOKEN_PAIR = (
+    "k",
+    "layer",
+    "pair_token",
+    "pair_token_other",
+)  # J of block `layer`, basis of block `pair_layer_other`
 KINDS = {  # of token pairs
     "self": "self: J of t against J of t′",
     "fixed_input": "fixed input: first token to t, to t′",
@@ -91,7 +96,13 @@ def _declared() -> tuple[Measure, ...]:
             label, formula = CERTIFICATE[name]
             formula = f"{formula}; {LINKS[kind]}"
             measures.append(
-                Measure(f"{DIAGNOSTICS}{kind}_{name}", tokens, f"{label}, {text}", formula=formula, **shared)
+                Measure(
+                    f"{DIAGNOSTICS}{kind}_{name}",
+                    tokens,
+                    f"{label}, {text}",
+                    formula=formula,
+                    **shared,
+                )
             )
         measures += [
             *declared_parts(f"{kind}_", "", tokens, f", {text}", shared),
@@ -117,8 +128,14 @@ DECLARED = _declared()
 DIMS = {measure.name: measure.dims for measure in DECLARED}
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
-Part = tuple[list[Link], dict[str, Tensor]]  # values of some links of a kind, by name without the kind
-PARTS = {"singular_value": "S", "residual": "residual", "complete": "complete"}  # of the singular triplets
+Part = tuple[
+    list[Link], dict[str, Tensor]
+]  # values of some links of a kind, by name without the kind
+PARTS = {
+    "singular_value": "S",
+    "residual": "residual",
+    "complete": "complete",
+}  # of the singular triplets
 
 
 @dataclass(frozen=True)
@@ -172,7 +189,9 @@ def _couplings(
     at_once = plan.samples(len(samples))  # links of all samples
     file = JacobianFile() if at_once < len(links) else None
     measures = [name for name in plan.measures if name == "matrices"]
-    bases: dict[int, dict[Link, Triplets]] = {}  # of the measured blocks whose bases are still needed
+    bases: dict[
+        int, dict[Link, Triplets]
+    ] = {}  # of the measured blocks whose bases are still needed
     parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
 
     def add(what: str, l: int, layers: Mapping[Link, Layer]) -> None:
@@ -189,7 +208,9 @@ def _couplings(
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
         block_triplets: dict[Link, Triplets] = {}
-        waiting: dict[Link, Layer] = {}  # of a block in its own basis, until all its triplets are known
+        waiting: dict[
+            Link, Layer
+        ] = {}  # of a block in its own basis, until all its triplets are known
         for start in range(0, len(links), at_once):
             layers = _layers(jacobians, l, samples, links[start : start + at_once], plan)
             block_triplets |= {link: layer.triplets for link, layer in layers.items()}
@@ -210,7 +231,10 @@ def _couplings(
 
 def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return the singular values, certificates and parts of null levels of some links' Jacobians."""
-    values = {name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1) for name, part in PARTS.items()}
+    values = {
+        name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1)
+        for name, part in PARTS.items()
+    }
     return values | parts_of_null_levels(layers, ks)
 
 
@@ -257,7 +281,10 @@ def _layers(
                     by_link[link].append(of_link)
     Js = [J for of_link in by_link.values() for J in of_link]
     triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
-    of_links = {link: joined(Triplets, [next(triplets) for _ in of_link]) for link, of_link in by_link.items()}
+    of_links = {
+        link: joined(Triplets, [next(triplets) for _ in of_link])
+        for link, of_link in by_link.items()
+    }
     return {
         link: Layer(of_links[link], partial(_together, of_link), _moments(of_link, of_links[link]))
         for link, of_link in by_link.items()
@@ -277,7 +304,9 @@ def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
 
 def _in_file(layers: Mapping[Link, Layer], file: JacobianFile) -> dict[Link, Layer]:
     """Return the layers with their Jacobians in a file."""
-    return {link: replace(layer, jacobian=file.keep(layer.jacobian())) for link, layer in layers.items()}
+    return {
+        link: replace(layer, jacobian=file.keep(layer.jacobian())) for link, layer in layers.items()
+    }
 
 
 def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:
@@ -288,7 +317,9 @@ def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> l
         rows = [(one.sample, one.tokens[i], one.tokens[j]) for i, j in links for one in selected]
         sample, source, token = torch.tensor(rows).unbind(1)
         same = links[0][0] == links[0][1]
-        selections.append((selected[0].recording.calls[l - 1], Rows(sample, token, None if same else source)))
+        selections.append(
+            (selected[0].recording.calls[l - 1], Rows(sample, token, None if same else source))
+        )
     return selections
 
 
@@ -308,7 +339,10 @@ def _assemble(
             values = torch.cat([values[part] for _, values in chunks], axis)
             by_layer.setdefault(name, {})[l] = values.index_select(axis, index.to(values.device))
     arrays = to_arrays(
-        {name: _stack_layers(values, 1 + DIMS[name].index("layer"), L) for name, values in by_layer.items()}
+        {
+            name: _stack_layers(values, 1 + DIMS[name].index("layer"), L)
+            for name, values in by_layer.items()
+        }
     )
     count = len(next(iter(arrays.values())))
     return [{name: array[b] for name, array in arrays.items()} for b in range(count)]
@@ -319,5 +353,7 @@ def _stack_layers(by_layer: Mapping[int, Tensor], axis: int, L: int) -> Tensor:
     if len(by_layer) == L:
         return torch.stack([by_layer[l] for l in range(1, L + 1)], axis)
     example = next(iter(by_layer.values()))
-    missing = torch.full_like(example, torch.nan, dtype=torch.promote_types(example.dtype, torch.float32))
+    missing = torch.full_like(
+        example, torch.nan, dtype=torch.promote_types(example.dtype, torch.float32)
+    )
     return torch.stack([by_layer.get(l, missing).to(missing) for l in range(1, L + 1)], axis)

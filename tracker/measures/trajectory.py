@@ -74,7 +74,9 @@ def alpha_mean(X: States) -> Float[Tensor, " n"]:
 
 def expodistance(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
     """Return the squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean is zero to rounding."""
-    rounding = 8 * torch.finfo(X.dtype).eps  # alpha depends on two norms, each accurate to a few eps
+    rounding = (
+        8 * torch.finfo(X.dtype).eps
+    )  # alpha depends on two norms, each accurate to a few eps
     return _over_depth(alphas(X), width, lambda a: _squared_variation(a, rounding))
 
 
@@ -142,7 +144,9 @@ def update_cosine(X: States) -> Float[Tensor, "L n"]:
     return (f * x).sum(-1) / torch.where(product > 0, product, torch.nan)
 
 
-def _over_depth(per_step: Tensor, width: int | None, reduce: Callable[[Tensor], Tensor]) -> Float[Tensor, "*L n"]:
+def _over_depth(
+    per_step: Tensor, width: int | None, reduce: Callable[[Tensor], Tensor]
+) -> Float[Tensor, "*L n"]:
     """Reduce all steps, or the width - 1 steps around each layer; `per_step` is (L, n, ...), `reduce` takes the steps last."""
     if width is None:
         return reduce(per_step.movedim(0, -1))
@@ -160,7 +164,9 @@ def _over_depth(per_step: Tensor, width: int | None, reduce: Callable[[Tensor], 
 HIDDEN_STATE = "units of the hidden state"
 
 
-def _of_states(name: str, dims: tuple[str, ...], label: str, normed: bool = True, **more: Any) -> tuple[Measure, ...]:
+def _of_states(
+    name: str, dims: tuple[str, ...], label: str, normed: bool = True, **more: Any
+) -> tuple[Measure, ...]:
     """Return a variable of the states, with quartiles as its curve if it is on the dashboard.
 
     Args:
@@ -168,7 +174,12 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, normed: bool = True
     """
     more.setdefault("option", "trajectory")
     if "dashboard" in more:
-        more |= {"curve": "quartiles", "counted": True, "metric": f"trajectory/{name}", "logged": ("",)}
+        more |= {
+            "curve": "quartiles",
+            "counted": True,
+            "metric": f"trajectory/{name}",
+            "logged": ("",),
+        }
     measure = Measure(name, dims, label, **more)
     if not normed:
         return (measure,)
@@ -188,7 +199,9 @@ def _of_states(name: str, dims: tuple[str, ...], label: str, normed: bool = True
     return measure, with_norm
 
 
-IN_WINDOW = "As over training, but over a window of states around each block; near the ends no window fits."
+IN_WINDOW = (
+    "As over training, but over a window of states around each block; near the ends no window fits."
+)
 DECLARED = (
     *_of_states(
         "lss",

@@ -54,9 +54,13 @@ class OriginalAttention:
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
     formula: Formula | None = None
-    format_output: Callable[[Tensor], Any] = lambda output: output  # from (B, H, m, e) to what the model expects
+    format_output: Callable[[Tensor], Any] = lambda output: (
+        output
+    )  # from (B, H, m, e) to what the model expects
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Any:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Any:
         """Compute the model's own attention."""
         return self.function(query, key, value, mask, causal)
 
@@ -73,7 +77,9 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def intercept_attention(handler: AttentionHandler, positions: Tensor | None = None) -> Iterator[None]:
+def intercept_attention(
+    handler: AttentionHandler, positions: Tensor | None = None
+) -> Iterator[None]:
     """Pass every attention of this thread to `handler`; remove the hooks on exit.
 
     Args:
@@ -105,7 +111,9 @@ def row_positions() -> Tensor | None:
 def hand_over(attention: OriginalAttention, *arguments: Any) -> Any:
     """Pass an attention to the handler; compute it if there is none."""
     handler = _handler.get()
-    return attention(*arguments) if handler is None else _call_handler(handler, attention, *arguments)
+    return (
+        attention(*arguments) if handler is None else _call_handler(handler, attention, *arguments)
+    )
 
 
 def _install_hooks() -> None:
@@ -140,12 +148,16 @@ def _hook_sdpa(original: Callable) -> Callable:
         def attend(query, key, value, mask, causal):
             return original(query, key, value, mask, is_causal=causal, **options)
 
-        return _call_handler(handler, OriginalAttention(attend, Formula(options["scale"])), *tensors)
+        return _call_handler(
+            handler, OriginalAttention(attend, Formula(options["scale"])), *tensors
+        )
 
     return scaled_dot_product_attention
 
 
-def _sdpa_arguments(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _sdpa_arguments(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
     options = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     return (query, key, value, attn_mask, is_causal), options
 
@@ -164,15 +176,21 @@ def _hook_get_interface(original: Callable) -> Callable:
             is_causal = settings.get("is_causal")
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             # Eager attention never adds a causal mask of its own; the others do if the model gives them no mask.
-            causal = name != "eager" and attention_mask is None and bool(causal) and query.shape[2] > 1
+            causal = (
+                name != "eager" and attention_mask is None and bool(causal) and query.shape[2] > 1
+            )
 
             def attend(query, key, value, mask, requested):
                 # `is_causal` is passed on only if it changes: some eager functions do not take it.
                 changed = settings if requested == causal else {**settings, "is_causal": requested}
                 return function(module, query, key, value, mask, **changed)
 
-            formula = Formula(settings.get("scaling"), settings.get("softcap"), settings.get("s_aux"))
-            attention = OriginalAttention(attend, formula, lambda output: (output.transpose(1, 2), None))
+            formula = Formula(
+                settings.get("scaling"), settings.get("softcap"), settings.get("s_aux")
+            )
+            attention = OriginalAttention(
+                attend, formula, lambda output: (output.transpose(1, 2), None)
+            )
             return _call_handler(handler, attention, query, key, value, attention_mask, causal)
 
         return attention_interface
@@ -203,7 +221,10 @@ METHODS = ("calculate_attention_scores", "calculate_z_scores", "apply_rotary")
 
 def hook_methods(module: nn.Module) -> None:
     """Intercept the attention of a replica's module, if its class has TransformerLens's methods."""
-    if all(hasattr(type(module), name) for name in METHODS) and "hook_attn_scores" in module._modules:
+    if (
+        all(hasattr(type(module), name) for name in METHODS)
+        and "hook_attn_scores" in module._modules
+    ):
         hooks = _Hooks(module)
         vars(module._modules["hook_attn_scores"])["forward"] = hooks.see_scores
         vars(module).update((name, getattr(hooks, name)) for name in METHODS)
@@ -215,14 +236,20 @@ class _Hooks:
     def __init__(self, module: nn.Module) -> None:
         self.own = {name: partial(getattr(type(module), name), module) for name in METHODS}
         self.module: Any = module
-        self.seen: dict[str, Tensor] = {}  # query, key, plain and final scores of the running attention
+        self.seen: dict[
+            str, Tensor
+        ] = {}  # query, key, plain and final scores of the running attention
 
-    def apply_rotary(self, x: Tensor, past_kv_pos_offset: int = 0, attention_mask: Tensor | None = None) -> Tensor:
+    def apply_rotary(
+        self, x: Tensor, past_kv_pos_offset: int = 0, attention_mask: Tensor | None = None
+    ) -> Tensor:
         """Rotate single rows by their positions: as the last tokens of sequences with padding on the left."""
         positions = row_positions()
         if positions is not None:
             n = int(positions.max()) + 1
-            attention_mask = (torch.arange(n, device=positions.device) >= n - 1 - positions[:, None]).long()
+            attention_mask = (
+                torch.arange(n, device=positions.device) >= n - 1 - positions[:, None]
+            ).long()
             past_kv_pos_offset = n - 1
         return self.own["apply_rotary"](x, past_kv_pos_offset, attention_mask)
 
@@ -252,7 +279,9 @@ class _Hooks:
             and torch.equal(mask[0, 0], torch.ones_like(mask[0, 0]).tril())
         )
 
-        def attend(query: Tensor, key_: Tensor, value_: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        def attend(
+            query: Tensor, key_: Tensor, value_: Tensor, mask: Tensor | None, causal: bool
+        ) -> Tensor:
             if key_ is key and value_ is value:
                 return self.own["calculate_z_scores"](v, pattern)
             return self.attend(query, key_, value_, mask)
@@ -265,10 +294,14 @@ class _Hooks:
         query, key, value = (state.transpose(1, 2) for state in (query, key, value))
         scores = self.own["calculate_attention_scores"](query, key)
         if mask is not None:
-            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            scores = (
+                scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+            )
         sinks = self.formula().sinks
         if sinks is not None:
-            scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1)
+            scores = torch.cat(
+                [scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1
+            )
         return self.own["calculate_z_scores"](value, scores.softmax(-1)[..., : key.shape[1]])
 
     def formula(self) -> Formula:
@@ -276,7 +309,9 @@ class _Hooks:
         config = self.module.cfg
         cap = getattr(config, "attn_scores_soft_cap", None)
         sinks = self.module.sinks if getattr(config, "use_attention_sinks", False) else None
-        return Formula(1 / float(self.module.attn_scale), cap if cap is not None and cap > 0 else None, sinks)
+        return Formula(
+            1 / float(self.module.attn_scale), cap if cap is not None and cap > 0 else None, sinks
+        )
 
 
 def _mask(plain: Tensor, final: Tensor) -> Tensor:

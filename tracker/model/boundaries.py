@@ -64,7 +64,9 @@ def read_fixed(fixed: str | Sequence[str]) -> list[Boundary]:
         UsageError: for anything but places.
     """
     if not isinstance(fixed, (str, Sequence)):
-        raise UsageError(f"fixed={fixed!r}; give 'output of NAME' or 'input of NAME', or a list of such places")
+        raise UsageError(
+            f"fixed={fixed!r}; give 'output of NAME' or 'input of NAME', or a list of such places"
+        )
     return [_read(entry) for entry in ([fixed] if isinstance(fixed, str) else fixed)]
 
 

@@ -19,18 +19,24 @@ class Blocks:
 
     names: tuple[str, ...]
     found_by: str
-    final_norms: tuple[str, ...] = ()  # candidates; the recorded pass shows which one takes the last block's output
+    final_norms: tuple[
+        str, ...
+    ] = ()  # candidates; the recorded pass shows which one takes the last block's output
     include_final_norm: bool | None = (
         None  # what `final_norm="auto"` means; None: included if logits of each token follow
     )
-    unembedding: str | None = None  # the module that maps a hidden state to logits over a vocabulary
+    unembedding: str | None = (
+        None  # the module that maps a hidden state to logits over a vocabulary
+    )
     class_token: int | None = None  # position of the token that the classifier reads, if it has one
     # The parameter that is assumed to be this token, which forward passes have to confirm; None for a token that is stated.
     class_token_parameter: str | None = field(default=None, repr=False)
     batch_first: bool = True
     assumed: tuple[str, ...] = ()  # which of "blocks" and "attention" a forward pass has to confirm
     spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
-    fixed: tuple[Boundary, ...] = ()  # tensors that keep their recorded values while a span is linearized
+    fixed: tuple[
+        Boundary, ...
+    ] = ()  # tensors that keep their recorded values while a span is linearized
 
     def __str__(self) -> str:
         layout = "batch first" if self.batch_first else "sequence first"
@@ -39,9 +45,13 @@ class Blocks:
         included = "included by default" if self.include_final_norm else "excluded by default"
         head = self.unembedding or "none"
         if self.include_final_norm is None:
-            included = "included by default if measuring finds that logits over a vocabulary follow it"
+            included = (
+                "included by default if measuring finds that logits over a vocabulary follow it"
+            )
             head = self.unembedding or "the module that gives these logits, if measuring finds one"
-        first, last = (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
+        first, last = (
+            (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
+        )
         fixed = f"fixed: {', '.join(map(str, self.fixed))}; " if self.fixed else ""
         return (
             f"{len(self.names)} blocks, {first} to {last} ({self.found_by}); {fixed}{layout}; "

@@ -55,10 +55,15 @@ def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> 
     new_cells = tuple(memo.setdefault(id(cell), CellType()) for cell in cells)
     names = _globals(function)
     scope = dict(function.__globals__) if names else function.__globals__
-    new = memo[id(function)] = FunctionType(function.__code__, scope, function.__name__, None, new_cells)
+    new = memo[id(function)] = FunctionType(
+        function.__code__, scope, function.__name__, None, new_cells
+    )
     functools.update_wrapper(new, function, updated=())
     new.__dict__ = copy(vars(function))
-    new.__defaults__, new.__kwdefaults__ = copy(function.__defaults__), copy(function.__kwdefaults__)
+    new.__defaults__, new.__kwdefaults__ = (
+        copy(function.__defaults__),
+        copy(function.__kwdefaults__),
+    )
     scope.update((name, copy(value)) for name, value in names.items())
     for cell, new_cell in zip(cells, new_cells, strict=True):
         if _is_empty(new_cell) and not _is_empty(cell):
@@ -72,7 +77,10 @@ def returns_value(function: Any) -> bool:
         return returns_value(function.func)
     code = getattr(inspect.unwrap(function), "__code__", None)
     return code is None or any(
-        (now.opname == "RETURN_VALUE" and not (before.opname == "LOAD_CONST" and before.argval is None))
+        (
+            now.opname == "RETURN_VALUE"
+            and not (before.opname == "LOAD_CONST" and before.argval is None)
+        )
         or (now.opname == "RETURN_CONST" and now.argval is not None)  # of Python 3.12 and 3.13
         for before, now in pairwise(dis.get_instructions(code))
     )
@@ -112,14 +120,22 @@ def _globals(function: FunctionType) -> dict[str, Any]:
 @functools.cache
 def _sets_variables(code: CodeType) -> bool:
     """Whether code sets variables of the function around it (nonlocal), where other functions read them."""
-    return any(now.opname == "STORE_DEREF" and now.argval in code.co_freevars for now in dis.get_instructions(code))
+    return any(
+        now.opname == "STORE_DEREF" and now.argval in code.co_freevars
+        for now in dis.get_instructions(code)
+    )
 
 
 @functools.cache
 def _global_names(code: CodeType) -> list[str]:
     """Return the names of the globals that code loads, with those of the functions that it defines."""
     own = [now.argval for now in dis.get_instructions(code) if now.opname == "LOAD_GLOBAL"]
-    return own + [name for inner in code.co_consts if isinstance(inner, CodeType) for name in _global_names(inner)]
+    return own + [
+        name
+        for inner in code.co_consts
+        if isinstance(inner, CodeType)
+        for name in _global_names(inner)
+    ]
 
 
 def _is_empty(cell: CellType) -> bool:

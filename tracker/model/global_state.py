@@ -24,7 +24,9 @@ from tracker.model.random_numbers import preserve_random_state
 @contextmanager
 def checkpointing_disabled() -> Iterator[None]:
     """Run this thread's checkpointed functions as plain functions; only one thread at a time may do so."""
-    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")  # if it was never imported, nothing can call it
+    checkpoint: Any = sys.modules.get(
+        "torch.utils.checkpoint"
+    )  # if it was never imported, nothing can call it
     with ExitStack() as stack:
         if checkpoint is not None:
             reentrant = checkpoint.CheckpointFunction
@@ -34,7 +36,11 @@ def checkpointing_disabled() -> Iterator[None]:
             for name in _GENERATORS:
                 if original := getattr(checkpoint, name, None):
                     stack.callback(setattr, checkpoint, name, original)
-                    setattr(checkpoint, name, functools.partial(_generator, original, threading.get_ident()))
+                    setattr(
+                        checkpoint,
+                        name,
+                        functools.partial(_generator, original, threading.get_ident()),
+                    )
         yield
 
 
@@ -44,7 +50,9 @@ _GENERATORS = [  # the first in torch 2.11, the second in 2.15
 ]
 
 
-def _apply(original: Callable, thread: int, function: Callable, preserve_rng_state: bool, *arguments: Any) -> Any:
+def _apply(
+    original: Callable, thread: int, function: Callable, preserve_rng_state: bool, *arguments: Any
+) -> Any:
     if threading.get_ident() != thread:
         return original(function, preserve_rng_state, *arguments)
     return function(*arguments)
@@ -84,11 +92,17 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
     leave them set, so a lock lets one measurement run at a time.
     """
     with _ONE_AT_A_TIME, ExitStack() as stack:
-        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        stack.callback(
+            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
+        )
         stack.enter_context(float32_products("ieee"))
         stack.enter_context(checkpointing_disabled())
-        torch.backends.mha.set_fastpath_enabled(False)  # the fused encoder layer never calls attention
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it costs seconds
+        torch.backends.mha.set_fastpath_enabled(
+            False
+        )  # the fused encoder layer never calls attention
+        if (
+            "torch._dynamo" in sys.modules
+        ):  # else nothing is compiled, and importing it costs seconds
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(preserve_random_state(device))
         stack.enter_context(torch.inference_mode(False))

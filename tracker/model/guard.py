@@ -92,7 +92,9 @@ def is_data(value: Any, depth: int = 3) -> bool:
 
 
 def _is_data_entry(value: Any, depth: int) -> bool:
-    if isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch":  # dtypes, devices, sizes
+    if (
+        isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch"
+    ):  # dtypes, devices, sizes
         return True
     if isinstance(value, dict):
         return all(_is_data_entry(entry, depth) for entry in value.values())
@@ -105,8 +107,12 @@ class SharedTensors:
     """Tensors that share the caller's memory, by storage; and tensors that a forward pass uses and should not write to."""
 
     def __init__(self) -> None:
-        self._originals: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by storage: each alias and the caller's tensor
-        self._copied: list[tuple[Tensor, Tensor]] = []  # aliases that the current call moved to a copy
+        self._originals: dict[
+            int, list[tuple[Tensor, Tensor]]
+        ] = {}  # by storage: each alias and the caller's tensor
+        self._copied: list[
+            tuple[Tensor, Tensor]
+        ] = []  # aliases that the current call moved to a copy
         self._watched: set[int] = set()  # storages
         self._written = False
 
@@ -119,7 +125,9 @@ class SharedTensors:
     @contextmanager
     def watch(self, tensors: Collection[Tensor]) -> Iterator[None]:
         """Record whether a call writes to these tensors."""
-        storages = {_storage(tensor) for tensor in tensors if tensor.layout == torch.strided} - self._watched
+        storages = {
+            _storage(tensor) for tensor in tensors if tensor.layout == torch.strided
+        } - self._watched
         self._watched |= storages
         try:
             yield
@@ -156,7 +164,9 @@ class SharedTensors:
         with torch.no_grad():
             for tensor in (*(alias for alias, _ in shared), written):
                 empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                tensor.data = empty.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+                tensor.data = empty.set_(
+                    copy, tensor.storage_offset(), tensor.size(), tensor.stride()
+                )  # type: ignore[call-overload]
         if storage in self._watched:
             self._watched.add(_storage(written))
 
@@ -178,7 +188,9 @@ class WriteGuard(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # the wrapper that PyTorch would add imports the compiler, which takes seconds
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Protect the tensors that the operation writes to, then run it."""
         kwargs = kwargs or {}
         for position, name in _written(func):
@@ -192,7 +204,9 @@ class WriteGuard(TorchDispatchMode):
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """List the arguments that an operation writes to, by position and name."""
     schema = getattr(func, "_schema", None)
-    if schema is None:  # a higher-order operator: the operations inside it are dispatched separately
+    if (
+        schema is None
+    ):  # a higher-order operator: the operations inside it are dispatched separately
         return ()
     return tuple(
         (i, argument.name)

@@ -40,21 +40,36 @@ _FUNCTIONS = (F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
 
 def has_no_matrices(module: nn.Module) -> bool:
     """Whether all parameters and buffers of a module are vectors or scalars, of whatever shape, if it has any."""
-    return all(sum(size > 1 for size in t.shape) < 2 for t in (*module.parameters(), *module.buffers()))
+    return all(
+        sum(size > 1 for size in t.shape) < 2 for t in (*module.parameters(), *module.buffers())
+    )
 
 
-def is_norm(module: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any], output: Tensor) -> bool:
+def is_norm(
+    module: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any], output: Tensor
+) -> bool:
     """Whether a module that was called with these arguments changes those of the output's shape, and equally at every scale."""
 
     def scaled(value: Any, scale: float) -> Any:
-        if not isinstance(value, Tensor) or value.shape != output.shape or not value.is_floating_point():
+        if (
+            not isinstance(value, Tensor)
+            or value.shape != output.shape
+            or not value.is_floating_point()
+        ):
             return value
-        return value * (scale / value.square().mean().sqrt().clamp_min(torch.finfo(value.dtype).tiny))
+        return value * (
+            scale / value.square().mean().sqrt().clamp_min(torch.finfo(value.dtype).tiny)
+        )
 
     def run(scale: float) -> Tensor:
-        return module(*(scaled(a, scale) for a in args), **{name: scaled(a, scale) for name, a in keywords.items()})
+        return module(
+            *(scaled(a, scale) for a in args),
+            **{name: scaled(a, scale) for name, a in keywords.items()},
+        )
 
-    if any(isinstance(a, Tensor) and a.shape == output.shape and torch.equal(a, output) for a in args):
+    if any(
+        isinstance(a, Tensor) and a.shape == output.shape and torch.equal(a, output) for a in args
+    ):
         return False
     small, large = map(run, SCALES)
     return torch.allclose(small, large, rtol=0, atol=SAME * float(large.abs().max()))
@@ -75,7 +90,9 @@ class NormWatch(TorchFunctionMode):
     def watch(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Watch the pass that runs in this context, and those of these modules that have no matrices."""
         with ExitStack() as stack:
-            for module in {id(module): module for module in modules if has_no_matrices(module)}.values():
+            for module in {
+                id(module): module for module in modules if has_no_matrices(module)
+            }.values():
                 stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
             stack.enter_context(self)
             yield
@@ -86,10 +103,14 @@ class NormWatch(TorchFunctionMode):
 
     def returned(self, y: Tensor) -> bool:
         """Whether y (..., d) is what a norm returned, or has rows of one length; forget what was returned so far."""
-        alike = [one for one in self._returned if one.is_unchanged() and one.output.shape == y.shape]
+        alike = [
+            one for one in self._returned if one.is_unchanged() and one.output.shape == y.shape
+        ]
         self.forget()
         same = [(one.output.to(y.dtype) == y).all() for one in alike]
-        of_one_length, *same = torch.stack([_have_one_length(y), *same]).tolist()  # one wait for the device
+        of_one_length, *same = torch.stack(
+            [_have_one_length(y), *same]
+        ).tolist()  # one wait for the device
         self.trying = True
         of_norm = any(one.is_of_norm() for one, holds in zip(alike, same, strict=True) if holds)
         self.trying = False
@@ -99,7 +120,9 @@ class NormWatch(TorchFunctionMode):
         if isinstance(output, Tensor) and not self.trying:
             self._returned.append(_Returned(output, output._version, module, args, keywords))
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         """Note what a norm over the last axis returns."""
         output = function(*args, **(kwargs or {}))
         if function in _FUNCTIONS and not self.trying:
@@ -151,7 +174,9 @@ class HeadHooks:
         self.replica = replica
         self.norm: tuple[str, nn.Module, Tensor] | None = None
         self._unnamed: tuple[str, nn.Module, Tensor] | None = None
-        self._heads: list[tuple[str, int, Tensor]] = []  # after the last block: name, width of the output, and input
+        self._heads: list[
+            tuple[str, int, Tensor]
+        ] = []  # after the last block: name, width of the output, and input
         self._trying = False
         self._operations = _Operations()
         self._state_maps: list[StateMap] = []
@@ -203,17 +228,25 @@ class HeadHooks:
         logits = self.logits(*last.shape[:2])
         unembedding = self.unembedding(last, logits)
         if self.norm is None:
-            return Recording(list(calls), None, None, logits, unembedding, seed=seed, state_maps=self._state_maps)
+            return Recording(
+                list(calls), None, None, logits, unembedding, seed=seed, state_maps=self._state_maps
+            )
         name, module, normed = self.norm
         normed = normed.to(self.replica.dtype)
-        check_finite(normed, f"the final norm ({name}), after block {len(calls)} ({calls[-1].name}),")
+        check_finite(
+            normed, f"the final norm ({name}), after block {len(calls)} ({calls[-1].name}),"
+        )
         norm = name, module
-        return Recording(list(calls), norm, normed, logits, unembedding, seed=seed, state_maps=self._state_maps)
+        return Recording(
+            list(calls), norm, normed, logits, unembedding, seed=seed, state_maps=self._state_maps
+        )
 
     def logits(self, B: int, n: int) -> int | None:
         """Return the number of logits if the state of each of B x n tokens was mapped to logits over a vocabulary."""
         products = self._operations.products
-        return next((columns for rows, columns in products if self._of_each_token(rows, B, n)), None)
+        return next(
+            (columns for rows, columns in products if self._of_each_token(rows, B, n)), None
+        )
 
     def unembedding(self, last_state: Tensor, logits: int | None) -> str | None:
         """Return the name of the module that maps normed states to these logits; None if there is none.
@@ -223,7 +256,11 @@ class HeadHooks:
             logits: their number, as `logits` returns it.
         """
         states = last_state if self.norm is None else self.norm[2]
-        names = (name for name, width, x in reversed(self._heads) if width == logits and _is_part(x, states))
+        names = (
+            name
+            for name, width, x in reversed(self._heads)
+            if width == logits and _is_part(x, states)
+        )
         return next(names, None)  # reversed: a module ends after the modules inside it
 
     def _of_each_token(self, rows: Tensor, B: int, n: int) -> bool:
@@ -236,20 +273,34 @@ class HeadHooks:
             return False
         _, _, normed = self.norm
         last = normed[:, -m:]
-        return rows.numel() == last.numel() and torch.equal(rows.view(last.shape).to(last.dtype), last)
+        return rows.numel() == last.numel() and torch.equal(
+            rows.view(last.shape).to(last.dtype), last
+        )
 
     def _hook(self, stack: ExitStack, name: str, leave: Callable[..., None]) -> None:
         module = self.replica.module.get_submodule(name)
         stack.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
 
     def _leave_norm(
-        self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+        self,
+        is_last_state: IsLastState,
+        name: str,
+        module: nn.Module,
+        args: tuple,
+        keywords: dict,
+        output: Any,
     ) -> None:
         if self.norm is None and self._takes(is_last_state, args, keywords, output):
             self.norm = name, module, self.replica.oriented(output)
 
     def _leave_module(
-        self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+        self,
+        is_last_state: IsLastState,
+        name: str,
+        module: nn.Module,
+        args: tuple,
+        keywords: dict,
+        output: Any,
     ) -> None:
         if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
             return
@@ -259,7 +310,9 @@ class HeadHooks:
                 self._unnamed = name, module, self.replica.oriented(output)
             self._trying = False
 
-    def _leave_head(self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
+    def _leave_head(
+        self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+    ) -> None:
         if self._operations.place != "after" or len(args) + len(keywords) != 1:
             return
         (x,) = (*args, *keywords.values())
@@ -269,10 +322,18 @@ class HeadHooks:
             and 1 < x.dim() < 4
             and x.shape[:-1] == output.shape[:-1]
         ):
-            self._heads.append((name, output.shape[-1], self.replica.oriented(x) if x.dim() == 3 else x))
+            self._heads.append(
+                (name, output.shape[-1], self.replica.oriented(x) if x.dim() == 3 else x)
+            )
 
     def _leave_state_map(
-        self, is_last_state: IsLastState, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
+        self,
+        is_last_state: IsLastState,
+        name: str,
+        module: nn.Module,
+        args: tuple,
+        keywords: dict,
+        output: Any,
     ) -> None:
         x = None if self._trying else state_given(module, args, keywords, output)
         if x is None:
@@ -280,8 +341,12 @@ class HeadHooks:
         x, y = self.replica.oriented(x), self.replica.oriented(hidden_state(output))
         self._state_maps.append(StateMap(name, ends(x), ends(y)))
         found = (self.norm, self._unnamed)
-        outside = [None if norm is None or norm[0].startswith(f"{name}.") else norm for norm in found]
-        if any(norm is not kept for norm, kept in zip(found, outside, strict=True)) and is_last_state(x):
+        outside = [
+            None if norm is None or norm[0].startswith(f"{name}.") else norm for norm in found
+        ]
+        if any(
+            norm is not kept for norm, kept in zip(found, outside, strict=True)
+        ) and is_last_state(x):
             self._trying = True
             if is_alike(module, self.replica.blocks) or adds(module, args, keywords):
                 self.norm, self._unnamed = outside
@@ -289,7 +354,11 @@ class HeadHooks:
 
     def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
         argument = next(iter((*args, *keywords.values())), None)
-        if not isinstance(argument, Tensor) or not isinstance(output, Tensor) or argument.shape != output.shape:
+        if (
+            not isinstance(argument, Tensor)
+            or not isinstance(output, Tensor)
+            or argument.shape != output.shape
+        ):
             return False
         return argument.dim() == 3 and is_last_state(self.replica.oriented(argument))
 
@@ -309,7 +378,11 @@ def _outside_blocks(replica: Replica) -> Iterator[tuple[str, nn.Module]]:
     inside = {id(part) for block in replica.blocks for part in block.modules()}
     blocks = set(map(id, replica.blocks))
     for name, module in replica.module.named_modules():
-        if name and id(module) not in inside and not any(id(part) in blocks for part in module.modules()):
+        if (
+            name
+            and id(module) not in inside
+            and not any(id(part) in blocks for part in module.modules())
+        ):
             yield name, module
 
 
@@ -333,10 +406,16 @@ class _Operations(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # as in `WriteGuard`
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Note the operation, and run it."""
         schema = getattr(func, "_schema", None)
-        if schema is not None and self.place == "before" and schema.name in ("aten::embedding", "aten::index"):
+        if (
+            schema is not None
+            and self.place == "before"
+            and schema.name in ("aten::embedding", "aten::index")
+        ):
             if args[0].dim() == 2:
                 self.tables.add(len(args[0]))
         elif schema is not None and self.place == "after" and schema.name in _PRODUCTS:
@@ -349,7 +428,9 @@ class _Operations(TorchDispatchMode):
 _PRODUCTS: dict[str, Callable[..., list[tuple[Tensor, int]]]] = {  # rows and number of columns
     "aten::mm": lambda x, W: [(x, W.shape[1])],
     "aten::addmm": lambda bias, x, W: [(x, W.shape[1])],
-    "aten::bmm": lambda x, W: [(x.flatten(0, 1), W.shape[2])] if len(W) == 1 or W.stride(0) == 0 else [],  # one matrix
+    "aten::bmm": lambda x, W: (
+        [(x.flatten(0, 1), W.shape[2])] if len(W) == 1 or W.stride(0) == 0 else []
+    ),  # one matrix
     # x W^T, or W x^T (`tracker.linalg.linear`)
     "mkldnn::_linear_pointwise": lambda x, W, *_: [(x.flatten(0, -2), len(W)), (W, x.shape[0])],
 }

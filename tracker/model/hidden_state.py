@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 
-def bind_arguments(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+def bind_arguments(
+    block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> BoundArguments:
     """Name the arguments of a call of `block`, the hidden state first.
 
     A wrapper's forward(*args, **kwargs) names none: there, those given by name keep it and the others are numbered.
@@ -24,11 +26,17 @@ def bind_arguments(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     first = next(iter(signature.parameters.values()), None)
     if first is not None and first.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
         numbered = [Parameter(f"argument_{i}", Parameter.POSITIONAL_ONLY) for i in range(len(args))]
-        signature = Signature([*numbered, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs)])
+        signature = Signature(
+            [*numbered, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs)]
+        )
     return signature.bind(*args, **kwargs)
 
 
-STATES = ("last_hidden_state", "hidden_states", "hidden_state")  # names of the hidden state in mappings
+STATES = (
+    "last_hidden_state",
+    "hidden_states",
+    "hidden_state",
+)  # names of the hidden state in mappings
 ACCEPTED_FORMS = (
     "it must return the hidden state, a tuple that begins with it, or a mapping or dataclass that holds it under one of "
     f"{', '.join(STATES)} or as its only tensor: wrap the block in a module that does"
@@ -45,13 +53,19 @@ def hidden_state(output: Any) -> Any:
     if not isinstance(entries, Mapping):
         return output
     tensors = {name: value for name, value in entries.items() if isinstance(value, Tensor)}
-    named = [name for name in STATES if name in tensors] or (list(tensors) if len(tensors) == 1 else [])
+    named = [name for name in STATES if name in tensors] or (
+        list(tensors) if len(tensors) == 1 else []
+    )
     return tensors[named[0]] if named else output
 
 
 def states_in(values: Mapping[Any, Any]) -> dict[Any, Tensor]:
     """Return the entries that may be hidden states: floating tensors of three dimensions."""
-    return {k: v for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point()}
+    return {
+        k: v
+        for k, v in values.items()
+        if isinstance(v, Tensor) and v.dim() == 3 and v.is_floating_point()
+    }
 
 
 def passed_on(arguments: BoundArguments, states: Mapping[int, Tensor]) -> list[int]:
@@ -61,7 +75,11 @@ def passed_on(arguments: BoundArguments, states: Mapping[int, Tensor]) -> list[i
         collects = arguments.signature.parameters[name].kind is Parameter.VAR_KEYWORD
         by_name |= value if collects else {name: value}
     inputs = states_in(by_name).values()
-    return [i for i, y in states.items() if any(v is y or (v.shape == y.shape and torch.equal(v, y)) for v in inputs)]
+    return [
+        i
+        for i, y in states.items()
+        if any(v is y or (v.shape == y.shape and torch.equal(v, y)) for v in inputs)
+    ]
 
 
 def same_state(a: Tensor, b: Tensor) -> bool:
@@ -94,7 +112,10 @@ def describe_output(output: Any) -> str:
     entries = dict(enumerate(output)) if isinstance(output, (tuple, list)) else named_values(output)
     if not isinstance(entries, Mapping):
         return type(output).__name__
-    parts = (f"{name}: {tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__}" for name, v in entries.items())
+    parts = (
+        f"{name}: {tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__}"
+        for name, v in entries.items()
+    )
     return f"{type(output).__name__}({', '.join(parts)})"
 
 
@@ -112,7 +133,11 @@ def floating_tensors(output: Any) -> list[Tensor]:
 
 def named_values(output: Any) -> Any:
     """Return the fields of a dataclass by name; another output as it is."""
-    return {entry.name: getattr(output, entry.name) for entry in fields(output)} if _is_record(output) else output
+    return (
+        {entry.name: getattr(output, entry.name) for entry in fields(output)}
+        if _is_record(output)
+        else output
+    )
 
 
 def _is_record(output: Any) -> bool:

@@ -30,7 +30,10 @@ def token_embedding(model: nn.Module) -> nn.Embedding | None:
     """Return the embedding of a Hugging Face model's token ids; None for models with other inputs."""
     try:
         embed = model.get_input_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):  # not a Hugging Face model, or one without an embedding
+    except (
+        AttributeError,
+        NotImplementedError,
+    ):  # not a Hugging Face model, or one without an embedding
         return None
     return _table(embed)
 
@@ -45,7 +48,10 @@ def find_unembedding(model: nn.Module, block: str) -> str | None:
     head = owner.get_output_embeddings()  # type: ignore[operator]
     if isinstance(head, nn.ModuleList):  # one for each codebook
         return None
-    return next((name for name, module in model.named_modules() if head is not None and module is head), None)
+    return next(
+        (name for name, module in model.named_modules() if head is not None and module is head),
+        None,
+    )
 
 
 def in_text_tower(model: nn.Module, block: str) -> bool | None:
@@ -56,10 +62,14 @@ def in_text_tower(model: nn.Module, block: str) -> bool | None:
     towers = _text_towers(owners[0])
     if towers and not any(inner is tower for inner in owners for tower in towers):
         return False
-    for inner in reversed(owners):  # the innermost one that declares its input: a vision tower has its own embedding
+    for inner in reversed(
+        owners
+    ):  # the innermost one that declares its input: a vision tower has its own embedding
         try:
             embed = inner.get_input_embeddings()  # type: ignore[operator]
-            tables = embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]  # one for each codebook
+            tables = (
+                embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]
+            )  # one for each codebook
             return all(_table(table) is not None for table in tables)
         except (AttributeError, NotImplementedError):
             continue
@@ -79,7 +89,12 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     config: Any = owner.config
     towers = _text_towers(owner)
     if not towers:
-        return _block_list(model, owner, getattr(owner, "base_model", None), getattr(config, "num_hidden_layers", None))
+        return _block_list(
+            model,
+            owner,
+            getattr(owner, "base_model", None),
+            getattr(config, "num_hidden_layers", None),
+        )
     role = _tower_role(owner)
     if len(towers) > 1 or role is None or is_encoder_decoder(owner):
         return None
@@ -96,7 +111,11 @@ def _table(embedding: Any) -> nn.Embedding | None:
         return None
     inside = [module for module in embedding.modules() if isinstance(module, nn.Embedding)]
     owned = {id(parameter) for table in inside for parameter in table.parameters()}
-    return inside[0] if len(inside) == 1 and all(id(p) in owned for p in embedding.parameters()) else None
+    return (
+        inside[0]
+        if len(inside) == 1 and all(id(p) in owned for p in embedding.parameters())
+        else None
+    )
 
 
 def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:
@@ -118,7 +137,9 @@ def _text_towers(owner: nn.Module) -> list[nn.Module]:
         return []
     towers: list[nn.Module] = []
     for _, module in owner.named_modules():
-        if type(getattr(module, "config", None)) is type(section) and hasattr(module, "get_input_embeddings"):
+        if type(getattr(module, "config", None)) is type(section) and hasattr(
+            module, "get_input_embeddings"
+        ):
             if not any(module is part for tower in towers for part in tower.modules()):
                 towers.append(module)
     return towers
@@ -128,12 +149,16 @@ def _tower_role(owner: nn.Module) -> str | None:
     """Describe how a vision-language model's text tower reaches its output; None for towers in parallel (CLIP)."""
     if owner.get_output_embeddings() is not None:  # type: ignore[operator]
         return "gives the logits"
-    if {"cache", "past_key_values"} & set(inspect.signature(owner.forward).parameters):  # renamed in transformers 5.24
+    if {"cache", "past_key_values"} & set(
+        inspect.signature(owner.forward).parameters
+    ):  # renamed in transformers 5.24
         return "gives the last hidden state"
     return None
 
 
-def _block_list(model: nn.Module, owner: nn.Module, part: Any, depth: int | None) -> DeclaredBlocks | None:
+def _block_list(
+    model: nn.Module, owner: nn.Module, part: Any, depth: int | None
+) -> DeclaredBlocks | None:
     if not isinstance(part, nn.Module) or not isinstance(depth, int) or depth < 1:
         return None
     classes = set(getattr(owner, "_no_split_modules", None) or ())
@@ -142,7 +167,9 @@ def _block_list(model: nn.Module, owner: nn.Module, part: Any, depth: int | None
     if len(chosen) != 1:
         return None
     container = _name_of(model, chosen[0])
-    return DeclaredBlocks(owner, depth, tuple(f"{container}.{i}" for i, _ in chosen[0].named_children()))
+    return DeclaredBlocks(
+        owner, depth, tuple(f"{container}.{i}" for i, _ in chosen[0].named_children())
+    )
 
 
 def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:

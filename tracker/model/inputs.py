@@ -41,7 +41,9 @@ class Batch:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     labels: list[str]  # the prompts' texts; empty strings for other inputs
-    valid: Tensor | None = None  # (B, n) bool: positions that are not padding, if the caller gave an attention mask
+    valid: Tensor | None = (
+        None  # (B, n) bool: positions that are not padding, if the caller gave an attention mask
+    )
     token_texts: Sequence[str] = ()  # of a prompt's tokens, if their tokenizer has `decode`
     ids: Tensor | None = None  # (B, n) token ids
     special: SpecialTokens = SpecialTokens()
@@ -53,7 +55,9 @@ class Batch:
 
     def part(self, samples: slice) -> "Batch":
         """Return the forward call of some samples."""
-        arguments, keywords = select_samples((self.arguments, self.keywords), samples, len(self.labels))
+        arguments, keywords = select_samples(
+            (self.arguments, self.keywords), samples, len(self.labels)
+        )
         return replace(
             self,
             arguments=arguments,
@@ -71,7 +75,9 @@ class Batch:
             if isinstance(value, dict):
                 return all(map(divides, value.values()))
             if isinstance(value, (list, tuple)):  # numbers in it may be of a sample each
-                return all(map(divides, value)) and all(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+                return all(map(divides, value)) and all(
+                    isinstance(leaf, Tensor) for leaf in tree_leaves(value)
+                )
             is_flag = value is None or isinstance(value, (bool, int, float, str))
             return is_flag or (isinstance(value, Tensor) and value.shape[:1] == (len(self.labels),))
 
@@ -92,7 +98,9 @@ class Batch:
         """
         B = len(self.labels)
         tensors = [
-            leaf for leaf in (self.ids, *tree_leaves((self.arguments, self.keywords))) if isinstance(leaf, Tensor)
+            leaf
+            for leaf in (self.ids, *tree_leaves((self.arguments, self.keywords)))
+            if isinstance(leaf, Tensor)
         ]
         samples = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
         if samples is None:
@@ -120,12 +128,18 @@ class Batch:
             by_token = tensor.dim() > 1 and tensor.shape[1] > 0 and tensor.shape[1] % n == 0
             return tensor[b].unflatten(0, (n, -1))[list(valid[b])] if by_token else tensor[b]
 
-        return [int(digest([of_sample(tensor, b) for tensor in tensors])[:16], 16) >> 1 for b in range(B)]
+        return [
+            int(digest([of_sample(tensor, b) for tensor in tensors])[:16], 16) >> 1
+            for b in range(B)
+        ]
 
 
 def select_samples(values: Any, samples: slice, B: int) -> Any:
     """Select some of B samples: slice every tensor whose first axis is as long as the batch, nested or not."""
-    return tree_map(lambda leaf: leaf[samples] if isinstance(leaf, Tensor) and leaf.shape[:1] == (B,) else leaf, values)
+    return tree_map(
+        lambda leaf: leaf[samples] if isinstance(leaf, Tensor) and leaf.shape[:1] == (B,) else leaf,
+        values,
+    )
 
 
 def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> list[Batch]:
@@ -154,13 +168,17 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
         inputs = {name: _as_dict(value) for name, value in inputs.items()}
         tensors = _named_tensors(inputs)
         preferred = [
-            name for name in ("input_ids", "inputs_embeds", *tensors) if name in tensors and name != "attention_mask"
+            name
+            for name in ("input_ids", "inputs_embeds", *tensors)
+            if name in tensors and name != "attention_mask"
         ]
         main = tensors[preferred[0]]
         if preferred[0] == "inputs_embeds":
             main = main[..., 0]  # one number for each token, as of ids, whose shape the mask has
         taken = {
-            name: value for name, value in inputs.items() if not isinstance(value, np.ndarray) or _takes(model, name)
+            name: value
+            for name, value in inputs.items()
+            if not isinstance(value, np.ndarray) or _takes(model, name)
         }
         calls = [_batch(model, (), taken, main, tensors.get("attention_mask"))]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
@@ -168,7 +186,9 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
             raise UsageError(
                 "the inputs are prompts; give their tokenizer as well: measure(model, prompts, tokenizer=...)"
             )
-        encoded = _cut([_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)], max_tokens)
+        encoded = _cut(
+            [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)], max_tokens
+        )
         calls = [_prompt(model, inputs[i], i, tokenizer, encoded[i]) for i in range(len(inputs))]
     else:
         raise UsageError(
@@ -213,7 +233,11 @@ def check_tokenizer(tokenizer: Any) -> None:
 def _checked_max_tokens(max_tokens: Any, inputs: Any) -> int | None:
     if max_tokens is None:
         return None
-    if not isinstance(max_tokens, (int, np.integer)) or isinstance(max_tokens, bool) or max_tokens < 1:
+    if (
+        not isinstance(max_tokens, (int, np.integer))
+        or isinstance(max_tokens, bool)
+        or max_tokens < 1
+    ):
         raise UsageError(f"max_tokens={max_tokens!r}; give a whole number of tokens, at least 1")
     if isinstance(inputs, (Tensor, Mapping)):
         raise UsageError(
@@ -239,34 +263,54 @@ def _cut(encoded: list[dict[str, Any]], max_tokens: int | None) -> list[dict[str
     lengths = [one["input_ids"].shape[1] for one in encoded]
     long = [i for i, length in enumerate(lengths) if max_tokens is not None and length > max_tokens]
     if long:
-        which = f"prompt {long[0]} has" if len(long) == 1 else f"{len(long)} of {len(encoded)} prompts have up to"
+        which = (
+            f"prompt {long[0]} has"
+            if len(long) == 1
+            else f"{len(long)} of {len(encoded)} prompts have up to"
+        )
         each = "" if len(long) == 1 else "each is "
-        warn_caller(f"{which} {max(lengths)} tokens; {each}cut to its first {max_tokens} (max_tokens)")
+        warn_caller(
+            f"{which} {max(lengths)} tokens; {each}cut to its first {max_tokens} (max_tokens)"
+        )
     for i in long:
         encoded[i] = {name: value[:, :max_tokens] for name, value in encoded[i].items()}
     return encoded
 
 
-def _prompt(model: nn.Module, prompt: str, i: int, tokenizer: Any, encoded: dict[str, Any]) -> Batch:
+def _prompt(
+    model: nn.Module, prompt: str, i: int, tokenizer: Any, encoded: dict[str, Any]
+) -> Batch:
     ids = encoded["input_ids"]
     try:
         _check_ids(model, ids)
     except UsageError as error:
         raise UsageError(f"prompt {i} ({shortened(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()) and "input_ids" not in known:
-        known = inspect.signature((huggingface_owner(model) or model).forward).parameters  # passed on to it
+    if (
+        any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+        and "input_ids" not in known
+    ):
+        known = inspect.signature(
+            (huggingface_owner(model) or model).forward
+        ).parameters  # passed on to it
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
     keywords = {name: value for name, value in encoded.items() if name in known}
     arguments = () if "input_ids" in keywords else (ids,)
     decode = getattr(tokenizer, "decode", None)
     texts = [decode([token]) for token in ids[0].tolist()] if decode else ()
     batch = _batch(model, arguments, keywords, ids, None, [prompt])
-    return replace(batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer), decode=decode)
+    return replace(
+        batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer), decode=decode
+    )
 
 
 def _batch(
-    model: nn.Module, arguments: tuple, keywords: dict, main: Tensor, mask: Any, labels: list[str] | None = None
+    model: nn.Module,
+    arguments: tuple,
+    keywords: dict,
+    main: Tensor,
+    mask: Any,
+    labels: list[str] | None = None,
 ) -> Batch:
     signature = inspect.signature(model.forward)
     try:
@@ -283,7 +327,9 @@ def _batch(
         _check_ids(model, main)
     valid = mask.bool() if isinstance(mask, Tensor) and mask.shape == main.shape else None
     if valid is not None and not valid.any(1).all():
-        raise UsageError("a sample's attention mask leaves no token; every sample needs at least one")
+        raise UsageError(
+            "a sample's attention mask leaves no token; every sample needs at least one"
+        )
     owner = huggingface_owner(model)
     batch = Batch(arguments, keywords, labels or [""] * len(main), valid)
     if owner is None or main.is_floating_point() or main.dim() > 2:
@@ -293,8 +339,14 @@ def _batch(
 
 def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
     if main.dim() < 2:
-        raise UsageError(f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]")
-    layers = (entry for entry in model.named_modules() if isinstance(entry[1], (nn.Linear, nn.Embedding, _ConvNd)))
+        raise UsageError(
+            f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]"
+        )
+    layers = (
+        entry
+        for entry in model.named_modules()
+        if isinstance(entry[1], (nn.Linear, nn.Embedding, _ConvNd))
+    )
     name, first = next(layers, ("", None))
     if main.dim() != 3 or not isinstance(first, nn.Conv2d) or first.in_channels != len(main):
         return
@@ -309,14 +361,21 @@ def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
 def _takes(model: nn.Module, name: str) -> bool:
     """Whether the forward takes a keyword of this name."""
     known = inspect.signature(model.forward).parameters
-    return name in known or any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    return name in known or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()
+    )
 
 
 def _special_tokens(stated_by: Any) -> SpecialTokens:
     """Read the ids of special tokens from a tokenizer or a config; those that it does not state are left out."""
     first = getattr(stated_by, "cls_token_id", None)
     stated = [first, *(getattr(stated_by, f"{kind}_token_id", None) for kind in ("sep", "eos"))]
-    ends = {one for ids in stated for one in (ids if isinstance(ids, list) else [ids]) if isinstance(one, int)}
+    ends = {
+        one
+        for ids in stated
+        for one in (ids if isinstance(ids, list) else [ids])
+        if isinstance(one, int)
+    }
     return SpecialTokens(first, frozenset(ends))
 
 
@@ -338,7 +397,11 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
             f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}), so that "
             f"padding would be measured; give a multiple of {multiple} tokens"
         )
-    if table is not None and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings:
+    if (
+        table is not None
+        and ids.numel()
+        and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings
+    ):
         raise UsageError(
             f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"

@@ -24,7 +24,8 @@ def is_kernel(name: str | None) -> bool:
     # A paged kernel gets its mask from its cache.
     mask_is_made = name.startswith("paged|") or _module_of(of_mask) == "transformers.masking_utils"
     return function is None or (
-        mask_is_made and _module_of(function) in [f"transformers.integrations.{kernel}" for kernel in KERNELS]
+        mask_is_made
+        and _module_of(function) in [f"transformers.integrations.{kernel}" for kernel in KERNELS]
     )
 
 

@@ -28,7 +28,12 @@ from tracker.model.random_numbers import noise_like
 from tracker.model.recording import Recording
 
 HIDDEN = -1e4  # values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models
-OTHER_MASKS = ("memory", "cross", "encoder", "context")  # in the names of masks of what a decoder reads
+OTHER_MASKS = (
+    "memory",
+    "cross",
+    "encoder",
+    "context",
+)  # in the names of masks of what a decoder reads
 REMEDY = "give samples of one length, without padding, or the positions to measure, such as tokens=[0, 1]"
 
 
@@ -43,8 +48,14 @@ def read_padding(recording: Recording, batch: Batch) -> tuple[Bool[Tensor, "B n"
     """
     first, blocks = recording.calls[0], _Blocks(recording)
     B, n, _ = first.x.shape
-    own = [(i, a.mask) for i, a in enumerate(first.attention) if a.key.dim() == 4 and a.key.shape[-2] == n]
-    if not own or not all(mask is None or _as_attention_mask(mask, B, n) is not None for _, mask in own):
+    own = [
+        (i, a.mask)
+        for i, a in enumerate(first.attention)
+        if a.key.dim() == 4 and a.key.shape[-2] == n
+    ]
+    if not own or not all(
+        mask is None or _as_attention_mask(mask, B, n) is not None for _, mask in own
+    ):
         return _from_arguments(recording, batch, blocks)
     for i, mask in own:
         visible = None if mask is None else _as_attention_mask(mask, B, n)
@@ -62,12 +73,20 @@ def read_padding(recording: Recording, batch: Batch) -> tuple[Bool[Tensor, "B n"
     return None, ""
 
 
-def _from_arguments(recording: Recording, batch: Batch, blocks: "_Blocks") -> tuple[Bool[Tensor, "B n"] | None, str]:
+def _from_arguments(
+    recording: Recording, batch: Batch, blocks: "_Blocks"
+) -> tuple[Bool[Tensor, "B n"] | None, str]:
     """Do the same from arguments of the first block and of the model."""
     first = recording.calls[0]
     B, n, _ = first.x.shape
-    bound = inspect.signature(first.replica.module.forward).bind(*batch.arguments, **batch.keywords).arguments
-    arguments = [(name, value) for name, value in first.arguments.arguments.items() if name != first.state]
+    bound = (
+        inspect.signature(first.replica.module.forward)
+        .bind(*batch.arguments, **batch.keywords)
+        .arguments
+    )
+    arguments = [
+        (name, value) for name, value in first.arguments.arguments.items() if name != first.state
+    ]
     masks = [
         (name, leaf)
         for name, value in [*arguments, *bound.items()]
@@ -109,7 +128,12 @@ class _Blocks:
         call, masks = self.recording.calls[0], []
 
         def collect(
-            attention: OriginalAttention, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool
+            attention: OriginalAttention,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            mask: Any,
+            causal: bool,
         ) -> Any:
             masks.append((key, mask))
             return attention(query, key, value, mask, causal)
@@ -118,7 +142,11 @@ class _Blocks:
             for x in (self.x, self.x + noise_like(self.x)):
                 call.to(call.replica.dtype, call.replica.device)(x)
         (keys, mask), (other_keys, other_mask) = masks[i], masks[len(masks) // 2 + i]
-        return keys.shape == other_keys.shape and not torch.equal(keys, other_keys) and torch.equal(mask, other_mask)
+        return (
+            keys.shape == other_keys.shape
+            and not torch.equal(keys, other_keys)
+            and torch.equal(mask, other_mask)
+        )
 
     def confirm(self, rows: Bool[Tensor, "B n"]) -> bool:
         """Whether other states at these rows leave the states of the other rows after the last block as they are."""

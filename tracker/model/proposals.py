@@ -58,7 +58,9 @@ class BlocksNotFound(UsageError):
         remedy: what to do if there are none.
     """
 
-    def __init__(self, finding: str, proposals: Sequence[Proposal] = (), remedy: str = HOW_TO_NAME) -> None:
+    def __init__(
+        self, finding: str, proposals: Sequence[Proposal] = (), remedy: str = HOW_TO_NAME
+    ) -> None:
         self.finding = finding
         self.proposals = proposals
         self.remedy = remedy

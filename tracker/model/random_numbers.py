@@ -29,7 +29,10 @@ def seed_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
     """Return a seed of 32 bits from the tensors, numbers and text among a forward pass's inputs."""
     leaves = tree_leaves((list(arguments), dict(keywords)))
     # Other objects have no contents to hash, and their names may contain addresses.
-    return int(digest([leaf for leaf in leaves if isinstance(leaf, (Tensor, str, bool, int, float))])[:8], 16)
+    return int(
+        digest([leaf for leaf in leaves if isinstance(leaf, (Tensor, str, bool, int, float))])[:8],
+        16,
+    )
 
 
 def copy_generator(generator: Generator) -> Generator:
@@ -56,7 +59,10 @@ class Generators:
 
     def seed(self, seed: int) -> None:
         """Seed all generators. Call inside `preserve_random_state`."""
-        if _accelerator_generators(self._device) or torch.accelerator.current_accelerator(check_available=True) is None:
+        if (
+            _accelerator_generators(self._device)
+            or torch.accelerator.current_accelerator(check_available=True) is None
+        ):
             torch.manual_seed(seed)
         else:  # it would seed an accelerator that nothing has used yet, later
             torch.default_generator.manual_seed(seed)
@@ -79,8 +85,14 @@ class Generators:
         """Return the states of all generators."""
         tensors = [torch.get_rng_state()]
         tensors += [get(*place) for get, _, place in _accelerator_generators(self._device)]
-        tensors += [generator.get_state() for generator in self.held if isinstance(generator, torch.Generator)]
-        others = [generator for generator in self.held if not isinstance(generator, torch.Generator)]
+        tensors += [
+            generator.get_state()
+            for generator in self.held
+            if isinstance(generator, torch.Generator)
+        ]
+        others = [
+            generator for generator in self.held if not isinstance(generator, torch.Generator)
+        ]
         return [
             *(state.cpu().numpy().tobytes() for state in tensors),
             *map(pickle.dumps, [random.getstate(), np.random.get_state(), *others]),
@@ -95,7 +107,9 @@ def preserve_random_state(device: torch.device) -> Iterator[None]:
     """
     if device.type != "cpu":
         torch.empty(0, device=device)  # initializes its generators
-    of_accelerators = [(set_, place, get(*place)) for get, set_, place in _accelerator_generators(device)]
+    of_accelerators = [
+        (set_, place, get(*place)) for get, set_, place in _accelerator_generators(device)
+    ]
     of_python, of_numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([]):
         try:
@@ -111,7 +125,11 @@ def _accelerator_generators(device: torch.device) -> list[tuple[Any, Any, tuple[
     """Return, for each accelerator, the functions that get and set its random state, and how they name it; none if nothing has
     used them yet.
     """
-    accelerator = device if device.type != "cpu" else torch.accelerator.current_accelerator(check_available=True)
+    accelerator = (
+        device
+        if device.type != "cpu"
+        else torch.accelerator.current_accelerator(check_available=True)
+    )
     module: Any = None if accelerator is None else torch.get_device_module(accelerator)
     if accelerator is None or not getattr(module, "is_initialized", lambda: True)():
         return []

@@ -34,7 +34,9 @@ from tracker.model.recording import AttentionCall, BlockCall, Recording, Spill, 
 from tracker.model.replica import ModuleState, Replica, require_stateless
 
 
-def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30) -> Recording:
+def record(
+    replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, Any], memory: int = 1 << 30
+) -> Recording:
     """Run the model once and record every block's call. Call inside `preserve_global_state`.
 
     Args:
@@ -53,7 +55,9 @@ def record(replica: Replica, arguments: Sequence[Any], keywords: Mapping[str, An
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
         stack.enter_context(recorder.head.watch(recorder.is_last_state))
         if unknown := [block for block in replica.blocks if id(block) not in replica.ends_in_norm]:
-            stack.enter_context(recorder.norms.watch([part for block in unknown for part in block.modules()]))
+            stack.enter_context(
+                recorder.norms.watch([part for block in unknown for part in block.modules()])
+            )
         stack.enter_context(intercept_attention(recorder.record_attention))
         stack.enter_context(recording_kernels(replica.dtype))
         replica.forward(arguments, keywords)
@@ -76,7 +80,9 @@ class _Recorder:
         # The index in `states` of a second state that the running block takes, and that state.
         self.stream: tuple[int, Tensor] | None = None
         self.state_before: ModuleState | None = None
-        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of arguments, by id and version
+        self.copies: dict[
+            tuple[int, int], tuple[Tensor, Tensor]
+        ] = {}  # of arguments, by id and version
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record a block's arguments and input."""
@@ -110,9 +116,14 @@ class _Recorder:
             raise self.changed_between(self.calls[-1].name, name)
         beside = [i for i in streams if i > 0]
         self.stream = (beside[0], self.states[beside[0]]) if beside else None
-        bound.arguments[state] = None  # every replay sets it; keeping it here would keep the original alive
+        bound.arguments[state] = (
+            None  # every replay sets it; keeping it here would keep the original alive
+        )
         memo: dict[int, Any] = {}
-        copies = {key: copy_nested(value, self.copy_argument, memo) for key, value in bound.arguments.items()}
+        copies = {
+            key: copy_nested(value, self.copy_argument, memo)
+            for key, value in bound.arguments.items()
+        }
         bound = inspect.BoundArguments(bound.signature, OrderedDict(copies))
         layer = len(self.calls) + 1
         self.running = BlockCall(layer, name, block, bound, state, self.replica, x)
@@ -134,7 +145,10 @@ class _Recorder:
             return value
         key = id(value), value._version
         if key not in self.copies:
-            self.copies[key] = value, value.clone()  # the original is kept alive, so that its id is not reused
+            self.copies[key] = (
+                value,
+                value.clone(),
+            )  # the original is kept alive, so that its id is not reused
         return self.copies[key][1]
 
     def record_attention(
@@ -158,11 +172,15 @@ class _Recorder:
         assert call is not None
         y = hidden_state(output)
         if not isinstance(y, Tensor):
-            raise UsageError(f"block {call.name} returns {describe_output(output)}; {ACCEPTED_FORMS}")
+            raise UsageError(
+                f"block {call.name} returns {describe_output(output)}; {ACCEPTED_FORMS}"
+            )
         if id(block) not in self.replica.ends_in_norm:
             self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
         call.ends_in_norm = self.replica.ends_in_norm[id(block)]
-        self.states = states_in(dict(enumerate(output)) if isinstance(output, (tuple, list)) else {})
+        self.states = states_in(
+            dict(enumerate(output)) if isinstance(output, (tuple, list)) else {}
+        )
         self.check_one_stream(call, y)
         y = self.replica.oriented(y).to(self.replica.dtype)
         if y.shape != call.x.shape:
@@ -176,7 +194,10 @@ class _Recorder:
             self.check_stateless(call, self.state_before)
         self.replica.stateless.add(id(block))
         for attention in call.attention:
-            attention.key, attention.value = self.spill.keep(attention.key), self.spill.keep(attention.value)
+            attention.key, attention.value = (
+                self.spill.keep(attention.key),
+                self.spill.keep(attention.value),
+            )
         self.calls.append(call)
         self.head.leave_block()
 
@@ -189,10 +210,16 @@ class _Recorder:
         if self.stream is not None:
             place, argument = self.stream
             returned = self.states.get(place)
-            if returned is not None and returned.shape == argument.shape and not torch.equal(returned, argument):
+            if (
+                returned is not None
+                and returned.shape == argument.shape
+                and not torch.equal(returned, argument)
+            ):
                 raise two_streams(call.name, y, returned)
         others = states_in(call.arguments.arguments).values()
-        returned = [state for i, state in self.states.items() if i > 0 and state.shape == call.x.shape]
+        returned = [
+            state for i, state in self.states.items() if i > 0 and state.shape == call.x.shape
+        ]
         if y.shape != call.x.shape and returned and any(other.shape == y.shape for other in others):
             raise two_streams(call.name, returned[0], y)
 
@@ -202,7 +229,9 @@ class _Recorder:
         x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
         observation = f"block {call.layer} ({call.name}) does not reproduce its own output"
         with self.replica.materialize(call.block):
-            require_stateless(call.block, before, partial(call, x), observation, self.replica.description)
+            require_stateless(
+                call.block, before, partial(call, x), observation, self.replica.description
+            )
 
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the output recorded last, if there is one."""

@@ -65,7 +65,9 @@ def _in_file(tensor: Tensor) -> Tensor:
         # Not mapped yet: a full disk raises here.
         file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         file.flush()
-        return torch.from_file(file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+        return torch.from_file(
+            file.name, shared=True, size=tensor.numel(), dtype=tensor.dtype
+        ).view(tensor.shape)
 
 
 @contextmanager
@@ -135,9 +137,15 @@ class BlockCall:
             # Tensors that the model itself keeps in another precision stay in it.
             return value.to(device, dtype if value.dtype == self.replica.dtype else value.dtype)
 
-        arguments = {name: copy_nested(value, convert, {}) for name, value in self.arguments.arguments.items()}
+        arguments = {
+            name: copy_nested(value, convert, {})
+            for name, value in self.arguments.arguments.items()
+        }
         bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(arguments))
-        attention = [AttentionCall(convert(a.key), convert(a.value), convert(a.mask), a.causal) for a in self.attention]
+        attention = [
+            AttentionCall(convert(a.key), convert(a.value), convert(a.mask), a.causal)
+            for a in self.attention
+        ]
         other = replace(self, arguments=bound, x=convert(self.x), attention=attention)
         other.y = convert(self.y)
         return other
@@ -151,8 +159,12 @@ class BlockCall:
         """
         arguments = arguments or {}
         # Copies: what the block writes into its arguments must not reach the next call.
-        recorded = {name: value for name, value in self.arguments.arguments.items() if name not in arguments}
-        bound = inspect.BoundArguments(self.arguments.signature, OrderedDict(self.arguments.arguments))
+        recorded = {
+            name: value for name, value in self.arguments.arguments.items() if name not in arguments
+        }
+        bound = inspect.BoundArguments(
+            self.arguments.signature, OrderedDict(self.arguments.arguments)
+        )
         bound.arguments.update(copy_nested(recorded, clone_if_tensor, {}) | dict(arguments))
         argument = x if self.input_dtype in (None, self.replica.dtype) else x.to(self.input_dtype)
         bound.arguments[self.state] = self.replica.oriented(argument)
@@ -169,10 +181,18 @@ class Recording:
     calls: list[BlockCall]
     final_norm: tuple[str, nn.Module] | None
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
-    logits: int | None = None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
-    unembedding: str | None = None  # the module that gives these logits; not looked for in Hugging Face models
-    normed_last: BlockCall | None = None  # the last block with the final norm, if the measures include it
-    state_maps: Sequence[StateMap] = ()  # calls of modules outside the blocks that take and return a state
+    logits: int | None = (
+        None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
+    )
+    unembedding: str | None = (
+        None  # the module that gives these logits; not looked for in Hugging Face models
+    )
+    normed_last: BlockCall | None = (
+        None  # the last block with the final norm, if the measures include it
+    )
+    state_maps: Sequence[
+        StateMap
+    ] = ()  # calls of modules outside the blocks that take and return a state
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
     sample_seeds: Sequence[int] = ()  # of what measures draw for each sample
 

@@ -34,8 +34,22 @@ from torch import Tensor, nn
 from tracker.common.errors import UsageError
 from tracker.model.attention import hook_attn_method, hook_methods
 from tracker.model.description import Blocks
-from tracker.model.functions import FUNCTIONS, can_change, names_in_code, reachable, rebuild, returns_value
-from tracker.model.guard import SCALARS, SharedTensors, WriteGuard, clone_if_tensor, copy_nested, is_data
+from tracker.model.functions import (
+    FUNCTIONS,
+    can_change,
+    names_in_code,
+    reachable,
+    rebuild,
+    returns_value,
+)
+from tracker.model.guard import (
+    SCALARS,
+    SharedTensors,
+    WriteGuard,
+    clone_if_tensor,
+    copy_nested,
+    is_data,
+)
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
@@ -65,7 +79,10 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
     def changed_copy(config: Any, change: Callable[[Any], None]) -> Any:
         if id(config) not in copies:
             new = copy(config)
-            copies[id(config)] = config, new  # the original is kept alive, so that its id is not reused
+            copies[id(config)] = (
+                config,
+                new,
+            )  # the original is kept alive, so that its id is not reused
             for name in getattr(config, "sub_configs", ()):
                 if hasattr(part_of := vars(config).get(name), "_attn_implementation"):
                     vars(new)[name] = changed_copy(part_of, change)
@@ -124,7 +141,11 @@ class ModuleState:
 
 
 def require_stateless(
-    module: nn.Module, before: ModuleState, run: Callable[[], Tensor], observation: str, description: Blocks
+    module: nn.Module,
+    before: ModuleState,
+    run: Callable[[], Tensor],
+    observation: str,
+    description: Blocks,
 ) -> None:
     """Check that a call gives the same from a module's attributes as they are now as from those before.
 
@@ -141,7 +162,10 @@ def require_stateless(
     before.restore()
     expected = run()
     after.restore()
-    norms = [partial(torch.linalg.vector_norm, ord=order, dtype=torch.float64) for order in (2, torch.inf)]
+    norms = [
+        partial(torch.linalg.vector_norm, ord=order, dtype=torch.float64)
+        for order in (2, torch.inf)
+    ]
     if not all(norm(again - expected) <= STATELESS * norm(expected) for norm in norms):
         raise irreproducible(observation, description)
 
@@ -165,7 +189,9 @@ class WeightHolder:
     def release(self, written: "list[WeightHolder] | None") -> None:
         """Take the weights; restore the part, or put it into the list, if it wrote to its buffers."""
         if self.given is None or self.given == _versions(self.part):
-            self.part.__dict__.update(_parameters=self.before["_parameters"], _buffers=self.before["_buffers"])
+            self.part.__dict__.update(
+                _parameters=self.before["_parameters"], _buffers=self.before["_buffers"]
+            )
         elif written is None:
             self.restore()
         else:
@@ -180,7 +206,9 @@ class WeightHolder:
 
 def _versions(part: nn.Module) -> list[tuple[str, int, int]]:
     """Identify a part's buffers and what was written to them."""
-    return [(name, id(t), t._version) for name, t in part.__dict__["_buffers"].items() if t is not None]
+    return [
+        (name, id(t), t._version) for name, t in part.__dict__["_buffers"].items() if t is not None
+    ]
 
 
 def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
@@ -194,12 +222,15 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
     computed = {
-        getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in part.__dict__.get("_weight_hooks", ())
+        getattr(hook, "name", getattr(hook, "_tensor_name", None))
+        for hook in part.__dict__.get("_weight_hooks", ())
     }
     return {
         name: value
         for name, value in part.__dict__.items()
-        if name not in NOT_STATE and name not in computed and not name.endswith(("_hooks", "_hooks_with_kwargs"))
+        if name not in NOT_STATE
+        and name not in computed
+        and not name.endswith(("_hooks", "_hooks_with_kwargs"))
     }
 
 
@@ -237,7 +268,9 @@ class ModuleCopier:
         steps, module = path_inside(module)
         new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
         for step in steps:
-            if not hasattr(new, step):  # the model's own code may reach through a wrapper: self.net.module.embed(x)
+            if not hasattr(
+                new, step
+            ):  # the model's own code may reach through a wrapper: self.net.module.embed(x)
                 new.__dict__[step] = new
         return new
 
@@ -250,13 +283,18 @@ class ModuleCopier:
             if name in _HOOKS:
                 state[name] = OrderedDict()
             elif name in ("_parameters", "_buffers", "_modules"):
-                state[name] = {key: None if entry is None else self.copy_leaf(entry) for key, entry in value.items()}
+                state[name] = {
+                    key: None if entry is None else self.copy_leaf(entry)
+                    for key, entry in value.items()
+                }
             else:
                 state[name] = self.copy_nested(value)
         state.update(training=False, _compiled_call_impl=None)
         # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
         state["_weight_hooks"] = [
-            h for h in module._forward_pre_hooks.values() if type(h).__module__.startswith("torch.nn.utils")
+            h
+            for h in module._forward_pre_hooks.values()
+            if type(h).__module__.startswith("torch.nn.utils")
         ]
         self._copy_hooks(module, new)
         _replace_forward(module, new)
@@ -289,7 +327,9 @@ class ModuleCopier:
         if not isinstance(value, nn.Module):
             return isinstance(value, Tensor)
         tensors = chain(value.parameters(), value.buffers())
-        return next(tensors, None) is not None and any(value is part for part in self.model.modules())
+        return next(tensors, None) is not None and any(
+            value is part for part in self.model.modules()
+        )
 
     def copy_nested(self, value: Any) -> Any:
         """Copy what a module or a function holds."""
@@ -299,9 +339,17 @@ class ModuleCopier:
         """Copy what a module holds besides weights. Inference tensors are copied; those in weights, when a pass uses them."""
         if isinstance(value, Tensor) and value.is_inference():
             return self.shared.share(value.clone())
-        value = getattr(value, "_torchdynamo_orig_callable", value) if isinstance(value, FunctionType) else value
+        value = (
+            getattr(value, "_torchdynamo_orig_callable", value)
+            if isinstance(value, FunctionType)
+            else value
+        )
         if isinstance(value, FUNCTIONS) and any(map(can_change, reachable(value))):
-            return self.memo[id(value)] if id(value) in self.memo else rebuild(value, self.copy_nested, self.memo)
+            return (
+                self.memo[id(value)]
+                if id(value) in self.memo
+                else rebuild(value, self.copy_nested, self.memo)
+            )
         return self.copy_leaf(value)
 
     def copy_leaf(self, value: Any) -> Any:
@@ -319,7 +367,11 @@ class ModuleCopier:
 
 
 _HOOKS_INSTALLED = "_output_capturing_hooks_installed"  # of transformers.utils.output_capturing
-_HOOKS = [name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))]
+_HOOKS = [
+    name
+    for name in vars(nn.Module())
+    if name.endswith(("_hooks", "_hooks_with_kwargs", "_always_called"))
+]
 _FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -343,13 +395,19 @@ def _replace_forward(module: nn.Module, new: nn.Module) -> None:
 
 def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules outside a block that its functions, hooks and containers hold; of a model around it, no other blocks."""
-    inside = dict.fromkeys(block.modules())  # in this order on all ranks, which gather weights together
-    attributes = [{name: v for name, v in vars(part).items() if name not in NOT_STATE} for part in inside]
+    inside = dict.fromkeys(
+        block.modules()
+    )  # in this order on all ranks, which gather weights together
+    attributes = [
+        {name: v for name, v in vars(part).items() if name not in NOT_STATE} for part in inside
+    ]
     outside: dict[nn.Module, None] = {}
     for held in reachable(attributes):
         if isinstance(held, nn.Module) and held not in inside:
             parts = list(held.modules())
-            left_out = {part for other in blocks for part in other.modules()} if block in parts else inside
+            left_out = (
+                {part for other in blocks for part in other.modules()} if block in parts else inside
+            )
             outside.update((part, None) for part in parts if part not in left_out)
     return [part for part in outside if part not in inside]
 
@@ -381,17 +439,25 @@ class Replica:
         for part in self.module.modules():
             hook_attn_method(part)
             hook_methods(part)
-            if isinstance(part.__dict__.get("_dtype"), torch.dtype):  # LightningModule's own record of dtype and device
+            if isinstance(
+                part.__dict__.get("_dtype"), torch.dtype
+            ):  # LightningModule's own record of dtype and device
                 part.__dict__.update(_dtype=dtype, _device=device)
         adjust_configs(self.module, dtype, device)
-        self.blocks = [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
-        self.held_outside = {id(block): modules_outside(block, self.blocks) for block in self.blocks}
+        self.blocks = (
+            [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
+        )
+        self.held_outside = {
+            id(block): modules_outside(block, self.blocks) for block in self.blocks
+        }
         self.description = blocks
         self.dtype = dtype
         self.device = device
         self.gather = gather  # reads a weight that is sharded over ranks
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
-        self.ends_in_norm: dict[int, bool] = {}  # by id of the block: whether it returns the output of a norm
+        self.ends_in_norm: dict[
+            int, bool
+        ] = {}  # by id of the block: whether it returns the output of a norm
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
     def fresh(self) -> "Replica":
@@ -440,7 +506,9 @@ class Replica:
         return self.materialize(block) if id(block) in self._writers else nullcontext()
 
     @contextmanager
-    def stream_blocks(self, enter: Callable[..., None], leave: Callable[..., Any]) -> Iterator[None]:
+    def stream_blocks(
+        self, enter: Callable[..., None], leave: Callable[..., Any]
+    ) -> Iterator[None]:
         """Hold the weights outside the blocks throughout, and each block's weights while that block runs.
 
         Args:
@@ -448,7 +516,9 @@ class Replica:
             leave: a forward hook for every block, called before they are released, when the block's writes to them are
                 undone. It may call the block again: that runs neither hook.
         """
-        running: list[tuple[nn.Module, ExitStack | None]] = []  # with no stack: called again while it runs
+        running: list[
+            tuple[nn.Module, ExitStack | None]
+        ] = []  # with no stack: called again while it runs
         # Parts of blocks that wrote to their buffers, which a later call in this pass may read.
         written: list[WeightHolder] = []
 
@@ -475,10 +545,14 @@ class Replica:
         with ExitStack() as stack:
             stack.enter_context(self.materialize(self.module, exclude=self.blocks))
             stack.callback(lambda: [part.restore() for part in reversed(written)])
-            stack.callback(lambda: [weights.close() for _, weights in reversed(running) if weights is not None])
+            stack.callback(
+                lambda: [weights.close() for _, weights in reversed(running) if weights is not None]
+            )
             for block in self.blocks:
                 # First, as the block's own pre-hooks are part of the block.
-                stack.callback(block.register_forward_pre_hook(load, prepend=True, with_kwargs=True).remove)
+                stack.callback(
+                    block.register_forward_pre_hook(load, prepend=True, with_kwargs=True).remove
+                )
                 stack.callback(block.register_forward_hook(release).remove)
             yield
 
@@ -500,10 +574,16 @@ class Replica:
         dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
-        converted: dict[int, Tensor] = {}  # by id of the module's own tensor: tied weights stay tied
+        converted: dict[
+            int, Tensor
+        ] = {}  # by id of the module's own tensor: tied weights stay tied
         held: list[WeightHolder] = []
         try:
-            for part in [*module.modules(), *self.held_outside.get(id(module), ())] if module is not None else ():
+            for part in (
+                [*module.modules(), *self.held_outside.get(id(module), ())]
+                if module is not None
+                else ()
+            ):
                 if id(part) in skipped:
                     continue
                 held.append(WeightHolder(part))
@@ -513,7 +593,9 @@ class Replica:
                         for name, t in part.__dict__[store].items()
                     }
                 held[-1].note_buffers()
-                for hook in part.__dict__.get("_weight_hooks", ()):  # a part made in a forward pass has no such entry
+                for hook in part.__dict__.get(
+                    "_weight_hooks", ()
+                ):  # a part made in a forward pass has no such entry
                     hook(part, ())
             with self._shared.watch(converted.values()):
                 yield
@@ -560,6 +642,10 @@ class Replica:
         """Move a tensor to the device; cast it to the measuring dtype, or to `dtype`, if it is floating."""
         dtype = (dtype or self.dtype) if tensor.is_floating_point() else tensor.dtype
         if dtype.itemsize > tensor.itemsize:
-            tensor = tensor.to(self.device)  # cast there: on the host it would grow before it is copied
+            tensor = tensor.to(
+                self.device
+            )  # cast there: on the host it would grow before it is copied
         tensor = tensor.to(self.device, dtype)
-        return tensor.clone() if tensor.is_inference() else tensor  # inference tensors can't enter a graph
+        return (
+            tensor.clone() if tensor.is_inference() else tensor
+        )  # inference tensors can't enter a graph

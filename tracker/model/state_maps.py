@@ -30,20 +30,26 @@ _OTHER_LAYERS = (nn.modules.conv._ConvNd, nn.RNNBase, nn.Embedding, nn.Embedding
 def has_matrices(module: nn.Module) -> bool:
     """Whether a module has two matrices outside convolutions, recurrent layers and embeddings, as attention has."""
     parts = (part for part in module.modules() if not isinstance(part, _OTHER_LAYERS))
-    return sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
+    return (
+        sum(p is not None and p.dim() > 1 for part in parts for p in part._parameters.values()) > 1
+    )
 
 
 def may_be_block(module: nn.Module) -> bool:
     """Whether a module is no list, and has two matrices, or parts with a matrix or convolution. Norms and projections do not."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         return False
-    has_parts = bool(module._modules) and any(parameter.dim() > 1 for parameter in module.parameters())
+    has_parts = bool(module._modules) and any(
+        parameter.dim() > 1 for parameter in module.parameters()
+    )
     return has_parts or has_matrices(module)
 
 
 def is_alike(module: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """Whether a module is of the class of a block, so that it has the same role; a Sequential may be anything."""
-    return type(module) is not nn.Sequential and any(type(module) is type(block) for block in blocks)
+    return type(module) is not nn.Sequential and any(
+        type(module) is type(block) for block in blocks
+    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,9 @@ def ends(state: Tensor) -> Tensor:
     return state[:, [0, -1]]
 
 
-def state_given(module: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any], output: Any) -> Tensor | None:
+def state_given(
+    module: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any], output: Any
+) -> Tensor | None:
     """Return a module's first argument if it is a hidden state, and the output is one of the same shape; else None."""
     x, y = next(iter((*args, *keywords.values())), None), hidden_state(output)
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dim() != 3 or x.shape != y.shape:

@@ -38,7 +38,9 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
     copies.shared.begin_call()
     try:
         for part, attributes in before:
-            part.__dict__.update({name: copies.attribute(name, value) for name, value in attributes.items()})
+            part.__dict__.update(
+                {name: copies.attribute(name, value) for name, value in attributes.items()}
+            )
             part.__dict__["training"] = False
         with WriteGuard(copies.shared):
             yield copies.generators
@@ -50,7 +52,9 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
 
 
 WEIGHTS = ("_parameters", "_buffers")
-TABLES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}  # of weights, modules and hooks
+TABLES = {
+    name for name, value in vars(nn.Module()).items() if isinstance(value, dict)
+}  # of weights, modules and hooks
 
 
 class _Copies:

@@ -83,7 +83,9 @@ def noting_forward(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = not (isinstance(error, UsageError) or is_allocation_failure(error) or is_device_error(error))
+        own = not (
+            isinstance(error, UsageError) or is_allocation_failure(error) or is_device_error(error)
+        )
         if own and not fails_in_forward(error):
             error.add_note(f"{IN_FORWARD}{name}")
         raise
@@ -99,7 +101,9 @@ def portable(error: Exception) -> Exception:
 
     A note names this rank.
     """
-    sent = RuntimeError(str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}")
+    sent = RuntimeError(
+        str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"
+    )
     if is_allocation_failure(error):
         sent = torch.OutOfMemoryError(str(error))
     for kind in (UsageError, FloatingPointError):
@@ -120,7 +124,9 @@ class _Ranks:
 
     def __init__(self, tensors: list[Any]) -> None:
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self.mesh: DeviceMesh = max((tensor.device_mesh for tensor in tensors), key=lambda mesh: mesh.size())
+        self.mesh: DeviceMesh = max(
+            (tensor.device_mesh for tensor in tensors), key=lambda mesh: mesh.size()
+        )
         self.ended = False
         self.error: Exception | None = None  # why this rank can't go on
 
@@ -145,7 +151,13 @@ class _Ranks:
             UsageError, FloatingPointError, torch.OutOfMemoryError, RuntimeError: the first error of the ranks, on each.
             Exception: this rank's own error, if it is none of `FAILURES`.
         """
-        outcome = RUNNING if self.error is None else OUT_OF_MEMORY if is_allocation_failure(self.error) else FAILED
+        outcome = (
+            RUNNING
+            if self.error is None
+            else OUT_OF_MEMORY
+            if is_allocation_failure(self.error)
+            else FAILED
+        )
         if not self.ended and self._agree(outcome, END):
             return
         errors: list[Any] = [None if self.error is None else portable(self.error)]
@@ -153,7 +165,9 @@ class _Ranks:
             parts: list[Any] = [None] * torch.distributed.get_world_size(group)
             torch.distributed.all_gather_object(parts, errors, group=group)
             errors = [error for part in parts for error in part]
-        differ = RuntimeError("the ranks do not read the same weights in the same order, so none can read any")
+        differ = RuntimeError(
+            "the ranks do not read the same weights in the same order, so none can read any"
+        )
         if self.error is not None and not isinstance(self.error, FAILURES):
             raise self.error
         raise next((error for error in errors if error is not None), differ) from self.error
@@ -161,7 +175,9 @@ class _Ranks:
     def _agree(self, outcome: int, number: int) -> bool:
         """Return whether no rank has failed and all have given the same number."""
         numbers = torch.tensor([outcome, number, -number], device=self.mesh.device_type)
-        for group in self.mesh.get_all_groups():  # one of each dimension: together, the maximum over the mesh
+        for group in (
+            self.mesh.get_all_groups()
+        ):  # one of each dimension: together, the maximum over the mesh
             torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)
         worst, largest, negated = numbers.tolist()
         self.ended = worst != RUNNING or largest != -negated
@@ -185,7 +201,9 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def plain_tensor(module: nn.Module, name: str, tensor: Tensor, gather: Gather = gather_alone) -> Tensor:
+def plain_tensor(
+    module: nn.Module, name: str, tensor: Tensor, gather: Gather = gather_alone
+) -> Tensor:
     """Return the full, dequantised, detached value of a module's parameter or buffer.
 
     Args:
@@ -229,7 +247,9 @@ def check_whole(module: nn.Module) -> None:
                 "module from which it was scripted or traced"
             )
         if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
-            raise UsageError(f"the weights of {named} have no values yet: run the model on one batch, then measure")
+            raise UsageError(
+                f"the weights of {named} have no values yet: run the model on one batch, then measure"
+            )
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:

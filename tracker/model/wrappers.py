@@ -9,7 +9,11 @@ from torch.optim.swa_utils import AveragedModel
 
 # The child that a wrapper holds: torch.compile, activation checkpointing, Lightning Fabric.
 _HELD = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-_HOLDERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)  # their child is `module`
+_HOLDERS = (
+    nn.DataParallel,
+    nn.parallel.DistributedDataParallel,
+    AveragedModel,
+)  # their child is `module`
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -48,7 +52,10 @@ def unwrap(model: nn.Module) -> nn.Module:
             new = copies[id(module)] = object.__new__(type(module))
             children: dict[str, nn.Module | None] = {}
             new.__dict__ = vars(module) | {"_modules": children}
-            children.update((key, None if child is None else copy(child)) for key, child in module._modules.items())
+            children.update(
+                (key, None if child is None else copy(child))
+                for key, child in module._modules.items()
+            )
         return copies[id(module)]
 
     return model if all(_held(module) is None for module in model.modules()) else copy(model)
@@ -103,8 +110,16 @@ def _held(module: nn.Module) -> tuple[str, nn.Module] | None:
     TransformerLens's TransformerBridge is a wrapper too: it keeps the model that its forward calls outside its own tree, and puts
     its hook points into that model.
     """
-    if "original_model" in vars(module) and "TransformerBridge" in {c.__name__ for c in type(module).__mro__}:
+    if "original_model" in vars(module) and "TransformerBridge" in {
+        c.__name__ for c in type(module).__mro__
+    }:
         return "original_model", vars(module)["original_model"]
-    attribute = "module" if isinstance(module, _HOLDERS) else next((key for key in _HELD if key in module._modules), "")
-    held = module._modules[attribute] if attribute in module._modules else None  # TorchScript's table has no `get`
+    attribute = (
+        "module"
+        if isinstance(module, _HOLDERS)
+        else next((key for key in _HELD if key in module._modules), "")
+    )
+    held = (
+        module._modules[attribute] if attribute in module._modules else None
+    )  # TorchScript's table has no `get`
     return None if held is None else (attribute, held)

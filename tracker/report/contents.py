@@ -34,7 +34,9 @@ from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
 TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed it are carried in 32
 
 
-def pack(values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None = None) -> dict[str, Any]:
+def pack(
+    values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None = None
+) -> dict[str, Any]:
     """Pack an array whose first axis is steps, JSON-able.
 
     Args:
@@ -75,7 +77,9 @@ def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
             yield from carried(entry)
 
 
-def _quantised(values: np.ndarray, bits: int, parts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _quantised(
+    values: np.ndarray, bits: int, parts: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     flat = values.reshape(int(np.prod(values.shape[:parts])), -1)
     finite = np.isfinite(flat)
     low = np.where(finite, flat, np.inf).min(1, initial=np.inf)
@@ -84,7 +88,9 @@ def _quantised(values: np.ndarray, bits: int, parts: int) -> tuple[np.ndarray, n
     # float32 may round below the largest value: the span is a shade wider, so that no value is cut off.
     span = (np.maximum(np.where(np.isfinite(high), high, 0) - low, 0) * (1 + 1e-6)).astype("<f4")
     scale = np.where(span > 0, (2**bits - 2) / np.where(span > 0, span, 1).astype(float), 0)
-    codes = np.clip(np.round((np.where(finite, flat, 0) - low[:, None]) * scale[:, None]), 0, 2**bits - 2)
+    codes = np.clip(
+        np.round((np.where(finite, flat, 0) - low[:, None]) * scale[:, None]), 0, 2**bits - 2
+    )
     return np.where(finite, codes, 2**bits - 1).astype(f"<u{bits // 8}"), low, span
 
 
@@ -105,7 +111,12 @@ def _base64(values: np.ndarray) -> str:
 
 
 DIRECTIONS = 10_000  # directions at most whose words are carried, over all steps and blocks
-MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000  # bytes at most, of each kind in all
+MATRICES, ABSOLUTE, TOKENS, PATHS = (
+    6_500_000,
+    2_000_000,
+    1_500_000,
+    1_000_000,
+)  # bytes at most, of each kind in all
 
 
 def contents(summarised: xr.Dataset) -> dict[str, Any]:
@@ -123,7 +134,9 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     budget = MATRICES // max(1, 2 * len(whole) * len(ks))
     # Each is a selection of every variable, which takes milliseconds: made once, not for each measure.
     of_k = {k: ds.sel(k=k) for k in ks}
-    of_pairs = {(k, pairs): at.sel(pairs=pairs) for k, at in of_k.items() if names for pairs in PAIRS}
+    of_pairs = {
+        (k, pairs): at.sel(pairs=pairs) for k, at in of_k.items() if names for pairs in PAIRS
+    }
     data: dict[str, Any] = {
         "steps": [int(step) for step in ds["step"].values],
         "even": evenly_measured(ds["step"].values),
@@ -133,13 +146,19 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "final_norm": str(ds.attrs["final_norm"]),
         "window": int(ds.attrs["window"]),
         "curves": {
-            name: {k: {pairs: _curve(of_pairs[k, pairs], name) for pairs in PAIRS} for k in ks} for name in names
+            name: {k: {pairs: _curve(of_pairs[k, pairs], name) for pairs in PAIRS} for k in ks}
+            for name in names
         },
         "onset": {name: {k: _onset(of_k[k], name) for k in ks} for name in names},
         "most_coupled": {name: {k: _most_coupled(of_k[k], name) for k in ks} for name in names},
         **{
             of: {
-                name: {k: (_matrices if name in whole else _edges)(of_k[k], f"{name}_{of_each}", budget) for k in ks}
+                name: {
+                    k: (_matrices if name in whole else _edges)(
+                        of_k[k], f"{name}_{of_each}", budget
+                    )
+                    for k in ks
+                }
                 for name in names
             }
             for of, of_each in (("matrices", "matrix"), ("levels", "level"))
@@ -158,10 +177,15 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         if "matrix_absolute" in ds
         else None,
         "prompts": _prompts(ds, names, ks),
-        "tokens": {kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MISCOUPLINGS) * len(ks))) for kind in kinds},
+        "tokens": {
+            kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MISCOUPLINGS) * len(ks)))
+            for kind in kinds
+        },
         "token_positions": _positions(ds) if kinds else None,
         "token_layers": _token_layers(ds) if kinds else None,
-        "plane": _packed(ds, "pca_paths", ("path", "depth", "component"), 16, 1, PATHS) if "pca_paths" in ds else None,
+        "plane": _packed(ds, "pca_paths", ("path", "depth", "component"), 16, 1, PATHS)
+        if "pca_paths" in ds
+        else None,
         "directions": _directions(ds) if "direction_out_words" in ds else None,
         "noise": _noise(ds) if "noise_similarity_ends" in ds else None,
     }
@@ -194,7 +218,12 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
 
 def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
     """Return the pair of different blocks (l, l') furthest below its null level at the last step; (1, 2) if none is defined."""
-    coupling = where_counted(at[f"{name}_level"] - at[f"{name}_matrix"], at).isel(step=-1).transpose(*_PAIR).values
+    coupling = (
+        where_counted(at[f"{name}_level"] - at[f"{name}_matrix"], at)
+        .isel(step=-1)
+        .transpose(*_PAIR)
+        .values
+    )
     coupling[~np.isfinite(coupling)] = -np.inf
     l, other = np.unravel_index(coupling.argmax(), coupling.shape)
     return [int(l) + 1, int(other) + 1] if np.isfinite(coupling.max()) else [1, 2]
@@ -215,7 +244,12 @@ def _edges(at: xr.Dataset, name: str, _: int) -> dict[str, Any]:
 
 
 def _packed(
-    ds: xr.Dataset, name: str, dims: Sequence[str], bits: int, parts: int = 1, budget: int | None = None
+    ds: xr.Dataset,
+    name: str,
+    dims: Sequence[str],
+    bits: int,
+    parts: int = 1,
+    budget: int | None = None,
 ) -> dict:
     return pack(ds[name].transpose("step", *dims).values, bits, parts, budget)
 
@@ -223,9 +257,19 @@ def _packed(
 def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
     values = ds[f"{name}_by_depth"]
     axis = "depth" if "depth" in values.dims else "layer"
-    by_statistic = {str(s): values.sel(statistic=s).transpose("step", axis).values for s in values["statistic"].values}
-    defined = [int(at) for at in values[axis].values[values.sel(statistic="median").notnull().any("step").values]]
-    return {"first": int(values[axis][0]), "defined": defined, **{s: pack(v, 32) for s, v in by_statistic.items()}}
+    by_statistic = {
+        str(s): values.sel(statistic=s).transpose("step", axis).values
+        for s in values["statistic"].values
+    }
+    defined = [
+        int(at)
+        for at in values[axis].values[values.sel(statistic="median").notnull().any("step").values]
+    ]
+    return {
+        "first": int(values[axis][0]),
+        "defined": defined,
+        **{s: pack(v, 32) for s, v in by_statistic.items()},
+    }
 
 
 def _singular(ds: xr.Dataset) -> dict[str, Any]:
@@ -235,13 +279,18 @@ def _singular(ds: xr.Dataset) -> dict[str, Any]:
     return {
         "ranks": [int(rank) for rank in ds["rank"].values],
         "values": pack(values, 32),
-        **{part: jsonable([fit[part] for fit in fits]) for part in ("n", "r2", "slope", "intercept")},
+        **{
+            part: jsonable([fit[part] for fit in fits])
+            for part in ("n", "r2", "slope", "intercept")
+        },
     }
 
 
 def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[str, Any]:
     coupling = {
-        name: {k: pack(_coupling(ds.sel(k=k), name).transpose("step", "prompt").values, 32) for k in ks}
+        name: {
+            k: pack(_coupling(ds.sel(k=k), name).transpose("step", "prompt").values, 32) for k in ks
+        }
         for name in MISCOUPLINGS
         if name in names
     }
@@ -274,9 +323,13 @@ def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[s
         for k in ks:
             at = ds.sel(k=k)
             data["curves"][name][k] = _curve(at, of)
-            data["matrices"][name][k] = _packed(at, f"{of}_matrix", ("layer", *_TOKEN_PAIR), 16, 1, budget)
+            data["matrices"][name][k] = _packed(
+                at, f"{of}_matrix", ("layer", *_TOKEN_PAIR), 16, 1, budget
+            )
     if f"{kind}_absolute" in ds:
-        data["absolute"] = _packed(ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3)
+        data["absolute"] = _packed(
+            ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3
+        )
     return data
 
 
@@ -301,8 +354,14 @@ def _directions(ds: xr.Dataset) -> dict[str, Any]:
 
 def _token_layers(ds: xr.Dataset) -> dict[str, Any]:
     """Return which blocks' Jacobians were compared across tokens: the basis block of each, and the block that |A| is of."""
-    others = [int(other) if math.isfinite(other) else None for other in ds["pair_layer_other"].values]
-    return {"said": layers_in_words(ds).replace("'", "′"), "others": others, "middle": middle_layers(ds)[0]}
+    others = [
+        int(other) if math.isfinite(other) else None for other in ds["pair_layer_other"].values
+    ]
+    return {
+        "said": layers_in_words(ds).replace("'", "′"),
+        "others": others,
+        "middle": middle_layers(ds)[0],
+    }
 
 
 def _positions(ds: xr.Dataset) -> list[int] | None:

@@ -18,12 +18,24 @@ from tracker.analysis.regression import FEWEST_POINTS
 from tracker.common.text import capitalised
 from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
-from tracker.measures.registry import BY_NAME, KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS, Measure
+from tracker.measures.registry import (
+    BY_NAME,
+    KINDS,
+    MEASURES,
+    MISCOUPLINGS,
+    UNDEFINED,
+    VARIANTS,
+    Measure,
+)
 from tracker.measures.settings import CHOICES, USUAL
 from tracker.report.contents import carried
 from tracker.store import Store
 
-PAIRS = {"mean": "all pairs of blocks", "mean_offdiag": "pairs of different blocks", "mean_adjacent": "adjacent blocks"}
+PAIRS = {
+    "mean": "all pairs of blocks",
+    "mean_offdiag": "pairs of different blocks",
+    "mean_adjacent": "adjacent blocks",
+}
 LAST_BLOCK = {"alone": "of the blocks alone", "normed": "with the final norm"}
 AT_BLOCKS = "The same at an early, a middle and a late block."
 
@@ -45,8 +57,15 @@ def texts() -> dict[str, Any]:
         "kinds": KINDS,
         "pairs": PAIRS,
         "last": LAST_BLOCK,
-        "charts": [_chart(measure, i) for measure in MEASURES for i, of in enumerate(measure.charts) if of != "table"],
-        "columns": [[measure.name, measure.label] for measure in MEASURES if "table" in measure.charts],
+        "charts": [
+            _chart(measure, i)
+            for measure in MEASURES
+            for i, of in enumerate(measure.charts)
+            if of != "table"
+        ],
+        "columns": [
+            [measure.name, measure.label] for measure in MEASURES if "table" in measure.charts
+        ],
         "fewest": FEWEST_POINTS,
         "colours": {**SERIES, "diverging": DIVERGING, "sequential": SEQUENTIAL},
     }
@@ -66,7 +85,9 @@ def _measure(measure: Measure) -> dict[str, Any]:
 def _chart(measure: Measure, i: int) -> dict[str, Any]:
     """Return a chart's specification: the first has its variable's name as its id, others have the chart's name added."""
     chart = measure.charts[i]
-    normed = next((m.name for m in MEASURES if m.base == measure.name and m.variant == "normed"), None)
+    normed = next(
+        (m.name for m in MEASURES if m.base == measure.name and m.variant == "normed"), None
+    )
     return {
         "id": measure.name if i == 0 else f"{measure.name}_{chart}",
         "chart": chart,
@@ -82,7 +103,10 @@ def _chart(measure: Measure, i: int) -> dict[str, Any]:
 
 K, CELL = 6, 14  # rows of a matrix, pixels of an entry
 SIDE = K * CELL
-NULL, FALLING = 14, ((4, 14), (24, 14), (36, 20), (48, 44), (60, 58), (80, 62), (116, 58))  # of the sketched curve
+NULL, FALLING = (
+    14,
+    ((4, 14), (24, 14), (36, 20), (48, 44), (60, 58), (80, 62), (116, 58)),
+)  # of the sketched curve
 WIDTH = 120
 
 
@@ -100,7 +124,11 @@ def picture() -> str:
         f'<div><svg viewBox="0 0 {width} {SIDE}" width="{width}" height="{SIDE}" aria-hidden="true">{drawing}</svg>'
         f"<p>{words}</p></div>"
         for width, drawing, words in (
-            (SIDE, _matrix(unrelated), "<b>Unrelated blocks:</b> A is spread out, mis-coupling is at its null level."),
+            (
+                SIDE,
+                _matrix(unrelated),
+                "<b>Unrelated blocks:</b> A is spread out, mis-coupling is at its null level.",
+            ),
             (
                 SIDE,
                 _matrix(values + abs(random.normal(0, 0.05, (K, K)))),
@@ -124,7 +152,9 @@ def _matrix(values: np.ndarray) -> str:
 
 def lacking(ds: xr.Dataset) -> list[str]:
     """List what these results lack, and the command that adds it."""
-    again = "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
+    again = (
+        "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
+    )
     usual = ",".join(USUAL)
     missing = [option for option in CHOICES if not _has(ds, option.name)]
     lines = [
@@ -133,38 +163,66 @@ def lacking(ds: xr.Dataset) -> list[str]:
     ]
     if ds.sizes.get("layer") == 1:
         lines.append("pairs of layers: one block was measured")
-    return lines + (["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else [])
+    return lines + (
+        ["benchmark scores: a walk's --scores FILE joins them"] if "score" not in ds else []
+    )
 
 
 def _has(ds: xr.Dataset, option: str) -> bool:
     """Whether a summary has something that this choice of `measures=` adds."""
     names = tuple(measure.name for measure in MEASURES if measure.option == option)
-    return any(str(name) in names or str(name).startswith(tuple(f"{n}_" for n in names)) for name in ds.data_vars)
+    return any(
+        str(name) in names or str(name).startswith(tuple(f"{n}_" for n in names))
+        for name in ds.data_vars
+    )
 
 
 def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     """Return the rows of the table: settings, attributes, certificates, counts of undefined values, commits."""
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
-        rows += [(f"asked for: {name}", str(value)) for name, value in store.read_settings().items()]
+        rows += [
+            (f"asked for: {name}", str(value)) for name, value in store.read_settings().items()
+        ]
     # Sorted, as files give attributes back in an order of their own.
-    rows += [(name.replace("_", " "), str(value)) for name, value in sorted(ds.attrs.items()) if name != "blocks"]
+    rows += [
+        (name.replace("_", " "), str(value))
+        for name, value in sorted(ds.attrs.items())
+        if name != "blocks"
+    ]
     if "pair_position" in ds:
         rows.append(("layers compared across tokens", layers_in_words(ds)))
     if "jacobians_count" in ds:
-        count, sliced, complete = (int(ds[f"{name}_count"].sum()) for name in ("jacobians", "sliced", "complete"))
+        count, sliced, complete = (
+            int(ds[f"{name}_count"].sum()) for name in ("jacobians", "sliced", "complete")
+        )
         rows += [
-            ("block Jacobians", f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence"),
+            (
+                "block Jacobians",
+                f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence",
+            ),
             ("complete top-K sets", f"{complete:,} of {count:,}, certified by Cholesky"),
             ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
             ("largest error of a value check", f"{float(ds['value_error_max'].max()):.1e}"),
-            ("largest error of a derivative check", f"{float(ds['derivative_error_max'].max()):.1e}"),
+            (
+                "largest error of a derivative check",
+                f"{float(ds['derivative_error_max'].max()):.1e}",
+            ),
         ]
     totals = {str(q): int(ds[UNDEFINED].sel(quantity=q).sum()) for q in ds["quantity"].values}
-    rows.append(("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none"))
+    rows.append(
+        ("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none")
+    )
     if "commit" in ds.coords:
-        commits = zip(ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True)
-        rows.append(("commits", ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits if commit)))
+        commits = zip(
+            ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True
+        )
+        rows.append(
+            (
+                "commits",
+                ", ".join(f"step {step}: {str(commit)[:8]}" for step, commit in commits if commit),
+            )
+        )
     return rows
 
 

@@ -35,7 +35,9 @@ SCRIPTS = (
 )  # in this order
 
 
-def write_report(results: str | Path | Sequence[str | Path], out: str | Path, clusters: str | None = None) -> Path:
+def write_report(
+    results: str | Path | Sequence[str | Path], out: str | Path, clusters: str | None = None
+) -> Path:
     """Write the page of one store or several and return its path.
 
     Args:
@@ -51,11 +53,16 @@ def write_report(results: str | Path | Sequence[str | Path], out: str | Path, cl
     from tracker.analysis.reduction import read_reduced
     from tracker.store import distinct_names
 
-    directories = [Path(directory) for directory in ([results] if isinstance(results, (str, Path)) else results)]
+    directories = [
+        Path(directory)
+        for directory in ([results] if isinstance(results, (str, Path)) else results)
+    ]
     if not directories:
         raise ValueError("a page of what? give a directory of results, or several")
     distinct_names(directories)  # before the units are read, which takes long
-    return write_page({directory: read_reduced(directory) for directory in directories}, Path(out), clusters)
+    return write_page(
+        {directory: read_reduced(directory) for directory in directories}, Path(out), clusters
+    )
 
 
 def write_page(curves: "Mapping[Path, xr.Dataset]", out: Path, clusters: str | None = None) -> Path:
@@ -64,7 +71,9 @@ def write_page(curves: "Mapping[Path, xr.Dataset]", out: Path, clusters: str | N
     from tracker.store import distinct_names
 
     directories = dict(zip(distinct_names(list(curves)), curves, strict=True))
-    summaries = assign_clusters({name: curves[directory] for name, directory in directories.items()}, clusters)
+    summaries = assign_clusters(
+        {name: curves[directory] for name, directory in directories.items()}, clusters
+    )
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, _page(summaries, directories).encode())
     return out
@@ -75,7 +84,14 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     from tracker.analysis.doubts import describe_differences, doubts
     from tracker.report.contents import carried, contents
-    from tracker.report.texts import findings, lacking, picture, precision_of_arrays, provenance, texts
+    from tracker.report.texts import (
+        findings,
+        lacking,
+        picture,
+        precision_of_arrays,
+        provenance,
+        texts,
+    )
     from tracker.store import Store, short_name
 
     models = {name: contents(ds) for name, ds in summaries.items()}
@@ -83,7 +99,10 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     differences = describe_differences(summaries)
     between, reason = _across(summaries)
     data = {
-        "models": [{"name": name if several else short_name(ds), **models[name]} for name, ds in summaries.items()],
+        "models": [
+            {"name": name if several else short_name(ds), **models[name]}
+            for name, ds in summaries.items()
+        ],
         "texts": texts(),
         "differences": differences,
         "across": between,
@@ -92,7 +111,10 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     for array in carried(data):
         arrays.append(array["codes"])
         array["codes"] = len(arrays) - 1
-    said = {name: [_summary(ds), *filter(None, [findings(models[name])])] for name, ds in summaries.items()}
+    said = {
+        name: [_summary(ds), *filter(None, [findings(models[name])])]
+        for name, ds in summaries.items()
+    }
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
         f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
@@ -103,15 +125,21 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     first = _of_each({name: doubts(ds, stores[name].skipped()) for name, ds in summaries.items()})
     missing = _of_each({name: lacking(ds) for name, ds in summaries.items()})
     missing += [f"Fits between results: {reason}"] if reason else []
-    title = f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
+    title = (
+        f"Block coupling of {', '.join(model['name'] for model in data['models'])} over training"
+    )
     return Template((ASSETS / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
         picture=picture(),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         summary=_items(_of_each(said)),
         numbers=_numbers(summaries),
-        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(first)}</ul></div>" if first else "",
-        lacking=f"<ul>{_items(missing)}</ul>" if missing else "<p>Nothing that the page has a place for.</p>",
+        doubts=f"<div {_region('What to know first')} class=doubts><ul>{_items(first)}</ul></div>"
+        if first
+        else "",
+        lacking=f"<ul>{_items(missing)}</ul>"
+        if missing
+        else "<p>Nothing that the page has a place for.</p>",
         carried=_text(precision_of_arrays(models)),
         css=_css(),
         script="\n".join((ASSETS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
@@ -172,7 +200,9 @@ def _numbers(summaries: Mapping[str, "xr.Dataset"]) -> str:
 
 
 def _rows(rows: Sequence[tuple[str, str]]) -> str:
-    return "".join(f"<tr><th scope=row>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in rows)
+    return "".join(
+        f"<tr><th scope=row>{_text(key)}</th><td>{_text(value)}</td></tr>" for key, value in rows
+    )
 
 
 def _region(label: str) -> str:
@@ -182,7 +212,11 @@ def _region(label: str) -> str:
 
 def _of_each(lines: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the lines of all results, after the name of each if there are several."""
-    return [f"{name}: {line}" if len(lines) > 1 else line for name, of_result in lines.items() for line in of_result]
+    return [
+        f"{name}: {line}" if len(lines) > 1 else line
+        for name, of_result in lines.items()
+        for line in of_result
+    ]
 
 
 def _items(lines: Sequence[str]) -> str:
@@ -198,11 +232,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status."""
     from tracker.common.parser import CLUSTERS_HELP, Parser
 
-    parser = Parser(prog="python -m tracker.report", description="Write the page of walks' and training runs' results.")
-    parser.add_argument(
-        "results", type=Path, nargs="+", help="directories that walks or runs wrote (--out, save_dir): one page of all"
+    parser = Parser(
+        prog="python -m tracker.report",
+        description="Write the page of walks' and training runs' results.",
     )
-    parser.add_argument("--out", type=Path, help="the page; default, of one directory: report.html in it")
+    parser.add_argument(
+        "results",
+        type=Path,
+        nargs="+",
+        help="directories that walks or runs wrote (--out, save_dir): one page of all",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the page; default, of one directory: report.html in it"
+    )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
     if parsed.out is None and len(parsed.results) > 1:

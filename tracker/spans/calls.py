@@ -31,7 +31,9 @@ from tracker.model.hidden_state import hidden_state
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica, StopForward
 
-BoundaryHook = Callable[[Tensor], Tensor | None]  # takes the tensor at a boundary; returns its replacement, or None
+BoundaryHook = Callable[
+    [Tensor], Tensor | None
+]  # takes the tensor at a boundary; returns its replacement, or None
 
 NOT_SLICEABLE = "a span between two boundaries is no module that would run on single rows"
 
@@ -68,7 +70,9 @@ def stop_at(state: Tensor) -> None:
     raise StopForward(state)
 
 
-def run(replica: Replica, arguments: BoundArguments, seed: int, hooks: Mapping[Boundary, BoundaryHook]) -> Any:
+def run(
+    replica: Replica, arguments: BoundArguments, seed: int, hooks: Mapping[Boundary, BoundaryHook]
+) -> Any:
     """Run a replica that holds its weights on copies of the arguments, with a seed and with hooks at boundaries.
 
     Returns:
@@ -84,7 +88,9 @@ def run(replica: Replica, arguments: BoundArguments, seed: int, hooks: Mapping[B
 
 
 @contextmanager
-def at_boundaries(module: Callable[[str], nn.Module], hooks: Mapping[Boundary, BoundaryHook]) -> Iterator[None]:
+def at_boundaries(
+    module: Callable[[str], nn.Module], hooks: Mapping[Boundary, BoundaryHook]
+) -> Iterator[None]:
     """Call hooks at boundaries of a forward pass in this context, and use what they return in the place of what was there.
 
     Args:
@@ -97,9 +103,13 @@ def at_boundaries(module: Callable[[str], nn.Module], hooks: Mapping[Boundary, B
             at = module(boundary.module)
             if boundary.side == "input":
                 enter = partial(replacement.enter, boundary, hook)
-                stack.callback(at.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove)
+                stack.callback(
+                    at.register_forward_pre_hook(enter, with_kwargs=True, prepend=True).remove
+                )
             else:
-                stack.callback(at.register_forward_hook(partial(replacement.leave, boundary, hook)).remove)
+                stack.callback(
+                    at.register_forward_hook(partial(replacement.leave, boundary, hook)).remove
+                )
         stack.enter_context(replacement)
         yield
 
@@ -109,7 +119,9 @@ class _TensorReplacement(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[int, tuple[Tensor, Tensor]] = {}  # by id; both are kept alive, so that ids are not reused
+        self.replaced: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # by id; both are kept alive, so that ids are not reused
 
     def current(self, value: Any) -> Any:
         """Return a tensor's replacement, any other value as it is."""
@@ -117,22 +129,34 @@ class _TensorReplacement(TorchFunctionMode):
             value = self.replaced[id(value)][1]
         return value
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         keywords = keywords or {}
         if self.replaced:
             arguments, keywords = tree_map(self.current, (tuple(arguments), keywords))
         return function(*arguments, **keywords)
 
-    def enter(self, boundary: Boundary, hook: BoundaryHook, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    def enter(
+        self, boundary: Boundary, hook: BoundaryHook, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple:
         """Handle the input of a module: a forward pre-hook."""
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         self.call_hook(boundary, hook, tensors[0] if tensors else None)
-        return tuple(map(self.current, args)), {name: self.current(value) for name, value in kwargs.items()}
+        return tuple(map(self.current, args)), {
+            name: self.current(value) for name, value in kwargs.items()
+        }
 
-    def leave(self, boundary: Boundary, hook: BoundaryHook, module: nn.Module, args: tuple, output: Any) -> Any:
+    def leave(
+        self, boundary: Boundary, hook: BoundaryHook, module: nn.Module, args: tuple, output: Any
+    ) -> Any:
         """Handle the output of a module: a forward hook."""
         self.call_hook(boundary, hook, hidden_state(output))
-        return type(output)(map(self.current, output)) if type(output) in (tuple, list) else self.current(output)
+        return (
+            type(output)(map(self.current, output))
+            if type(output) in (tuple, list)
+            else self.current(output)
+        )
 
     def call_hook(self, boundary: Boundary, hook: BoundaryHook, state: Any) -> None:
         """Call a boundary's hook on the tensor found there, and record the replacement."""
@@ -161,7 +185,9 @@ class InputDependents(TorchFunctionMode):
 
     def follow_inputs(self, arguments: BoundArguments) -> BoundArguments:
         """Return the inputs, changed."""
-        return BoundArguments(arguments.signature, OrderedDict(tree_map(self.follow, dict(arguments.arguments))))
+        return BoundArguments(
+            arguments.signature, OrderedDict(tree_map(self.follow, dict(arguments.arguments)))
+        )
 
     def ending_with(self, hook: BoundaryHook) -> BoundaryHook:
         """Return a hook that ends the following of values and then does what `hook` does."""
@@ -172,15 +198,21 @@ class InputDependents(TorchFunctionMode):
 
         return last
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
         output = function(*arguments, **(keywords or {}))
-        tensors = [value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)]
+        tensors = [
+            value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)
+        ]
         if self.done or not any(id(value) in self.followed for value in tensors):
             return output
         if any(value is output for value in tensors):  # in place
             self.followed[id(output)] = output
             return output
-        return tree_map(self.follow, output) if isinstance(output, (Tensor, tuple, list)) else output
+        return (
+            tree_map(self.follow, output) if isinstance(output, (Tensor, tuple, list)) else output
+        )
 
     def follow(self, value: Any) -> Any:
         """Number a value that depends on the inputs, and return it changed."""

@@ -31,7 +31,15 @@ from tracker.model.boundaries import Boundary, as_python
 from tracker.model.hidden_state import floating_tensors, hidden_state
 from tracker.model.proposals import BlocksNotFound, Proposal, in_spans
 from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible, require_stateless
-from tracker.spans.calls import BoundaryHook, InputDependents, SpanCall, hold, replace_with, run, stop_at
+from tracker.spans.calls import (
+    BoundaryHook,
+    InputDependents,
+    SpanCall,
+    hold,
+    replace_with,
+    run,
+    stop_at,
+)
 
 NOISE = 0.5  # of the root mean square of what it is added to
 NOT_REPRODUCED = "the forward pass does not reproduce its own states"
@@ -62,7 +70,9 @@ class _Noise:
 
     def added(self, x: Tensor) -> Tensor:
         """Return x with noise added."""
-        drawn = torch.randn(x.shape, generator=self.generator, dtype=torch.float64).to(x.device, x.dtype)
+        drawn = torch.randn(x.shape, generator=self.generator, dtype=torch.float64).to(
+            x.device, x.dtype
+        )
         return x + NOISE * x.square().mean().sqrt() * drawn
 
 
@@ -89,7 +99,9 @@ class WholeStateCheck:
         self.arguments, self.calls, self.output, self.seed = arguments, calls, output, calls[0].seed
         self.add_noise = _Noise().added
         self.first, self.fixed = calls[0].span[0], fixed
-        self.held: dict[Boundary, BoundaryHook] = {place: hold(value) for place, value in fixed.items()}
+        self.held: dict[Boundary, BoundaryHook] = {
+            place: hold(value) for place, value in fixed.items()
+        }
         self.sources = self._sources()
 
     def check(self) -> None:
@@ -114,7 +126,9 @@ class WholeStateCheck:
         """
         before: dict[Boundary, BoundaryHook] = {}
         if noise:
-            before = {self.boundary(k): self.add_noise for k in range(l) if not self._is_fixed(k)} | self.held
+            before = {
+                self.boundary(k): self.add_noise for k in range(l) if not self._is_fixed(k)
+            } | self.held
         return self._error(l, before, noise)
 
     def _error(self, l: int, before: Mapping[Boundary, BoundaryHook], noisy_inputs: bool) -> float:
@@ -122,13 +136,23 @@ class WholeStateCheck:
         hooks = {**before, self.boundary(l): self._recorded(l)}
         if not after:
             hooks[call.span[1]] = stop_at
-        output = self._run_with_noise(hooks) if noisy_inputs else run(self.replica, self.arguments, self.seed, hooks)
+        output = (
+            self._run_with_noise(hooks)
+            if noisy_inputs
+            else run(self.replica, self.arguments, self.seed, hooks)
+        )
         if after:
             outputs, recorded = self._outputs(output), self._outputs(self.output)
-            return min(_relative_difference(outputs[i], recorded[i]) for i in self._compared_outputs)
+            return min(
+                _relative_difference(outputs[i], recorded[i]) for i in self._compared_outputs
+            )
         y = self.replica.oriented(output)
         x, recorded = call.x.to(self.device), call.y.to(self.device)
-        return float(relative_error(y - x, recorded - x, recorded, self.dtype)) if y.shape == x.shape else float("inf")
+        return (
+            float(relative_error(y - x, recorded - x, recorded, self.dtype))
+            if y.shape == x.shape
+            else float("inf")
+        )
 
     @cached_property
     def _compared_outputs(self) -> list[int]:
@@ -140,7 +164,9 @@ class WholeStateCheck:
             UsageError: if there are none.
         """
         end, state = self.boundary(len(self.calls)), self.calls[-1].y.to(self.device)
-        changed = self._outputs(run(self.replica, self.arguments, self.seed, {**self.held, end: self.add_noise}))
+        changed = self._outputs(
+            run(self.replica, self.arguments, self.seed, {**self.held, end: self.add_noise})
+        )
         recorded = self._outputs(self.output)
         dependent = [
             i
@@ -182,7 +208,9 @@ class WholeStateCheck:
             place: (value.to(self.dtype), self.fixed[place].to(value.device, self.dtype))
             for place, value in captured.items()
         }
-        changed = [place for place, (a, b) in pairs.items() if not _relative_difference(a, b) <= STATELESS]
+        changed = [
+            place for place, (a, b) in pairs.items() if not _relative_difference(a, b) <= STATELESS
+        ]
         if changed:
             raise UsageError(
                 f"the {changed[0]} depends on the hidden state, so it does not stay fixed when a block is linearized; a fixed "
@@ -207,7 +235,9 @@ class WholeStateCheck:
 
     def _run_with_noise(self, hooks: dict[Boundary, BoundaryHook]) -> Any:
         """Run with noise on the values that the first state is computed from."""
-        with InputDependents(lambda i, value: self.add_noise(value) if i in self.sources else value) as dependents:
+        with InputDependents(
+            lambda i, value: self.add_noise(value) if i in self.sources else value
+        ) as dependents:
             hooks[self.first] = dependents.ending_with(hooks[self.first])
             return run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
 
@@ -216,13 +246,17 @@ class WholeStateCheck:
         added: list[Tensor] = []
 
         def add(i: int, value: Tensor) -> Tensor:
-            added.append(torch.zeros_like(value, memory_format=torch.contiguous_format).requires_grad_())
+            added.append(
+                torch.zeros_like(value, memory_format=torch.contiguous_format).requires_grad_()
+            )
             return value + added[-1]
 
         with torch.enable_grad():
             with InputDependents(add) as dependents:
                 hooks = {**self.held, self.first: dependents.ending_with(stop_at)}
-                state = run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
+                state = run(
+                    self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks
+                )
             if not state.requires_grad:
                 return set()
             gradients = torch.autograd.grad(state, added, torch.ones_like(state), allow_unused=True)
@@ -233,19 +267,31 @@ class WholeStateCheck:
         declare it as fixed, unless the boundary itself is at the wrong place.
         """
         here, after = self.boundary(l), l == len(self.calls)
-        where = f"the end of the last span (the {here})" if after else f"the start of span {l + 1} (the {here})"
+        where = (
+            f"the end of the last span (the {here})"
+            if after
+            else f"the start of span {l + 1} (the {here})"
+        )
         norm = _norm_that_returns(self.replica, self.arguments, self.seed, here)
         source = "" if l or norm else self._source_of_first_span()
         states = self._states_beside(l)
         beside = [*states, *self._inputs_beside(l)]
         fixed = [*self.replica.description.fixed, *beside]
-        named = repr([str(place) for place in fixed] if len(fixed) > 1 else str(fixed[0])) if beside else ""
+        named = (
+            repr([str(place) for place in fixed] if len(fixed) > 1 else str(fixed[0]))
+            if beside
+            else ""
+        )
         remedy = (
             f"it is the output of {norm}: if residuals add to the input of {norm}, name 'input of {norm}'"
             if norm
             else "name the tensor that residuals add to: in a pre-norm model the input of the norm before a branch, not its "
             "output, or the output of the previous module"
-            + (f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}" if beside else "")
+            + (
+                f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}"
+                if beside
+                else ""
+            )
         )
         finding = (
             f"{where} is not the whole hidden state: with that tensor as recorded and other states before it, "
@@ -273,18 +319,24 @@ class WholeStateCheck:
         if there is none. What later spans depend on, too, is no part of the first one.
         """
         for l in range(1, len(self.calls) + 1):
-            if self._depends(l, {self.boundary(k): self._recorded(k) for k in range(l)} | self.held, True):
+            if self._depends(
+                l, {self.boundary(k): self._recorded(k) for k in range(l)} | self.held, True
+            ):
                 return ""
         state = self.replica.oriented(self.calls[0].x.to(self.device))
         returned = self._outputs_before_first_state()
-        return next((place.module for place, value in returned.items() if torch.equal(value, state)), "")
+        return next(
+            (place.module for place, value in returned.items() if torch.equal(value, state)), ""
+        )
 
     def _states_beside(self, l: int) -> list[Boundary]:
         """Return the boundaries before l whose states the end of span l depends on, also if all later ones are as recorded."""
         states = []
         for k in range(l):
             before = {self.boundary(j): self._recorded(j) for j in range(l)} | self.held
-            if not self._is_fixed(k) and self._depends(l, before | {self.boundary(k): self.add_noise}, False):
+            if not self._is_fixed(k) and self._depends(
+                l, before | {self.boundary(k): self.add_noise}, False
+            ):
                 states.append(self.boundary(k))
         return states
 
@@ -328,7 +380,11 @@ class WholeStateCheck:
                     hook = partial(keep, Boundary("output", name))
                     stack.callback(module.register_forward_hook(hook).remove)
             run(self.replica, self.arguments, self.seed, {self.first: stop_at})
-        return {place: values[0] for place, values in returned.items() if len(values) == 1 and place != self.first}
+        return {
+            place: values[0]
+            for place, values in returned.items()
+            if len(values) == 1 and place != self.first
+        }
 
 
 def _relative_difference(a: Tensor, b: Tensor) -> float:
@@ -336,12 +392,15 @@ def _relative_difference(a: Tensor, b: Tensor) -> float:
         return float("inf")
     finite = b.isfinite()  # logits may be masked
     difference, size = (
-        float(torch.linalg.vector_norm(t[finite], dtype=torch.float64)) for t in (torch.where(a == b, 0, a - b), b)
+        float(torch.linalg.vector_norm(t[finite], dtype=torch.float64))
+        for t in (torch.where(a == b, 0, a - b), b)
     )
     return difference / size if difference else 0.0
 
 
-def _norm_that_returns(replica: Replica, arguments: BoundArguments, seed: int, boundary: Boundary) -> str:
+def _norm_that_returns(
+    replica: Replica, arguments: BoundArguments, seed: int, boundary: Boundary
+) -> str:
     """Return the name of the norm whose output is the tensor at the boundary, or '' if there is none."""
     returned: list[tuple[str, Any]] = []
 

@@ -68,7 +68,9 @@ class _Recorder:
     def run(self, arguments: inspect.BoundArguments) -> Any:
         """Run the model once, with hooks at all boundaries, fixed tensors and final norms; return its output."""
         boundaries = dict.fromkeys(boundary for span in self.spans for boundary in span)
-        hooks = {place: partial(self.record_fixed, place) for place in self.replica.description.fixed}
+        hooks = {
+            place: partial(self.record_fixed, place) for place in self.replica.description.fixed
+        }
         with ExitStack() as stack:
             stack.enter_context(self.head.watch(self.is_last_state))
             stack.enter_context(self.norms.watch(list(self.replica.module.modules())))
@@ -80,7 +82,9 @@ class _Recorder:
         if self.norms.trying:
             return
         if place in self.fixed:
-            raise UsageError(f"the forward pass reaches the {place} twice; name fixed tensors that it reaches once")
+            raise UsageError(
+                f"the forward pass reaches the {place} twice; name fixed tensors that it reaches once"
+            )
         self.fixed[place] = self.spill.keep(value.clone())
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:
@@ -119,9 +123,13 @@ class _Recorder:
             UsageError: for boundaries that were not reached or are out of order, and spans that do not follow each other.
         """
         boundaries = [boundary for span in self.spans for boundary in span]
-        missed = [str(boundary) for boundary in dict.fromkeys(boundaries) if boundary not in self.states]
+        missed = [
+            str(boundary) for boundary in dict.fromkeys(boundaries) if boundary not in self.states
+        ]
         if missed:
-            raise UsageError(f"the forward pass never reached {len(missed)} of the boundaries: {', '.join(missed)}")
+            raise UsageError(
+                f"the forward pass never reached {len(missed)} of the boundaries: {', '.join(missed)}"
+            )
         missed = [str(place) for place in self.replica.description.fixed if place not in self.fixed]
         if missed:
             raise UsageError(
@@ -135,7 +143,9 @@ class _Recorder:
                 f"{', '.join(map(str, self.states))}"
             )
         calls: list[SpanCall] = []
-        for i, (span, name) in enumerate(zip(self.spans, self.replica.description.names, strict=True)):
+        for i, (span, name) in enumerate(
+            zip(self.spans, self.replica.description.names, strict=True)
+        ):
             x, y = (self.states[boundary] for boundary in span)
             if calls and not same_state(x, calls[-1].y):
                 raise UsageError(
@@ -143,13 +153,19 @@ class _Recorder:
                     "name spans that each begin with the tensor that the previous one ends with"
                 )
             if self.random[span[0]] != self.random[span[1]]:
-                raise irreproducible(f"the span from {name} draws random numbers", self.replica.description)
+                raise irreproducible(
+                    f"the span from {name} draws random numbers", self.replica.description
+                )
             if x.shape != y.shape:
                 raise UsageError(
                     f"the span from {name} maps {tuple(x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
                 )
             x = calls[-1].y if calls else x
             model = self.replica.module
-            calls.append(SpanCall(i + 1, name, model, arguments, "", self.replica, x, span=span, seed=self.seed))
+            calls.append(
+                SpanCall(
+                    i + 1, name, model, arguments, "", self.replica, x, span=span, seed=self.seed
+                )
+            )
             calls[-1].y, calls[-1].ends_in_norm = y, self.normed[span[1]]
         return calls

@@ -121,7 +121,12 @@ class CouplingCallback(Callback):
         return self.run.state_dict()
 
     def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Take the probe from the first validation batch of the sanity check, which needs no extra loading."""
         if trainer.sanity_checking and self.probe is None and self.run.given_probe is None:
@@ -132,18 +137,26 @@ class CouplingCallback(Callback):
         self.first_batch_seen = False
 
         def add_metrics(metrics: Mapping[str, float]) -> None:
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value) for name, value in metrics.items()}
+            )
 
         self.run.start(
             trainer.global_step,
             rank=trainer.global_rank,
             ranks=trainer.world_size,
-            loggers=[logger_of(logger, self.run.prefix) for logger in trainer.loggers if trainer.is_global_zero],
+            loggers=[
+                logger_of(logger, self.run.prefix)
+                for logger in trainer.loggers
+                if trainer.is_global_zero
+            ],
             metrics=add_metrics,
             stores=not trainer.fast_dev_run,  # type: ignore[attr-defined]
         )
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Measure before the first step, and at the step of a checkpoint that was saved before it was measured."""
         if not self.first_batch_seen:
             self.first_batch_seen = True
@@ -156,7 +169,9 @@ class CouplingCallback(Callback):
     ) -> None:
         """Measure if the schedule includes an optimizer step of this batch."""
         n = self.run.every_n_epochs
-        end_of_nth = n is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % n == 0
+        end_of_nth = (
+            n is not None and trainer.is_last_batch and (trainer.current_epoch + 1) % n == 0
+        )
         if self.run.last_checked < trainer.global_step or end_of_nth:
             self._reach(trainer, pl_module, force=end_of_nth)
 
@@ -172,7 +187,9 @@ class CouplingCallback(Callback):
                 self._reach(trainer, pl_module, force=True)
         self.run.finish()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
         """Let a training that follows in this process begin again. One that the user has stopped keeps its units."""
         if self.trains and isinstance(exception, Exception):
             self.run.fail()
@@ -180,17 +197,27 @@ class CouplingCallback(Callback):
     def _check_others(self, trainer: Trainer) -> None:
         """Refuse a store that another of these callbacks writes."""
         listed: list[Any] = getattr(trainer, "callbacks")  # noqa: B009 - Lightning does not declare it
-        others = (other.run.store for other in listed if isinstance(other, CouplingCallback) and other is not self)
+        others = (
+            other.run.store
+            for other in listed
+            if isinstance(other, CouplingCallback) and other is not self
+        )
         store = self.run.store
-        if store is not None and store.path.resolve() in {one.path.resolve() for one in others if one is not None}:
-            raise UsageError(f"save_dir={str(store.path)!r} is that of another CouplingCallback; give each its own")
+        if store is not None and store.path.resolve() in {
+            one.path.resolve() for one in others if one is not None
+        }:
+            raise UsageError(
+                f"save_dir={str(store.path)!r} is that of another CouplingCallback; give each its own"
+            )
 
     def _reach(self, trainer: Trainer, module: LightningModule, force: bool) -> None:
         measured = partial(measured_module, self, trainer, module, self.run.weights)
         self.run.reach(trainer.global_step, measured, trainer.strategy.root_device, force=force)
 
 
-def check_readable(callback: Callback, trainer: Trainer, module: LightningModule, weights: str) -> None:
+def check_readable(
+    callback: Callback, trainer: Trainer, module: LightningModule, weights: str
+) -> None:
     """Check that the weights can be read during the training.
 
     Raises:
@@ -209,11 +236,15 @@ def check_readable(callback: Callback, trainer: Trainer, module: LightningModule
         )
 
 
-def measured_module(callback: Callback, trainer: Trainer, module: LightningModule, weights: str) -> nn.Module:
+def measured_module(
+    callback: Callback, trainer: Trainer, module: LightningModule, weights: str
+) -> nn.Module:
     """Return the training module, or its averaged copy."""
     if weights == "raw":
         return module
-    averaged = _before(callback, trainer, AVERAGING)[0]._average_model  # Lightning has no public access
+    averaged = _before(callback, trainer, AVERAGING)[
+        0
+    ]._average_model  # Lightning has no public access
     assert averaged is not None
     return averaged.module
 
@@ -226,4 +257,6 @@ def replaces_raw_weights(callback: Callback, trainer: Trainer) -> bool:
 def _before(callback: Callback, trainer: Trainer, *names: str) -> list[Any]:
     """Return the callbacks of some of Lightning's classes that Lightning calls before this one."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [other for other in callbacks[: callbacks.index(callback)] if is_lightning(other, *names)]
+    return [
+        other for other in callbacks[: callbacks.index(callback)] if is_lightning(other, *names)
+    ]

@@ -120,7 +120,9 @@ def check_inputs(store: Store | None, probe: Any) -> None:
         )
 
 
-def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool, again: bool = False) -> str | None:
+def claim(
+    store: Store, settings: Mapping[str, Any], step: int, resumed: bool, again: bool = False
+) -> str | None:
     """Prepare a store for a run that starts at `step`: check its settings, set later units aside, forget later skips.
 
     Args:

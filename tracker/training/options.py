@@ -32,13 +32,19 @@ class RunOptions(Options, total=False):
         "the tokenizer of a probe of prompts. None: the `processing_class` of transformers' Trainer, if it has one.",
     ]
     forward: Annotated[
-        Forward | None, None, "runs a batch, forward(module, batch), for modules whose own forward does not take it."
+        Forward | None,
+        None,
+        "runs a batch, forward(module, batch), for modules whose own forward does not take it.",
     ]
     blocks: Annotated[
-        Named | Blocks | None, None, "as in `tracker.measure`, with names as in the module that is trained."
+        Named | Blocks | None,
+        None,
+        "as in `tracker.measure`, with names as in the module that is trained.",
     ]
     save_dir: Annotated[
-        str | None, None, "directory of the store, for one run: a new run is refused, a resumed one continues."
+        str | None,
+        None,
+        "directory of the store, for one run: a new run is refused, a resumed one continues.",
     ]
     log: Annotated[
         Log,

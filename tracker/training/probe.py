@@ -62,7 +62,9 @@ class WithForward(nn.Module):
         return self.function(self.module, rebuild(tensors))
 
 
-def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forward | None) -> Target:
+def find_target(
+    module: nn.Module, blocks: Named | Blocks | None, forward: Forward | None
+) -> Target:
     """Find the part to run: the whole module if `forward` is given; else the Hugging Face model that contains the blocks,
     the module itself if it defines a forward, or its child that contains the blocks.
 
@@ -97,7 +99,9 @@ def find_target(module: nn.Module, blocks: Named | Blocks | None, forward: Forwa
             f"the boundaries at {', '.join(outside)} are outside {part!r}, which runs by itself on a batch; name others, or "
             "give a function that runs the whole module: forward=lambda module, batch: ..."
         )
-    renamed = [str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)]
+    renamed = [
+        str(Boundary(b.side, own[id(other)])) for b, other in zip(boundaries, named, strict=True)
+    ]
     ends = 2 * len(whole.spans)
     spans = list(zip(renamed[:ends:2], renamed[1:ends:2], strict=True))
     return Target(part, forward, find_blocks(model, spans, fixed=renamed[ends:]))
@@ -132,7 +136,9 @@ def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | 
         for key in list(batch) if isinstance(batch, dict) else range(len(batch)):
             new[key] = map_leaves(batch[key], change, memo)
     for name, entry in attributes(batch).items():
-        object.__setattr__(new, name, map_leaves(entry, change, memo))  # of a frozen dataclass as well
+        object.__setattr__(
+            new, name, map_leaves(entry, change, memo)
+        )  # of a frozen dataclass as well
     return new
 
 
@@ -162,7 +168,9 @@ def is_texts(value: Any) -> bool:
 
 def is_record(value: Any) -> bool:
     """Whether an object is taken apart by its attributes."""
-    if isinstance(value, (Tensor, nn.Module, Enum, type, *ARRAYS, *SCALARS)) or not (held := attributes(value)):
+    if isinstance(value, (Tensor, nn.Module, Enum, type, *ARRAYS, *SCALARS)) or not (
+        held := attributes(value)
+    ):
         return False
     return (
         is_dataclass(value)
@@ -175,7 +183,9 @@ def is_record(value: Any) -> bool:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, also those in slots."""
-    state: Any = object.__getstate__(value)  # a dictionary, None, or a pair of these if the class has slots
+    state: Any = object.__getstate__(
+        value
+    )  # a dictionary, None, or a pair of these if the class has slots
     own, slots = state if isinstance(state, tuple) else (state, None)
     return (own or {}) | (slots or {})
 
@@ -196,7 +206,11 @@ def contents(batch: Any) -> Any:
         return None if batch is None else plain(batch)
     if isinstance(batch, ARRAYS):
         values = np.frombuffer(batch.tobytes(), np.uint8).copy()
-        return None if batch.dtype.hasobject else [batch.dtype.str, list(batch.shape), torch.from_numpy(values)]
+        return (
+            None
+            if batch.dtype.hasobject
+            else [batch.dtype.str, list(batch.shape), torch.from_numpy(values)]
+        )
     if isinstance(batch, (tuple, list)):
         return [contents(entry) for entry in batch]
     if isinstance(batch, Mapping) or is_record(batch):
@@ -215,7 +229,11 @@ def in_form_of(batch: Any, held: Any) -> Any:
         return type(batch).__members__.get(held, held)
     if isinstance(batch, np.generic) and isinstance(held, (str, bytes, float, complex)):
         return type(batch)(held)
-    if isinstance(batch, ARRAYS) and isinstance(held, list) and [type(part) for part in held] == [str, list, Tensor]:
+    if (
+        isinstance(batch, ARRAYS)
+        and isinstance(held, list)
+        and [type(part) for part in held] == [str, list, Tensor]
+    ):
         dtype, shape, values = held
         array = np.frombuffer(values.numpy().tobytes(), dtype).reshape(shape)
         return array.copy() if isinstance(batch, np.ndarray) else array[()]
@@ -223,10 +241,14 @@ def in_form_of(batch: Any, held: Any) -> Any:
         if is_texts(batch) and is_texts(held):
             return _sequence_like(batch, held)
         if len(batch) == len(held):
-            return _sequence_like(batch, [in_form_of(*pair) for pair in zip(batch, held, strict=True)])
+            return _sequence_like(
+                batch, [in_form_of(*pair) for pair in zip(batch, held, strict=True)]
+            )
     named = named_parts(batch)
     if named and isinstance(held, dict) and [f"{name}" for name in named] == list(held):
-        return _with_parts(batch, {name: in_form_of(entry, held[f"{name}"]) for name, entry in named.items()})
+        return _with_parts(
+            batch, {name: in_form_of(entry, held[f"{name}"]) for name, entry in named.items()}
+        )
     return batch if held is None and contents(batch) is None else held
 
 
@@ -264,11 +286,15 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     if is_prompts(probe) and tokenizer is None:
         raise UsageError("the probe is prompts; give their tokenizer too: tokenizer=...")
     if is_prompts(probe) and forward is not None:
-        raise UsageError("the probe is prompts, which are passed to the language model itself; leave forward= out")
+        raise UsageError(
+            "the probe is prompts, which are passed to the language model itself; leave forward= out"
+        )
     return probe
 
 
-def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: Forward | None) -> Any:
+def resolve(
+    given: Any, own: Any, held: Any, take: Callable[[], Any], forward: Forward | None
+) -> Any:
     """Return the probe measured before, `own` or `held`, else the given one, else the first samples of a batch.
 
     Args:
@@ -291,7 +317,9 @@ def resolve(given: Any, own: Any, held: Any, take: Callable[[], Any], forward: F
     if own is not None:
         return own
     form = first_samples(take()) if given is None else given
-    if forward is not None and tree_structure(contents(form), is_texts) != tree_structure(held, is_texts):
+    if forward is not None and tree_structure(contents(form), is_texts) != tree_structure(
+        held, is_texts
+    ):
         warn_caller(
             "the probe of the checkpoint has other parts than the "
             f"{'first batch' if given is None else 'given probe'}, and is measured without their types; if forward= needs them, "
@@ -334,7 +362,9 @@ def sample_count(batch: Any) -> int:
     """
     entries = leaves(batch)
     for kind in (Tensor, np.ndarray, (list, tuple)):
-        n = next((_length(leaf) for leaf in entries if isinstance(leaf, kind) and _length(leaf) >= 0), 0)
+        n = next(
+            (_length(leaf) for leaf in entries if isinstance(leaf, kind) and _length(leaf) >= 0), 0
+        )
         if n:
             return n
     raise UsageError(
@@ -368,13 +398,24 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
         tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor)]
         mask = named.get("attention_mask")
         valid = mask.bool() if isinstance(mask, Tensor) else None
-        return [Batch((partial(_with_tensors, batch, tensors), *tensors), {}, [""] * sample_count(batch), valid)]
+        return [
+            Batch(
+                (partial(_with_tensors, batch, tensors), *tensors),
+                {},
+                [""] * sample_count(batch),
+                valid,
+            )
+        ]
     if isinstance(batch, (tuple, list)) and not is_prompts(batch):
         return forward_calls(model, batch[0], tokenizer)
     if not named:
         return batches(model, batch, tokenizer, None)
     known = inspect.signature(model.forward).parameters
-    taken = {name: value for name, value in named.items() if name in known and not name.startswith("label")}
+    taken = {
+        name: value
+        for name, value in named.items()
+        if name in known and not name.startswith("label")
+    }
     if not any(isinstance(value, Tensor) for value in taken.values()):
         raise UsageError(
             f"the forward of {type(model).__name__} takes {', '.join(known) or 'nothing'}, and the batch contains "
@@ -388,7 +429,10 @@ def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
     runs = f"the forward of {type(model).__name__}"
     remedy = "If the training step prepares a batch for the model, or calls another part of it, do the same:"
     if isinstance(model, WithForward):
-        runs, remedy = "the function given as forward=", "It takes the module and a batch like the probe:"
+        runs, remedy = (
+            "the function given as forward=",
+            "It takes the module and a batch like the probe:",
+        )
     elif is_prompts(probe):
         remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
     failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"
@@ -424,7 +468,9 @@ def _with_tensors(batch: Any, tensors: Sequence[Tensor], changed: Sequence[Tenso
 
 def _length(leaf: Any) -> int:
     """Return the length of a leaf's first axis, -1 if it has none."""
-    has_axis = leaf.ndim > 0 if isinstance(leaf, (Tensor, np.ndarray)) else isinstance(leaf, (list, tuple))
+    has_axis = (
+        leaf.ndim > 0 if isinstance(leaf, (Tensor, np.ndarray)) else isinstance(leaf, (list, tuple))
+    )
     return len(leaf) if has_axis else -1
 
 

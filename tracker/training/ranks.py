@@ -68,7 +68,12 @@ class Ranks:
             self.group = None
 
     def together(
-        self, part: Callable[..., Result], *arguments: Any, during: str, fatal: int = LOST, gathers: bool = False
+        self,
+        part: Callable[..., Result],
+        *arguments: Any,
+        during: str,
+        fatal: int = LOST,
+        gathers: bool = False,
     ) -> Result:
         """Return what a function returns on this rank, if it succeeds on every rank.
 
@@ -93,7 +98,9 @@ class Ranks:
             return result  # type: ignore[reportPossiblyUnbound]
         own = None if error is None else _report(error, self.rank)
         reports = [own] if gathers and outcome == LOST else self.gather(own)
-        kind, reason, where = self._reason([report for report in reports if report and report.outcome == worst])
+        kind, reason, where = self._reason(
+            [report for report in reports if report and report.outcome == worst]
+        )
         if worst < fatal:
             # An error in a variable of a frame that it was raised through is a reference cycle, which keeps all these frames.
             error = None
@@ -126,7 +133,13 @@ class Ranks:
     def _reason(self, reports: list[Report]) -> tuple[str, str, str]:
         """Return why some ranks failed, for the first one's reason: its type and text, and the ranks, if there are several."""
         first, ranks = reports[0], list(dict.fromkeys(report.rank for report in reports))
-        where = "" if self.count == 1 else " on all ranks" if len(ranks) == self.count else f" {', '.join(ranks)}"
+        where = (
+            ""
+            if self.count == 1
+            else " on all ranks"
+            if len(ranks) == self.count
+            else f" {', '.join(ranks)}"
+        )
         return first.kind, f"{first.kind}{where}: {first.message}", where
 
 
@@ -138,7 +151,9 @@ def _outcome(error: Exception) -> int:
 
 def _report(error: Exception, rank: int) -> Report:
     message, outcome = str(error), _outcome(error)
-    if outcome == MISTAKE and not isinstance(error, (UsageError, OSError)):  # a KeyError says little without its line
+    if outcome == MISTAKE and not isinstance(
+        error, (UsageError, OSError)
+    ):  # a KeyError says little without its line
         line = extract_tb(error.__traceback__)[-1]
         message += f" ({Path(line.filename).name}, line {line.lineno})"
     where = next((note for note in notes(error) if note.startswith(ON_RANK)), f"{ON_RANK}{rank}")
@@ -173,7 +188,9 @@ def measure_probe(
     def measure_own() -> list[Sample]:
         if shared and ranks.rank >= probes.sample_count(probe):
             return []
-        part = probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
+        part = (
+            probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
+        )
         try:
             with noting_forward(type(model).__name__):  # the tokenizer's errors, too
                 calls = probes.forward_calls(model, part, tokenizer)

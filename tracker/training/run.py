@@ -127,7 +127,11 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs."""
-        return {"served": self.last_checked, "measured": self.last_measured, "probe": self._probe_contents()}
+        return {
+            "served": self.last_checked,
+            "measured": self.last_measured,
+            "probe": self._probe_contents(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint."""
@@ -149,13 +153,19 @@ class TrainingRun:
         if step > 0 and self.last_checked < 0:
             stored = [] if self.store is None else self.store.steps()
             done = self.store is None or step in stored
-            self.load_state_dict({"served": step - (not done), "measured": step - (not done), "probe": None})
+            self.load_state_dict(
+                {"served": step - (not done), "measured": step - (not done), "probe": None}
+            )
             self.continues = bool(stored)
 
     # The course of a training.
 
     def find(
-        self, module: nn.Module, device: torch.device, *arguments: Any, take: Callable[[], Any] | None = None
+        self,
+        module: nn.Module,
+        device: torch.device,
+        *arguments: Any,
+        take: Callable[[], Any] | None = None,
     ) -> None:
         """Find the part of a module to measure, and its blocks; by a forward pass where the module tree does not show them.
 
@@ -176,7 +186,9 @@ class TrainingRun:
             with isolate_rng():
                 batch = self._given(*arguments)() if known else take()  # type: ignore[reportOptionalCall]
                 calls = probes.forward_calls(unwrap(module), batch, self.tokenizer)
-                blocks = find_on_inputs(unwrap(module), self.blocks, calls, self.settings, _measuring_device(device))
+                blocks = find_on_inputs(
+                    unwrap(module), self.blocks, calls, self.settings, _measuring_device(device)
+                )
             self.target = Target("", None, blocks)
 
     def _given(self, *arguments: Any) -> Callable[[], Any]:
@@ -214,7 +226,9 @@ class TrainingRun:
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
             claim = partial(open_for_run, store, self.settings, shared, step, resumed, self.held)
-            self.measured = self.ranks.broadcast(self.ranks.together(claim, during="opened save_dir", fatal=FAILED))
+            self.measured = self.ranks.broadcast(
+                self.ranks.together(claim, during="opened save_dir", fatal=FAILED)
+            )
         self.held = held(store)
 
     def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
@@ -275,7 +289,9 @@ class TrainingRun:
         if self.ranks.rank == 0 and (lines := self.skipped.lines()):
             found = self._has_results()
             if len(self.skipped.reasons) > len(lines) or not found:
-                warn_caller(f"{'' if found else 'this run has no results; '}skipped: {'; '.join(lines)}")
+                warn_caller(
+                    f"{'' if found else 'this run has no results; '}skipped: {'; '.join(lines)}"
+                )
         self.ranks.close()
         release(self.open_store)
         self.held = None
@@ -288,7 +304,10 @@ class TrainingRun:
     def _print_summary(self) -> None:
         store = self.open_store
         if self.ranks.rank == 0 and store is not None and store.steps():
-            with isolate_rng(), suppress(UsageError):  # neither mis-couplings nor paths were asked for
+            with (
+                isolate_rng(),
+                suppress(UsageError),
+            ):  # neither mis-couplings nor paths were asked for
                 print(summary(store))
                 print(
                     f'stored in {store.path}: tracker.plot("{store.path}"), python -m tracker.report {store.path}',
@@ -315,12 +334,20 @@ class TrainingRun:
         self._attempt(step, "not stored", self._store, step, unit)
         if self.metrics is not None:
             # An undefined value would make Lightning's EarlyStopping end the run.
-            self.metrics({self.prefix + name: value for name, value in row.scalars.items() if math.isfinite(value)})
+            self.metrics(
+                {
+                    self.prefix + name: value
+                    for name, value in row.scalars.items()
+                    if math.isfinite(value)
+                }
+            )
         self._attempt(step, "not logged", self._log, row)
         self._attempt(step, "on_measure failed", self._pass_on, unit)
         return unit
 
-    def _together(self, step: int, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _together(
+        self, step: int, part: Callable[..., Any], *arguments: Any, **options: Any
+    ) -> Any:
         return self.ranks.together(part, *arguments, during=f"measured step {step}", **options)
 
     def _attempt(self, step: int, failed: str, part: Callable[..., Any], *arguments: Any) -> None:
@@ -328,12 +355,16 @@ class TrainingRun:
         try:
             self._together(step, part, *arguments)
         except Failure as failure:
-            self._skip(step, f"{failed}: {failure}", f"step {step} is measured but {failed} ({failure})")
+            self._skip(
+                step, f"{failed}: {failure}", f"step {step} is measured but {failed} ({failure})"
+            )
 
     def _skip(self, step: int, reason: str, warning: str) -> None:
         """Record why a step has no results, or not everywhere; warn if it is the first for this cause."""
         if self.skipped.add(step, reason) is None and self.ranks.rank == 0:
-            warn_caller(f"{warning}; {'' if self._has_results() else 'no step has results yet; '}training continues")
+            warn_caller(
+                f"{warning}; {'' if self._has_results() else 'no step has results yet; '}training continues"
+            )
 
     def _has_results(self) -> bool:
         """Whether the store has a unit; without a store, whether a step was measured."""
@@ -365,7 +396,9 @@ class TrainingRun:
 
     def _log_cost(self, step: int) -> None:
         """Log what a measurement took, and the number of skipped steps once there is one."""
-        values: dict[str, float] = dict(zip(COST, (self.overhead.last, self.overhead.last_share), strict=True))
+        values: dict[str, float] = dict(
+            zip(COST, (self.overhead.last, self.overhead.last_share), strict=True)
+        )
         if self.skipped.reasons:
             values[SKIPPED] = len(self.skipped.reasons)
         for logger in self.loggers:
@@ -379,7 +412,9 @@ class TrainingRun:
         if self.on_measure is not None and self.ranks.rank == 0:
             self.on_measure(unit)
 
-    def _measure(self, step: int, module: nn.Module, device: torch.device, together: Callable[..., Any]) -> xr.Dataset:
+    def _measure(
+        self, step: int, module: nn.Module, device: torch.device, together: Callable[..., Any]
+    ) -> xr.Dataset:
         """Return the unit of a step."""
         assert self.target is not None
         started = time.perf_counter()
@@ -389,10 +424,20 @@ class TrainingRun:
         if form == self.asked:
             settings = replace(settings, checked=True)
         samples = measure_probe(
-            self.ranks, together, model, blocks, probe, self.tokenizer, settings, device, self._is_first
+            self.ranks,
+            together,
+            model,
+            blocks,
+            probe,
+            self.tokenizer,
+            settings,
+            device,
+            self._is_first,
         )
         self.asked = form
-        unit = together(to_dataset, samples, model, blocks, settings, device, contents(probe), started)
+        unit = together(
+            to_dataset, samples, model, blocks, settings, device, contents(probe), started
+        )
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

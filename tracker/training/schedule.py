@@ -28,7 +28,9 @@ def every(n: int, step: int) -> bool:
     return step % n == 0
 
 
-def choose(every_n_steps: int | None, steps: Iterable[int] | None, every_n_epochs: int | None) -> Schedule:
+def choose(
+    every_n_steps: int | None, steps: Iterable[int] | None, every_n_epochs: int | None
+) -> Schedule:
     """Return the schedule given in one of three ways; `log2` if none is given.
 
     With `every_n_epochs` it includes no step: the callback decides at the end of an epoch.
@@ -37,7 +39,9 @@ def choose(every_n_steps: int | None, steps: Iterable[int] | None, every_n_epoch
         UsageError: for several schedules at once, or steps that are not whole numbers from 0.
     """
     if sum(way is not None for way in (every_n_steps, steps, every_n_epochs)) > 1:
-        raise UsageError("several schedules given; give one of every_n_steps, every_n_epochs and steps")
+        raise UsageError(
+            "several schedules given; give one of every_n_steps, every_n_epochs and steps"
+        )
     if every_n_epochs is not None:
         positive("every_n_epochs", every_n_epochs)
         return frozenset().__contains__
@@ -46,7 +50,9 @@ def choose(every_n_steps: int | None, steps: Iterable[int] | None, every_n_epoch
     if steps is not None:
         chosen = frozenset(whole_numbers(steps))
         if not chosen or min(chosen) < 0:
-            raise UsageError(f"steps={steps!r}; give the optimizer steps to measure, whole numbers from 0 on")
+            raise UsageError(
+                f"steps={steps!r}; give the optimizer steps to measure, whole numbers from 0 on"
+            )
         return chosen.__contains__
     return log2
 
@@ -67,8 +73,13 @@ def any_due(schedule: Schedule, after: int, up_to: int) -> bool:
     return any(schedule(step) for step in range(after + 1, up_to + 1))
 
 
-LONG = 30.0  # seconds of measuring in all, after which one interval above the limit is worth a warning
-CLEARLY, IN_A_ROW = 2.0, 2  # before that: so many intervals in a row, each above so many times the limit
+LONG = (
+    30.0  # seconds of measuring in all, after which one interval above the limit is worth a warning
+)
+CLEARLY, IN_A_ROW = (
+    2.0,
+    2,
+)  # before that: so many intervals in a row, each above so many times the limit
 REMEDY = "measure less often, or on fewer samples or tokens"
 
 
@@ -85,8 +96,13 @@ class Overhead:
         self.last_end = self.last_start = time.perf_counter()
         self.total = 0.0  # seconds of all measurements
         self.last = 0.0  # seconds of the last measurement
-        self.last_share = 0.0  # the last measurement over the time since the previous one ended; 0 for the first
-        self.first, self.first_end = 0.0, math.inf  # seconds of the first measurement, and when it ended
+        self.last_share = (
+            0.0  # the last measurement over the time since the previous one ended; 0 for the first
+        )
+        self.first, self.first_end = (
+            0.0,
+            math.inf,
+        )  # seconds of the first measurement, and when it ended
         self.clearly_above = 0  # the last intervals in a row that are clearly above the limit
 
     def __enter__(self) -> None:
@@ -123,4 +139,6 @@ class Overhead:
         if self.warned or self.limit is None or share <= self.limit:
             return
         self.warned = True
-        warn_caller(f"measuring took {share:.0%} of {period}, more than max_overhead={self.limit:g}: {REMEDY}")
+        warn_caller(
+            f"measuring took {share:.0%} of {period}, more than max_overhead={self.limit:g}: {REMEDY}"
+        )

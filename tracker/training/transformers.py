@@ -52,7 +52,11 @@ class TransformersCallback(TrainerCallback):
         if options.get("tokenizer") is None and trainer is not None:
             options["tokenizer"] = trainer.processing_class
         self.run = TrainingRun(
-            TransformersCallback, options, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs, probe=probe
+            TransformersCallback,
+            options,
+            every_n_steps=every_n_steps,
+            every_n_epochs=every_n_epochs,
+            probe=probe,
         )
         self.trainer = trainer
 
@@ -79,11 +83,15 @@ class TransformersCallback(TrainerCallback):
         self.run.resume_at(step)
         loggers: list[Logger] = []
         others = [*(args.report_to or ())]
-        if "wandb" in others and (run := open_run()):  # the Trainer's callback for W&B knows neither axes nor pictures
+        if "wandb" in others and (
+            run := open_run()
+        ):  # the Trainer's callback for W&B knows neither axes nor pictures
             others.remove("wandb")
             loggers.append(OpenRun(run, self.run.prefix))
         if self.trainer is not None:
-            loggers.append(FunctionLogger(partial(_log, self.trainer, not loggers), self.run.prefix))
+            loggers.append(
+                FunctionLogger(partial(_log, self.trainer, not loggers), self.run.prefix)
+            )
         elif others and state.is_world_process_zero:
             warn_caller(
                 f"the metrics are not sent to {', '.join(others)}, because the callback does not know the Trainer: "
@@ -119,12 +127,16 @@ class TransformersCallback(TrainerCallback):
         """Measure after the last step, if the training ended early."""
         if 0 <= self.run.last_measured < state.global_step:
             if args.load_best_model_at_end:
-                warn_caller("the last step is not measured: the Trainer has loaded the weights of its best step")
+                warn_caller(
+                    "the last step is not measured: the Trainer has loaded the weights of its best step"
+                )
             else:
                 self._reach(args, state, context["model"], force=True)
         self.run.finish()
 
-    def _reach(self, args: TrainingArguments, state: TrainerState, model: nn.Module, force: bool) -> None:
+    def _reach(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, force: bool
+    ) -> None:
         self.run.reach(state.global_step, lambda: model, args.device, force=force)
 
 

@@ -78,7 +78,9 @@ class Watch:
             UsageError: for a step before that of the last call, and at the first call as above.
         """
         if self.open and step < self.run.last_checked:
-            raise UsageError(f"step {step} after step {self.run.last_checked}; make a new Watch for another training")
+            raise UsageError(
+                f"step {step} after step {self.run.last_checked}; make a new Watch for another training"
+            )
         parameter = next(model.parameters(), torch.empty(0))
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         first = not self.open
@@ -95,7 +97,10 @@ class Watch:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy, or another process, has of this object: it begins anew at its next call, without a logger."""
-        return vars(self) | {"open": False, "log_to": self.log_to if callable(self.log_to) else None}
+        return vars(self) | {
+            "open": False,
+            "log_to": self.log_to if callable(self.log_to) else None,
+        }
 
     def __enter__(self) -> "Watch":
         """Return self."""
@@ -111,11 +116,19 @@ class Watch:
 
     def _start(self, step: int, model: nn.Module, device: torch.device) -> None:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if together else (0, 1)
+        rank, ranks = (
+            (torch.distributed.get_rank(), torch.distributed.get_world_size())
+            if together
+            else (0, 1)
+        )
         check_whole(model)
         self.run.find(model, device, model)
         self.run.resume_at(step)
-        loggers = [logger_of(self.log_to, self.run.prefix)] if self.log_to is not None and rank == 0 else []
+        loggers = (
+            [logger_of(self.log_to, self.run.prefix)]
+            if self.log_to is not None and rank == 0
+            else []
+        )
         self.run.start(step, rank=rank, ranks=ranks, loggers=loggers)
         self.open = True
         self.run.settle_probe(lambda: None, model)

@@ -27,7 +27,16 @@ DISK_BUDGET = (
 GROUPS = {
     "most used": ("model", "steps", "k", "measures", "out", "wandb"),
     "before a walk": ("dry_run", "config", "print_config"),
-    "checkpoints": ("files", "load", "revisions", "stage", "untrained", "allow_suspect", "scores", "module"),
+    "checkpoints": (
+        "files",
+        "load",
+        "revisions",
+        "stage",
+        "untrained",
+        "allow_suspect",
+        "scores",
+        "module",
+    ),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
     "measurement": (
         "tokens",
@@ -118,7 +127,9 @@ class Walk:
         if not self.model and not self.files:
             raise ValueError("the following arguments are required: --model, or --files and --load")
         if self.files and (self.model or self.module or not self.load):
-            raise ValueError(f"--files {self.files!r} takes --load module:function, and neither --model nor --module")
+            raise ValueError(
+                f"--files {self.files!r} takes --load module:function, and neither --model nor --module"
+            )
         if self.load and not self.files:
             raise ValueError(
                 f"--load loads what --files matches: give a pattern of files in place of --model {self.model}"
@@ -160,7 +171,11 @@ def of_worker(walk: Walk, on_gpu: bool) -> Walk:
     changed: dict[str, Any] = {"workers": 0, "address": None, "wandb": "off"}
     for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
         value = getattr(walk, name)
-        if isinstance(value, (str, Path)) and value not in ("", "nano", "builtin", *SETS) and Path(value).exists():
+        if (
+            isinstance(value, (str, Path))
+            and value not in ("", "nano", "builtin", *SETS)
+            and Path(value).exists()
+        ):
             changed[name] = type(value)(Path(value).resolve())
     if walk.files:
         changed["files"] = os.path.abspath(Path(walk.files).expanduser())

@@ -43,7 +43,9 @@ def unwritable(error: OSError, store: Path) -> str:
     )
 
 
-def unavailable(selection: SelectedCheckpoints, checkpoints: Iterable[Checkpoint]) -> dict[Checkpoint, str]:
+def unavailable(
+    selection: SelectedCheckpoints, checkpoints: Iterable[Checkpoint]
+) -> dict[Checkpoint, str]:
     """Return which checkpoints can't be measured because the hub can't be reached, and what the cache lacks of each."""
     if not selection.offline:
         return {}
@@ -56,7 +58,9 @@ def unavailable(selection: SelectedCheckpoints, checkpoints: Iterable[Checkpoint
             missing = missing_files(repository / "snapshots" / listing.commit, listing)
             state = f"lacks {', '.join(file.name for file in missing)}" if missing else ""
         if state:
-            lacking[checkpoint] = f"{checkpoint.source} at {checkpoint.name} {state} in the cache {cache}; {CONNECT}"
+            lacking[checkpoint] = (
+                f"{checkpoint.source} at {checkpoint.name} {state} in the cache {cache}; {CONNECT}"
+            )
     return lacking
 
 
@@ -95,7 +99,12 @@ class WalkProgress:
     def downloading(self, name: str, total: int) -> Callable[[int], None]:
         """Start to show a download; return a function that takes the number of bytes as they arrive."""
         bar = tqdm(
-            desc=f"fetching {name}", total=total, unit="B", unit_scale=True, leave=False, disable=self.bar.disable
+            desc=f"fetching {name}",
+            total=total,
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=self.bar.disable,
         )
         lock, have = threading.Lock(), 0
         started = reported = time.perf_counter()
@@ -110,7 +119,9 @@ class WalkProgress:
             now = time.perf_counter()
             if have >= total or (bar.disable and now - reported > INTERVAL):
                 reported = now
-                self.notify(f"{name}: {size(have)} of {size(total)} fetched, {have / 1e6 / (now - started):.1f} MB/s")
+                self.notify(
+                    f"{name}: {size(have)} of {size(total)} fetched, {have / 1e6 / (now - started):.1f} MB/s"
+                )
 
         return count
 
@@ -141,7 +152,11 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
     if selection.suspect:
         measured = {checkpoint.step for checkpoint in selection.checkpoints}
         allowed = selection.suspect.keys() <= measured
-        action = "measured, and marked as suspect" if allowed else "left out; --allow_suspect measures them too"
+        action = (
+            "measured, and marked as suspect"
+            if allowed
+            else "left out; --allow_suspect measures them too"
+        )
         print(f"{len(selection.suspect)} of the selected revisions are suspect; they are {action}:")
         for step, reason in selection.suspect.items():
             print(f"  step {step:>7}  {reason}", flush=True)
@@ -164,7 +179,9 @@ def headline(row: "Row") -> str:
     parts = []
     if row.miscoupling is not None:
         value, null = row.scalars[MEAN_OFFDIAG], row.scalars[MEAN_OFFDIAG_NULL]
-        parts.append(f"miscoupling {value:.3f} (null {null:.3f}, K={row.miscoupling['k'].values.min()})")
+        parts.append(
+            f"miscoupling {value:.3f} (null {null:.3f}, K={row.miscoupling['k'].values.min()})"
+        )
     if LSS in row.scalars:
         parts.append(f"LSS {row.scalars[LSS]:.2f}")
     return "  ".join(parts) or "measured"

@@ -34,13 +34,19 @@ from tracker.walk.display import reason
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan, placement
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
-BYTES_PER_TOKEN = 4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
+BYTES_PER_TOKEN = (
+    4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
+)
 SHIPPED = "checkpoints/data/pythia.toml"
 NOT_LISTED = "not listed, and not counted"
 
 
 def describe(
-    plan: WalkPlan, missing: Sequence[Checkpoint], disk_budget: int | None, tokenizer: str | None, debug: bool = False
+    plan: WalkPlan,
+    missing: Sequence[Checkpoint],
+    disk_budget: int | None,
+    tokenizer: str | None,
+    debug: bool = False,
 ) -> Iterator[str]:
     """Describe what measuring the missing checkpoints would take: what is known at once, then what one block was timed for.
 
@@ -52,7 +58,10 @@ def describe(
         UsageError: if the model can't be measured with these settings.
     """
     yield entry("dry run", "nothing is fetched, measured or written")
-    yield entry("to measure", f"{len(missing)}: step {join_names(c.step for c in missing)}" if missing else "none")
+    yield entry(
+        "to measure",
+        f"{len(missing)}: step {join_names(c.step for c in missing)}" if missing else "none",
+    )
     if not missing:
         return
     if plan.selection.suite.on_hub:
@@ -84,7 +93,11 @@ def _download_lines(
 ) -> list[tuple[str, str]]:
     """Describe the downloads; files that revisions share count once."""
     shape = selection.suite.shape
-    computed = "" if shape is None else f"computed from the shape that ships in {SHIPPED}, without tokenizers"
+    computed = (
+        ""
+        if shape is None
+        else f"computed from the shape that ships in {SHIPPED}, without tokenizers"
+    )
     lacking: dict[Any, int] = {}  # bytes
     present: dict[Any, int] = {}
     largest = 0  # bytes of a revision
@@ -109,14 +122,30 @@ def _download_lines(
         return [("download", "not known: neither the hub nor the cache lists the files")]
     download = sum(size for key, size in lacking.items() if key not in present)
     kept = download if disk_budget is None else min(download, disk_budget)
-    limit = "without --disk_budget, nothing is removed" if disk_budget is None else f"--disk_budget {size(disk_budget)}"
+    limit = (
+        "without --disk_budget, nothing is removed"
+        if disk_budget is None
+        else f"--disk_budget {size(disk_budget)}"
+    )
     lines = [
         ("download", f"{size(download)}; {size(sum(present.values()))} are in the cache already"),
-        ("sizes", "; ".join(f"{counted(count, 'checkpoint')} {source}" for source, count in sources.items() if count)),
+        (
+            "sizes",
+            "; ".join(
+                f"{counted(count, 'checkpoint')} {source}"
+                for source, count in sources.items()
+                if count
+            ),
+        ),
         ("disk", f"at most {size(kept)} of downloads ({limit}); {size(largest)} per checkpoint"),
     ]
     if disk_budget is not None and largest > disk_budget:
-        lines.append(("warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"))
+        lines.append(
+            (
+                "warning",
+                "a checkpoint is larger than --disk_budget: it would fail; raise the budget",
+            )
+        )
     return lines
 
 
@@ -158,7 +187,9 @@ def _timed(plan: WalkPlan, missing: Sequence[Checkpoint], tokenizer: str | None)
     replacement = None if tokenizer is None else load_tokenizer(tokenizer)
     of_prompts = isinstance(measurement.inputs, list)
     with_tokenizer = of_prompts and replacement is None
-    checkpoint = next((c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0])
+    checkpoint = next(
+        (c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0]
+    )
     source = Path(checkpoint.source)
     if checkpoint.revision is None:
         if not measurement.own_code:
@@ -181,11 +212,15 @@ def _timed(plan: WalkPlan, missing: Sequence[Checkpoint], tokenizer: str | None)
         raise CheckpointError(
             f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
         )
-    stored = weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
+    stored = (
+        weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
+    )
     if listing is None or not missing_files(directory, _without_weights(listing)):
         return _from_config(directory, stored, with_tokenizer, replacement)
     with tempfile.TemporaryDirectory() as temporary:
-        fetched = fetch(checkpoint.source, checkpoint.revision, _without_weights(listing), Path(temporary))
+        fetched = fetch(
+            checkpoint.source, checkpoint.revision, _without_weights(listing), Path(temporary)
+        )
         return _from_config(fetched, stored, with_tokenizer, replacement)
 
 
@@ -222,7 +257,12 @@ def _from_shape(shape: Shape, of_prompts: bool, tokenizer: Any) -> _Timed:
     source = f"from the shape in {SHIPPED}, as neither the hub nor the cache has the configuration"
     if of_prompts and tokenizer is None:
         source += f"; lengths of prompts are estimated, a token for every {BYTES_PER_TOKEN} bytes"
-    return _Timed(_with_few_blocks(*of_model), _without_memory(*of_model), tokenizer or _estimated_tokens, source)
+    return _Timed(
+        _with_few_blocks(*of_model),
+        _without_memory(*of_model),
+        tokenizer or _estimated_tokens,
+        source,
+    )
 
 
 def _without_memory(config: Any, auto: Any, dtype: Any) -> nn.Module:
@@ -245,4 +285,6 @@ def _with_few_blocks(config: Any, auto: Any, dtype: Any) -> nn.Module:
 
 def _estimated_tokens(text: str, return_tensors: str) -> dict[str, torch.Tensor]:
     """Return as many tokens as a text has about, in place of a tokenizer."""
-    return {"input_ids": torch.arange(max(1, round(len(text.encode()) / BYTES_PER_TOKEN)))[None] % 1000}
+    return {
+        "input_ids": torch.arange(max(1, round(len(text.encode()) / BYTES_PER_TOKEN)))[None] % 1000
+    }

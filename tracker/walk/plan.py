@@ -94,7 +94,9 @@ class SelectedCheckpoints:
             if listing is not None and all(file.sha256 for file in listing.weights):
                 return integrity.files_digest(directory, listing)
             try:
-                directory = cached_snapshot(checkpoint.source, checkpoint.revision, self.suite.cache_dir)
+                directory = cached_snapshot(
+                    checkpoint.source, checkpoint.revision, self.suite.cache_dir
+                )
             except CheckpointError:
                 return ""
         return integrity.files_digest(directory, listing, self.suite.own_code)
@@ -106,7 +108,9 @@ class Measurement:
 
     settings: "Settings"  # without the memory budget, which depends on the model if none is given
     memory_budget: int | None
-    load: Callable[[Path], tuple[Any, Any]]  # a directory to a model and, if the inputs are prompts, a tokenizer
+    load: Callable[
+        [Path], tuple[Any, Any]
+    ]  # a directory to a model and, if the inputs are prompts, a tokenizer
     inputs: Any
     inputs_digest: str
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
@@ -152,17 +156,25 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     Raises:
         ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
     """
-    joined = scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite.name)
+    joined = (
+        scores.read_user_scores(walk.scores, suite)
+        if walk.scores
+        else scores.load_published(suite.name)
+    )
     measurement = _measurement(walk)
     if walk.workers < 0 or (walk.address and not walk.workers):
-        raise ValueError(f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1")
+        raise ValueError(
+            f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1"
+        )
     disk = DiskBudget(suite.cache_dir, walk.disk_budget)
     selection = _selection(walk, suite, joined, notify)
     output = _output(walk, suite, measurement, joined)
     notices = [suite.notice] if suite.notice else []
     if joined:
         where = walk.scores or "the suite's own, zero-shot"
-        trained = [checkpoint.step for checkpoint in selection.checkpoints if checkpoint.seed is None]
+        trained = [
+            checkpoint.step for checkpoint in selection.checkpoints if checkpoint.seed is None
+        ]
         notices.append(scores.describe_coverage(joined, trained, str(where)))
     return WalkPlan(selection, measurement, output, disk, notices)
 
@@ -179,23 +191,35 @@ def _measurement(walk: Walk) -> Measurement:
     device = usable_device(device, f"--device {device}")
     settings = settings_from(walk.options, "walk")
     budget = walk.options.get("memory_budget")
-    return Measurement(settings, budget, load, inputs, digest, labels, walk.max_tokens, device, bool(walk.own_code))
+    return Measurement(
+        settings, budget, load, inputs, digest, labels, walk.max_tokens, device, bool(walk.own_code)
+    )
 
 
-def _selection(walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]) -> SelectedCheckpoints:
+def _selection(
+    walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]
+) -> SelectedCheckpoints:
     chosen = suite.select(None if walk.steps is None else str(walk.steps), joined)
     examined = integrity.examine(suite, chosen, notify)
-    kept = tuple(checkpoint for checkpoint in chosen if walk.allow_suspect or checkpoint.step not in examined.suspect)
+    kept = tuple(
+        checkpoint
+        for checkpoint in chosen
+        if walk.allow_suspect or checkpoint.step not in examined.suspect
+    )
     if walk.untrained is not None:
         if not 0 <= walk.untrained < 2**63:
-            raise ValueError(f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1")
+            raise ValueError(
+                f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1"
+            )
         if walk.own_code:
             raise ValueError(
                 f"--untrained {walk.untrained}: only its own code knows how {walk.own_code} is initialised; leave it out"
             )
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
-    return SelectedCheckpoints(suite, kept, examined.suspect, examined.listings, examined.offline, examined.unlisted)
+    return SelectedCheckpoints(
+        suite, kept, examined.suspect, examined.listings, examined.offline, examined.unlisted
+    )
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
@@ -221,7 +245,13 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     """Return the settings that all units of the walk's store share."""
     from tracker.provenance import SCHEMA
 
-    always = ("k", "tokens", "final_norm", "dtype", *(["measures"] if "measures" in walk.options else []))
+    always = (
+        "k",
+        "tokens",
+        "final_norm",
+        "dtype",
+        *(["measures"] if "measures" in walk.options else []),
+    )
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": measurement.inputs_digest}
     identity |= measurement.settings.identity(always) | {"max_tokens": walk.max_tokens}
     if identity["k"]:
@@ -235,7 +265,9 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
         identity |= {"load" if walk.load else "module": walk.own_code, "tokenizer": walk.tokenizer}
     elif walk.tokenizer and walk.inputs is None:
         directory = Path(walk.tokenizer)
-        identity |= {"tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer}
+        identity |= {
+            "tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer
+        }
     return identity | ({"suite": suite.cache_dir.name} if suite.cache_dir is not None else {})
 
 
@@ -244,7 +276,9 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
     from tracker.provenance import digest
 
     if walk.inputs is None:
-        prompts = [prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)]
+        prompts = [
+            prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)
+        ]
         columns = {
             "difficulty": [prompt.difficulty for prompt in prompts],
             "prompt_source": [prompt.source for prompt in prompts],
@@ -255,7 +289,9 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
 
     if not isinstance(walk.inputs, (str, Path)):
         return digest(walk.inputs)[:16], walk.inputs, {}
-    form = "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
+    form = (
+        "give a file that torch.save wrote, with a tensor or a dictionary of tensors, batch first"
+    )
     try:
         inputs = torch.load(walk.inputs, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
@@ -264,10 +300,14 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
             "what a tokenizer returns: torch.save(dict(encoding), FILE)"
         ) from error
     except Exception as error:  # torch raises errors of many types for a damaged file
-        raise ValueError(f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}") from error
+        raise ValueError(
+            f"--inputs {walk.inputs} can't be read ({first_line(error)}); {form}"
+        ) from error
     values = inputs.values() if isinstance(inputs, Mapping) else [inputs]
     if not any(isinstance(value, torch.Tensor) and value.dim() for value in values):
-        raise ValueError(f"--inputs {walk.inputs} holds {shortened(inputs)} ({type(inputs).__name__}); {form}")
+        raise ValueError(
+            f"--inputs {walk.inputs} holds {shortened(inputs)} ({type(inputs).__name__}); {form}"
+        )
     return digest(inputs)[:16], inputs, {}
 
 
@@ -278,12 +318,16 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
     if walk.inputs is None and walk.tokenizer is None:
         if walk.own_code:
             flag = "--load" if walk.load else "--module"
-            raise ValueError(f"{flag} needs --tokenizer NAME for the prompts, or --inputs FILE in their place")
+            raise ValueError(
+                f"{flag} needs --tokenizer NAME for the prompts, or --inputs FILE in their place"
+            )
         return load.load
     load_file = load.load_model
     if walk.load:
         load_file = load.users_loader(walk.load)
     elif walk.module:
         load_file = load.lightning_loader(walk.module)
-    tokenizer = load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
+    tokenizer = (
+        load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
+    )
     return lambda file: (load_file(file), tokenizer)

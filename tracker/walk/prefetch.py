@@ -62,7 +62,11 @@ class Prefetched:
         selection, checkpoint = self.selection, self.checkpoint
         if checkpoint.revision is None:
             return Path(checkpoint.source)
-        repo, revision, cache_dir = checkpoint.source, checkpoint.revision, selection.suite.cache_dir
+        repo, revision, cache_dir = (
+            checkpoint.source,
+            checkpoint.revision,
+            selection.suite.cache_dir,
+        )
         if not selection.suite.on_hub:
             return cached_snapshot(repo, revision, cache_dir)
         listing = selection.listings.get(revision)
@@ -77,8 +81,20 @@ class Prefetched:
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
         lacking = missing_files(snapshot, listing)
-        count = self.shown.downloading(revision, sum(file.size for file in lacking)) if lacking else lambda _: None
-        return fetch(repo, revision, listing, cache_dir, notify=self.shown.notify, count=count, stop=self.stop)
+        count = (
+            self.shown.downloading(revision, sum(file.size for file in lacking))
+            if lacking
+            else lambda _: None
+        )
+        return fetch(
+            repo,
+            revision,
+            listing,
+            cache_dir,
+            notify=self.shown.notify,
+            count=count,
+            stop=self.stop,
+        )
 
 
 def prefetch(
@@ -113,7 +129,9 @@ def prefetch(
             if done:
                 claim.release(remove=True)
                 continue
-            upcoming = [selection.listings[c.name].commit for c in pending if c.name in selection.listings]
+            upcoming = [
+                selection.listings[c.name].commit for c in pending if c.name in selection.listings
+            ]
             coming.append(Prefetched(selection, disk, checkpoint, claim, upcoming, shown))
             return True
         return False

@@ -53,7 +53,9 @@ class PromptSource:
 
 
 def _multiple_choice(row: Row) -> str:
-    options = "".join(f"{letter}. {choice}\n" for letter, choice in zip(CHOICES, row["choices"], strict=True))
+    options = "".join(
+        f"{letter}. {choice}\n" for letter, choice in zip(CHOICES, row["choices"], strict=True)
+    )
     return f"{row['question'].strip()}\n{options}Answer:"
 
 
@@ -71,9 +73,19 @@ OPENLLM = (
     PromptSource("openai/gsm8k", "main", "test", _question, 200),
     PromptSource("Rowan/hellaswag", None, "validation", _activity, 200),
     PromptSource("cais/mmlu", "all", "test", _multiple_choice, 200),
-    PromptSource("truthfulqa/truthful_qa", "generation", "validation", lambda row: f"Q: {row['question']}\nA:", 200),
     PromptSource(
-        "allenai/winogrande", "winogrande_xl", "validation", lambda row: row["sentence"].split("_")[0].strip(), 200
+        "truthfulqa/truthful_qa",
+        "generation",
+        "validation",
+        lambda row: f"Q: {row['question']}\nA:",
+        200,
+    ),
+    PromptSource(
+        "allenai/winogrande",
+        "winogrande_xl",
+        "validation",
+        lambda row: row["sentence"].split("_")[0].strip(),
+        200,
     ),
 )
 WIKITEXT = (
@@ -89,7 +101,12 @@ WIKITEXT = (
 GSM8K = (OPENLLM[1],)
 EASY2HARD = (
     PromptSource(
-        "furonghuang-lab/Easy2Hard-Bench", "E2H-GSM8K", "eval", _question, 200, difficulty=lambda row: row["rating"]
+        "furonghuang-lab/Easy2Hard-Bench",
+        "E2H-GSM8K",
+        "eval",
+        _question,
+        200,
+        difficulty=lambda row: row["rating"],
     ),
 )
 SETS = {"openllm": OPENLLM, "gsm8k": GSM8K, "easy2hard": EASY2HARD, "wikitext": WIKITEXT}
@@ -104,7 +121,10 @@ def hub_prompts(name: str) -> list[Prompt]:
     file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
     try:
         kept = json.loads(file.read_text())
-        return [Prompt(*prompt) for prompt in zip(kept["prompts"], kept["difficulty"], kept["source"], strict=True)]
+        return [
+            Prompt(*prompt)
+            for prompt in zip(kept["prompts"], kept["difficulty"], kept["source"], strict=True)
+        ]
     except (OSError, ValueError, KeyError):
         pass  # not drawn yet, or not readable: draw it
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
@@ -133,7 +153,9 @@ def _drawn(name: str, source: PromptSource) -> list[Prompt]:
         ) from error
     try:
         wanted = [
-            Prompt(source.prompt(row), source.difficulty(row), source.repository) for row in rows if source.wanted(row)
+            Prompt(source.prompt(row), source.difficulty(row), source.repository)
+            for row in rows
+            if source.wanted(row)
         ]
     except KeyError as error:
         raise ValueError(
@@ -181,7 +203,9 @@ def load_prompts(source: str) -> list[Prompt]:
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise ValueError(
+            f"{source} is not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from error
     # Not `splitlines`, which ends lines at characters that prompts may contain, such as U+2028.
     every = [line.removesuffix("\r") for line in text.split("\n")]
     lines = {i: line for i, line in enumerate(every, 1) if line.strip()}
@@ -196,8 +220,13 @@ def load_prompts(source: str) -> list[Prompt]:
                 raise ValueError(
                     f'{source}: line {lacking[0]} has no "{key}", and others have; give it for all or for none'
                 )
-        return [prompt if prompt.source else prompt._replace(source=name) for prompt in prompts.values()]
-    return [Prompt(_storable(line.replace("\\n", "\n"), i, source), source=name) for i, line in lines.items()]
+        return [
+            prompt if prompt.source else prompt._replace(source=name) for prompt in prompts.values()
+        ]
+    return [
+        Prompt(_storable(line.replace("\\n", "\n"), i, source), source=name)
+        for i, line in lines.items()
+    ]
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
@@ -208,7 +237,11 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 def _from_json(line: str, i: int, source: str) -> Prompt:
     try:
         entry = json.loads(line)
-        prompt, difficulty, drawn_from = entry["prompt"], entry.get("difficulty"), entry.get("source")
+        prompt, difficulty, drawn_from = (
+            entry["prompt"],
+            entry.get("difficulty"),
+            entry.get("source"),
+        )
     except (
         ValueError,
         RecursionError,
@@ -216,11 +249,15 @@ def _from_json(line: str, i: int, source: str) -> Prompt:
         TypeError,
         AttributeError,
     ) as error:  # numbers and nesting have limits
-        raise ValueError(f'line {i} of {source} is not a JSON object with "prompt": {line[:60]!r}') from error
+        raise ValueError(
+            f'line {i} of {source} is not a JSON object with "prompt": {line[:60]!r}'
+        ) from error
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"line {i} of {source}: the prompt is empty or not a string")
     if difficulty is not None and not _is_finite(difficulty):
-        raise ValueError(f"line {i} of {source}: difficulty {repr(difficulty)[:60]} is not a number, or too large")
+        raise ValueError(
+            f"line {i} of {source}: difficulty {repr(difficulty)[:60]} is not a number, or too large"
+        )
     if drawn_from is not None and (not isinstance(drawn_from, str) or not drawn_from):
         raise ValueError(
             f"line {i} of {source}: source {drawn_from!r} is no name; give a string, such as a benchmark's"
@@ -241,7 +278,9 @@ def _storable(prompt: str, i: int, source: str) -> str:
     Raises:
         ValueError: naming the character that it can't.
     """
-    if character := next((char for char in prompt if char == "\0" or "\ud800" <= char <= "\udfff"), ""):
+    if character := next(
+        (char for char in prompt if char == "\0" or "\ud800" <= char <= "\udfff"), ""
+    ):
         raise ValueError(
             f"line {i} of {source}: a file of results can't hold the character U+{ord(character):04X}; leave it out"
         )

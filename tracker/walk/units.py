@@ -50,7 +50,9 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
     with _fingerprint(model, measurement.device) as fingerprint:
-        unit, resident = _measure(measurement, output.store.continued(measurement.settings), model, tokenizer)
+        unit, resident = _measure(
+            measurement, output.store.continued(measurement.settings), model, tokenizer
+        )
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=(checkpoint.revision or "") if trained else f"{UNTRAINED}{checkpoint.seed}",
@@ -63,7 +65,9 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
         unit = unit.assign_coords(stage=checkpoint.stage)
     if checkpoint.tokens is not None:
         unit = unit.assign_coords(tokens_seen=checkpoint.tokens)
-    unit = unit.assign_coords({name: ("prompt", labels) for name, labels in measurement.prompt_labels.items()})
+    unit = unit.assign_coords(
+        {name: ("prompt", labels) for name, labels in measurement.prompt_labels.items()}
+    )
     unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | own_scores)
     unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
     unit.attrs["settings_sha256"] = output.settings_sha256
@@ -113,7 +117,9 @@ def _measure(
         settings = replace(settings, witness="off")
     budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
-        if resident:  # otherwise the weights stay memory-mapped in their files and are loaded block by block
+        if (
+            resident
+        ):  # otherwise the weights stay memory-mapped in their files and are loaded block by block
             model.to(device)
         unit = measure(
             model,
@@ -141,11 +147,16 @@ def with_scores(unit: xr.Dataset, scored: Mapping[str, float]) -> xr.Dataset:
     if str(unit.coords["revision"].item()).startswith(UNTRAINED):
         return unit
     if "score" in unit:
-        has = {str(task): float(value) for task, value in zip(unit["task"].values, unit["score"].values, strict=True)}
+        has = {
+            str(task): float(value)
+            for task, value in zip(unit["task"].values, unit["score"].values, strict=True)
+        }
         scored = has | dict(scored)
         unit = unit.drop_dims("task")
     if scored:
-        unit = unit.assign(score=xr.DataArray(list(scored.values()), {"task": list(scored)}, "task"))
+        unit = unit.assign(
+            score=xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
+        )
     return unit
 
 
@@ -213,8 +224,16 @@ class Units:
 
     def changed(self, selection: SelectedCheckpoints) -> list[int]:
         """Return the steps whose weights differ from those that the units were measured from."""
-        measured = {c: self.known[c.step].files_sha256 for c in selection.checkpoints if c.step in self.known}
-        return [c.step for c, digest in measured.items() if digest and selection.digest(c) not in ("", digest)]
+        measured = {
+            c: self.known[c.step].files_sha256
+            for c in selection.checkpoints
+            if c.step in self.known
+        }
+        return [
+            c.step
+            for c, digest in measured.items()
+            if digest and selection.digest(c) not in ("", digest)
+        ]
 
 
 def _known(ds: xr.Dataset, row: Row, i: int = 0) -> Known:
@@ -224,5 +243,7 @@ def _known(ds: xr.Dataset, row: Row, i: int = 0) -> Known:
         values = ds.coords[name].values if name in ds.coords else np.asarray(ds.attrs.get(name, ""))
         return str(values if values.ndim == 0 else values[i])
 
-    named = {name: of(name) for name in ("revision", "files_sha256", "fingerprint", "token_ids_sha256")}
+    named = {
+        name: of(name) for name in ("revision", "files_sha256", "fingerprint", "token_ids_sha256")
+    }
     return Known(likeness(ds), row=row, **named)
