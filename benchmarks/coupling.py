@@ -107,15 +107,13 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     """Time `tracker.measure`, the published algorithm and matrix products in turn, and compare times and values."""
     from benchmarks import agreement, machine, shapes, timing
 
-    environment = machine.environment(
-        settings.device
-    )  # first: the load average is to exclude this benchmark
+    # First: the load average is to exclude this benchmark
+    environment = machine.environment(settings.device)
     model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
     linear = machine.linear_shapes(shapes.blocks(model)[0])
     L, d = len(shapes.blocks(model)), linear[0][1]
-    flops = sum(
-        2 * d * outputs * inputs for outputs, inputs in linear
-    )  # of d cotangents in a block
+    # Of d cotangents in a block
+    flops = sum(2 * d * outputs * inputs for outputs, inputs in linear)
     jacobians: list[Tensor] = []
     with machine.counted_products() as counted:  # an untimed run of each, to warm up
         kept = jacobians if settings.published else None  # a large model's would fill the memory

@@ -33,7 +33,8 @@ TAIL = 4000  # bytes of a step's output, and characters of a test's error, that 
 NOT_MEASURED = "not measured"
 
 _COUPLING = "benchmarks.coupling --k 10 --published false"
-_12B = f"{_COUPLING} --shape 12b --weights float16 --memory_budget 40000000000"  # as in a walk on 80 GB
+# As in a walk on 80 GB
+_12B = f"{_COUPLING} --shape 12b --weights float16 --memory_budget 40000000000"
 _160M = "benchmarks.coupling --shape 160m --blocks 2 --repeats 2 --memory false"
 _VIT = "--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed"
 STEPS = {  # seconds after which it is stopped, and what `python -m` runs, the important ones first
@@ -92,9 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--table", action="store_true", help="print the results in --out, and run nothing"
     )
-    parser.add_argument(
-        "--run", choices=MEASUREMENTS, help=argparse.SUPPRESS
-    )  # a step, in its process
+    # A step, in its process
+    parser.add_argument("--run", choices=MEASUREMENTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.run:
         return MEASUREMENTS[options.run](options.device, options.small, options.out)
@@ -137,9 +137,8 @@ def _run(
     options: argparse.Namespace, record: dict[str, Any], deadline: float, directory: Path
 ) -> int:
     """Run each step for which there is time, and write its outcome."""
-    git = subprocess.run(
-        "git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True
-    )  # "" without git
+    # "" without git
+    git = subprocess.run("git rev-parse HEAD", shell=True, cwd=ROOT, capture_output=True, text=True)
     done = True
     for name in options.steps or [name for name in STEPS if name not in record["steps"]]:
         limit, command = STEPS[name]
@@ -204,9 +203,8 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            with suppress(
-                subprocess.TimeoutExpired
-            ):  # a process that waits in the GPU's driver may not end at once
+            # A process that waits in the GPU's driver may not end at once
+            with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
     seconds, text = (
         round(time.perf_counter() - started, 2),
@@ -217,9 +215,8 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
 
 def _last_line(outcome: dict[str, Any]) -> str:
     lines = outcome["output"].strip().splitlines()
-    return next(
-        (line for line in reversed(lines) if not line.startswith("Extension modules")), ""
-    )  # of a crash
+    # Of a crash
+    return next((line for line in reversed(lines) if not line.startswith("Extension modules")), "")
 
 
 def machine(device: str, small: bool, out: Path) -> int:
@@ -261,9 +258,8 @@ def machine(device: str, small: bool, out: Path) -> int:
 def tests(device: str, small: bool, out: Path) -> int:
     """Run the tests of a GPU; write the outcome of each as it ends, with the errors that it states."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # PyTorch's deterministic mode asks for it
-    os.environ["OMP_NUM_THREADS"] = (
-        "1"  # of each worker: six workers with 16 threads each took 275 s
-    )
+    # Of each worker: six workers with 16 threads each took 275 s
+    os.environ["OMP_NUM_THREADS"] = "1"
     import pytest
 
     from benchmarks.machine import save

@@ -36,10 +36,8 @@ def couplings(
         calls = _captured(model, inputs, blocks)
     J, U, S, V = [], [], [], []
     for block, (X, arguments, keywords) in zip(blocks, calls, strict=True):
-        with (
-            clock("jacobian"),
-            sdpa_kernel(SDPBackend.MATH),
-        ):  # fused kernels do not support batched cotangents
+        # Fused kernels do not support batched cotangents
+        with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):
             J.append(jacobian(block, X, arguments, keywords, token))
         with clock("svd"):
             U_l, S_l, Vh_l = torch.linalg.svd(J[-1])

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from checkpoints.configuration import pythia_shapes
 
 VOCABULARY = 512  # embeddings are not timed
-IMAGES = {
-    "deit-ti": (32, 4),
-    "deit-ti-224": (224, 16),
-}  # side of the images and of the patches, in pixels
+# Side of the images and of the patches, in pixels
+IMAGES = {"deit-ti": (32, 4), "deit-ti-224": (224, 16)}
 SEED = 0
 
 

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
 STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("forward", "tracker.measures.calls", "record"),
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
-    (
-        "checks",
-        "tracker.jacobians.rows",
-        "derivative_error",
-    ),  # called within the stage before, like the next ones
+    # Called within the stage before, like the next ones
+    ("checks", "tracker.jacobians.rows", "derivative_error"),
     ("checks", "tracker.jacobians.rows", "find_mixing"),
     ("checks", "tracker.jacobians.rows", "differ_from_values"),
     ("checks", "tracker.jacobians.rows", "settle"),
@@ -126,9 +123,8 @@ def _peak_in_process(run: "Run", settings: "Benchmark") -> int:
     from benchmarks import machine, shapes
 
     small = replace(settings, shape="14m", tokens=8, k=2, blocks=2, prompts=1)
-    run(
-        shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device)
-    )  # loads libraries
+    # Loads libraries
+    run(shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device))
     model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
     return _peak_above_model(run, model, settings)
 

@@ -28,9 +28,8 @@ COUNTS = {
     r"labels$": 100_000,
 }
 VALUES_PER_BYTE = 8  # weights quantized to one bit
-MOST_BUFFERED = (
-    10**9
-)  # values, beyond those that the files can hold, in masks and tables that a model computes itself
+# Values, beyond those that the files can hold, in masks and tables that a model computes itself
+MOST_BUFFERED = 10**9
 # Any other implementation is code of a package that may not be there, or that transformers fetches from the hub.
 IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 

@@ -55,9 +55,8 @@ def load_copy(
         raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
     read = _read_by_loading(source, own_code)
     with _directory(_place(source, sum(file.stat().st_size for file in read))) as directory:
-        copy = (
-            directory / Path(os.path.abspath(source)).name
-        )  # of a link, too: its target may be named by a hash
+        # Of a link, too: its target may be named by a hash
+        copy = directory / Path(os.path.abspath(source)).name
         hashes = _copy(source, read, copy)
         try:
             return load(copy), files_digest(copy, own_code=own_code, hash_of=hashes.__getitem__)
@@ -175,9 +174,8 @@ def _copy(source: Path, read: list[Path], copy: Path) -> dict[Path, str]:
         for file, its_copy in copied.items():
             if files.identity(file) == before[file]:
                 files.note_sha256(file, before[file], hashes[its_copy])
-            elif (
-                files.hash_file(file) != hashes[its_copy]
-            ):  # a hard link or other permissions change no content
+            # A hard link or other permissions change no content
+            elif files.hash_file(file) != hashes[its_copy]:
                 raise CheckpointError(
                     f"{file} was changed while it was copied, and this checkpoint is not measured: when nothing writes there any "
                     "more, run the same command again"

@@ -20,9 +20,8 @@ from checkpoints.hub import File, Listing, read_ref, repo_dir
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock, cache_root, write_atomic
 
-Files = dict[
-    str, tuple[int, str]
-]  # size in bytes and name of the blob of files, by path within the cache
+# Size in bytes and name of the blob of files, by path within the cache
+Files = dict[str, tuple[int, str]]
 
 
 def partial_file(blob: Path) -> Path:
@@ -148,9 +147,8 @@ def _remove(snapshot: Path) -> None:
     """Remove an empty snapshot and the references to it."""
     snapshot.rmdir()
     for reference in list((snapshot.parent.parent / "refs").rglob("*")):
-        if (
-            not reference.name.startswith(".") and read_ref(reference) == snapshot.name
-        ):  # dot files are being written
+        # Dot files are being written
+        if not reference.name.startswith(".") and read_ref(reference) == snapshot.name:
             reference.unlink(missing_ok=True)
 
 

@@ -24,13 +24,10 @@ from tracker.common.files import write_atomic
 from tracker.common.text import first_line
 
 BLOCK = 1 << 20  # bytes
-SLOWEST, WINDOW = (
-    1000,
-    60.0,
-)  # bytes a second, over so many seconds, below which a download has stalled
-Count = Callable[
-    [int], None
-]  # receives the number of bytes that arrived or were found on disk; negative: discarded
+# Bytes a second, over so many seconds, below which a download has stalled
+SLOWEST, WINDOW = 1000, 60.0
+# Receives the number of bytes that arrived or were found on disk; negative: discarded
+Count = Callable[[int], None]
 
 
 def cached_snapshot(repo: str, revision: str, cache_dir: Path | None = None) -> Path:
@@ -84,13 +81,11 @@ def fetch(
                 attempts = Attempts(f"{file.name} of {repo} at {revision}", notify, stop)
                 _download(repo, listing.commit, file, blob, attempts, count)
             _link(directory / file.name, blob)
-        reference = (
-            repo_cache / "refs" / revision
-        )  # by which offline walks find the commit of the branch
+        # By which offline walks find the commit of the branch
+        reference = repo_cache / "refs" / revision
         if read_ref(reference) != listing.commit:
-            with (
-                nullcontext() if missing else suppress(OSError)
-            ):  # a cache that can't be written to may lack nothing
+            # A cache that can't be written to may lack nothing
+            with nullcontext() if missing else suppress(OSError):
                 reference.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(reference, listing.commit.encode())
     except OSError as error:
@@ -102,9 +97,8 @@ def fetch(
 
 def _link(pointer: Path, blob: Path) -> None:
     """Make a file of a snapshot a link to its blob, as the hub's client does, or a copy where links are not supported."""
-    if (
-        pointer.is_file() and pointer.stat().st_size == blob.stat().st_size
-    ):  # another process has made it
+    # Another process has made it
+    if pointer.is_file() and pointer.stat().st_size == blob.stat().st_size:
         return
     pointer.parent.mkdir(parents=True, exist_ok=True)
     pointer.unlink(missing_ok=True)
@@ -125,9 +119,8 @@ def _download(
     from huggingface_hub.utils import WeakFileLock
 
     blob.parent.mkdir(parents=True, exist_ok=True)
-    lock = (
-        blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"
-    )  # the one that the client uses
+    # The one that the client uses
+    lock = blob.parents[2] / ".locks" / blob.parents[1].name / f"{blob.name}.lock"
     lock.parent.mkdir(parents=True, exist_ok=True)
     with WeakFileLock(lock):
         if blob.exists() and blob.stat().st_size == file.size:  # another process has downloaded it
@@ -190,16 +183,14 @@ def _receive(
                             attempts.subject,
                             f"answers {response.status_code} {response.reason_phrase}",
                         )
-                    if (
-                        have and response.status_code != 206
-                    ):  # the server ignored the range: start over
+                    # The server ignored the range: start over
+                    if have and response.status_code != 206:
                         handle.truncate(0)
                         count(-have)
                         sha, have = _new_hash(file), 0
                     since, had = time.monotonic(), have
-                    for (
-                        block
-                    ) in response.iter_bytes():  # unbuffered: a dropped connection loses nothing
+                    # Unbuffered: a dropped connection loses nothing
+                    for block in response.iter_bytes():
                         if (passed := time.monotonic() - since) > WINDOW:
                             if have - had < SLOWEST * passed:
                                 raise httpx.ReadTimeout(f"{have - had:,} bytes in {passed:.0f} s")

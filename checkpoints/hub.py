@@ -133,9 +133,8 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
         return branches, ""
     except Unreachable as error:
         directory = repo_dir(repo) / "refs"
-        files = (
-            file for file in directory.rglob("*") if not file.name.startswith(".")
-        )  # dot files are being written
+        # Dot files are being written
+        files = (file for file in directory.rglob("*") if not file.name.startswith("."))
         cached = {
             str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))
         }
@@ -222,9 +221,8 @@ def _request_listing(
     listing = with_retries(ask, subject, notify)
     if listing is None:
         return None
-    with suppress(
-        OSError
-    ):  # a cache that can't be written to: the listing is requested again next time
+    # A cache that can't be written to: the listing is requested again next time
+    with suppress(OSError):
         _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(
             _listing_file(repo, commit),

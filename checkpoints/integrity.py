@@ -53,9 +53,8 @@ class Examination:
     listings: dict[str, Listing]  # by revision
     suspect: dict[int, str]  # reasons by step, for the chosen steps
     offline: str = ""  # why the hub could not be reached, or ""
-    unlisted: dict[str, str] = field(
-        default_factory=dict
-    )  # why the files of revisions are not known
+    # Why the files of revisions are not known
+    unlisted: dict[str, str] = field(default_factory=dict)
 
 
 def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) -> Examination:

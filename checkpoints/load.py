@@ -128,9 +128,8 @@ def readable(directory: Path, subject: str, remedy: str) -> Iterator[None]:
             f"a pickle in {directory} holds other objects than tensors, or is damaged, and is not loaded: pickles can run code "
             f"({first_line(error)[:80]} …); publish the weights as safetensors"
         ) from error
-    except (
-        Exception
-    ) as error:  # libraries raise errors of any type for files that they don't expect
+    # Libraries raise errors of any type for files that they don't expect
+    except Exception as error:
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"{directory} needs Python code of its own, and a walk runs no code of a checkpoint: load the model yourself and "
@@ -196,9 +195,8 @@ def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
 
 def _imported(name: str) -> Any:
     """Import an object by its name, module:object, from what Python knows and from the working directory."""
-    if (
-        str(Path.cwd()) not in sys.path
-    ):  # which `python -m` adds, and a script that pip has installed does not
+    # Which `python -m` adds, and a script that pip has installed does not
+    if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     module, _, within = name.partition(":")
     return getattr(importlib.import_module(module), within)

@@ -104,9 +104,8 @@ def with_retries(ask: Callable[[], T], subject: str, notify: Notify = print) -> 
             ) from error
         except httpx.HTTPError as error:
             attempts.wait_or_raise(error)
-        except (
-            Exception
-        ) as error:  # the client fails in any way at an answer that it does not expect
+        # The client fails in any way at an answer that it does not expect
+        except Exception as error:
             raise _unreadable(subject, error) from error
 
 

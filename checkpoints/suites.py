@@ -25,7 +25,8 @@ from tracker.common.files import visible
 from tracker.common.text import counted, join_names
 
 PYTHIA_SIZES = tuple(pythia_shapes())
-PYTHIA_VARIANTS = {  # by a pattern of what follows the size: how a message spells it, and the sizes that have it
+# By a pattern of what follows the size: how a message spells it, and the sizes that have it
+PYTHIA_VARIANTS = {
     "-deduped": ("-deduped", PYTHIA_SIZES[2:]),
     "-seed[1-9]": ("-seed1 to -seed9", PYTHIA_SIZES[:5]),
     "-(data|weight)-seed[1-3]": (
@@ -44,9 +45,8 @@ class Family:
     """The naming patterns of a family of suites."""
 
     repositories: str  # matches a whole repository id
-    revisions: (
-        str  # searched in a revision's name; group step, and optionally tokens (billions) and stage
-    )
+    # Searched in a revision's name; group step, and optionally tokens (billions) and stage
+    revisions: str
 
 
 OLMO = Family(r"allenai/OLMo(E|-1B|-7B|-1\.7).*", r"^step(?P<step>\d+)-tokens(?P<tokens>\d+)B$")
@@ -93,9 +93,8 @@ class Checkpoint:
     revision: str | None  # None for a directory or a file
     tokens: int | None = None  # training tokens so far, if the name states them
     stage: str = ""
-    seed: int | None = (
-        None  # of the random initialisation that replaces the weights, for an untrained model
-    )
+    # Of the random initialisation that replaces the weights, for an untrained model
+    seed: int | None = None
 
     @property
     def name(self) -> str:

@@ -19,9 +19,8 @@ from checkpoints.fetch import cached_snapshot
 from tracker import CouplingCallback
 from tracker.report import write_report
 
-RESULTS = time.strftime(
-    "results/finetune_lm/%Y-%m-%d-%H%M%S"
-)  # each run has a directory of its own
+# Each run has a directory of its own
+RESULTS = time.strftime("results/finetune_lm/%Y-%m-%d-%H%M%S")
 LENGTH = 64
 PROMPTS = [
     "The following statement assigns",

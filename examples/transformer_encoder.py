@@ -14,9 +14,8 @@ from torch import nn
 from tracker import CouplingCallback
 from tracker.report import write_report
 
-RESULTS = time.strftime(
-    "results/transformer_encoder/%Y-%m-%d-%H%M%S"
-)  # each run has a directory of its own
+# Each run has a directory of its own
+RESULTS = time.strftime("results/transformer_encoder/%Y-%m-%d-%H%M%S")
 
 
 class MostFrequent(lightning.LightningModule):

@@ -37,15 +37,8 @@ SHOWN = {
 DRAWN = ("miscoupling", "offdiag_normalized")
 TITLES = {"smollm2": "SmolLM2-135M", "gemma3": "Gemma 3 270M"}
 LARGEST = 0.15  # of the colour scale
-PAIRS = (
-    (0, 1),
-    (4, 5),
-    (14, 15),
-    (13, 17),
-    (15, 23),
-    (24, 8),
-    (29, 13),
-)  # of SmolLM2, for the simulation
+# Of SmolLM2, for the simulation
+PAIRS = ((0, 1), (4, 5), (14, 15), (13, 17), (15, 23), (24, 8), (29, 13))
 PAIRS_OF_NANO = ((0, 1), (3, 2), (1, 5))
 
 
@@ -123,15 +116,13 @@ def turned_at_random(of: Blocks, draws: int, seed: int = 0) -> dict[str, np.ndar
     for _ in range(draws):
         frames, triangles = torch.linalg.qr(torch.randn(L, d, d, generator=generator))
         Q = frames * triangles.diagonal(dim1=-2, dim2=-1).sign()[:, None]
-        turned = (Q @ torch.cat([of.U, of.V], -1)).transpose(
-            1, 2
-        )  # (P, d, L, 2K), in common coordinates
+        # (P, d, L, 2K), in common coordinates
+        turned = (Q @ torch.cat([of.U, of.V], -1)).transpose(1, 2)
         values = {name: torch.full((len(of.J), L, L), torch.nan) for name in DRAWN}
         for l in range(L):
             others = [m for m in range(L) if abs(l - m) in DISTANCES]
-            own = (Q[l].mT @ turned[:, :, others].flatten(2)).unflatten(
-                -1, (len(others), 2, K)
-            )  # in those of block l
+            # In those of block l
+            own = (Q[l].mT @ turned[:, :, others].flatten(2)).unflatten(-1, (len(others), 2, K))
             JV = (of.J[:, l] @ own[..., 1, :].flatten(2)).unflatten(-1, (len(others), K))
             A = torch.einsum("pdmi,pdmj->pmij", own[..., 0, :], JV)
             for definition in DEFINITIONS:

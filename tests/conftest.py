@@ -153,9 +153,8 @@ def pytest_collection_modifyitems(config, items):
             )
         config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
         items[:] = first.values()
-    if hasattr(
-        config, "workerinput"
-    ):  # the files that take longest first, so that all processes end together
+    # The files that take longest first, so that all processes end together
+    if hasattr(config, "workerinput"):
         seconds = Counter()
         for item in items:
             slow = item.get_closest_marker("slow")

@@ -46,9 +46,8 @@ MESSAGE = 1 << 20  # bytes, at most
 def main() -> None:
     # The last thing that a child does before the interpreter frees modules, when nanobind would list all that is frozen below.
     atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C ends the children and the tests, which end this process
+    # Ctrl-C ends the children and the tests, which end this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in sys.argv[2:]:
         importlib.import_module(module)
     threads = [
@@ -120,7 +119,8 @@ def become(request: dict, files: list[int]) -> None:
     tempfile.tempdir = None  # it has read TMPDIR
     # W&B has made a directory for pictures on import, which the first child to exit would remove.
     MEDIA_TMP.name = tempfile.mkdtemp("wandb-media")
-    numpy.random.seed()  # as torch's and Python's: the first is a constant, the second is renewed by os.fork
+    # As torch's and Python's: the first is a constant, the second is renewed by os.fork
+    numpy.random.seed()
 
 
 if __name__ == "__main__":

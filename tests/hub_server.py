@@ -32,9 +32,8 @@ class Fault:
     )  # of the answer; without a status, of a file in place of its own
     drop_after: int | None = None  # number of bytes of the body before the connection is closed
     pause: Callable[[], object] | None = None  # called after each 64 kB of the body
-    content: Callable[[bytes], bytes] | None = (
-        None  # changes the content, under the hash of the original
-    )
+    # Changes the content, under the hash of the original
+    content: Callable[[bytes], bytes] | None = None
     then: Callable[[], None] | None = None  # called before answering
     reset: bool = False  # the connection is reset in place of an answer
 

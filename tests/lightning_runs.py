@@ -188,9 +188,8 @@ class PretendAccelerator(Accelerator):
         return "pretend"
 
 
-AcceleratorRegistry.register(
-    "pretend", PretendAccelerator, override=True
-)  # pytest imports this module twice
+# Pytest imports this module twice
+AcceleratorRegistry.register("pretend", PretendAccelerator, override=True)
 # Lightning places an accelerator that it does not know on the CPU, so the strategy names the device.
 StrategyRegistry.register("pretend", SingleDeviceStrategy, device="pretend:0", override=True)
 ON_PRETEND_DEVICE = {"accelerator": "pretend", "strategy": "pretend", "devices": 1}

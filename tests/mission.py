@@ -83,9 +83,8 @@ def measure_own_models(directory: Path) -> None:
             return x + self.attention(y, y, y, need_weights=False)[0]
 
     tracker.measure(nn.Sequential(*(Block() for _ in range(3))), torch.randn(2, 5, 16), k=4)
-    tracker.measure(
-        LM(Flat), torch.randint(7, (2, 5)), k=4
-    )  # blocks without a module for attention
+    # Blocks without a module for attention
+    tracker.measure(LM(Flat), torch.randint(7, (2, 5)), k=4)
     vit = ViT(
         image_size=16, patch_size=8, num_classes=5, dim=16, depth=3, heads=2, mlp_dim=32, dim_head=8
     ).eval()
@@ -184,9 +183,8 @@ def walk_published_checkpoints(directory: Path) -> None:
     run("tracker.commands", "replay", "out", "--wandb", "offline", "--log", "all")
     run("tracker.dashboards", "--entity", "someone", "--dry_run")
     run("tracker.pythia", "--model", "70m", "--dry_run")
-    run(
-        "checkpoints.__main__", "list", "2.8b", "--steps", "paper", expected=1
-    )  # the hub is not asked
+    # The hub is not asked
+    run("checkpoints.__main__", "list", "2.8b", "--steps", "paper", expected=1)
     print(tracker.summary(tracker.open_results("out")))
 
 

@@ -95,10 +95,8 @@ def children_seconds() -> float:
 
 def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
-    for name in (
-        "PYTHONBREAKPOINT",
-        "PYTORCH_NVML_BASED_CUDA_CHECK",
-    ):  # read when used; Ray and Lightning set them
+    # Read when used; Ray and Lightning set them
+    for name in ("PYTHONBREAKPOINT", "PYTORCH_NVML_BASED_CUDA_CHECK"):
         found.pop(name, None)
     return found
 
@@ -119,7 +117,8 @@ def server() -> tuple[socket.socket, subprocess.Popen[str], dict[str, str]]:
             env=environment,
             text=True,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,  # as most children's: Python asks once whether its streams can be sought in
+            # As most children's: Python asks once whether its streams can be sought in
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             pass_fds=[theirs.fileno()],
         )

@@ -3,7 +3,8 @@
 import torch
 import xarray as xr
 
-BLOCK = 30  # a block's Jacobian and its decomposition: some 30 products, norms and functions, one after another
+# A block's Jacobian and its decomposition: some 30 products, norms and functions, one after another
+BLOCK = 30
 
 
 def rounding(dtype: torch.dtype, operations: int = BLOCK, amplified: float = 1.0) -> float:

@@ -164,9 +164,8 @@ def damage(store, step, kind):
     if kind == "foreign":
         xr.Dataset({"temperature": ("time", [1.0])}).to_netcdf(store.file(step), engine="netcdf4")
     else:
-        store.file(step).write_bytes(
-            store.file(step).read_bytes()[:5000]
-        )  # the last three quarters are padding
+        # The last three quarters are padding
+        store.file(step).write_bytes(store.file(step).read_bytes()[:5000])
 
 
 def test_foreign_file_is_reported(store):
@@ -249,9 +248,8 @@ def test_claim_is_exclusive_and_ends_with_its_process(store):
     free = store.claim(4)
     assert free is not None and store.claim(4) is None
     with pytest.raises(ValueError, match="never mixed"):
-        store.check_settings(
-            {"k": [5], "dtype": "float32"}
-        )  # another walk is running, without results so far
+        # Another walk is running, without results so far
+        store.check_settings({"k": [5], "dtype": "float32"})
     free.release()  # its file remains, like that of a killed walk
     assert store.remove_abandoned() and [file.name for file in store.units.glob(".*")] == [
         ".step00000003.claim"

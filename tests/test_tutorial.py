@@ -35,9 +35,8 @@ def executed(suite, tmp_path_factory):
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
     }
-    environment["PYTHONWARNINGS"] = (
-        "ignore:IProgress not found"  # of tqdm, where Jupyter's widgets are not installed
-    )
+    # Of tqdm, where Jupyter's widgets are not installed
+    environment["PYTHONWARNINGS"] = "ignore:IProgress not found"
     NotebookClient(
         notebook,
         timeout=300,

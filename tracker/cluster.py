@@ -39,9 +39,8 @@ def connected(address: str | None, cpus: float = 1.0, gpus: float | None = None)
     )
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        if (
-            port.isdecimal()
-        ):  # Ray waits without end, and prints nothing, for a cluster that does not answer
+        # Ray waits without end, and prints nothing, for a cluster that does not answer
+        if port.isdecimal():
             socket.create_connection((host, int(port)), SECONDS).close()
         ray.init(
             address=address,
@@ -61,9 +60,8 @@ def connected(address: str | None, cpus: float = 1.0, gpus: float | None = None)
         sizes = sorted({(machine.get("CPU", 0.0), machine.get("GPU", 0.0)) for machine in machines})
         if gpus is None:
             gpus = float(any(gpu for _, gpu in sizes))
-        if not any(
-            cpus <= cpu and gpus <= gpu for cpu, gpu in sizes
-        ):  # Ray waits without end for such a one
+        # Ray waits without end for such a one
+        if not any(cpus <= cpu and gpus <= gpu for cpu, gpu in sizes):
             largest = "; ".join(f"{cpu:g} CPUs and {gpu:g} GPUs" for cpu, gpu in sizes)
             raise UsageError(
                 f"{cpus:g} CPUs and {gpus:g} GPUs (of a grid: --cpus_per_cell, --gpus_per_cell); no machine has that, so nothing "
@@ -116,10 +114,8 @@ def workers(
     """
     reserved = _reserve(device) if gpus and device.startswith("cuda") else None
     task = ray.remote(num_gpus=gpus, max_retries=RETRIES)(function)
-    kept = [
-        reserved,
-        *(task.remote(item) for _ in range(count)),
-    ]  # Ray ends a holder that nothing refers to
+    # Ray ends a holder that nothing refers to
+    kept = [reserved, *(task.remote(item) for _ in range(count))]
     yield
     del kept
 

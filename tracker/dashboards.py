@@ -119,9 +119,8 @@ def _headlines(k: int) -> "Section":
     """Return a section with what a training run logs by default; a null level shares the panel of what it belongs to."""
     from tracker.measures.registry import HEADLINES, UNDEFINED_COUNT
 
-    panels: dict[
-        str, tuple[str, list[str]]
-    ] = {}  # title and metrics, by the metric without the null level
+    # Title and metrics, by the metric without the null level
+    panels: dict[str, tuple[str, list[str]]] = {}
     for metric, title in HEADLINES.items():
         if metric == UNDEFINED_COUNT:  # runs without undefined values do not have it
             continue

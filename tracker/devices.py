@@ -24,9 +24,8 @@ _ALLOCATION = re.compile(
     r"|_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)\b[^\n]*Create\w*\(",
     re.IGNORECASE,
 )
-_UNSUPPORTED = re.compile(
-    r"_STATUS_\w*NOT_SUPPORTED\b|_STATUS_ARCH_MISMATCH\b"
-)  # refused; nothing was run
+# Refused; nothing was run
+_UNSUPPORTED = re.compile(r"_STATUS_\w*NOT_SUPPORTED\b|_STATUS_ARCH_MISMATCH\b")
 
 
 def is_allocation_failure(error: BaseException) -> bool:

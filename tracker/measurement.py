@@ -293,9 +293,8 @@ def to_dataset(
     dataset.attrs |= describe(unwrap(model), device) | {
         "blocks_found_by": blocks.found_by,
         "fixed": ", ".join(map(str, blocks.fixed)) or "none",
-        "tokens": (without_special or samples)[0].attributes[
-            "tokens"
-        ],  # some prompts may have been cut before [SEP]
+        # Some prompts may have been cut before [SEP]
+        "tokens": (without_special or samples)[0].attributes["tokens"],
         "measures": ", ".join(settings.measures),
         "svd": settings.svd,
         "precision": settings.precision,
@@ -312,8 +311,7 @@ def to_dataset(
 def _device(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is None:
         devices = (parameter.device for parameter in model.parameters())
-        device = next(
-            (device for device in devices if device.type != "meta"), torch.device("cpu")
-        )  # meta: offloaded
+        # Meta: offloaded
+        device = next((device for device in devices if device.type != "meta"), torch.device("cpu"))
         device = device if has_float64(device) else torch.device("cpu")
     return usable_device(device, f"device={str(device)!r}")

@@ -39,9 +39,8 @@ FIRST, SECOND = (held.lock for held in NETCDF4_PYTHON_LOCK.locks)  # type: ignor
 # What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
 
-SEAL = re.compile(
-    rb"\nsha256 (.{64})\n", re.DOTALL
-)  # whatever stands in the place of the hash is compared
+# Whatever stands in the place of the hash is compared
+SEAL = re.compile(rb"\nsha256 (.{64})\n", re.DOTALL)
 SEALED = 73  # bytes of a seal
 
 

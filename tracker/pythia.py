@@ -155,9 +155,8 @@ def _walk(
                     log(units.known[step].row)
                 _measure_missing(plan, missing, units, skipped, shown, log, interrupts, walk.debug)
             print_notes(units.known)
-            no_page = _write_page(
-                units
-            )  # before the loggers finish: a server may keep them waiting
+            # Before the loggers finish: a server may keep them waiting
+            no_page = _write_page(units)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -197,9 +196,8 @@ def _remembered_interrupts() -> Iterator[list[int]]:
         received.append(number)
         raise KeyboardInterrupt
 
-    if (
-        threading.current_thread() is not threading.main_thread()
-    ):  # Python gives other threads no signals
+    # Python gives other threads no signals
+    if threading.current_thread() is not threading.main_thread():
         yield received
         return
     before = {number: signal.signal(number, stop) for number in _stops()}
@@ -268,9 +266,8 @@ def _measure_missing(
                 prepared = units.prepare(
                     measure_checkpoint(plan, checkpoint, prefetched.arrival.result())
                 )
-            except (
-                Exception
-            ) as error:  # whatever is wrong with this revision, the others are measured
+            # Whatever is wrong with this revision, the others are measured
+            except Exception as error:
                 if is_device_error(error):
                     raise CommandFailure(
                         f"step {checkpoint.step}: the device failed ({first_line(error)}), and this process can't use it any "
@@ -314,9 +311,8 @@ def _write_page(units: "Units") -> list[str]:
         return []
 
     def leave_out(step: int, error: OSError | ValueError) -> None:
-        if step in units.known and isinstance(
-            error, ValueError
-        ):  # those damaged at the start were named there
+        # Those damaged at the start were named there
+        if step in units.known and isinstance(error, ValueError):
             raise error
 
     with store.alone():
@@ -360,10 +356,8 @@ def _workers(walk: Walk, plan: WalkPlan, missing: int) -> Iterator[None]:
         yield
         return
     require("ray", "--workers")
-    from tracker import (
-        cluster,
-        pythia,
-    )  # this module by its name, which workers can import, also where it is __main__
+    # This module by its name, which workers can import, also where it is __main__
+    from tracker import cluster, pythia
     from tracker.walk.command import of_worker
 
     with cluster.connected(walk.address, gpus=0.0 if walk.device == "cpu" else None) as gpus:

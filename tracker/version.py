@@ -1,4 +1,5 @@
 """The versions of the distribution, which `pyproject.toml` reads, and of the Dataset: results state both."""
 
 __version__ = "0.2.0"
-SCHEMA = 3  # of the Dataset: raised when a variable changes its meaning; stores of another schema are refused
+# Of the Dataset: raised when a variable changes its meaning; stores of another schema are refused
+SCHEMA = 3

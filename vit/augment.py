@@ -175,9 +175,8 @@ def move(images: Images, maps: Float[Tensor, "b 2 3"], fill: Float[Tensor, "3"])
     outside = ((x < 0) | (x >= W) | (y < 0) | (y >= H))[:, None]
     columns, after_column = _taps(x, W)
     rows, after_row = _taps(y, H)
-    nearest = (
-        (rows[:, :, None] * W + columns[:, None]).flatten(1)[:, None].expand(-1, 3, -1)
-    )  # 4 x 4 for each pixel
+    # 4 x 4 for each pixel
+    nearest = (rows[:, :, None] * W + columns[:, None]).flatten(1)[:, None].expand(-1, 3, -1)
     values = images.flatten(2).gather(2, nearest).unflatten(2, (4, 4, H, W)).float()
     moved = _cubic(_cubic(values.movedim(3, 0), after_column[:, :, None]).movedim(2, 0), after_row)
     colour = (255 * fill).round()[:, None, None]

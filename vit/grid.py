@@ -130,9 +130,8 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
                 print(limits(recipes, added, trial, len(data.train)))
             return OK
         for cell in missing:
-            with suppress(
-                OSError
-            ):  # none, or a directory that can't be used, which is reported when it is trained
+            # None, or a directory that can't be used, which is reported when it is trained
+            with suppress(OSError):
                 (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
         print(f"{counts}; results in {out}", flush=True)
         with shown(missing):

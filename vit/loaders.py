@@ -86,9 +86,8 @@ class Order(RepeatAugSampler):
 
     def __init__(self, images: int, repeats: int, seed: int, rank: int, world: int):
         super().__init__(range(images), world, rank, num_repeats=repeats, selected_round=0)
-        self.num_selected_samples = (
-            images // world
-        )  # so that every device has the same number of full batches
+        # So that every device has the same number of full batches
+        self.num_selected_samples = images // world
         self.seed = seed
         self.set_epoch(0)
 

@@ -112,9 +112,8 @@ def shown(missing: Sequence[Recipe]) -> Iterator[None]:
     def count_epochs() -> str:
         """Update the bar; return the time left in words, if it is known."""
         trained = sum(finished_epochs(cell.directory) for cell in missing)
-        trained = max(
-            trained, before
-        )  # an earlier history whose checkpoint is missing is written anew
+        # An earlier history whose checkpoint is missing is written anew
+        trained = max(trained, before)
         # A cell that diverges or crashes has no epochs left.
         left = sum(cell.epochs - finished_epochs(cell.directory) for cell in pending)
         bar.n, bar.total = trained, trained + left

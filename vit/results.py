@@ -109,9 +109,8 @@ def _read_directory(directory: Path) -> xr.Dataset:
         _require_same(recipe, first[1], cell, first[0])
         store = Store(cell / "coupling")
         points = _with_exact_levels(read_miscouplings(store.path))
-        tokens = (
-            recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]
-        )  # what the measurement chose
+        # What the measurement chose
+        tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]
         losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
         finished[cell.name] = points.assign_coords(
             varied | {"token": _positions(tokens, points.sizes["token"])}

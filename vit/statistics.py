@@ -60,7 +60,8 @@ SETTINGS = ("weight_decay", "drop_path", "seed")
 DEFINITION = ("token", "measure", "k", "pairs")
 COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
 RELIABILITY = ("reliability", "reliability_low", "reliability_high")
-RELIABLE = 0.5  # of a reliable variable, the lower end of the interval is above it: decays vary more than noise does
+# Of a reliable variable, the lower end of the interval is above it: decays vary more than noise does
+RELIABLE = 0.5
 FEWEST_SEEDS = 2  # of a question across rates
 CHANCE = {"cifar10": 0.1, "digits": 0.1}  # of grids that were trained before it was recorded
 
@@ -382,10 +383,8 @@ def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray
     return labels, stacked.transpose("cell", "definition").values
 
 
-UNITS = {
-    "drop_path": "weight decay",
-    "weight_decay": "rate-seed pair",
-}  # of a question within these, in words
+# Of a question within these, in words
+UNITS = {"drop_path": "weight decay", "weight_decay": "rate-seed pair"}
 
 
 def _units(grid: xr.Dataset, within: str) -> tuple[np.ndarray, np.ndarray]:
@@ -429,9 +428,8 @@ def _additive(
     design = np.concatenate([np.eye(labels)[label], np.eye(block.max() + 1)[block]], 1)
     effects, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
     residual = ((values - design @ effects) ** 2).sum(0)
-    residual = np.where(
-        residual > 1e-20 * (values**2).sum(0), residual, 0
-    )  # else only rounding error
+    # Else only rounding error
+    residual = np.where(residual > 1e-20 * (values**2).sum(0), residual, 0)
     return effects[:labels], effects[labels:], residual, int(rank)
 
 

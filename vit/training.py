@@ -65,13 +65,11 @@ def train(recipe: Recipe, show: bool = False) -> Row:
     check_accelerator(recipe.accelerator)
     directory = recipe.directory
     check_settings(directory, recipe)
-    if (
-        result := read(directory, "result")
-    ) is not None:  # on all ranks, none of which would wait for another
+    # On all ranks, none of which would wait for another
+    if (result := read(directory, "result")) is not None:
         return result
-    if (
-        rank_zero_only.rank
-    ):  # of several processes that train one model, only the first writes to the directory
+    # Of several processes that train one model, only the first writes to the directory
+    if rank_zero_only.rank:
         return _train(recipe, load(recipe), show=False)
     with claim(directory, recipe):
         if (result := read(directory, "result")) is not None:
@@ -130,7 +128,8 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
                 module,
                 datamodule=Batches(data, recipe),
                 ckpt_path=str(checkpoint) if checkpoint.exists() else None,
-                weights_only=False,  # our own file, which contains the state of the loops in addition to tensors
+                # Our own file, which contains the state of the loops in addition to tensors
+                weights_only=False,
             )
             failed = False
         except SystemExit as stopped:  # raised by Lightning on Ctrl-C
@@ -239,9 +238,8 @@ def _result(
         "accuracy": None if reason else last["test/accuracy"],
         "loss": None if reason else last["test/loss"],
         "images": {"train": len(data.train), "test": len(data.test)},
-        "chance": float(
-            torch.bincount(data.test.labels).max() / len(data.test)
-        ),  # the accuracy of one answer for all
+        # The accuracy of one answer for all
+        "chance": float(torch.bincount(data.test.labels).max() / len(data.test)),
         "history": module.history,
         "recipe": recipe.identity,
         "environment": {
@@ -396,9 +394,8 @@ def try_cell(recipe: Recipe, data: Data) -> Trial:
         callbacks.append(times)
         couplings = [callback for callback in callbacks if isinstance(callback, CouplingCallback)]
         for coupling in couplings:
-            coupling.run.max_overhead = (
-                None  # the share of measuring in a few steps is not that of a training
-            )
+            # The share of measuring in a few steps is not that of a training
+            coupling.run.max_overhead = None
         trainer.fit(
             Classifier(recipe, len(data.classes), whole_epoch), datamodule=Batches(data, recipe)
         )

@@ -257,14 +257,8 @@ def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
     assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
     store = stored(tmp_path / "store", {0: ds, 10: ds})
     tracker.summary(store)
-    for figure in (
-        "1b",
-        "1c",
-        "30",
-        "curves",
-        "heatmap",
-        *["26"] * inside,
-    ):  # the entropy is of logits
+    # The entropy is of logits
+    for figure in ("1b", "1c", "30", "curves", "heatmap", *["26"] * inside):
         tracker.plot(store, figure)
     write_report([tmp_path / "store"], tmp_path / "page.html")
     assert not [w for w in recwarn if issubclass(w.category, RuntimeWarning)]

@@ -28,9 +28,8 @@ def store(tmp_path_factory):
 def test_values_are_those_of_the_curves(store):
     read, whole = read_miscouplings(store), tracker.open_results(store)
     assert read.sizes == {"step": 2, "token": 2, "measure": 5, "k": 2, "pairs": 3}
-    assert (
-        read.coords.keys() <= read.sizes.keys()
-    )  # when steps were measured differs between the cells of a grid
+    # When steps were measured differs between the cells of a grid
+    assert read.coords.keys() <= read.sizes.keys()
     for token in (0, 1):
         points = curves(whole.isel(token=[token]))
         for name in MISCOUPLINGS:

@@ -52,9 +52,8 @@ def test_regression_with_groups_is_that_with_dummies():
     fit = linear_fit(x, y, groups)
     assert fit["slope"] == pytest.approx(weights[0])
     assert fit["p"] == pytest.approx(2 * stats.t.sf(abs(weights[0] / error), df))
-    assert (
-        linear_fit(x, y)["slope"] < 0 < fit["slope"]
-    )  # Simpson's paradox is what the groups are for
+    # Simpson's paradox is what the groups are for
+    assert linear_fit(x, y)["slope"] < 0 < fit["slope"]
 
 
 @pytest.mark.parametrize(
@@ -250,9 +249,8 @@ def test_intervals_of_r_and_r2_cover_them(design, rho):
         ]
     ).T
     assert_covers(holds(rho, *ends[:2]), 0.945, 0.955)
-    assert_covers(
-        holds(rho**2, *ends[2:]), 0.945, 0.975
-    )  # where r's reaches below 0, R^2's holds (-r)^2 too
+    # Where r's reaches below 0, R^2's holds (-r)^2 too
+    assert_covers(holds(rho**2, *ends[2:]), 0.945, 0.975)
     assert (ends[2] <= ends[3]).all() and (ends[2][(ends[0] < 0) & (ends[1] > 0)] == 0).all()
 
 

@@ -118,9 +118,8 @@ def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
         model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers
     )
     assert (layers_in_words(ds), middle_layers(ds)) == (said, middle)
-    older = ds.assign_coords(
-        pair_layer_other=("layer", [2, np.nan, 3, np.nan])
-    )  # pairs could be listed
+    # Pairs could be listed
+    older = ds.assign_coords(pair_layer_other=("layer", [2, np.nan, 3, np.nan]))
     assert (layers_in_words(older), middle_layers(older)) == ("(l, l') = (1, 2), (3, 3)", (1, 2))
 
 

@@ -77,9 +77,8 @@ def qwen2_vl() -> nn.Module:
 
 
 IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(3))
-WITH_PATCHES = torch.cat(
-    [IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1
-)  # four patches of 8 x 8
+# Four patches of 8 x 8
+WITH_PATCHES = torch.cat([IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1)
 PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
 
 

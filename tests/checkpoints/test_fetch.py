@@ -514,9 +514,8 @@ def process(fetcher: Fetcher, *steps: str) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_several_processes_fetch_the_same_revisions_into_one_cache(fetcher):
-    fetcher.server.fail(
-        "GET .*model.safetensors", pause=lambda: time.sleep(0.1), times=1000
-    )  # so that they meet
+    # So that they meet
+    fetcher.server.fail("GET .*model.safetensors", pause=lambda: time.sleep(0.1), times=1000)
     commits, _ = list_branches(REPO)
     directories = {step: fetcher.snapshot(commits[f"step{step}"]) for step in STEPS}
     for running in [process(fetcher, *(f"step{step}" for step in STEPS)) for _ in range(4)]:
@@ -575,9 +574,8 @@ def begun(cache: Path) -> bool:
 @pytest.mark.slow
 def test_killed_downloads_are_completed(fetcher):
     in_the_middle = 0
-    for last in range(
-        1, 6
-    ):  # the piece of 64 kB after which no more arrives; the first is never the last of its file
+    # The piece of 64 kB after which no more arrives; the first is never the last of its file
+    for last in range(1, 6):
         pieces, sent, killed = count(1), threading.Event(), threading.Event()
 
         def pause(pieces=pieces, last=last, sent=sent, killed=killed):

@@ -141,9 +141,8 @@ def test_fingerprint_depends_only_on_names_shapes_and_values():
     assert all(fingerprint(some) == own for some in itertools.permutations(tensors.items()))
     stored_in_half = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
     assert fingerprint(stored_in_half.items()) == own
-    assert (
-        fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own
-    )  # strides don't count
+    # Strides don't count
+    assert fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own
     others = [
         tensors | {"a": tensors["a"].view(4, 3)},
         tensors | {"a": tensors["a"] + torch.eye(3, 4) * 1e-6},

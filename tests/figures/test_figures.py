@@ -628,9 +628,8 @@ def test_definitions(several, tmp_path):
     ].iloc[0]
     last = [open_results(path).sel(step=2000) for path in several]
     over = ("prompt", "token", "layer", "layer_other")
-    apart = [
-        ds.layer != ds.layer_other for ds in last
-    ]  # a block's own basis is exact: its null level is 0
+    # A block's own basis is exact: its null level is 0
+    apart = [ds.layer != ds.layer_other for ds in last]
     couplings = [
         float((null_level(ds, "miscoupling_release") - ds.miscoupling_release).sel(k=8).mean(over))
         for ds, other in zip(last, apart, strict=True)

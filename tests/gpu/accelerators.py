@@ -22,9 +22,8 @@ class Accelerator(Protocol):
     device: torch.device
     trainer: dict[str, Any]  # options of a Lightning trainer
     size: Size
-    budgets: tuple[
-        int, int
-    ]  # memory budgets that hold the Jacobians of a model of this size, and that do not
+    # Memory budgets that hold the Jacobians of a model of this size, and that do not
+    budgets: tuple[int, int]
 
     def live(self) -> int:
         """Return the bytes of all tensors on the device."""

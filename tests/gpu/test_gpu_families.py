@@ -43,9 +43,8 @@ def test_every_measure_equals_that_of_the_cpu(accelerator, name, dtype, record_p
             continue
         if variable == "noise_similarity" and dtype == "float32":  # of other noise
             continue
-        if str(variable).endswith(
-            "matrix"
-        ):  # a pair of singular vectors has a common sign, free to choose
+        # A pair of singular vectors has a common sign, free to choose
+        if str(variable).endswith("matrix"):
             a, b = abs(a), abs(b)
         np.testing.assert_array_equal(np.isnan(a), np.isnan(b), err_msg=str(variable))
         errors[variable] = float(

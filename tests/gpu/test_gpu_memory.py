@@ -49,9 +49,8 @@ def test_the_callback_measures_with_a_smaller_budget_where_memory_runs_out(accel
     data = Noisy(n=16, length=length, noise=0.0)
     probe = data.x[:samples]
     jacobians = samples * length * width**2 * 4
-    budget = (
-        2 * 3 * jacobians
-    )  # holds those of all three blocks; a quarter of it holds less than one block's
+    # Holds those of all three blocks; a quarter of it holds less than one block's
+    budget = 2 * 3 * jacobians
     module = make().to(accelerator.device)
     measure = partial(tracker.measure, module, probe, **OPTIONS)
     measure(memory_budget=budget)

@@ -77,9 +77,8 @@ def test_a_window_of_a_block_is_the_block_on_those_tokens():
         assert torch.equal(at.select(call.x), rows.select(calls[0].x))
         with replica.materialize(call.block):
             y = call(call.x)
-        torch.testing.assert_close(
-            y[1, 0], calls[0].y[1, 0]
-        )  # at position 0 a causal row sees itself alone
+        # At position 0 a causal row sees itself alone
+        torch.testing.assert_close(y[1, 0], calls[0].y[1, 0])
         assert not torch.allclose(y[0, 2], calls[0].y[0, 6])
 
 

@@ -201,9 +201,10 @@ def test_layers_with_rows_of_another_kind_are_left_alone():
 def test_a_norm_is_found_from_four_products():
     h = X.clone().requires_grad_()
     y = nn.functional.layer_norm(h, (D,), weight=torch.arange(1.0, D + 1).double())
+    # (R, D, D)
     J = torch.stack(
         [torch.autograd.grad(y[:, i].sum(), h, retain_graph=True)[0] for i in range(D)], 1
-    )  # (R, D, D)
+    )
     norm = elimination.find_normalization(
         lambda u: (u[:, None] @ J)[:, 0], lambda v: (J @ v[..., None])[..., 0], X
     )

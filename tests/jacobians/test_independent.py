@@ -203,9 +203,8 @@ def test_a_planted_fault_is_refused_and_named(name, dtype):
     assert cause in str(refused.value)
 
 
-@pytest.mark.filterwarnings(
-    "ignore"
-)  # a step of a rounding makes the value depend on the arithmetic
+# A step of a rounding makes the value depend on the arithmetic
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_no_fault_is_measured(name, dtype):

@@ -60,9 +60,8 @@ def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
         ds = tracker.measure(model, x, k=8, dtype=torch.float64)
     assert not ds.diagnostics_sliced.any() and "by code of its own" in ds.attrs["fallbacks"]
     slope = 1 - ((x.mean(1) @ M[0].T).tanh() ** 2)[0]
-    expected = torch.linalg.svdvals(
-        slope[:, None] * M[0] / 5
-    )  # M / n: a row's own share of the mean
+    # M / n: a row's own share of the mean
+    expected = torch.linalg.svdvals(slope[:, None] * M[0] / 5)
     np.testing.assert_allclose(ds.singular_value[0, 0, 0], expected)
 
 

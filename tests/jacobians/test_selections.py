@@ -55,9 +55,8 @@ def test_prompts_of_different_length_together_and_alone(name, dtype):
 def test_only_the_prompt_that_fails_its_check_falls_back():
     replica, passes = recorded(build("gpt_neox")[0], PROMPTS, final_norm=True)
     calls = [calls[1] for calls in passes]
-    calls[1].attention[0].value = (
-        1.5 * calls[1].attention[0].value
-    )  # as if frozen at another moment
+    # As if frozen at another moment
+    calls[1].attention[0].value = 1.5 * calls[1].attention[0].value
     rows = [Rows(torch.tensor([0]), torch.tensor([n - 1])) for n in LENGTHS]
     selections = list(zip(calls, rows, strict=True))
     jacobians = Jacobians(replica)

@@ -61,9 +61,8 @@ def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
         model, inputs, rows, torch.float32, final_norm=ds.attrs["final_norm"] == "include"
     )
     truth = by_brute_force(model, inputs, ds, rows)
-    size = torch.stack(
-        [torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth]
-    )  # root mean square of s
+    # Root mean square of s
+    size = torch.stack([torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth])
     hidden = size[:-1, :2] < FLOOR[torch.float32]  # the last block's norm gives -I
     assert hidden.any() and not (size[:, 2] < FLOOR[torch.float32]).any()
     for (J, _), expected in zip(seen, truth, strict=True):

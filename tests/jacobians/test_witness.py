@@ -207,9 +207,8 @@ class Unsteady(Block):
         self.w = nn.Parameter(torch.rand(D))
 
     def f(self, x: Tensor) -> Tensor:
-        return (
-            super().f(x) + 3e5 * x * self.w - x * (3e5 * self.w)
-        )  # the last two are equal but for rounding
+        # The last two are equal but for rounding
+        return super().f(x) + 3e5 * x * self.w - x * (3e5 * self.w)
 
 
 @pytest.mark.parametrize(

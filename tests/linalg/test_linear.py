@@ -13,9 +13,8 @@ from tracker.linalg import linear
 from tracker.linalg.jacobian import dense_jacobian, linearize
 from tracker.linalg.linear import FrozenLinear, identity_matrix, rows_of_identity
 
-LAYERS = rounding(
-    torch.float32, operations=10
-)  # two layers and what is between them, of values up to 1 or 2
+# Two layers and what is between them, of values up to 1 or 2
+LAYERS = rounding(torch.float32, operations=10)
 
 
 @pytest.fixture
@@ -132,9 +131,8 @@ def test_derivatives_of_other_kinds(products):
 @pytest.mark.parametrize("off", ["flags", "built without"])
 def test_without_onednn(off, products, monkeypatch):
     x, W = torch.randn(2, 3), torch.randn(4, 3)
-    if (
-        off == "flags"
-    ):  # the context manager of the same name leaves the precision's switches changed
+    # The context manager of the same name leaves the precision's switches changed
+    if off == "flags":
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     else:
         monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)

@@ -59,11 +59,8 @@ def test_as_wanted_inside_and_as_it_was_outside(setting, precision):
 def test_what_is_as_wanted_is_left_alone():
     with set_by_hand(lambda: setattr(backends.cudnn, "allow_tf32", False)):
         before = [switch.fp32_precision for switch in switches()]
-        assert set(before) <= {
-            "ieee",
-            "none",
-        }  # "ieee" where a test of the older switch has run before
+        # "ieee" where a test of the older switch has run before
+        assert set(before) <= {"ieee", "none"}
         with float32_products("ieee"):
-            assert [
-                switch.fp32_precision for switch in switches()
-            ] == before  # not even set to an equal value
+            # Not even set to an equal value
+            assert [switch.fp32_precision for switch in switches()] == before

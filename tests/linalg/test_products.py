@@ -43,9 +43,8 @@ def test_equals_the_decomposition_of_the_product(count):
 
 
 def test_small_values_are_accurate_in_float32_where_the_product_loses_them():
-    values = torch.logspace(
-        0.15, -0.25, 12, dtype=torch.float64
-    )  # to the power 30: from 3e4 to 3e-8
+    # To the power 30: from 3e4 to 3e-8
+    values = torch.logspace(0.15, -0.25, 12, dtype=torch.float64)
     matrices = factors(values, 30, torch.float32)
     found, P = chained(matrices), torch.eye(12)
     for M in matrices:

@@ -174,9 +174,8 @@ def blind(request, monkeypatch):
 
     def without(missed, S, *bases):
         kept = [k for k in range(bases[0].shape[-1]) if k != missed]
-        seen = (S[:, 4] > 0.95 * S[:, 0])[
-            :, None, None
-        ]  # of spectra flatter than FLAT nothing is overlooked
+        # Of spectra flatter than FLAT nothing is overlooked
+        seen = (S[:, 4] > 0.95 * S[:, 0])[:, None, None]
         bases = [torch.where(seen, basis[..., :-1], basis[..., kept]) for basis in bases]
         return torch.where(seen[..., 0], S[..., : len(kept)], S[..., kept]), *bases
 

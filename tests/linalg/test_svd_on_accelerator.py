@@ -60,9 +60,8 @@ def test_one_batch_of_all_spectra_equals_the_cpu_one_by_one(pretend, dtype):
     for b, name in enumerate(name for name, s in ALL_SPECTRA.items() if len(s) == 96):
         one = top_singular_triplets(J[b : b + 1], 10, "krylov")
         scale = float(one.S[0, 0]) or 1.0
-        residual = float(
-            (t.residual[b].cpu() + one.residual[0]).nan_to_num(0)
-        )  # a value errs by that at most (Weyl)
+        # A value errs by that at most (Weyl)
+        residual = float((t.residual[b].cpu() + one.residual[0]).nan_to_num(0))
         assert residual <= 2 * svd.TOLERANCE[dtype]
         torch.testing.assert_close(
             t.S[b].cpu() / scale, one.S[0] / scale, atol=rounding(dtype) + residual, rtol=0

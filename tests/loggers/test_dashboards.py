@@ -23,10 +23,8 @@ from tracker.measures.registry import MEAN_OFFDIAG, headline_names
 from tracker.store import Store
 
 STEPS = (0, 2, 8)
-OF_TRAINING = (
-    "Cost of measuring (training runs)",
-    "The ViT grid",
-)  # sections for what walks do not log
+# Sections for what walks do not log
+OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")
 UNREACHABLE = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 

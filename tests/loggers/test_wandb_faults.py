@@ -15,7 +15,8 @@ from tracker.loggers.protocol import LoggedRun, Opener, Row
 from tracker.store import Store
 
 SECONDS = 400  # some twenty are used; a walk that waits for W&B would wait until then
-PATIENCE = "import tracker.loggers.wandb; tracker.loggers.wandb.FINISH = 4.0"  # where the server answers no more
+# Where the server answers no more
+PATIENCE = "import tracker.loggers.wandb; tracker.loggers.wandb.FINISH = 4.0"
 LEFT, SENT = "W&B did not take the run within 4 s", "W&B online: http"
 FAULTS = {
     None: SENT,

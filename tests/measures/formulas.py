@@ -407,9 +407,8 @@ def release_of_formula(b: Block, basis: Block, K: int) -> float:
     """Return the mean of the release's square for A_kk that are normal."""
     (mean, variance), s = entries(b, basis, K), b.s[:K]
     m, v = np.diagonal(mean), np.diagonal(variance)
-    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(
-        m / np.sqrt(2 * v)
-    )  # E|A_kk|
+    # E|A_kk|
+    size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))
     return float((mean**2 + variance).sum() - 2 * s @ size + s @ s) / norm(s) ** 2
 
 

@@ -39,9 +39,8 @@ def test_jacobians_of_all_layers_are_decomposed_together(pretend, together):
     roomy = measured(pretend.device, svd="full")
     assert together == [samples * DEPTH]
     together.clear()
-    budget = (
-        2 * samples * DEPTH * WIDTH**2 * 4
-    )  # its half just holds the Jacobians; a quarter remains for the arrays
+    # Its half just holds the Jacobians; a quarter remains for the arrays
+    budget = 2 * samples * DEPTH * WIDTH**2 * 4
     tight = measured(pretend.device, svd="full", memory_budget=budget)
     assert max(together) < samples * DEPTH and sum(together) == samples * DEPTH
     np.testing.assert_allclose(

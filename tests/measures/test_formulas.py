@@ -350,7 +350,6 @@ def assert_of_formula(ds, samples, measure):
         assert_equal(found, of_sample, f"null level of {name}")
     if measure.counted:
         undefined = xr.zeros_like(ds[name], dtype=bool) | np.isnan(expected)
-        counted = (
-            ds.pair_layer_other.notnull() if measure.variant in KINDS else True
-        )  # blocks that have a basis
+        # Blocks that have a basis
+        counted = ds.pair_layer_other.notnull() if measure.variant in KINDS else True
         assert ds.diagnostics_undefined.sel(quantity=name) == (undefined & counted).sum(), name

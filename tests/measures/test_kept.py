@@ -50,9 +50,8 @@ def test_a_dry_run_counts_them():
     without, with_them = (
         tracker.measure(model, inputs, keep=keep, **options) for keep in ((), "jacobian")
     )
-    assert (
-        with_them.peak_bytes - without.peak_bytes == 2 * 2 * 3 * 32**2 * 4
-    )  # copies, prompts, blocks, entries, bytes
+    # Copies, prompts, blocks, entries, bytes
+    assert with_them.peak_bytes - without.peak_bytes == 2 * 2 * 3 * 32**2 * 4
 
 
 def test_what_cannot_be_kept_is_refused(monkeypatch):

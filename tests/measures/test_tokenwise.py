@@ -82,9 +82,8 @@ def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(forme
     prompts = ["abcdefg", "bcd", "gfedcba", "hijklmno"]  # of 4, 3, 4 and 4 compared tokens
     options = {"k": 2, "measures": "tokenwise", "pair_tokens": 4, "dtype": torch.float64}
     options |= {"tokenizer": Letters()}
-    held = (
-        2 * 8 * width**2 * (3 * 4 - 3)
-    )  # bytes: half of them for the links of one sample in a block
+    # Bytes: half of them for the links of one sample in a block
+    held = 2 * 8 * width**2 * (3 * 4 - 3)
     for budget, most in ((1 << 30, 3 * 5), (2 * held, 2 * 5), (held // 2, 4)):
         formed.clear()
         tracker.measure(model, prompts, **options, memory_budget=budget)

@@ -49,9 +49,8 @@ def test_a_plain_copy_of_gpt2_is_measured_as_hugging_faces():
     )
     assert expected.attrs["final_norm"] == "include"
     assert_equal_measures(seen, expected)
-    assert (
-        abs(float(seen.lss_normed.median() / seen.lss.median()) - 1) > 0.1
-    )  # the convention matters for this model
+    # The convention matters for this model
+    assert abs(float(seen.lss_normed.median() / seen.lss.median()) - 1) > 0.1
 
 
 HEADS = {

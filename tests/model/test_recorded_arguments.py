@@ -119,9 +119,8 @@ def test_gemma4_unified_shares_keys_between_layers(samples, length):
             )
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama, grouped keys"]
-)  # states and masks by position, and by name
+# States and masks by position, and by name
+@pytest.mark.parametrize("name", ["gpt2", "llama, grouped keys"])
 def test_blocks_in_wrappers_that_name_no_argument(name):
     model, inputs = build(name)
     plain = tracker.measure(model, inputs, k=4)

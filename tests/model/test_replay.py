@@ -106,9 +106,8 @@ MIXED_CASES += [
     (Across, 2, 40, torch.float64),
     (FromBefore, 3, 40, torch.float32),
 ]
-MIXED_CASES += [
-    (block, 24, 40, torch.float32) for block in MIXED if block is not Tiny
-]  # windows of the fewest tokens
+# Windows of the fewest tokens
+MIXED_CASES += [(block, 24, 40, torch.float32) for block in MIXED if block is not Tiny]
 
 
 @pytest.mark.parametrize(("block", "B", "n", "dtype"), MIXED_CASES)
@@ -229,9 +228,8 @@ def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
         expected = brute(model, list(model.model.layers), ids, l)
         assert float((J - expected).abs().max()) < SINGLE * max(1.0, float(expected.abs().max()))
         assert checks.value_error < SINGLE
-    if (
-        name != "GlmMoeDsaForCausalLM"
-    ):  # its blocks are handed which tokens the one before looked up
+    # Its blocks are handed which tokens the one before looked up
+    if name != "GlmMoeDsaForCausalLM":
         assert all(checks.sliced for _, checks in seen)
 
 

@@ -106,9 +106,8 @@ def test_device_memory_is_that_of_one_block(pretend):
                 pass
     assert pretend.live_bytes() == before
     in_float32 = 2 * nbytes(given.gpt_neox.layers[0])
-    largest = max(
-        weight.nbytes for weight in given.gpt_neox.layers[0].parameters()
-    )  # in float16, until it is cast
+    # In float16, until it is cast
+    largest = max(weight.nbytes for weight in given.gpt_neox.layers[0].parameters())
     assert in_float32 <= pretend.peak_bytes() - before <= in_float32 + largest
 
 

@@ -210,9 +210,8 @@ def test_padding_changes_nothing(side):
         tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded)
     )
     np.testing.assert_allclose(masked.miscoupling.values, plain.miscoupling.values, atol=1e-9)
-    assert bool(masked.diagnostics_sliced.all()) == (
-        side == "right"
-    )  # positions count from the first real token
+    # Positions count from the first real token
+    assert bool(masked.diagnostics_sliced.all()) == (side == "right")
 
 
 @FULL

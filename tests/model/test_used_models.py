@@ -235,9 +235,8 @@ def assert_jacobians(ds, model, ids, functorch=True):
 
 @pytest.mark.parametrize("as_buffers", [True, False], ids=["buffers", "attributes"])
 @pytest.mark.parametrize("shared", [False, True], ids=["of each block", "shared"])
-@pytest.mark.filterwarnings(
-    "ignore:block 1"
-)  # the full sequence: a table of a single row is another one
+# The full sequence: a table of a single row is another one
+@pytest.mark.filterwarnings("ignore:block 1")
 def test_tables_that_grow(as_buffers, shared):
     model = Own(as_buffers=as_buffers, shared=shared)
     expected = measured(model, tokens(2, 6))

@@ -161,9 +161,8 @@ def test_the_numbers_are_those_of_the_plain_model(plain, held):
     model, inputs, expected = plain
     model = held(copy.deepcopy(model), inputs)
     if held not in NOT_RUN:
-        model(
-            inputs
-        )  # as after some training: compiled code exists, offloaded weights have gone back
+        # As after some training: compiled code exists, offloaded weights have gone back
+        model(inputs)
     ds = measured(model, inputs)
     np.testing.assert_array_equal(ds.miscoupling, expected.miscoupling)
     assert [ds.attrs[name] for name in ("blocks", "final_norm_module")] == [

@@ -503,9 +503,8 @@ class TestNumbers:
 
 def downloaded(page, figure):
     """The name of the CSV that a figure offers, and the table that pandas reads from it."""
-    shown(
-        page, figure.removesuffix("-figure")
-    )  # what is drawn while a button is clicked may move it
+    # What is drawn while a button is clicked may move it
+    shown(page, figure.removesuffix("-figure"))
     with page.expect_download() as download:
         page.locator(f"#{figure} button.csv").click()
     return download.value.suggested_filename, pandas.read_csv(download.value.path())

@@ -29,10 +29,8 @@ pytestmark = pytest.mark.filterwarnings(
 WTE, MIDDLE = "output of transformer.wte", f"output of transformer.h.{DEPTH // 2}"
 H = [f"transformer.h.{i}" for i in range(DEPTH)]
 CHAIN = [f"input of {H[0]}", *(f"output of {name}" for name in H)]
-NEXT = [
-    *(f"input of {name}" for name in H),
-    f"output of {H[-1]}",
-]  # a block, and what is mixed in after it
+# A block, and what is mixed in after it
+NEXT = [*(f"input of {name}" for name in H), f"output of {H[-1]}"]
 OPTIONS: dict[str, Any] = dict(k=4, dtype=torch.float64)
 
 CASES: dict[str, tuple[dict[str, bool], str | list[str]]] = {
@@ -191,9 +189,8 @@ def test_without_the_declaration_the_message_proposes_it(case, blocks):
     message = refusal(model, blocks)
     (line,) = re.findall(r"^  blocks=(find_blocks.*?)  #", message, re.MULTILINE)
     proposed = eval(line)
-    if (
-        case == "backout" and blocks == NEXT
-    ):  # what the middle state is computed from, at a boundary
+    # What the middle state is computed from, at a boundary
+    if case == "backout" and blocks == NEXT:
         fixed = [WTE, f"input of {H[DEPTH // 2]}"]
     assert [str(place) for place in proposed.fixed] == (
         [fixed] if isinstance(fixed, str) else fixed

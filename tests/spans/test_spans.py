@@ -393,11 +393,8 @@ def test_small_jacobians_are_found_in_float64():
         for attention, mlp in model.layers:
             attention.out.weight.mul_(1e-6), attention.out.bias.mul_(1e-6)
             mlp[-1].weight.mul_(1e-6), mlp[-1].bias.mul_(1e-6)
-    options = {
-        "blocks": STARTS,
-        "k": 4,
-        "final_norm": "exclude",
-    }  # the norm's own Jacobian is not small
+    # The norm's own Jacobian is not small
+    options = {"blocks": STARTS, "k": 4, "final_norm": "exclude"}
     expected = tracker.measure(model, ids(), dtype=torch.float64, **options)
     found = tracker.measure(model.float(), ids(), **options)
     assert abs(found.miscoupling - expected.miscoupling).max() < of_miscouplings(found)

@@ -34,9 +34,8 @@ class Built:
     inputs: dict[str, Tensor]
     text: bool
     depth: int | None = None  # layers of the tower that ends in the output
-    prompts: list[Tensor] = field(
-        default_factory=list
-    )  # token ids, each for a forward call of its own
+    # Token ids, each for a forward call of its own
+    prompts: list[Tensor] = field(default_factory=list)
     dtype: torch.dtype = torch.float64
     note: str = ""
     spread: float = 0.1

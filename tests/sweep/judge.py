@@ -28,7 +28,8 @@ class Outcome:
 
     name: str
     group: str
-    outcome: str  # right, refused, wrong, raw exception, changed, differs after use, no oracle, not built, too slow
+    # Right, refused, wrong, raw exception, changed, differs after use, no oracle, not built, too slow
+    outcome: str
     detail: str = ""
     error: float = float("nan")
     blocks: str = ""
@@ -98,9 +99,8 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
     """Use the measured model and measure it again. Where its own output changes with use, another measurement is right."""
     try:
         own = use.output(pristine.model, built)
-    except (
-        Exception
-    ) as error:  # with the caches that a measurement does without, a tiny model may raise anything
+    # With the caches that a measurement does without, a tiny model may raise anything
+    except Exception as error:
         result.note += f"; not used, since its own forward pass raises {type(error).__name__}"
         return
     repeats = use.identical(own, use.output(pristine.model, built))
@@ -181,9 +181,8 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     errors: dict[str, float] = {}
     for b in range(B):
         at = b
-        seed = (
-            int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1
-        )  # -1: this sample drew none
+        # -1: this sample drew none
+        seed = int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1
         if seed >= 0:  # as `measure` runs a sample: alone, and with these random numbers
             alone = {name: value[b : b + 1] for name, value in inputs.items()}
             graph = oracle.run(built.fresh(), alone, list(dict.fromkeys(names)), seed=seed)
@@ -232,7 +231,8 @@ def token(built: Built, ds: xr.Dataset) -> None:
         )
     read = [t for t in range(grad.shape[1]) if grad[0, t].any()]
     if len(read) == 1 and len(first) > 1 and not torch.equal(first[0, read], first[1, read]):
-        return  # a patch that is read like a class token (Janus): without a class token the default is the last one
+        # A patch that is read like a class token (Janus): without a class token the default is the last one
+        return
     if (len(read) == 1 and at != read) or not set(at) <= set(read):
         shown = read if len(read) < 4 else f"{read[0]} .. {read[-1]}"
         raise Wrong(
@@ -375,9 +375,8 @@ def _of_jacobians(ds: xr.Dataset, J: list[Tensor], end: str, where: str) -> dict
         # Singular vectors turn by the error over the gap (Wedin).
         gaps = -S[:, : K + 1].diff()
         turn = float((S[:, :1] / gaps.clamp(1e-300)).max()) / 10
-        for name, expected in couplings(
-            [matrix.double() for matrix in J], K
-        ).items():  # some blocks change the dtype
+        # Some blocks change the dtype
+        for name, expected in couplings([matrix.double() for matrix in J], K).items():
             scale = max(1.0, float(expected.max())) if name == "offdiag" else 1.0
             error = _difference(ds[f"{name}{end}"].sel(k=K).values, expected.numpy(), scale)
             errors[f"{name}{end} k={K}, {where}"] = error / max(1.0, turn)

@@ -43,13 +43,8 @@ ARGUMENTS: dict[str, Any] = {
     "input_shape": (32, 32), "dim_in": 8, "dim_out": 8, "max_tokens_per_depth": (8, 6, 4), "num_residual_streams": 2,
     "use_flash": True, "specialize_qkv_depth": 1, "num_slots": 3, "dim_action": 4, "h_s": 3, "w_s": 3,
 }  # fmt: skip
-SIZES = (
-    "depth",
-    "heads",
-    "mlp_dim",
-    "image_size",
-    "patch_size",
-)  # given also where the default is None
+# Given also where the default is None
+SIZES = ("depth", "heads", "mlp_dim", "image_size", "patch_size")
 # A class without any of these parameters is a layer.
 WHOLE = {
     "depth",

@@ -39,9 +39,8 @@ class Graph:
 
     blocks: list[Call] = field(default_factory=list)
     lists: dict[str, list[Call]] = field(default_factory=dict)  # by the name of the list
-    norms: list[tuple[str, Tensor]] = field(
-        default_factory=list
-    )  # what norms made of the last block's output
+    # What norms made of the last block's output
+    norms: list[tuple[str, Tensor]] = field(default_factory=list)
     output: Any = None
     batch_first: bool = True
 
@@ -139,9 +138,8 @@ def run(
         elif not x.requires_grad:
             x = x.detach().requires_grad_()
         else:
-            x = (
-                x.clone()
-            )  # the block's other arguments may depend on its input too, and are kept constant
+            # The block's other arguments may depend on its input too, and are kept constant
+            x = x.clone()
         open_calls.append(x)
         given = x.clone()  # the block may write to its input
         if isinstance(place, int):

@@ -249,9 +249,8 @@ def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, 
     """What a forward with these parameters needs besides token ids or pixels."""
     extra: dict[str, Any] = {}
     side = PIXELS // PATCH
-    if (
-        "grid_thw" in known and "input_ids" not in known
-    ):  # patches of both images, one after the other
+    # Patches of both images, one after the other
+    if "grid_thw" in known and "input_ids" not in known:
         first = "pixel_values" if "pixel_values" in known else "hidden_states"
         size = getattr(config, "patch_size", PATCH)
         width = (

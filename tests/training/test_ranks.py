@@ -51,9 +51,8 @@ def test_both_ranks_train_on_as_without_the_callback(ranks):
         assert results["continued"]["state"] == results["plain"]["state"]
         losses, *tensors = results["plain"]["state"]
         assert len(losses) == STEPS and len(tensors) > 10
-    assert (
-        ranks[0]["plain"]["state"][0] != ranks[1]["plain"]["state"][0]
-    )  # each trains on its own batches
+    # Each trains on its own batches
+    assert ranks[0]["plain"]["state"][0] != ranks[1]["plain"]["state"][0]
 
 
 @pytest.mark.slow
@@ -72,9 +71,8 @@ def test_a_failure_on_one_rank_is_recorded_on_both(ranks):
         skipped = results["continued"]["skipped"]
         assert {step: reason.partition(LINE)[0] for step, reason in skipped.items()} == reasons
         assert LINE in skipped["2"] and LINE in skipped["3"]  # where a mistake is
-    assert {int(step) for step in reasons} == CONTINUED.keys() - {
-        4
-    }  # rank 1 does not call on_measure
+    # Rank 1 does not call on_measure
+    assert {int(step) for step in reasons} == CONTINUED.keys() - {4}
 
 
 @pytest.mark.slow

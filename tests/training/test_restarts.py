@@ -110,9 +110,8 @@ def test_a_loop_that_runs_out_of_memory(tmp_path):
 
     with warnings.catch_warnings(record=True, action="always") as caught:
         train()
-    assert (
-        len([w for w in caught if "begins again: its 3 units" in str(w.message)]) == 6
-    )  # of 8, 7, ... 3 samples
+    # Of 8, 7, ... 3 samples
+    assert len([w for w in caught if "begins again: its 3 units" in str(w.message)]) == 6
     assert Store(tmp_path).steps() == [0, 1, 2, 3] and len(superseded(Store(tmp_path))) == 18
     assert not (tmp_path / ".training").exists()
 

@@ -32,9 +32,8 @@ from vit.statistics import (
 GRID = Path(__file__).parents[2] / "docs" / "cifar10_small" / "grid.nc"
 TOKENS = ("class token", "last patch")
 AXES = ("decay", "rate", "seed")
-EFFECTS = [
-    kept for kept in product((True, False), repeat=3) if any(kept)
-]  # which axes an effect varies along
+# Which axes an effect varies along
+EFFECTS = [kept for kept in product((True, False), repeat=3) if any(kept)]
 
 
 def variances(values: np.ndarray) -> dict[tuple[bool, ...], float]:

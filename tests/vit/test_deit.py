@@ -136,9 +136,8 @@ def test_initial_weights_have_deits_standard_deviations():
         if name.endswith("bias") and "patch" not in name
     )
     projection = model.patch_embed.proj.weight
-    assert float(projection.abs().max()) == pytest.approx(
-        48**-0.5, rel=0.01
-    )  # uniform, of 4 * 4 * 3 inputs
+    # Uniform, of 4 * 4 * 3 inputs
+    assert float(projection.abs().max()) == pytest.approx(48**-0.5, rel=0.01)
     assert float(projection.std()) == pytest.approx(48**-0.5 / 3**0.5, rel=0.05)
     assert model.cls_token is not None and model.pos_embed is not None
     assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.2)

@@ -161,9 +161,8 @@ def test_named_questions_are_answered_with_one_uncorrected_test():
 
 def test_across_rates_a_unit_is_a_rate_with_a_seed():
     grid = with_seeds(3, effect=0.5)
-    noise = np.random.default_rng(2).standard_normal((3, 1, 8)) * np.ones(
-        (3, 8, 1)
-    )  # of seeds and rates
+    # Of seeds and rates
+    noise = np.random.default_rng(2).standard_normal((3, 1, 8)) * np.ones((3, 8, 1))
     grid = grid.assign(miscoupling=grid.miscoupling + xr.DataArray(noise.ravel(), dims="cell"))
     row = named_tests(grid).iloc[4]
     coupling, rate = (
@@ -315,10 +314,8 @@ def test_reliability_of_what_is_set_is_1_and_of_single_seeds_unknown():
     values[:, 1] = 0.1
     set_exactly = reliability(cells, cells.drop_path.values[:, None], "weight_decay")
     assert set_exactly[list(statistics.RELIABILITY)].to_numpy().tolist() == [[1, 1, 1]]
-    assert reliability(cells, values, "drop_path").reliability.isna().tolist() == [
-        False,
-        True,
-    ]  # equal values
+    # Equal values
+    assert reliability(cells, values, "drop_path").reliability.isna().tolist() == [False, True]
     single = cells.seed.values == 0
     assert (
         reliability(cells.isel(cell=single), values[single], "drop_path").reliability.isna().all()
@@ -446,9 +443,8 @@ def test_reliability_is_unknown_for_the_reason_there_is():
 def test_accuracy_at_chance_or_constant_has_a_line():
     grid = with_seeds(2, effect=0)
     assert cautions(grid) == []
-    random = np.random.default_rng(0).uniform(
-        0.095, 0.105, grid.sizes["cell"]
-    )  # of 10 classes, 10,000 images
+    # Of 10 classes, 10,000 images
+    random = np.random.default_rng(0).uniform(0.095, 0.105, grid.sizes["cell"])
     lost = grid.assign(accuracy=("cell", random))
     assert cautions(lost) == [
         "Accuracy is not above chance in 128 of 128 models. No question on accuracy or test loss is answered."
@@ -524,9 +520,8 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     )
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
-    assert (
-        len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png") / 2
-    )  # light and dark
+    # Light and dark
+    assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png") / 2
     for text in (
         "<h1>Coupling and accuracy: folder:&lt;images&gt;</h1>",
         "64 vision transformers",

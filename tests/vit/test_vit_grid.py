@@ -133,9 +133,8 @@ def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
     )
     process.kill()
     process.communicate()
-    wait_until(
-        lambda: (lock := Lock.take(last / ".lock")) and [lock.release()]
-    )  # every worker ends with its driver
+    # Every worker ends with its driver
+    wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])
     assert grid.main(arguments(tmp_path)) == 0
     assert "4 cells, 2 already done" in capsys.readouterr().out
     for name in CELLS:

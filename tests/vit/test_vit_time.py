@@ -56,9 +56,8 @@ def test_a_dry_run_adds_up_the_cells(tmp_path):
     three[0].directory.mkdir()
     cells.write(three[0].directory, "history", [{}])
     first, *_ = overview.costs(three, TRIAL, 96).splitlines()
-    assert first.split("about ")[1].startswith(
-        "48 s in all, one cell at a time"
-    )  # 2 + 3 + 3 epochs of 3 steps
+    # 2 + 3 + 3 epochs of 3 steps
+    assert first.split("about ")[1].startswith("48 s in all, one cell at a time")
 
 
 def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(

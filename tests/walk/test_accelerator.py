@@ -86,7 +86,8 @@ def test_weights_stay_on_the_device_if_they_and_the_budget_fit_what_is_free(pret
     del model
     kept = {}
     for lacking in (0, 1):
-        gc.collect()  # storages of earlier tests: freed later, they would leave more room than the limit says
+        # Storages of earlier tests: freed later, they would leave more room than the limit says
+        gc.collect()
         limit = pretend.live_bytes() + weights + BUDGET - lacking
         with pretend.memory_limit(limit):
             kept[lacking] = units.measure_checkpoint(*checkpoint).attrs["weights_kept"]
@@ -163,9 +164,8 @@ def test_12b_stays_on_a_device_beside_the_default_budget(
     device = torch.device("cuda")
     monkeypatch.setattr(plan, "_free_and_total", lambda device: (total * GB * 0.99, total * GB))
     weights = weights_memory(pythia_12b, find_blocks(pythia_12b), torch.float32)
-    assert (
-        23.7 * GB < weights < 27.5 * GB
-    )  # in float16, and in float32 what is outside the blocks, and one block
+    # In float16, and in float32 what is outside the blocks, and one block
+    assert 23.7 * GB < weights < 27.5 * GB
     found = plan.default_budget(device, weights)
     assert found == pytest.approx(budget * GB, rel=0.01)
     assert plan.stays_on_device(device, weights, found) == stays

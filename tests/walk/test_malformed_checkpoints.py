@@ -229,9 +229,8 @@ def test_the_others_are_measured_and_each_failure_is_one_line(suite, tmp_path, m
         copy_of(suite, tmp_path / f"step{step}")
     for name, (change, _) in FAILING.items():
         change(tmp_path / f"step{STEP_OF[name]}")
-    monkeypatch.setattr(
-        "sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8")
-    )  # it refuses half of a surrogate pair
+    # It refuses half of a surrogate pair
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
     monkeypatch.setattr("sys.stderr", err := io.StringIO())
     assert walk(tmp_path) == 1
     assert (

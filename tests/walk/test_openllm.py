@@ -102,9 +102,8 @@ def test_prompts_are_fetched_formatted_drawn_and_cached(served, tmp_path):
     assert process.returncode == 0, process.stderr
     openllm, easy2hard, wikitext = map(json.loads, process.stdout.splitlines())
     assert openllm == [[text, None, source] for source, (_, text) in FIRST.items() if text]
-    assert easy2hard == [
-        ["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]
-    ]  # with its difficulty
+    # With its difficulty
+    assert easy2hard == [["Question: 2 + 2?\nAnswer:", 0.25, "furonghuang-lab/Easy2Hard-Bench"]]
     assert len({text for text, *_ in wikitext}) == 100
     assert all(len(text.split()) > prompts.PARAGRAPH for text, *_ in wikitext)
     assert len(served.requested(r"GET /datasets/.*parquet")) == len(FIRST)

@@ -296,9 +296,8 @@ def test_classes_of_the_program_that_wrote_a_file_are_asked_for(program, tmp_pat
         "forgetful:state",
         *flags,
     )
-    assert (
-        walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr
-    )  # all fail alike: the walk ends
+    # All fail alike: the walk ends
+    assert walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr
 
 
 @pytest.mark.parametrize("name", ["none:load", "loading:none", "loading", "loading."])

@@ -47,9 +47,8 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
 @pytest.mark.slow
 def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsys):  # noqa: F811
     files = [file for file in next((served.root).rglob("snapshots")).glob("*/*") if file.is_file()]
-    one = sum(
-        len(content) for content in {file.read_bytes() for file in files}
-    )  # the tokenizer and others are shared
+    # The tokenizer and others are shared
+    one = sum(len(content) for content in {file.read_bytes() for file in files})
     listed = dry_run(capsys, *walker.arguments("--disk_budget", "1MB"))
     assert (
         listed["download"].startswith(size(one)) and "0 MB are in the cache" in listed["download"]

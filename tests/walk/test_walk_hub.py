@@ -445,9 +445,8 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
             assert process.returncode in (0, -signal.SIGKILL), err
             killed += process.returncode == -signal.SIGKILL
         found.append(len(store.steps()))
-        if found[-1] == len(
-            STEPS
-        ):  # the next ones must have something left to fetch and to measure
+        # The next ones must have something left to fetch and to measure
+        if found[-1] == len(STEPS):
             shutil.rmtree(walker.cache)
             for step in STEPS[1:]:
                 store.file(step).unlink()

@@ -28,23 +28,16 @@ from tracker.store import Result
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
 VALID = 9  # the spread holds for K <= d / 9
-OF_JACOBIANS = (
-    "isotropic",
-    "symmetric_norm",
-    "antisymmetric_norm",
-)  # variables that hold the fields of `Moments`
+# Variables that hold the fields of `Moments`
+OF_JACOBIANS = ("isotropic", "symmetric_norm", "antisymmetric_norm")
 OF_BASES = {
     "alignment": "rank",
     "overlap_squares": "k",
     "overlap_fourths": "k",
 }  # of `Overlap`, and the dimension of each
 MEASURED = tuple(f"{name}{LEVEL}" for name in BY_ROTATIONS)
-READ = (
-    "singular_value",
-    *OF_JACOBIANS,
-    *OF_BASES,
-    *MEASURED,
-)  # all variables of the levels of layer pairs
+# All variables of the levels of layer pairs
+READ = ("singular_value", *OF_JACOBIANS, *OF_BASES, *MEASURED)
 APPROXIMATE = tuple(name for name in MISCOUPLINGS if name != "miscoupling")  # formulas
 
 Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]

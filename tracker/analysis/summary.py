@@ -47,16 +47,15 @@ from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import Result, Store, by_name, require_steps, short_name
 
-SHOWN = (
-    "miscoupling",
-    "offdiag_normalized",
-)  # the first that was measured chooses the most coupled step and pair
+# The first that was measured chooses the most coupled step and pair
+SHOWN = ("miscoupling", "offdiag_normalized")
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
 ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
 
 ROWS = 50_000_000  # at most
-POSITIONS = {  # a dimension that is an index: the variable of the position in the sequence that it stands for
+# A dimension that is an index: the variable of the position in the sequence that it stands for
+POSITIONS = {
     "token": "token_position",
     "pair_token": "pair_position",
     "pair_token_other": "pair_position",
@@ -238,7 +237,8 @@ class _Cell:
         coupling = self.null_level - self.value
         if self.percentiles is None:
             ends = [coupling - margin, coupling + margin]
-        else:  # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
+        # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
+        else:
             ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
         answer = UNDEFINED_VALUE if np.isnan(self.value) else self.answer
         return [

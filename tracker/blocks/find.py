@@ -111,9 +111,8 @@ def find_blocks(
     result = describe(tree, runs, *found)
     if spans:
         result = replace(result, batch_first=_is_batch_first(tree))
-        if (
-            "norm" in type(tree.get_submodule(names[-1])).__name__.lower()
-        ):  # the last boundary may be its input
+        # The last boundary may be its input
+        if "norm" in type(tree.get_submodule(names[-1])).__name__.lower():
             result = replace(result, final_norms=(names[-1], *result.final_norms))
     if final_norm is not None:
         result = replace(result, final_norms=(_name(model, final_norm),))
@@ -242,9 +241,8 @@ def _name(model: nn.Module, path: str) -> str:
     return name
 
 
-Found = tuple[
-    Sequence[str], str, tuple[str, ...]
-]  # the blocks' names, how they were found, and what was assumed
+# The blocks' names, how they were found, and what was assumed
+Found = tuple[Sequence[str], str, tuple[str, ...]]
 CHECKED = "; assumed, and checked when measuring"
 MIXED = ("blocks", "list")  # what is assumed of the modules of a list that are of several classes
 

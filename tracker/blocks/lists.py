@@ -77,9 +77,8 @@ def _mixed_runs(container: str, module: nn.Module) -> Iterator[ModuleRun]:
         if may_be and certain and len(counts) > 1:
             chosen = stretch[certain[0] : certain[-1] + 1]
             classes = dict.fromkeys(type(child).__name__ for _, child in chosen)
-            names = {
-                id(child): f"{prefix}{name}" for name, child in reversed(chosen)
-            }  # one may be there several times
+            # One may be there several times
+            names = {id(child): f"{prefix}{name}" for name, child in reversed(chosen)}
             if len(classes) > 1:
                 ordered = tuple(dict.fromkeys(names[id(child)] for _, child in chosen))
                 yield ModuleRun(
@@ -175,9 +174,8 @@ def _run(
     ):
         return
     prefix = f"{container}." if container else ""
-    first = {
-        id(child): name for name, child in reversed(stretch)
-    }  # a module may be in a list several times
+    # A module may be in a list several times
+    first = {id(child): name for name, child in reversed(stretch)}
     names = tuple(f"{prefix}{name}" for name, child in stretch if first[id(child)] == name)
     yield ModuleRun(
         container, names, type(modules[0]).__name__, len(stretch) == len(children), len(stretch)

@@ -14,7 +14,8 @@ from tracker.common.values import whole_numbers
 from tracker.model.inputs import Batch
 from tracker.model.recording import BlockCall, Recording
 
-LAST_WORD = "last non-special"  # attribute `tokens` of results in which special tokens at the end are left out
+# Attribute `tokens` of results in which special tokens at the end are left out
+LAST_WORD = "last non-special"
 
 
 def chosen_positions(

@@ -145,9 +145,8 @@ def class_token_parameter(
             return None
         if getattr(part, "pool", None) == "mean":  # vit-pytorch
             return None
-        if getattr(
-            getattr(part, "config", None), "use_mean_pooling", False
-        ):  # BEiT and its descendants
+        # BEiT and its descendants
+        if getattr(getattr(part, "config", None), "use_mean_pooling", False):
             return None
     for name, part in tower.named_modules():
         # An attention pool has a query of such a name, which is not one of the blocks' tokens.
@@ -224,9 +223,8 @@ def _resolved(
         if not any(nested(other, third.names) for third in within if third is not other)
     ]
     inner = [r for other in direct for r in _resolved(other, candidates, modules, attention)]
-    if (
-        run.depth > 1
-    ):  # a block may contain a list of attentions: heads, or self- and cross-attention
+    # A block may contain a list of attentions: heads, or self- and cross-attention
+    if run.depth > 1:
         inner = [
             other
             for other in inner

@@ -61,9 +61,8 @@ def reports_errors(
     def decorate(command: Callable[P, int]) -> Callable[P, int]:
         @wraps(command)
         def guarded(*arguments: P.args, **keywords: P.kwargs) -> int:
-            if isinstance(
-                sys.stdout, io.TextIOWrapper
-            ):  # as standard error: names of files may hold anything
+            # As standard error: names of files may hold anything
+            if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="backslashreplace")
             try:
                 with _brief_warnings():

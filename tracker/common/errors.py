@@ -104,11 +104,8 @@ def require_own(package: str) -> None:
 WITHIN = str(Path(__file__).parents[1]) + "/"
 COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
 # contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
-LIGHTNING = (
-    "lightning.",
-    "lightning_fabric.",
-    "pytorch_lightning.",
-)  # begin the names of its modules
+# Begin the names of its modules
+LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
 FRAMEWORKS = (
     *LIGHTNING,
     "transformers.",

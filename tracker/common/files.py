@@ -24,19 +24,13 @@ from typing import Any, TypeVar
 
 Content = TypeVar("Content", bound=dict[str, Any] | list[Any])
 
-UNSUPPORTED = (
-    errno.ENOLCK,
-    errno.ENOTSUP,
-    errno.ENOSYS,
-    errno.EINVAL,
-)  # a file system without locks
+# A file system without locks
+UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 NOT_SYNCED = (errno.EINVAL, errno.ENOTSUP)  # a file system that syncs no directories, such as SMB
-TEMPORARY = re.compile(
-    r"\.(?P<name>.+)\.\d+-\d+-[0-9a-f]{16}\.tmp"
-)  # the temporary files of `write_atomic`
-ABANDONED = (
-    24 * 3600.0
-)  # seconds without a write after which a temporary file is stale, where locks can't tell
+# The temporary files of `write_atomic`
+TEMPORARY = re.compile(r"\.(?P<name>.+)\.\d+-\d+-[0-9a-f]{16}\.tmp")
+# Seconds without a write after which a temporary file is stale, where locks can't tell
+ABANDONED = 24 * 3600.0
 
 
 def cache_root() -> Path:
@@ -94,9 +88,8 @@ def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | No
     temporary = file.with_name(f".{file.name}.{writer}.tmp")
     try:
         with open(temporary, "xb") as handle, naming(file):
-            _flock(
-                handle.fileno(), fcntl.LOCK_EX
-            )  # until it is closed: others must not remove a file being written
+            # Until it is closed: others must not remove a file being written
+            _flock(handle.fileno(), fcntl.LOCK_EX)
             handle.writelines(parts)
             handle.flush()
             os.fsync(handle.fileno())
@@ -108,7 +101,8 @@ def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | No
             except FileNotFoundError:
                 if os.fstat(handle.fileno()).st_nlink:
                     raise
-                return False  # removed between creation and lock, or on a file system whose locks have no effect
+                # Removed between creation and lock, or on a file system whose locks have no effect
+                return False
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

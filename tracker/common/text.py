@@ -6,9 +6,8 @@ from textwrap import wrap
 
 WIDTH = 80  # columns of the printed text
 LABEL = 12
-NUMBERS = re.compile(
-    r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?"
-)  # commits, and numbers that differ between steps
+# Commits, and numbers that differ between steps
+NUMBERS = re.compile(r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?")
 
 
 def counted(number: int, noun: str) -> str:

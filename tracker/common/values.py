@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 FinalNorm = Literal["auto", "include", "exclude"]
 Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
-Precision = Literal[
-    "float32", "tf32", "bfloat16"
-]  # of the products that Jacobians in float32 are made of
+# Of the products that Jacobians in float32 are made of
+Precision = Literal["float32", "tf32", "bfloat16"]
 Dtype = Literal["float32", "float64"]
 Witness = Literal["model", "off"]  # whether the caller's model itself is asked about its blocks
 # Whether J is compared with differences of values; with "values", J is their derivative: `detach` has no effect.

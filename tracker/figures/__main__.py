@@ -78,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--clusters", type=str, help=CLUSTERS_HELP)
     parsed = parser.parse_args(arguments)
-    names = _named(
-        parsed.name, bool(parsed.results)
-    )  # before the results are opened, which takes long
+    # Before the results are opened, which takes long
+    names = _named(parsed.name, bool(parsed.results))
     results = assign_clusters(_open(parsed.results), parsed.clusters)
     _run(parsed, names, results)
     return OK

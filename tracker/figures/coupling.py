@@ -56,22 +56,16 @@ if TYPE_CHECKING:
 
     from tracker.figures.drawing import Plotted
 
-COLOURS = {
-    "miscoupling": BLUE,
-    "offdiag_normalized": ORANGE,
-}  # of the measures drawn of a single result
+# Of the measures drawn of a single result
+COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}
 TRAJECTORY = {
     "lss": "Line-shape score (1: straight)",
     "expodistance": "Expodistance (0: exponential growth)",
 }
 PER_ROW = 3  # matrices
 SIZE = 4.8, 4.0  # inches, of one matrix
-PLACE = (
-    0.1,
-    0.12,
-    0.86,
-    0.77,
-)  # of the matrix and its bar in a picture, which leaves room for longer numbers
+# Of the matrix and its bar in a picture, which leaves room for longer numbers
+PLACE = 0.1, 0.12, 0.86, 0.77
 MEASURE = "offdiag_normalized"  # the paper's "normalized"
 HALF = 0.5  # of the largest coupling
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}

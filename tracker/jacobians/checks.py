@@ -97,9 +97,8 @@ def derivative_error(
         if in_windows is not None and in_windows[0] <= tolerance(call.x.dtype, in_windows[1]):
             return in_windows[0]
     errors = read([at(call, place)[0] for place in places])
-    return float(
-        torch.tensor(errors, dtype=torch.float64).max()
-    )  # NaN if one is, unlike Python's max
+    # NaN if one is, unlike Python's max
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def _places(rows: Rows, n: int) -> list[Rows]:

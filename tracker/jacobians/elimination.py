@@ -36,10 +36,8 @@ from tracker.linalg.linear import FreeBuffers, inner_products, linear_layer, row
 from tracker.linalg.precision import relative_error
 from tracker.linalg.transfer import read, standard_normal
 
-EXACT = {
-    torch.float32: 1e-5,
-    torch.float64: 1e-12,
-}  # largest relative error of a derivative that is taken as diagonal
+# Largest relative error of a derivative that is taken as diagonal
+EXACT = {torch.float32: 1e-5, torch.float64: 1e-12}
 MERGING = 3  # arrays of the size of merged layers, which they take while they are made
 ARGUMENT = -1  # the source that is the function's own argument
 
@@ -129,9 +127,8 @@ def find_normalization(
     factors and so a on the half. S 1 and S h then give p and q.
     """
     h = h - h.mean(1, keepdim=True)
-    h = (
-        h / h.square().mean(1, keepdim=True).sqrt()
-    )  # orthogonal to 1, and as long; NaN if all are alike
+    # Orthogonal to 1, and as long; NaN if all are alike
+    h = h / h.square().mean(1, keepdim=True).sqrt()
     a = torch.empty_like(h)
     for half, other in (
         (slice(0, None, 2), slice(1, None, 2)),
@@ -185,9 +182,8 @@ class Map:
     normalization: Normalization | None = None
     normalized: list[int] = field(default_factory=list)  # sources whose sum it takes
     others: list[int] = field(default_factory=list)  # sources without a known form
-    probed: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # by source, the product with `_probe(target)`
+    # By source, the product with `_probe(target)`
+    probed: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -540,9 +536,10 @@ class Heads:
         eye = torch.eye(e, dtype=part.dtype, device=part.device)
         if self.selects:
             return eye.expand(1, G, -1, -1)
+        # (R, e, *)
         (gradient,) = _gradients(
             part, [z], eye[None, :, None].expand(len(part), -1, G, -1).flatten(2)
-        )  # (R, e, *)
+        )
         return (
             gradient.index_select(2, self.entries.flatten())
             .unflatten(2, self.entries.shape)

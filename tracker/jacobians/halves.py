@@ -69,9 +69,8 @@ class HalfJacobians:
             try:
                 with _detached(held[name]):
                     parts[name] = torch.cat([part for part, _ in jacobians(selections)])
-            except (
-                UsageError
-            ) as error:  # a block that does not depend on its state once one output is held
+            # A block that does not depend on its state once one output is held
+            except UsageError as error:
                 return self._none(
                     call.layer,
                     f"it can't be differentiated by {name} alone ({error.__cause__ or error})",

@@ -26,10 +26,8 @@ from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows
 from tracker.model.attention import Formula, OriginalAttention
 from tracker.model.recording import AttentionCall
 
-AT_ONCE = {
-    True: 1 << 22,
-    False: 1 << 26,
-}  # scalars of keys and values; on a CPU few, which its caches hold
+# Scalars of keys and values; on a CPU few, which its caches hold
+AT_ONCE = {True: 1 << 22, False: 1 << 26}
 
 
 def by_formula(
@@ -58,9 +56,8 @@ def by_formula(
     # Products within a row are cheap: under autocast they stay in the recorded dtype.
     query, key, value = (live.to(frozen[0][0].key.dtype) for live in (query, key, value))
     expansion = Expansion.empty(query, value)
-    with (
-        torch._C.DisableTorchFunction()
-    ):  # the point of expansion is a constant, also where `detach` is the identity
+    # The point of expansion is a constant, also where `detach` is the identity
+    with torch._C.DisableTorchFunction():
         at_q, at_k, at_v = query.detach(), key.detach(), value.detach()
     with torch.autocast(query.device.type, enabled=False):
         start = 0
@@ -98,9 +95,10 @@ def by_own_code(
         frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
         at = rows.on(q.device)
+        # (R, 1, n, 1)
         own = (torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None])[
             :, None, :, None
-        ]  # (R, 1, n, 1)
+        ]
         K = torch.where(own, k, past.key[at.sample_in(past.key)])
         V = torch.where(own, v, past.value[at.sample_in(past.value)])
         outputs.append(attention(q, K, V, mask_rows(past, at), False))
@@ -265,9 +263,8 @@ class HeadProduct(torch.autograd.Function):
         """Save the constant."""
         ctx.save_for_backward(inputs[1])
         ctx.save_for_forward(inputs[1])
-        ctx.set_materialize_grads(
-            False
-        )  # a derivative of zeros would be allocated for the constant
+        # A derivative of zeros would be allocated for the constant
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -73,9 +73,8 @@ class CheckCache:
 
     def __init__(self, recorded_dtype: torch.dtype) -> None:
         self.recorded_dtype = recorded_dtype
-        self._results: dict[
-            Any, Any
-        ] = {}  # of checks that are made once: by check, way of calling it and `check_key`
+        # Of checks that are made once: by check, way of calling it and `check_key`
+        self._results: dict[Any, Any] = {}
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -119,9 +118,8 @@ class CheckResults:
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
     derivative_error: float  # NaN for the full sequence, which is the reference
-    independent_errors: tuple[
-        float, ...
-    ]  # of each row, against differences of values; NaN where they were not used
+    # Of each row, against differences of values; NaN where they were not used
+    independent_errors: tuple[float, ...]
 
     @property
     def independent_error(self) -> float:
@@ -143,10 +141,8 @@ OWN_ATTENTION = (
     "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
     "mask and softmax; with F.scaled_dot_product_attention, single rows are used"
 )
-PATHS: dict[Any, RowAttention] = {
-    "formula": by_formula,
-    "own code": by_own_code,
-}  # the fast one first
+# The fast one first
+PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}
 
 
 class Jacobians:
@@ -179,9 +175,8 @@ class Jacobians:
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
         self.witness: Witness | None = None  # the caller's model, asked about one recorded call
-        self.without_halves: dict[
-            int, str
-        ] = {}  # layer -> why its attention and MLP were not measured apart
+        # Layer -> why its attention and MLP were not measured apart
+        self.without_halves: dict[int, str] = {}
         self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
@@ -400,9 +395,8 @@ class Jacobians:
                 keys += sum(
                     len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention
                 )
-        if (
-            self.precision == "bfloat16" and x.dtype == torch.float32
-        ):  # checked above; now with bfloat16 products
+        # Checked above; now with bfloat16 products
+        if self.precision == "bfloat16" and x.dtype == torch.float32:
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = linearize_rows(f, x, self._buffers)
         chunk, identity = (

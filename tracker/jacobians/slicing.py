@@ -93,9 +93,8 @@ class Rows:
 
     def disjoint_groups(self) -> Iterator[tuple[Tensor, "Rows"]]:
         """Split the rows so that no two rows of a group share a sample; yield each group with its indices into the R rows."""
-        order = (
-            (self.sample[:, None] == self.sample).tril(-1).sum(1)
-        )  # the number of earlier rows of the same sample
+        # The number of earlier rows of the same sample
+        order = (self.sample[:, None] == self.sample).tril(-1).sum(1)
         for group in order.unique():
             index = torch.nonzero(order == group).squeeze(-1)
             yield index, self.subset(index)

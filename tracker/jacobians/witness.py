@@ -60,13 +60,14 @@ DIFFERENCES = {8: 1e-3, 4: 2e-2}
 STEPS = {8: (1e-4, 1e-5, 1e-6), 4: (1e-2, 1e-3, 1e-4)}
 ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside these errors
 ROWS = 3  # that are tried where values differ
-ROUNDED = 3  # times the change of J^T u where the states are moved by roundings: what rounding may explain
+# Times the change of J^T u where the states are moved by roundings: what rounding may explain
+ROUNDED = 3
 MOVES = 4  # of the states, in different directions
-CONVERGED = 0.3  # two differences agree if they are nearer to each other than this part of their distance from J v
+# Two differences agree if they are nearer to each other than this part of their distance from J v
+CONVERGED = 0.3
 
-State = Callable[
-    [int, Tensor], Tensor
-]  # gives boundary l, where the model has this tensor, its state, as (B, n, d)
+# Gives boundary l, where the model has this tensor, its state, as (B, n, d)
+State = Callable[[int, Tensor], Tensor]
 Left = Callable[[int, Tensor], None]  # takes the output (B, n, d) of block l
 
 
@@ -78,13 +79,13 @@ class Answer:
     bytes: int  # of the numbers that the block computes with
     u: Float[Tensor, " d"]
     gradient: Float[Tensor, " d"]  # u^T d(block) / dx along every path
-    beside: float  # |u^T d(block) / dx_1| at the token, along what was computed from the first state x_1 before block 1 began
+    # |u^T d(block) / dx_1| at the token, along what was computed from the first state x_1 before block 1 began
+    beside: float
     v: Float[Tensor, " d"]
     size: float  # |x|
     growth: float  # |output| / |x|
-    differences: list[
-        Float[Tensor, " d"]
-    ]  # d(block) / dx v, with the steps so far; empty for numbers of two bytes
+    # d(block) / dx v, with the steps so far; empty for numbers of two bytes
+    differences: list[Float[Tensor, " d"]]
 
     def step(self, i: int) -> float:
         """Return the multiple of v that is as long as the i-th step, h |x|."""
@@ -125,13 +126,11 @@ class Witness:
     ) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
         self.errors = {"values": 0.0, "derivative": 0.0, "differences": 0.0}  # the largest so far
-        self.wrong: dict[
-            int, float
-        ] = {}  # layers whose values differ from the recorded ones, and by how much
+        # Layers whose values differ from the recorded ones, and by how much
+        self.wrong: dict[int, float] = {}
         self.undecided: list[int] = []  # layers whose differences do not converge
-        self.unsteady: dict[
-            int, float
-        ] = {}  # layers whose J^T u differs by what rounding explains, and by how much
+        # Layers whose J^T u differs by what rounding explains, and by how much
+        self.unsteady: dict[int, float] = {}
         # Other weights have other states, and are asked about other rows.
         self.seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
         self.rows, self.valid = rows, valid
@@ -154,21 +153,18 @@ class Witness:
         try:
             self._ask_for_derivatives(tokens)
             for _ in range(min(len(tokens), ROWS) - 1):
-                if (
-                    self.wrong
-                ):  # a model in 16 bits may choose another expert than the replica, at this row
+                # A model in 16 bits may choose another expert than the replica, at this row
+                if self.wrong:
                     self._ask_for_derivatives(tokens)
-            if (
-                self.wrong and passes.divided
-            ):  # what the model computes may depend on the size of the batch
+            # What the model computes may depend on the size of the batch
+            if self.wrong and passes.divided:
                 passes.choose_all(self.sample)
                 self._ask_for_derivatives(tokens)
             self._ask_for_differences(
                 {l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0
             )
-        except (
-            Exception
-        ) as error:  # of the model's code, whatever it is: it may need what is not installed here
+        # Of the model's code, whatever it is: it may need what is not installed here
+        except Exception as error:
             if isinstance(error, UsageError):
                 raise
             if not is_allocation_failure(error):
@@ -237,9 +233,8 @@ class Witness:
             moved: bytes of the numbers by whose roundings the states and u are moved; 0: not at all.
         """
         passes, leaf = self.passes, torch.empty(0)
-        found: dict[
-            int, tuple[Tensor, ...]
-        ] = {}  # of each block, the fields of `_Backward` except the first
+        # Of each block, the fields of `_Backward` except the first
+        found: dict[int, tuple[Tensor, ...]] = {}
         least: dict[int, int] = {}
 
         def disturbed(t: Tensor) -> Tensor:
@@ -251,9 +246,8 @@ class Witness:
         def begin(l: int, state: Tensor) -> Tensor:
             nonlocal leaf
             leaf, roundings.least = disturbed(passes.recorded(l, state)), state.itemsize
-            return (
-                leaf.requires_grad_().clone()
-            )  # the model may work in place, which a leaf does not allow
+            # The model may work in place, which a leaf does not allow
+            return leaf.requires_grad_().clone()
 
         def end(l: int, y: Tensor) -> None:
             if l not in questions:
@@ -518,9 +512,8 @@ class _Passes:
         """
         first = self.first is not None and self.first.requires_grad
         inputs = [leaf, self.first] if first else [leaf]
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # the mode of boundaries would replace the first state by the leaf
+        # The mode of boundaries would replace the first state by the leaf
+        with torch._C.DisableTorchFunction():
             # What was computed before block 1 began is differentiated once for each block.
             gradient, *beside = torch.autograd.grad(
                 product, inputs, retain_graph=first, materialize_grads=True, allow_unused=True
@@ -613,9 +606,8 @@ class _Passes:
         enter: Callable[[Tensor], Tensor],
         leave: Callable[[Tensor], Tensor],
     ) -> Iterator[None]:
-        blocks = [
-            module(name) for name in dict.fromkeys(call.name for call in self.calls)
-        ]  # one may be several
+        # One may be several
+        blocks = [module(name) for name in dict.fromkeys(call.name for call in self.calls)]
 
         def begin(block: nn.Module, args: tuple, kwargs: dict) -> Any:
             if self.ended >= 0:

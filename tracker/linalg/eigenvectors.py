@@ -34,9 +34,8 @@ def _routine(name: str) -> Callable[..., None]:
     api.PyCapsule_GetPointer.restype = ctypes.c_void_p
     api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
     address = api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * ARGUMENTS)(
-        address
-    )  # which gives up Python's lock
+    # Which gives up Python's lock
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * ARGUMENTS)(address)
 
 
 def first_eigenvectors(
@@ -100,9 +99,8 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
             )
 
     size, integers = scalar(0), ctypes.c_int(0)
-    run(
-        A.data_ptr(), values.data_ptr(), vectors.data_ptr(), size, integers
-    )  # asks for the sizes of the workspaces
+    # Asks for the sizes of the workspaces
+    run(A.data_ptr(), values.data_ptr(), vectors.data_ptr(), size, integers)
     of_work, of_integers = ctypes.c_int(int(size.value)), ctypes.c_int(integers.value)
     work, integers = (scalar * of_work.value)(), (ctypes.c_int * of_integers.value)()
     for matrix, W, Z in zip(

@@ -38,9 +38,8 @@ class Linearization:
 
     y: Float[Tensor, "R d"]
     pullback: Callable[[Tensor], Tensor]  # (C, R, d) -> (C, R, d): J[r]^T u[c, r]
-    tangent: Float[Tensor, "R d"] | None = (
-        None  # J v by forward mode, if it was asked for and every operation has it
-    )
+    # J v by forward mode, if it was asked for and every operation has it
+    tangent: Float[Tensor, "R d"] | None = None
     no_tangent: str = ""  # why there is none
     rounded: bool = False  # whether f's own code rounds to a lower precision than that of x
 
@@ -119,9 +118,8 @@ def linearize(
         if v is None:
             raise
         reason = str(error).partition("\n")[0]
-    if (
-        reason
-    ):  # outside the handler, which would keep the traceback and so the failed attempt's tensors
+    # Outside the handler, which would keep the traceback and so the failed attempt's tensors
+    if reason:
         return replace(linearize(f, x), no_tangent=reason)
 
     def pullback(u: Float[Tensor, "C R d"]) -> Float[Tensor, "C R d"]:
@@ -168,9 +166,8 @@ def dense_jacobian(
     J = y.new_empty(R, d, d)
     cotangents = identity_matrix(d, y)
     for start in range(0, d, chunk):
-        e = cotangents[
-            start : start + chunk
-        ]  # (C, d): cotangent c picks output coordinate start + c of every row
+        # (C, d): cotangent c picks output coordinate start + c of every row
+        e = cotangents[start : start + chunk]
         J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
     J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
     return J

@@ -23,9 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_identities: WeakValueDictionary[int, Tensor] = (
-    WeakValueDictionary()
-)  # the matrices in use, by memory address
+# The matrices in use, by memory address
+_identities: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def identity_matrix(d: int, like: Tensor) -> Float[Tensor, "d d"]:
@@ -60,12 +59,13 @@ def rows_of_identity(x: Tensor) -> slice | None:
 
 
 FEW = range(
-    16, 65
-)  # rows for which (W x^T)^T takes less time: above, both ways take equally long, and below up to twice as long
-LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
-COPY_AFTER = (
-    2  # products of few rows before a copy is made: the second one is a sign of an iteration
+    16,
+    65,
+    # Rows for which (W x^T)^T takes less time: above, both ways take equally long, and below up to twice as long
 )
+LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
+# Products of few rows before a copy is made: the second one is a sign of an iteration
+COPY_AFTER = 2
 STRIPE = 16  # columns copied at once, one cache line: a third of the time of copying all at once
 
 FreeBuffers = list[Tensor]  # memory of copies no longer in use

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from tracker.linalg.transfer import standard_normal
 
-SEPARATED = 1e-2  # pivot of rows of length 1 from which Cholesky is accurate enough for a second pass to correct it
-OUTSIDE = 0.1  # length above which what is left of a row of length 1 outside the basis is orthogonal to it
+# Pivot of rows of length 1 from which Cholesky is accurate enough for a second pass to correct it
+SEPARATED = 1e-2
+# Length above which what is left of a row of length 1 outside the basis is orthogonal to it
+OUTSIDE = 0.1
 
 
 class Orthonormaliser:
@@ -59,9 +61,8 @@ class Orthonormaliser:
         if self.tested:
             return True
         of_rows, of_rest, info = pivots
-        return bool(
-            (of_rows > SEPARATED).all() & (of_rest > OUTSIDE).all() & (info == 0).all()
-        )  # False where NaN
+        # False where NaN
+        return bool((of_rows > SEPARATED).all() & (of_rest > OUTSIDE).all() & (info == 0).all())
 
     def test_from_now(self, scale: Tensor) -> None:
         """Test every block from now on; `scale` is a lower bound of the matrices' norms."""

@@ -19,7 +19,8 @@ OLDER = {"ieee": "highest", "tf32": "high"}
 
 # Tolerances of a residual function f = block - 1.
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-ROUNDED = 1e-5  # in float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
+# In float64 of a block that rounds to float32 inside, or was recorded so: some hundred roundings
+ROUNDED = 1e-5
 # By bytes of a number. Of the formats of two bytes, bfloat16 is the coarser one.
 EPSILON = {
     8: torch.finfo(torch.float64).eps,
@@ -27,10 +28,8 @@ EPSILON = {
     2: torch.finfo(torch.bfloat16).eps,
 }
 FAST = 5e-2  # of products in TF32 or bfloat16
-FLOOR = {
-    torch.float32: 1e-2,
-    torch.float64: 1e-5,
-}  # of |f| / |x|: below it, rounding of x + f exceeds the tolerance
+# Of |f| / |x|: below it, rounding of x + f exceeds the tolerance
+FLOOR = {torch.float32: 1e-2, torch.float64: 1e-5}
 
 
 @contextmanager
@@ -93,9 +92,8 @@ class Roundings(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         result = function(*arguments, **(keywords or {}))
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # other modes would be called for each attribute that is read here
+        # Other modes would be called for each attribute that is read here
+        with torch._C.DisableTorchFunction():
             # An operation that returns None writes to its first argument, which rounds as well.
             least = min(
                 _sizes(arguments[:1] if result is None else (result,)),
@@ -136,9 +134,8 @@ def relative_error(
 
     The floor is `FLOOR[reference_dtype]`, the precision of the reference, whatever the dtype of the comparison.
     """
-    norm = partial(
-        torch.linalg.vector_norm, dim=-1, dtype=torch.float64
-    )  # squares of large states overflow float32
+    # Squares of large states overflow float32
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
     size = torch.maximum(norm(reference), FLOOR[reference_dtype] * norm(scale))
     difference = norm(f - reference)
     return torch.where(difference == 0, 0.0, difference / size).max()

@@ -55,9 +55,8 @@ class Chain:
             self._triangle = R if self._triangle is None else R @ self._triangle
         growth = R.diagonal(dim1=-2, dim2=-1).abs()
         spread = float((growth.amax(-1) / growth.amin(-1)).amax())
-        of_each = (
-            log(spread) / self._since if spread < float("inf") else float("inf")
-        )  # NaN: a zero matrix
+        # NaN: a zero matrix
+        of_each = log(spread) / self._since if spread < float("inf") else float("inf")
         allowed = -0.5 * log(torch.finfo(R.dtype).eps)
         self._group = (
             max(1, min(MOST, int(allowed / of_each)))

@@ -112,7 +112,8 @@ def relative_residual(
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-11}  # largest residual of the Krylov iteration
 OF_FULL = 0.2  # times the tolerance: the residuals that full decompositions have
 SMALL = 512  # width up to which a matrix is decomposed on one CPU core
-SQUARABLE = 0.1  # s_K / s_1 above which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
+# s_K / s_1 above which rounding of J J^T, eps (s_1 / s_K)^2, is far below the margin of completeness
+SQUARABLE = 0.1
 POWERS = 4  # steps of power iteration that give s_1 within a tenth, also for flat singular values
 
 Advance = Callable[[int], None]  # receives how many matrices have been decomposed
@@ -393,9 +394,8 @@ def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
     )
     gap, S = _gap(S, K), S[..., :K]
     error = relative_residual(apply(V), apply_transpose(U), U, S, V)
-    complete = ~(error > tolerance) & is_complete(
-        J, U, S, V
-    )  # the residual of a zero matrix is NaN
+    # The residual of a zero matrix is NaN
+    complete = ~(error > tolerance) & is_complete(J, U, S, V)
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SEED = 0x5EED  # the first of the package's own seeds: states are often drawn with 0, 1 or 42, and noise must not equal them
-ALIGNMENT = (
-    16  # bytes: a multiple of every dtype's size, so that each part can be viewed as its dtype
-)
+# The first of the package's own seeds: states are often drawn with 0, 1 or 42, and noise must not equal them
+SEED = 0x5EED
+# Bytes: a multiple of every dtype's size, so that each part can be viewed as its dtype
+ALIGNMENT = 16
 
 
 def copies_beside_work(device: torch.device) -> bool:

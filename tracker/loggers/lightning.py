@@ -69,9 +69,8 @@ def logger_of(target: Any, prefix: str = "") -> Logger:
         UsageError: for anything else.
     """
     if is_lightning(target, "loggers.WandbLogger"):
-        own = (
-            f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""
-        )  # Lightning has no public access
+        # Lightning has no public access
+        own = f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""
         target, prefix = target.experiment, own + prefix
     if hasattr(type(target), "define_metric"):
         return OpenRun(target, prefix)

@@ -30,12 +30,10 @@ class Row:
 
     step: int
     scalars: Mapping[str, float]  # curve points by metric name
-    checkpoint: Mapping[str, int] = field(
-        default_factory=dict
-    )  # whether it is suspect, tokens seen
-    miscoupling: xr.DataArray | None = (
-        None  # (k, layer, layer_other), the mean over prompts and tokens
-    )
+    # Whether it is suspect, tokens seen
+    checkpoint: Mapping[str, int] = field(default_factory=dict)
+    # (k, layer, layer_other), the mean over prompts and tokens
+    miscoupling: xr.DataArray | None = None
     headline: tuple[str, ...] = ()  # the names of the scalars that are shown by default
 
     @classmethod

@@ -66,9 +66,8 @@ def resolve_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
     try:
         key = wandb.login(prompt=False)
-    except (
-        AuthenticationError
-    ) as error:  # the key is refused, or the server can't be reached to check it
+    # The key is refused, or the server can't be reached to check it
+    except AuthenticationError as error:
         print(f"W&B does not accept the key ({error}); logging offline", file=sys.stderr)
         return "offline"
     if mode == "online" and not key:
@@ -240,9 +239,8 @@ class WandbRun:
             return f"W&B offline: {directory} (send it with: wandb sync {directory})"
         if missing:
             return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
-        if (
-            self.memory
-        ):  # only now has everything been sent; a killed run is replaced by a complete one
+        # Only now has everything been sent; a killed run is replaced by a complete one
+        if self.memory:
             content = {"id": self.run.id, "logged": self.logged, "log": self.chosen}
             write_atomic(self.memory, json.dumps(content).encode())
         return f"W&B online: {self.run.url}"

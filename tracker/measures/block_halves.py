@@ -67,10 +67,8 @@ def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:
     ]
 
 
-_HALF = {
-    "attention": ("attention", "J_A", "MLP"),
-    "mlp": ("MLP", "J_M", "attention"),
-}  # words, symbol, the other half
+# Words, symbol, the other half
+_HALF = {"attention": ("attention", "J_A", "MLP"), "mlp": ("MLP", "J_M", "attention")}
 
 
 def _declared() -> tuple[Measure, ...]:

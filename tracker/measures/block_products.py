@@ -77,9 +77,8 @@ class Products:
         Args:
             jacobian: l -> the Jacobians of block l again, which the products to the last block take in falling order.
         """
-        self._chain = (
-            Chain()
-        )  # of the transposed factors: the product to the last block grows at its right end
+        # Of the transposed factors: the product to the last block grows at its right end
+        self._chain = Chain()
         to_last = {1: self._from_first[self.L]}
         for l in range(self.L, 1, -1):
             self._chain.multiply(_with_identity(jacobian(l)).mT)
@@ -137,9 +136,8 @@ def _declared() -> tuple[Measure, ...]:
     for form, (product, words) in _FORMS.items():
         end = f"{product}, blocks {WITHOUT_NORM}"
         for name, (label, formula, reference, text, axis) in _OF_ONE.items():
-            whole = (
-                form == "from_first"
-            )  # the curve is of its last value, the product of all blocks
+            # The curve is of its last value, the product of all blocks
+            whole = form == "from_first"
             measures.append(
                 Measure(
                     f"{form}_{name}",

@@ -212,9 +212,8 @@ def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str
     return batch.valid.cpu(), "attention_mask"
 
 
-Recorded = tuple[
-    Recording, Rows, list[Sample]
-]  # a forward call, its requested rows and its samples
+# A forward call, its requested rows and its samples
+Recorded = tuple[Recording, Rows, list[Sample]]
 
 
 def jacobians_of(replica: Replica, settings: Settings, progress: Progress) -> Jacobians:
@@ -253,15 +252,13 @@ def measure_calls(
                 warn_of_missing_norm(recording, replica.description)
             if not settings.checked:
                 check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-            check_chain(
-                replica, recording, batch
-            )  # a block whose projections begin at zero shows itself later
+            # A block whose projections begin at zero shows itself later
+            check_chain(replica, recording, batch)
             if settings.witness == "model" and not settings.checked:
                 valid = [sample.valid for sample in of_batch]
                 jacobians.witness = Witness(replica, batch, recording, rows, valid)
-                if not settings.includes(
-                    "coupling"
-                ):  # else its answers are judged when Jacobians are formed
+                # Else its answers are judged when Jacobians are formed
+                if not settings.includes("coupling"):
                     jacobians.witness.require_all_values()
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)

@@ -218,9 +218,8 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 PAIR = ("token", "k", "layer", "layer_other")
-OF_TRACE = (
-    "miscoupling_release_trace"  # whose null level is that of the release, times |s|_2 / |s|_1
-)
+# Whose null level is that of the release, times |s|_2 / |s|_1
+OF_TRACE = "miscoupling_release_trace"
 BY_ROTATIONS = tuple(
     definition.name for definition in DEFINITIONS if definition.name != OF_TRACE
 )  # levels are measured
@@ -304,9 +303,8 @@ def declared_level(of: Measure) -> Measure:
 
 DECLARED = _declared()
 MISCOUPLINGS = tuple(definition.name for definition in DEFINITIONS)
-VARIANTS = tuple(
-    f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju")
-)  # over layer pairs
+# Over layer pairs
+VARIANTS = tuple(f"{name}{end}" for name in MISCOUPLINGS for end in ("", NORMED, "_vju"))
 
 
 Jacobian = Float[Tensor, "*batch d d"]
@@ -421,9 +419,8 @@ def null_levels(
         "offdiag": off,
         "offdiag_normalized": off / entries.square.sqrt(),
     }
-    if {"miscoupling_release", OF_TRACE} & {
-        *definitions
-    }:  # the size of the diagonal takes most of the time
+    # The size of the diagonal takes most of the time
+    if {"miscoupling_release", OF_TRACE} & {*definitions}:
         overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
         release = (1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
         levels |= {"miscoupling_release": release, OF_TRACE: release * norm / s.sum(-1)[..., None]}

@@ -20,10 +20,8 @@ from tracker.measures.settings import CHOICE_NAMES
 from tracker.measures.states import NOISE
 
 NAMED = 3  # measures that the warning names
-VARIATIONS = (
-    "expodistance",
-    "equidistance",
-)  # over depth: undefined in post-norm models, or for one block
+# Over depth: undefined in post-norm models, or for one block
+VARIATIONS = ("expodistance", "equidistance")
 
 
 def undefined_values(

@@ -9,16 +9,12 @@ from torch import Tensor
 Reduction = Literal["pairs", "token pairs", "quartiles", "last quartiles", "last mean"]
 Axis = Literal["linear", "logarithmic", "from zero"]
 Chart = Literal["training", "depth", "blocks", "table"]
-DIAGNOSTICS = (
-    "diagnostics_"  # begins the names of variables that say how far the results can be trusted
-)
+# Begins the names of variables that say how far the results can be trusted
+DIAGNOSTICS = "diagnostics_"
 NORMED = "_normed"  # ends the names of variables that include the final norm
 WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
-COUPLING, JACOBIANS, MINOR = (
-    "Coupling",
-    "Jacobians",
-    "Tokens, entropy, noise",
-)  # sections of the W&B dashboard
+# Sections of the W&B dashboard
+COUPLING, JACOBIANS, MINOR = "Coupling", "Jacobians", "Tokens, entropy, noise"
 POSITION, BLOCK, STATE, LAYER = (
     ("position",),
     ("layer", "position"),

@@ -54,9 +54,8 @@ class LastStates:
             changes: Any = torch.autograd.functional.jvp(self.norm, x, directions.contiguous())[1]
             directions = changes
         unembedding = self.replica.module.get_submodule(self.unembedding)
-        return unembedding(directions) - unembedding(
-            torch.zeros_like(directions[:1, :1])
-        )  # without a bias
+        # Without a bias
+        return unembedding(directions) - unembedding(torch.zeros_like(directions[:1, :1]))
 
     def random_directions(self) -> Float[Tensor, "R m d"]:
         """Draw directions for each row, the same for the rows of one sample."""

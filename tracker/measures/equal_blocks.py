@@ -84,9 +84,8 @@ def _identity(module: nn.Module) -> Hashable:
 
 def _labels_of_weights(modules: Sequence[nn.Module]) -> list[int]:
     """Return a number for each module, the same for those whose weights are equal."""
-    alike: dict[
-        Hashable, list[int]
-    ] = {}  # modules with the same first numbers, of which no two have equal weights
+    # Modules with the same first numbers, of which no two have equal weights
+    alike: dict[Hashable, list[int]] = {}
     labels = []
     for i, (module, beginning) in enumerate(zip(modules, _first_numbers(modules), strict=True)):
         others = [] if beginning is None else alike.setdefault((type(module), beginning), [])

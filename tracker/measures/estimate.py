@@ -252,9 +252,8 @@ def _peak(case: _Case, calls: int) -> int:
     if not settings.forms_jacobians:
         return recordings
     column = plan.d * plan.itemsize
-    bases = (
-        4 * rows * plan.of_row * plan.K * column
-    )  # U and V of each block, and of all blocks together
+    # U and V of each block, and of all blocks together
+    bases = 4 * rows * plan.of_row * plan.K * column
     products = max(
         rows * plan.bytes_of_pairs, min(settings.memory(4), 16 * max(256, rows) * column)
     )

@@ -19,9 +19,8 @@ from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
 
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
-OF_ENTRIES = {
-    option.name for option in CHOICES if option.of_jacobians == "entries"
-}  # measures that take `ARRAYS`
+# Measures that take `ARRAYS`
+OF_ENTRIES = {option.name for option in CHOICES if option.of_jacobians == "entries"}
 
 
 @dataclass(frozen=True)

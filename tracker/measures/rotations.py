@@ -136,9 +136,8 @@ def _of_rows(
     K, d = max(ks), U.shape[-2]
     signs = _signs(U[..., :K])
     signed_U, signed_V = U[..., :K] * signs, V[..., :K] * signs
-    scale = torch.where(
-        s[..., 0] > 0, s[..., 0], torch.nan
-    )  # the squares of tiny entries underflow
+    # The squares of tiny entries underflow
+    scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)
     unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
     unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
     overlaps = overlap(signed_U, signed_V, ks)
@@ -174,10 +173,8 @@ class _Controls:
         share, diagonal_squares = off / square.clamp_min(least), entries.diagonal_squares()
         of_share = 1 / (2 * share.sqrt().clamp_min(SMALLEST) * square.clamp_min(least))
         weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
-        self.s, self.norm = (
-            s[:, :, None, None],
-            vector_norm(s, dim=-1)[..., None, None],
-        )  # of each Jacobian: M = 1
+        # Of each Jacobian: M = 1
+        self.s, self.norm = s[:, :, None, None], vector_norm(s, dim=-1)[..., None, None]
         self.square, self.off, self.page, self.share = (
             one.unsqueeze(2) for one in (square, off, page, share)
         )

@@ -27,9 +27,8 @@ class Choice:
     text: str
     default: bool = False
     needs: str = ""  # the option that it extends
-    expensive: bool = (
-        False  # more than twice the cost of the default: measured only if named, not by "all"
-    )
+    # More than twice the cost of the default: measured only if named, not by "all"
+    expensive: bool = False
     # Measured of each block: from its triplets and J x, or from the entries of J, which takes more memory (`plan.ARRAYS`).
     of_jacobians: Literal["", "products", "entries"] = ""
 
@@ -85,9 +84,8 @@ CHOICE_NAMES = tuple(choice.name for choice in CHOICES)
 EXPENSIVE = tuple(choice.name for choice in CHOICES if choice.expensive)  # "all" leaves them out
 EVERYTHING = ("all", *EXPENSIVE)
 OF_PAIRS = ("vju", "matrices")  # of Jacobians, but not of each block
-USUAL = tuple(
-    choice.name for choice in CHOICES if choice.default
-)  # measured where `measures=` is not given
+# Measured where `measures=` is not given
+USUAL = tuple(choice.name for choice in CHOICES if choice.default)
 
 RELEASE_K = (10, 30, 50)
 MEMORY_BUDGET = 4 << 30  # bytes

@@ -55,9 +55,8 @@ def alignment(triplets: Triplets) -> Float[Tensor, "B K"]:
 def departure(J: Jacobian) -> Values:
     """Return Henrici's departure from normality relative to |J|_F, in float64; NaN for a zero matrix."""
     zero = J.abs().amax((-2, -1)) == 0
-    unit = torch.where(
-        zero[..., None, None], 0, _unit(J.double())
-    )  # LAPACK may end the process if it is given NaN
+    # LAPACK may end the process if it is given NaN
+    unit = torch.where(zero[..., None, None], 0, _unit(J.double()))
     if unit.shape[-1] > SMALL:
         eigenvalues = torch.linalg.eigvals(unit)
     else:

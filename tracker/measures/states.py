@@ -21,18 +21,11 @@ from tracker.measures.settings import Settings
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
 
-NOISE = (
-    0.01,
-    0.03,
-    0.1,
-    0.3,
-    1.0,
-)  # root mean square length of the noise, relative to the length of the embedding
+# Root mean square length of the noise, relative to the length of the embedding
+NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)
 
-STATES = (
-    *trajectory.DECLARED,
-    *trajectory.DECLARED_USE,
-)  # variables that are read off the states alone
+# Variables that are read off the states alone
+STATES = (*trajectory.DECLARED, *trajectory.DECLARED_USE)
 DECLARED = (
     Measure(
         "entropy",

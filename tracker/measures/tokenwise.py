@@ -49,12 +49,8 @@ from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
 from tracker.measures.plan import Plan
 from tracker.model.recording import Recording
 
-TOKEN_PAIR = (
-    "k",
-    "layer",
-    "pair_token",
-    "pair_token_other",
-)  # J of block `layer`, basis of block `pair_layer_other`
+# J of block `layer`, basis of block `pair_layer_other`
+TOKEN_PAIR = ("k", "layer", "pair_token", "pair_token_other")
 KINDS = {  # of token pairs
     "self": "self: J of t against J of t′",
     "fixed_input": "fixed input: first token to t, to t′",
@@ -128,14 +124,10 @@ DECLARED = _declared()
 DIMS = {measure.name: measure.dims for measure in DECLARED}
 
 Link = tuple[int, int]  # (i, j): J_{t1 t2} of the sample's i-th and j-th chosen token
-Part = tuple[
-    list[Link], dict[str, Tensor]
-]  # values of some links of a kind, by name without the kind
-PARTS = {
-    "singular_value": "S",
-    "residual": "residual",
-    "complete": "complete",
-}  # of the singular triplets
+# Values of some links of a kind, by name without the kind
+Part = tuple[list[Link], dict[str, Tensor]]
+# Of the singular triplets
+PARTS = {"singular_value": "S", "residual": "residual", "complete": "complete"}
 
 
 @dataclass(frozen=True)
@@ -189,9 +181,8 @@ def _couplings(
     at_once = plan.samples(len(samples))  # links of all samples
     file = JacobianFile() if at_once < len(links) else None
     measures = [name for name in plan.measures if name == "matrices"]
-    bases: dict[
-        int, dict[Link, Triplets]
-    ] = {}  # of the measured blocks whose bases are still needed
+    # Of the measured blocks whose bases are still needed
+    bases: dict[int, dict[Link, Triplets]] = {}
     parts: dict[tuple[int, str, str], list[Part]] = {}  # by block, kind and what was measured
 
     def add(what: str, l: int, layers: Mapping[Link, Layer]) -> None:
@@ -208,9 +199,8 @@ def _couplings(
     order = _measuring_order(basis_layers)
     for place, l in enumerate(order):
         block_triplets: dict[Link, Triplets] = {}
-        waiting: dict[
-            Link, Layer
-        ] = {}  # of a block in its own basis, until all its triplets are known
+        # Of a block in its own basis, until all its triplets are known
+        waiting: dict[Link, Layer] = {}
         for start in range(0, len(links), at_once):
             layers = _layers(jacobians, l, samples, links[start : start + at_once], plan)
             block_triplets |= {link: layer.triplets for link, layer in layers.items()}

@@ -74,9 +74,8 @@ def alpha_mean(X: States) -> Float[Tensor, " n"]:
 
 def expodistance(X: States, width: int | None = None) -> Float[Tensor, "*L n"]:
     """Return the squared coefficient of variation of alpha over depth (eq. 18); NaN where the mean is zero to rounding."""
-    rounding = (
-        8 * torch.finfo(X.dtype).eps
-    )  # alpha depends on two norms, each accurate to a few eps
+    # Alpha depends on two norms, each accurate to a few eps
+    rounding = 8 * torch.finfo(X.dtype).eps
     return _over_depth(alphas(X), width, lambda a: _squared_variation(a, rounding))
 
 

@@ -54,9 +54,8 @@ class OriginalAttention:
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Any]
     formula: Formula | None = None
-    format_output: Callable[[Tensor], Any] = lambda output: (
-        output
-    )  # from (B, H, m, e) to what the model expects
+    # From (B, H, m, e) to what the model expects
+    format_output: Callable[[Tensor], Any] = lambda output: output
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
@@ -236,9 +235,8 @@ class _Hooks:
     def __init__(self, module: nn.Module) -> None:
         self.own = {name: partial(getattr(type(module), name), module) for name in METHODS}
         self.module: Any = module
-        self.seen: dict[
-            str, Tensor
-        ] = {}  # query, key, plain and final scores of the running attention
+        # Query, key, plain and final scores of the running attention
+        self.seen: dict[str, Tensor] = {}
 
     def apply_rotary(
         self, x: Tensor, past_kv_pos_offset: int = 0, attention_mask: Tensor | None = None

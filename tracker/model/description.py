@@ -19,24 +19,21 @@ class Blocks:
 
     names: tuple[str, ...]
     found_by: str
-    final_norms: tuple[
-        str, ...
-    ] = ()  # candidates; the recorded pass shows which one takes the last block's output
+    # Candidates; the recorded pass shows which one takes the last block's output
+    final_norms: tuple[str, ...] = ()
     include_final_norm: bool | None = (
         None  # what `final_norm="auto"` means; None: included if logits of each token follow
     )
-    unembedding: str | None = (
-        None  # the module that maps a hidden state to logits over a vocabulary
-    )
+    # The module that maps a hidden state to logits over a vocabulary
+    unembedding: str | None = None
     class_token: int | None = None  # position of the token that the classifier reads, if it has one
     # The parameter that is assumed to be this token, which forward passes have to confirm; None for a token that is stated.
     class_token_parameter: str | None = field(default=None, repr=False)
     batch_first: bool = True
     assumed: tuple[str, ...] = ()  # which of "blocks" and "attention" a forward pass has to confirm
     spans: tuple[Span, ...] = ()  # blocks that are no modules; `names` then names their boundaries
-    fixed: tuple[
-        Boundary, ...
-    ] = ()  # tensors that keep their recorded values while a span is linearized
+    # Tensors that keep their recorded values while a span is linearized
+    fixed: tuple[Boundary, ...] = ()
 
     def __str__(self) -> str:
         layout = "batch first" if self.batch_first else "sequence first"

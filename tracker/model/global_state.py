@@ -24,9 +24,8 @@ from tracker.model.random_numbers import preserve_random_state
 @contextmanager
 def checkpointing_disabled() -> Iterator[None]:
     """Run this thread's checkpointed functions as plain functions; only one thread at a time may do so."""
-    checkpoint: Any = sys.modules.get(
-        "torch.utils.checkpoint"
-    )  # if it was never imported, nothing can call it
+    # If it was never imported, nothing can call it
+    checkpoint: Any = sys.modules.get("torch.utils.checkpoint")
     with ExitStack() as stack:
         if checkpoint is not None:
             reentrant = checkpoint.CheckpointFunction
@@ -97,12 +96,10 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
         )
         stack.enter_context(float32_products("ieee"))
         stack.enter_context(checkpointing_disabled())
-        torch.backends.mha.set_fastpath_enabled(
-            False
-        )  # the fused encoder layer never calls attention
-        if (
-            "torch._dynamo" in sys.modules
-        ):  # else nothing is compiled, and importing it costs seconds
+        # The fused encoder layer never calls attention
+        torch.backends.mha.set_fastpath_enabled(False)
+        # Else nothing is compiled, and importing it costs seconds
+        if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(preserve_random_state(device))
         stack.enter_context(torch.inference_mode(False))

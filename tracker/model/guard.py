@@ -92,9 +92,8 @@ def is_data(value: Any, depth: int = 3) -> bool:
 
 
 def _is_data_entry(value: Any, depth: int) -> bool:
-    if (
-        isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch"
-    ):  # dtypes, devices, sizes
+    # Dtypes, devices, sizes
+    if isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch":
         return True
     if isinstance(value, dict):
         return all(_is_data_entry(entry, depth) for entry in value.values())
@@ -107,12 +106,10 @@ class SharedTensors:
     """Tensors that share the caller's memory, by storage; and tensors that a forward pass uses and should not write to."""
 
     def __init__(self) -> None:
-        self._originals: dict[
-            int, list[tuple[Tensor, Tensor]]
-        ] = {}  # by storage: each alias and the caller's tensor
-        self._copied: list[
-            tuple[Tensor, Tensor]
-        ] = []  # aliases that the current call moved to a copy
+        # By storage: each alias and the caller's tensor
+        self._originals: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # Aliases that the current call moved to a copy
+        self._copied: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()  # storages
         self._written = False
 
@@ -204,9 +201,8 @@ class WriteGuard(TorchDispatchMode):
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
     """List the arguments that an operation writes to, by position and name."""
     schema = getattr(func, "_schema", None)
-    if (
-        schema is None
-    ):  # a higher-order operator: the operations inside it are dispatched separately
+    # A higher-order operator: the operations inside it are dispatched separately
+    if schema is None:
         return ()
     return tuple(
         (i, argument.name)

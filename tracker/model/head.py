@@ -108,9 +108,8 @@ class NormWatch(TorchFunctionMode):
         ]
         self.forget()
         same = [(one.output.to(y.dtype) == y).all() for one in alike]
-        of_one_length, *same = torch.stack(
-            [_have_one_length(y), *same]
-        ).tolist()  # one wait for the device
+        # One wait for the device
+        of_one_length, *same = torch.stack([_have_one_length(y), *same]).tolist()
         self.trying = True
         of_norm = any(one.is_of_norm() for one, holds in zip(alike, same, strict=True) if holds)
         self.trying = False
@@ -159,7 +158,8 @@ def _have_one_length(y: Tensor) -> Bool[Tensor, ""]:
     return differ & (lengths.max() - lengths.min() <= EQUAL_LENGTHS * lengths.max())
 
 
-PADDING = 16  # vocabularies of table and logits may differ by 1 / PADDING: rows for padding or special tokens
+# Vocabularies of table and logits may differ by 1 / PADDING: rows for padding or special tokens
+PADDING = 16
 IsLastState = Callable[[Tensor], bool]
 
 
@@ -174,9 +174,8 @@ class HeadHooks:
         self.replica = replica
         self.norm: tuple[str, nn.Module, Tensor] | None = None
         self._unnamed: tuple[str, nn.Module, Tensor] | None = None
-        self._heads: list[
-            tuple[str, int, Tensor]
-        ] = []  # after the last block: name, width of the output, and input
+        # After the last block: name, width of the output, and input
+        self._heads: list[tuple[str, int, Tensor]] = []
         self._trying = False
         self._operations = _Operations()
         self._state_maps: list[StateMap] = []
@@ -428,9 +427,10 @@ class _Operations(TorchDispatchMode):
 _PRODUCTS: dict[str, Callable[..., list[tuple[Tensor, int]]]] = {  # rows and number of columns
     "aten::mm": lambda x, W: [(x, W.shape[1])],
     "aten::addmm": lambda bias, x, W: [(x, W.shape[1])],
+    # One matrix
     "aten::bmm": lambda x, W: (
         [(x.flatten(0, 1), W.shape[2])] if len(W) == 1 or W.stride(0) == 0 else []
-    ),  # one matrix
+    ),
     # x W^T, or W x^T (`tracker.linalg.linear`)
     "mkldnn::_linear_pointwise": lambda x, W, *_: [(x.flatten(0, -2), len(W)), (W, x.shape[0])],
 }

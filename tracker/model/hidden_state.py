@@ -32,11 +32,8 @@ def bind_arguments(
     return signature.bind(*args, **kwargs)
 
 
-STATES = (
-    "last_hidden_state",
-    "hidden_states",
-    "hidden_state",
-)  # names of the hidden state in mappings
+# Names of the hidden state in mappings
+STATES = ("last_hidden_state", "hidden_states", "hidden_state")
 ACCEPTED_FORMS = (
     "it must return the hidden state, a tuple that begins with it, or a mapping or dataclass that holds it under one of "
     f"{', '.join(STATES)} or as its only tensor: wrap the block in a module that does"

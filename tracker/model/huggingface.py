@@ -30,10 +30,8 @@ def token_embedding(model: nn.Module) -> nn.Embedding | None:
     """Return the embedding of a Hugging Face model's token ids; None for models with other inputs."""
     try:
         embed = model.get_input_embeddings()  # type: ignore[operator]
-    except (
-        AttributeError,
-        NotImplementedError,
-    ):  # not a Hugging Face model, or one without an embedding
+    # Not a Hugging Face model, or one without an embedding
+    except (AttributeError, NotImplementedError):
         return None
     return _table(embed)
 
@@ -62,14 +60,12 @@ def in_text_tower(model: nn.Module, block: str) -> bool | None:
     towers = _text_towers(owners[0])
     if towers and not any(inner is tower for inner in owners for tower in towers):
         return False
-    for inner in reversed(
-        owners
-    ):  # the innermost one that declares its input: a vision tower has its own embedding
+    # The innermost one that declares its input: a vision tower has its own embedding
+    for inner in reversed(owners):
         try:
             embed = inner.get_input_embeddings()  # type: ignore[operator]
-            tables = (
-                embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]
-            )  # one for each codebook
+            # One for each codebook
+            tables = embed if isinstance(embed, nn.ModuleList) and len(embed) else [embed]
             return all(_table(table) is not None for table in tables)
         except (AttributeError, NotImplementedError):
             continue
@@ -149,9 +145,8 @@ def _tower_role(owner: nn.Module) -> str | None:
     """Describe how a vision-language model's text tower reaches its output; None for towers in parallel (CLIP)."""
     if owner.get_output_embeddings() is not None:  # type: ignore[operator]
         return "gives the logits"
-    if {"cache", "past_key_values"} & set(
-        inspect.signature(owner.forward).parameters
-    ):  # renamed in transformers 5.24
+    # Renamed in transformers 5.24
+    if {"cache", "past_key_values"} & set(inspect.signature(owner.forward).parameters):
         return "gives the last hidden state"
     return None
 

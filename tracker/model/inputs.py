@@ -41,9 +41,8 @@ class Batch:
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     labels: list[str]  # the prompts' texts; empty strings for other inputs
-    valid: Tensor | None = (
-        None  # (B, n) bool: positions that are not padding, if the caller gave an attention mask
-    )
+    # (B, n) bool: positions that are not padding, if the caller gave an attention mask
+    valid: Tensor | None = None
     token_texts: Sequence[str] = ()  # of a prompt's tokens, if their tokenizer has `decode`
     ids: Tensor | None = None  # (B, n) token ids
     special: SpecialTokens = SpecialTokens()
@@ -290,9 +289,8 @@ def _prompt(
         any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
         and "input_ids" not in known
     ):
-        known = inspect.signature(
-            (huggingface_owner(model) or model).forward
-        ).parameters  # passed on to it
+        # Passed on to it
+        known = inspect.signature((huggingface_owner(model) or model).forward).parameters
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
     keywords = {name: value for name, value in encoded.items() if name in known}
     arguments = () if "input_ids" in keywords else (ids,)

@@ -27,13 +27,10 @@ from tracker.model.inputs import Batch
 from tracker.model.random_numbers import noise_like
 from tracker.model.recording import Recording
 
-HIDDEN = -1e4  # values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models
-OTHER_MASKS = (
-    "memory",
-    "cross",
-    "encoder",
-    "context",
-)  # in the names of masks of what a decoder reads
+# Values of a mask from which on it hides: minus infinity, the least number, or -10000 in older models
+HIDDEN = -1e4
+# In the names of masks of what a decoder reads
+OTHER_MASKS = ("memory", "cross", "encoder", "context")
 REMEDY = "give samples of one length, without padding, or the positions to measure, such as tokens=[0, 1]"
 
 

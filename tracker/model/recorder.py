@@ -80,9 +80,8 @@ class _Recorder:
         # The index in `states` of a second state that the running block takes, and that state.
         self.stream: tuple[int, Tensor] | None = None
         self.state_before: ModuleState | None = None
-        self.copies: dict[
-            tuple[int, int], tuple[Tensor, Tensor]
-        ] = {}  # of arguments, by id and version
+        # Of arguments, by id and version
+        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record a block's arguments and input."""
@@ -116,9 +115,8 @@ class _Recorder:
             raise self.changed_between(self.calls[-1].name, name)
         beside = [i for i in streams if i > 0]
         self.stream = (beside[0], self.states[beside[0]]) if beside else None
-        bound.arguments[state] = (
-            None  # every replay sets it; keeping it here would keep the original alive
-        )
+        # Every replay sets it; keeping it here would keep the original alive
+        bound.arguments[state] = None
         memo: dict[int, Any] = {}
         copies = {
             key: copy_nested(value, self.copy_argument, memo)
@@ -145,10 +143,8 @@ class _Recorder:
             return value
         key = id(value), value._version
         if key not in self.copies:
-            self.copies[key] = (
-                value,
-                value.clone(),
-            )  # the original is kept alive, so that its id is not reused
+            # The original is kept alive, so that its id is not reused
+            self.copies[key] = value, value.clone()
         return self.copies[key][1]
 
     def record_attention(

@@ -181,18 +181,14 @@ class Recording:
     calls: list[BlockCall]
     final_norm: tuple[str, nn.Module] | None
     normed: Float[Tensor, "B n d"] | None  # the final norm's output
-    logits: int | None = (
-        None  # of each token, if as many as the vocabulary; not looked for in Hugging Face models
-    )
-    unembedding: str | None = (
-        None  # the module that gives these logits; not looked for in Hugging Face models
-    )
-    normed_last: BlockCall | None = (
-        None  # the last block with the final norm, if the measures include it
-    )
-    state_maps: Sequence[
-        StateMap
-    ] = ()  # calls of modules outside the blocks that take and return a state
+    # Of each token, if as many as the vocabulary; not looked for in Hugging Face models
+    logits: int | None = None
+    # The module that gives these logits; not looked for in Hugging Face models
+    unembedding: str | None = None
+    # The last block with the final norm, if the measures include it
+    normed_last: BlockCall | None = None
+    # Calls of modules outside the blocks that take and return a state
+    state_maps: Sequence[StateMap] = ()
     seed: int | None = None  # of the random numbers that the pass drew; None if it drew none
     sample_seeds: Sequence[int] = ()  # of what measures draw for each sample
 

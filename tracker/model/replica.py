@@ -79,10 +79,8 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
     def changed_copy(config: Any, change: Callable[[Any], None]) -> Any:
         if id(config) not in copies:
             new = copy(config)
-            copies[id(config)] = (
-                config,
-                new,
-            )  # the original is kept alive, so that its id is not reused
+            # The original is kept alive, so that its id is not reused
+            copies[id(config)] = config, new
             for name in getattr(config, "sub_configs", ()):
                 if hasattr(part_of := vars(config).get(name), "_attn_implementation"):
                     vars(new)[name] = changed_copy(part_of, change)
@@ -116,7 +114,8 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
             state["cfg"] = changed_copy(state["cfg"], of_transformer_lens)
 
 
-STATELESS = 1e-6  # relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
+# Relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
+STATELESS = 1e-6
 NOT_STATE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
 
 
@@ -268,9 +267,8 @@ class ModuleCopier:
         steps, module = path_inside(module)
         new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
         for step in steps:
-            if not hasattr(
-                new, step
-            ):  # the model's own code may reach through a wrapper: self.net.module.embed(x)
+            # The model's own code may reach through a wrapper: self.net.module.embed(x)
+            if not hasattr(new, step):
                 new.__dict__[step] = new
         return new
 
@@ -395,9 +393,8 @@ def _replace_forward(module: nn.Module, new: nn.Module) -> None:
 
 def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules outside a block that its functions, hooks and containers hold; of a model around it, no other blocks."""
-    inside = dict.fromkeys(
-        block.modules()
-    )  # in this order on all ranks, which gather weights together
+    # In this order on all ranks, which gather weights together
+    inside = dict.fromkeys(block.modules())
     attributes = [
         {name: v for name, v in vars(part).items() if name not in NOT_STATE} for part in inside
     ]
@@ -439,9 +436,8 @@ class Replica:
         for part in self.module.modules():
             hook_attn_method(part)
             hook_methods(part)
-            if isinstance(
-                part.__dict__.get("_dtype"), torch.dtype
-            ):  # LightningModule's own record of dtype and device
+            # LightningModule's own record of dtype and device
+            if isinstance(part.__dict__.get("_dtype"), torch.dtype):
                 part.__dict__.update(_dtype=dtype, _device=device)
         adjust_configs(self.module, dtype, device)
         self.blocks = (
@@ -455,9 +451,8 @@ class Replica:
         self.device = device
         self.gather = gather  # reads a weight that is sharded over ranks
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
-        self.ends_in_norm: dict[
-            int, bool
-        ] = {}  # by id of the block: whether it returns the output of a norm
+        # By id of the block: whether it returns the output of a norm
+        self.ends_in_norm: dict[int, bool] = {}
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
     def fresh(self) -> "Replica":
@@ -516,9 +511,8 @@ class Replica:
             leave: a forward hook for every block, called before they are released, when the block's writes to them are
                 undone. It may call the block again: that runs neither hook.
         """
-        running: list[
-            tuple[nn.Module, ExitStack | None]
-        ] = []  # with no stack: called again while it runs
+        # With no stack: called again while it runs
+        running: list[tuple[nn.Module, ExitStack | None]] = []
         # Parts of blocks that wrote to their buffers, which a later call in this pass may read.
         written: list[WeightHolder] = []
 
@@ -574,9 +568,8 @@ class Replica:
         dtype = dtype or self.dtype
         copied = id(module) in self._writers
         skipped = {id(part) for excluded in exclude for part in excluded.modules()}
-        converted: dict[
-            int, Tensor
-        ] = {}  # by id of the module's own tensor: tied weights stay tied
+        # By id of the module's own tensor: tied weights stay tied
+        converted: dict[int, Tensor] = {}
         held: list[WeightHolder] = []
         try:
             for part in (
@@ -593,9 +586,8 @@ class Replica:
                         for name, t in part.__dict__[store].items()
                     }
                 held[-1].note_buffers()
-                for hook in part.__dict__.get(
-                    "_weight_hooks", ()
-                ):  # a part made in a forward pass has no such entry
+                # A part made in a forward pass has no such entry
+                for hook in part.__dict__.get("_weight_hooks", ()):
                     hook(part, ())
             with self._shared.watch(converted.values()):
                 yield
@@ -642,10 +634,8 @@ class Replica:
         """Move a tensor to the device; cast it to the measuring dtype, or to `dtype`, if it is floating."""
         dtype = (dtype or self.dtype) if tensor.is_floating_point() else tensor.dtype
         if dtype.itemsize > tensor.itemsize:
-            tensor = tensor.to(
-                self.device
-            )  # cast there: on the host it would grow before it is copied
+            # Cast there: on the host it would grow before it is copied
+            tensor = tensor.to(self.device)
         tensor = tensor.to(self.device, dtype)
-        return (
-            tensor.clone() if tensor.is_inference() else tensor
-        )  # inference tensors can't enter a graph
+        # Inference tensors can't enter a graph
+        return tensor.clone() if tensor.is_inference() else tensor

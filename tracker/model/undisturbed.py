@@ -52,9 +52,8 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[Generators]:
 
 
 WEIGHTS = ("_parameters", "_buffers")
-TABLES = {
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict)
-}  # of weights, modules and hooks
+# Of weights, modules and hooks
+TABLES = {name for name, value in vars(nn.Module()).items() if isinstance(value, dict)}
 
 
 class _Copies:

@@ -175,9 +175,8 @@ class _Ranks:
     def _agree(self, outcome: int, number: int) -> bool:
         """Return whether no rank has failed and all have given the same number."""
         numbers = torch.tensor([outcome, number, -number], device=self.mesh.device_type)
-        for group in (
-            self.mesh.get_all_groups()
-        ):  # one of each dimension: together, the maximum over the mesh
+        # One of each dimension: together, the maximum over the mesh
+        for group in self.mesh.get_all_groups():
             torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group)
         worst, largest, negated = numbers.tolist()
         self.ended = worst != RUNNING or largest != -negated

@@ -9,11 +9,8 @@ from torch.optim.swa_utils import AveragedModel
 
 # The child that a wrapper holds: torch.compile, activation checkpointing, Lightning Fabric.
 _HELD = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-_HOLDERS = (
-    nn.DataParallel,
-    nn.parallel.DistributedDataParallel,
-    AveragedModel,
-)  # their child is `module`
+# Their child is `module`
+_HOLDERS = (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel)
 
 
 def innermost(module: nn.Module) -> nn.Module:
@@ -119,7 +116,6 @@ def _held(module: nn.Module) -> tuple[str, nn.Module] | None:
         if isinstance(module, _HOLDERS)
         else next((key for key in _HELD if key in module._modules), "")
     )
-    held = (
-        module._modules[attribute] if attribute in module._modules else None
-    )  # TorchScript's table has no `get`
+    # TorchScript's table has no `get`
+    held = module._modules[attribute] if attribute in module._modules else None
     return None if held is None else (attribute, held)

@@ -111,12 +111,8 @@ def _base64(values: np.ndarray) -> str:
 
 
 DIRECTIONS = 10_000  # directions at most whose words are carried, over all steps and blocks
-MATRICES, ABSOLUTE, TOKENS, PATHS = (
-    6_500_000,
-    2_000_000,
-    1_500_000,
-    1_000_000,
-)  # bytes at most, of each kind in all
+# Bytes at most, of each kind in all
+MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000
 
 
 def contents(summarised: xr.Dataset) -> dict[str, Any]:

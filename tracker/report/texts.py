@@ -103,10 +103,8 @@ def _chart(measure: Measure, i: int) -> dict[str, Any]:
 
 K, CELL = 6, 14  # rows of a matrix, pixels of an entry
 SIDE = K * CELL
-NULL, FALLING = (
-    14,
-    ((4, 14), (24, 14), (36, 20), (48, 44), (60, 58), (80, 62), (116, 58)),
-)  # of the sketched curve
+# Of the sketched curve
+NULL, FALLING = 14, ((4, 14), (24, 14), (36, 20), (48, 44), (60, 58), (80, 62), (116, 58))
 WIDTH = 120
 
 

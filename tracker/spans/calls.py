@@ -31,9 +31,8 @@ from tracker.model.hidden_state import hidden_state
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica, StopForward
 
-BoundaryHook = Callable[
-    [Tensor], Tensor | None
-]  # takes the tensor at a boundary; returns its replacement, or None
+# Takes the tensor at a boundary; returns its replacement, or None
+BoundaryHook = Callable[[Tensor], Tensor | None]
 
 NOT_SLICEABLE = "a span between two boundaries is no module that would run on single rows"
 
@@ -119,9 +118,8 @@ class _TensorReplacement(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.replaced: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by id; both are kept alive, so that ids are not reused
+        # By id; both are kept alive, so that ids are not reused
+        self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
 
     def current(self, value: Any) -> Any:
         """Return a tensor's replacement, any other value as it is."""

@@ -242,9 +242,8 @@ def measured_module(
     """Return the training module, or its averaged copy."""
     if weights == "raw":
         return module
-    averaged = _before(callback, trainer, AVERAGING)[
-        0
-    ]._average_model  # Lightning has no public access
+    # Lightning has no public access
+    averaged = _before(callback, trainer, AVERAGING)[0]._average_model
     assert averaged is not None
     return averaged.module
 

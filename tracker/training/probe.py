@@ -136,9 +136,8 @@ def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | 
         for key in list(batch) if isinstance(batch, dict) else range(len(batch)):
             new[key] = map_leaves(batch[key], change, memo)
     for name, entry in attributes(batch).items():
-        object.__setattr__(
-            new, name, map_leaves(entry, change, memo)
-        )  # of a frozen dataclass as well
+        # Of a frozen dataclass as well
+        object.__setattr__(new, name, map_leaves(entry, change, memo))
     return new
 
 
@@ -183,9 +182,8 @@ def is_record(value: Any) -> bool:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, also those in slots."""
-    state: Any = object.__getstate__(
-        value
-    )  # a dictionary, None, or a pair of these if the class has slots
+    # A dictionary, None, or a pair of these if the class has slots
+    state: Any = object.__getstate__(value)
     own, slots = state if isinstance(state, tuple) else (state, None)
     return (own or {}) | (slots or {})
 

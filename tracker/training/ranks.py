@@ -151,9 +151,8 @@ def _outcome(error: Exception) -> int:
 
 def _report(error: Exception, rank: int) -> Report:
     message, outcome = str(error), _outcome(error)
-    if outcome == MISTAKE and not isinstance(
-        error, (UsageError, OSError)
-    ):  # a KeyError says little without its line
+    # A KeyError says little without its line
+    if outcome == MISTAKE and not isinstance(error, (UsageError, OSError)):
         line = extract_tb(error.__traceback__)[-1]
         message += f" ({Path(line.filename).name}, line {line.lineno})"
     where = next((note for note in notes(error) if note.startswith(ON_RANK)), f"{ON_RANK}{rank}")

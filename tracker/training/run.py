@@ -304,10 +304,8 @@ class TrainingRun:
     def _print_summary(self) -> None:
         store = self.open_store
         if self.ranks.rank == 0 and store is not None and store.steps():
-            with (
-                isolate_rng(),
-                suppress(UsageError),
-            ):  # neither mis-couplings nor paths were asked for
+            # Neither mis-couplings nor paths were asked for
+            with isolate_rng(), suppress(UsageError):
                 print(summary(store))
                 print(
                     f'stored in {store.path}: tracker.plot("{store.path}"), python -m tracker.report {store.path}',

@@ -73,13 +73,10 @@ def any_due(schedule: Schedule, after: int, up_to: int) -> bool:
     return any(schedule(step) for step in range(after + 1, up_to + 1))
 
 
-LONG = (
-    30.0  # seconds of measuring in all, after which one interval above the limit is worth a warning
-)
-CLEARLY, IN_A_ROW = (
-    2.0,
-    2,
-)  # before that: so many intervals in a row, each above so many times the limit
+# Seconds of measuring in all, after which one interval above the limit is worth a warning
+LONG = 30.0
+# Before that: so many intervals in a row, each above so many times the limit
+CLEARLY, IN_A_ROW = 2.0, 2
 REMEDY = "measure less often, or on fewer samples or tokens"
 
 
@@ -96,13 +93,10 @@ class Overhead:
         self.last_end = self.last_start = time.perf_counter()
         self.total = 0.0  # seconds of all measurements
         self.last = 0.0  # seconds of the last measurement
-        self.last_share = (
-            0.0  # the last measurement over the time since the previous one ended; 0 for the first
-        )
-        self.first, self.first_end = (
-            0.0,
-            math.inf,
-        )  # seconds of the first measurement, and when it ended
+        # The last measurement over the time since the previous one ended; 0 for the first
+        self.last_share = 0.0
+        # Seconds of the first measurement, and when it ended
+        self.first, self.first_end = 0.0, math.inf
         self.clearly_above = 0  # the last intervals in a row that are clearly above the limit
 
     def __enter__(self) -> None:

@@ -83,9 +83,8 @@ class TransformersCallback(TrainerCallback):
         self.run.resume_at(step)
         loggers: list[Logger] = []
         others = [*(args.report_to or ())]
-        if "wandb" in others and (
-            run := open_run()
-        ):  # the Trainer's callback for W&B knows neither axes nor pictures
+        # The Trainer's callback for W&B knows neither axes nor pictures
+        if "wandb" in others and (run := open_run()):
             others.remove("wandb")
             loggers.append(OpenRun(run, self.run.prefix))
         if self.trainer is not None:

@@ -34,9 +34,8 @@ from tracker.walk.display import reason
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan, placement
 
 BLOCKS = 2  # of the timed model: one is timed, and another to warm up
-BYTES_PER_TOKEN = (
-    4  # of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
-)
+# Of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
+BYTES_PER_TOKEN = 4
 SHIPPED = "checkpoints/data/pythia.toml"
 NOT_LISTED = "not listed, and not counted"
 

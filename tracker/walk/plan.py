@@ -108,9 +108,8 @@ class Measurement:
 
     settings: "Settings"  # without the memory budget, which depends on the model if none is given
     memory_budget: int | None
-    load: Callable[
-        [Path], tuple[Any, Any]
-    ]  # a directory to a model and, if the inputs are prompts, a tokenizer
+    # A directory to a model and, if the inputs are prompts, a tokenizer
+    load: Callable[[Path], tuple[Any, Any]]
     inputs: Any
     inputs_digest: str
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source

@@ -117,9 +117,8 @@ def _measure(
         settings = replace(settings, witness="off")
     budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
-        if (
-            resident
-        ):  # otherwise the weights stay memory-mapped in their files and are loaded block by block
+        # Otherwise the weights stay memory-mapped in their files and are loaded block by block
+        if resident:
             model.to(device)
         unit = measure(
             model,
