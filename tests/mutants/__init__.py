@@ -1,0 +1,1 @@
+"""Small faults planted in the files that decide numbers, which the fast tests have to find."""

@@ -1,0 +1,218 @@
+"""Plant small faults (mutants) in one file, and show which of them the fast tests that reach their lines let through.
+
+    python -m tests.mutants tracker/linalg/svd.py --count 40
+
+The sample depends on `--seed` and on each mutant's text alone, so that a change elsewhere in the file leaves it as it is. A
+mutant is killed by a failing test, an error at import, a crash, or a test that takes ten times as long as the longest of its
+file. This process imports torch and transformers, and forks children for each mutant, which import `tracker` anew: 1 s, not 8.
+"""
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from functools import partial
+from importlib import import_module
+from importlib.machinery import SourceFileLoader
+from multiprocessing.connection import wait
+from pathlib import Path
+
+import coverage
+import pytest
+
+from tests.fork_server import PRELOADED
+from tests.mutants.known import FILES, KNOWN
+from tests.mutants.made import mutants
+
+DIRECTORIES = ("linalg", "jacobians", "measures", "analysis", "vit")  # of tests
+STORE = Path("build/mutants")  # which tests reach a line
+PARTS = 4  # of a sample: CI tries one part of one file's each day
+SLOWER, IMPORTS = 10, 60  # limits: times the seconds of the longest test; s
+MEMORY = 8 << 30  # bytes of a child: a mutant may ask for more than the machine has
+KILLED = 10  # exit status
+
+
+class Tests:
+    """A pytest plugin: run the chosen tests in their order within a limit, or note what all take and reach."""
+
+    def __init__(self, chosen: list[str], limit: float, reached: coverage.Coverage | None):
+        self.chosen, self.limit, self.reached = chosen, limit, reached
+        self.seconds: dict[str, float] = {}
+        self.failed = ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        found = {item.nodeid: item for item in items}
+        items[:] = [found[name] for name in self.chosen or found]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        signal.setitimer(signal.ITIMER_REAL, self.limit)
+        if self.reached:
+            self.reached.switch_context(item.nodeid)
+        start = time.perf_counter()
+        result = yield
+        self.seconds[item.nodeid] = time.perf_counter() - start
+        return result
+
+    def pytest_runtest_logreport(self, report):
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+
+def run_tests(file: str, chosen: list[str], limit: float, reached=None) -> Tests:
+    """Run tests of one file; exit with KILLED after the first that fails."""
+    plugin = Tests(chosen, limit, reached)
+    plain = ["-x", "-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider"]
+    signal.setitimer(signal.ITIMER_REAL, IMPORTS)
+    status = pytest.main([*plain, "-m", "not slow and not alone", file], plugins=[plugin])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise Killed(plugin.failed or f"{file}: import")
+    return plugin
+
+
+class Killed(Exception):
+    """A test has failed; the argument names it."""
+
+
+def reach(file: str, store: Path) -> None:
+    """Run the fast tests of a file; store the seconds of each, and which reach each line."""
+    product = ["tracker/*", "vit/*"]
+    reached = coverage.Coverage(f"{store}.lines", config_file=False, include=product)
+    reached.start()
+    seconds = run_tests(file, [], 0, reached).seconds
+    reached.stop()
+    reached.save()
+    store.write_text(json.dumps(seconds))
+
+
+def try_mutant(code: object, module: str, tests: dict[str, list[str]], limits) -> None:
+    """Run the tests of a mutant, a child for each file."""
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
+    original = SourceFileLoader.get_code
+    SourceFileLoader.get_code = lambda self, name: code if name == module else original(self, name)
+    for _, _, by in fork_each({f: partial(run_tests, f, tests[f], limits[f]) for f in tests}, 1):
+        if by:
+            raise Killed(by)
+
+
+def fork_each(tasks: dict[str, Callable], jobs: int) -> Iterator[tuple[str, float, str]]:
+    """Run each task in a child, some at a time; yield its name, its seconds, and what killed it."""
+    context, running, waiting = multiprocessing.get_context("fork"), {}, list(tasks)
+    while running or waiting:
+        while waiting and len(running) < jobs:
+            name, (receiver, sender) = waiting.pop(0), context.Pipe(duplex=False)
+            child = context.Process(target=in_child, args=(tasks[name], sender))
+            child.start()
+            running[child.sentinel] = name, child, time.perf_counter(), receiver
+        for sentinel in wait(list(running)):
+            name, child, start, receiver = running.pop(sentinel)
+            child.join()
+            if child.exitcode == 1:
+                raise RuntimeError(f"{name}: an error of this program, printed above")
+            by = receiver.recv() if receiver.poll() else f"exit status {child.exitcode}"
+            yield name, time.perf_counter() - start, by if child.exitcode else ""
+
+
+def in_child(task: Callable, sender) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    try:
+        task()
+    except Killed as killed:
+        sender.send(killed.args[0])
+        sys.exit(KILLED)
+
+
+def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.CoverageData]]:
+    """Return for each test file the seconds of its fast tests and what they reach, kept in `build`."""
+    sources = [one for name in ("tracker", "vit", "tests") for one in Path(name).rglob("*.py")]
+    common = [one for one in sorted(sources) if not one.name.startswith("test_")]
+    stamp = hashlib.sha256(b"".join(one.read_bytes() for one in common))
+    files, tasks = {}, {}
+    STORE.mkdir(parents=True, exist_ok=True)
+    for path in sorted(
+        one for name in DIRECTORIES for one in Path("tests", name).glob("test_*.py")
+    ):
+        of_file = stamp.copy()
+        of_file.update(path.read_bytes())
+        files[str(path)] = store = STORE / f"{path.stem}-{of_file.hexdigest()[:16]}"
+        if not store.exists():
+            tasks[str(path)] = partial(reach, str(path), store)
+    for name, seconds, by in fork_each(tasks, jobs):
+        if by:
+            raise SystemExit(f"without a mutant, {name} ends with: {by}")
+        print(f"{name}: {seconds:.1f} s", flush=True)
+    reached = {}
+    for name, store in files.items():
+        reached[name] = json.loads(store.read_text()), coverage.CoverageData(f"{store}.lines")
+        reached[name][1].read()
+    return reached
+
+
+def choose_tests(file: str, lines: set[int], reached) -> dict[str, list[str]]:
+    """Return the tests that reach lines, quickest first, those of the package's own directory before others.
+
+    Where tests share what a fixture or a cache of their file holds, the others of the file follow.
+    """
+    found, total = {}, {}
+    for path, (seconds, data) in reached.items():
+        by_line = data.contexts_by_lineno(os.path.abspath(file))
+        covering = {test for line in lines for test in by_line.get(line, ())} & {*seconds}
+        if covering:
+            text = Path(path).read_text()
+            shared = "@cache" in text or 'scope="module"' in text
+            chosen = seconds if shared else covering
+            found[path] = sorted(chosen, key=lambda one: (one not in covering, seconds[one]))
+            total[path] = sum(seconds[one] for one in chosen)
+    own = f"tests/{Path(file).parent.name}/"
+    return {path: found[path] for path in sorted(found, key=lambda p: (own not in p, total[p]))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Plant mutants in a file.")
+    parser.add_argument("file", choices=["day", *FILES], metavar="FILE", help="or day: one a day")
+    parser.add_argument("--count", type=int, default=40, help="mutants in the sample")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--only", help="known survivors too, whose text contains this")
+    given = parser.parse_args()
+    file, part = given.file, slice(None)
+    if file == "day":
+        times, at = divmod(date.today().toordinal(), len(FILES))
+        file, part = FILES[at], slice(times % PARTS, None, PARTS)
+    os.environ["CI"] = "true"  # Hypothesis then draws the same examples each time
+    for module in PRELOADED:
+        if not module.startswith(("tracker", "vit")):
+            import_module(module)
+    reached = reached_by_tests(given.jobs)
+
+    made = mutants(file)
+    order = {text: hashlib.sha256(f"{given.seed}{text}".encode()).digest() for text in made}
+    sample = sorted((text for text in made if (given.only or "") in text), key=order.get)
+    sample = sample[: given.count][part]
+    known = {} if given.only else KNOWN.get(file, {})
+    module = file.removesuffix(".py").replace("/", ".")
+    limits = {name: SLOWER * max([1, *of.values()]) for name, (of, _) in reached.items()}
+    tasks = {}
+    for text in [one for one in sample if one not in known]:
+        _, lines, compiled = made[text]
+        tests = choose_tests(file, lines, reached)
+        tasks[text] = partial(try_mutant, compiled(), module, tests, limits)
+    print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(tasks)} are known")
+    survived = 0
+    for text, seconds, by in fork_each(tasks, given.jobs):
+        survived += not by
+        print(f"{by or 'SURVIVED'}, {seconds:.0f} s: line {made[text][0]}, {text}", flush=True)
+    print(f"{file}: {len(tasks)} mutants run, {survived} survived")
+    sys.exit(survived > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""What `tests.mutants` mutates, what it leaves alone, and mutants that no test can kill, each with the reason."""
+
+FILES = (  # that decide numbers
+    *(
+        f"tracker/measures/{name}.py"
+        for name in (
+            "coupling trajectory states single_blocks block_products block_halves directions tokenwise depthwise rotations"
+        ).split()
+    ),
+    *(
+        f"tracker/analysis/{name}.py"
+        for name in "null_levels summary onset regression reduction".split()
+    ),
+    *(f"tracker/linalg/{name}.py" for name in "svd eigenvectors krylov precision".split()),
+    *(
+        f"tracker/jacobians/{name}.py"
+        for name in "checks independent slicing row_attention witness".split()
+    ),
+    "vit/answers.py",
+    "vit/statistics.py",
+)
+# Keywords whose values decide no number.
+KEYWORDS = {
+    "strict": "zip raises where lengths differ, which they never do",
+    "stacklevel": "the line that a warning names",
+}
+# Definitions that are left as they are.
+NAMES = {
+    "_declared": "labels, and where a variable is shown: tests/measures/test_registry.py",
+    "declared_level": "the same",
+    "DECLARED": "the same",
+    "DECLARED_USE": "the same",
+    "TOLERANCE": "a margin: between rounding and the faults that tests plant, as the next ten",
+    "COMPLETENESS_MARGIN": "",
+    "ALLOWED": "",
+    "ALLOWED_IN_ROWS": "",
+    "FAST": "",
+    "FLOOR": "",
+    "MIXES": "",
+    "ROUNDED": "",
+    "ROUNDINGS": "",
+    "VALUES": "",
+    "DERIVATIVE": "",
+    "DIFFERENCES": "",
+    "CONVERGED": "",
+    "CLOSER": "",
+    "STEPS": "steps of differences, within some orders of magnitude",
+    "STEP_IN_ROWS": "the same",
+    "PROBES": "how many vectors are drawn",
+    "MOVES": "the same",
+    "ROWS": "how many are tried, or drawn from",
+    "SMALLEST": "any weight leaves the mean as it is",
+    "SLOPE": "the same",
+    "PERCENTILES": "of what the page draws",
+    "PATHS": "how many paths it draws",
+}
+# Definitions that decide how fast, and the expressions in which they occur.
+SPEED = {
+    "AT_ONCE": "items at once",
+    "BLOCK": "columns of the iteration",
+    "COLUMNS": "of random frames at once",
+    "FEW": "threads",
+    "OF_FULL": "when the iteration stops",
+    "PANEL": "rows at once",
+    "PANELS": "rows at once",
+    "POWERS": "steps of an estimate that chooses the method",
+    "SMALL": "width up to which one core is used",
+    "SQUARABLE": "which of two methods is used",
+}
+# By file: mutants that survive, and why.
+KNOWN: dict[str, dict[str, str]] = {}
