@@ -7,6 +7,8 @@
 #     KERNELS=day takes another one each day
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
+# make mutants: plant small faults in one file that decides numbers, FILE=tracker/linalg/svd.py or another each day, and run the fast
+#     tests that reach their lines; ARGS="--count 10"
 # make lint: run ruff, pyright and import-linter
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
 # make docs: build the documentation as a site, website/site
@@ -30,7 +32,7 @@ threads := OMP_NUM_THREADS=2
 KERNELS ?= $(COMBINATIONS)
 OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMBINATIONS))
 
-.PHONY: demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth lint docs package gpu .venv
+.PHONY: demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -76,6 +78,9 @@ test-oldest: .venv/installed
 
 sweep-tenth: .venv/installed
 	$(BIN)/python -m tests.sweep --share day/10
+
+mutants: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(or $(FILE),day) --jobs $(or $(JOBS),2) $(ARGS)
 
 lint: .venv/installed
 	$(BIN)/ruff check .

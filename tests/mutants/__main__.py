@@ -16,6 +16,7 @@ import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import date
 from functools import partial
@@ -34,7 +35,7 @@ from tests.mutants.made import mutants
 DIRECTORIES = ("linalg", "jacobians", "measures", "analysis", "vit")  # of tests
 STORE = Path("build/mutants")  # which tests reach a line
 PARTS = 4  # of a sample: CI tries one part of one file's each day
-SLOWER, IMPORTS = 10, 60  # limits: times the seconds of the longest test; s
+SLOWER, IMPORTS = 10, 60  # limits of CPU time: times that of the longest test; s of imports
 MEMORY = 8 << 30  # bytes of a child: a mutant may ask for more than the machine has
 KILLED = 10  # exit status
 
@@ -54,27 +55,33 @@ class Tests:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        signal.setitimer(signal.ITIMER_REAL, self.limit)
+        set_limit(self.limit)
         if self.reached:
             self.reached.switch_context(item.nodeid)
-        start = time.perf_counter()
+        start = time.process_time()
         result = yield
-        self.seconds[item.nodeid] = time.perf_counter() - start
+        self.seconds[item.nodeid] = time.process_time() - start
         return result
 
     def pytest_runtest_logreport(self, report):
         self.failed = self.failed or (report.nodeid if report.failed else "")
 
 
+def set_limit(seconds: float) -> None:
+    """Let a signal end this process after so many seconds of CPU time, or if it waits ten times as long; 0: never."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
+
+
 def run_tests(file: str, chosen: list[str], limit: float, reached=None) -> Tests:
     """Run tests of one file; exit with KILLED after the first that fails."""
     plugin = Tests(chosen, limit, reached)
     plain = ["-x", "-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider"]
-    signal.setitimer(signal.ITIMER_REAL, IMPORTS)
+    set_limit(IMPORTS)
     status = pytest.main([*plain, "-m", "not slow and not alone", file], plugins=[plugin])
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    set_limit(0)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        raise Killed(plugin.failed or f"{file}: import")
+        raise Killed(plugin.failed or f"{file}::import")
     return plugin
 
 
@@ -93,12 +100,13 @@ def reach(file: str, store: Path) -> None:
     store.write_text(json.dumps(seconds))
 
 
-def try_mutant(code: object, module: str, tests: dict[str, list[str]], limits) -> None:
-    """Run the tests of a mutant, a child for each file."""
+def try_mutant(code: object, module: str, tests: dict[str, list[str]], limits, killers) -> None:
+    """Run the tests of a mutant, a child for each file, those that killed most mutants first."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     original = SourceFileLoader.get_code
     SourceFileLoader.get_code = lambda self, name: code if name == module else original(self, name)
-    for _, _, by in fork_each({f: partial(run_tests, f, tests[f], limits[f]) for f in tests}, 1):
+    files = sorted(tests, key=lambda name: -killers[name])
+    for _, _, by in fork_each({f: partial(run_tests, f, tests[f], limits[f]) for f in files}, 1):
         if by:
             raise Killed(by)
 
@@ -133,7 +141,9 @@ def in_child(task: Callable, sender) -> None:
 def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.CoverageData]]:
     """Return for each test file the seconds of its fast tests and what they reach, kept in `build`."""
     sources = [one for name in ("tracker", "vit", "tests") for one in Path(name).rglob("*.py")]
-    common = [one for one in sorted(sources) if not one.name.startswith("test_")]
+    common = [
+        one for one in sorted(sources) if not {"mutants", "test_"} & {*one.parts, one.name[:5]}
+    ]
     stamp = hashlib.sha256(b"".join(one.read_bytes() for one in common))
     files, tasks = {}, {}
     STORE.mkdir(parents=True, exist_ok=True)
@@ -199,16 +209,17 @@ def main() -> None:
     sample = sample[: given.count][part]
     known = {} if given.only else KNOWN.get(file, {})
     module = file.removesuffix(".py").replace("/", ".")
-    limits = {name: SLOWER * max([1, *of.values()]) for name, (of, _) in reached.items()}
-    tasks = {}
+    limits = {name: SLOWER * max([2, *of.values()]) for name, (of, _) in reached.items()}
+    tasks, killers = {}, Counter()
     for text in [one for one in sample if one not in known]:
         _, lines, compiled = made[text]
         tests = choose_tests(file, lines, reached)
-        tasks[text] = partial(try_mutant, compiled(), module, tests, limits)
+        tasks[text] = partial(try_mutant, compiled(), module, tests, limits, killers)
     print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(tasks)} are known")
     survived = 0
     for text, seconds, by in fork_each(tasks, given.jobs):
         survived += not by
+        killers[by.partition("::")[0]] += 1
         print(f"{by or 'SURVIVED'}, {seconds:.0f} s: line {made[text][0]}, {text}", flush=True)
     print(f"{file}: {len(tasks)} mutants run, {survived} survived")
     sys.exit(survived > 0)

@@ -440,6 +440,15 @@ def test_reliability_is_unknown_for_the_reason_there_is():
     )
 
 
+@pytest.mark.parametrize("r, p, text", [(0.9, 1.2e-4, "p = 0.00012"), (-0.9, 9e-5, "p < 0.0001")])
+def test_a_significant_answer_compares_the_sign_with_the_expected_one(r, p, text):
+    row = named_tests(with_seeds(3, effect=0.5)).iloc[0].to_dict() | {"r": r, "p": p, "why": ""}
+    for expected in "+-":
+        answer = "yes" if expected == "+-"[r < 0] else "the opposite"
+        (line,) = answers(pd.DataFrame([row | {"expected": expected}]))
+        assert f": {answer}, r = {r:.2f}" in line and f", {text} (primary test" in line
+
+
 def test_accuracy_at_chance_or_constant_has_a_line():
     grid = with_seeds(2, effect=0)
     assert cautions(grid) == []
@@ -456,6 +465,11 @@ def test_accuracy_at_chance_or_constant_has_a_line():
         and tests.p[4:].notna().all()
     )
     assert "no model is above chance" in answers(tests)[0]
+    error = np.sqrt(0.1 * 0.9 / 10_000)
+    limit = 0.1 + error * np.resize([1.95, 1.97], grid.sizes["cell"])
+    assert (
+        statistics.at_chance(grid.assign(accuracy=("cell", limit))).tolist() == [True, False] * 64
+    )
     partly = grid.assign(accuracy=("cell", np.where(np.arange(128) < 3, random, grid.accuracy)))
     assert cautions(partly) == [
         "Accuracy is not above chance in 3 of 128 models. They count as others."
@@ -465,6 +479,7 @@ def test_accuracy_at_chance_or_constant_has_a_line():
     assert cautions(unbalanced) == [] and cautions(lost.assign_attrs(data="folder:x")) == []
     constant = grid.assign(accuracy=0 * grid.accuracy + 0.5)
     assert cautions(constant) == ["Accuracy is 0.5000 in all 128 models."]
+    assert cautions(constant.isel(cell=[0])) == []
     assert answers(named_tests(constant))[0] == (
         "Accuracy rises with coupling: not answered, because the values are equal (primary test, last patch)."
     )
@@ -491,6 +506,8 @@ def test_reliable_measures_are_listed():
         and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
     )
     assert "mis-coupling, eq. 14 (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
+    partly = table.assign(reliable=table.reliable & ~(table.k == 10))
+    assert "mis-coupling, eq. 14 (4 of 6)" in reliable_measures(partly)[2]
     nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
     assert (
         "coupling of the class token: none reliable" in nothing
