@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from tracker.linalg import eigenvectors
 from tracker.linalg.eigenvectors import first_eigenvectors
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, eigenvectors.FEW + 1])
 @pytest.mark.parametrize("dtype, atol", [(torch.float32, 2e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("count", [1, 5, 24])
 def test_they_are_those_of_torch(count, dtype, atol, threads):
@@ -34,3 +35,12 @@ def test_of_a_zero_matrix_they_are_orthonormal():
     values, vectors = first_eigenvectors(torch.zeros(1, 8, 8), 3)
     assert not values.any()
     torch.testing.assert_close(vectors.mT @ vectors, torch.eye(3)[None])
+
+
+def test_a_failure_of_lapack_is_an_error(monkeypatch):
+    def failing(*arguments):
+        arguments[-1]._obj.value = 3
+
+    monkeypatch.setattr(eigenvectors, "_routine", lambda name: failing)
+    with pytest.raises(RuntimeError, match="info 3"):
+        first_eigenvectors(torch.eye(4)[None], 2)

@@ -180,7 +180,7 @@ def choose_tests(file: str, lines: set[int], reached) -> dict[str, list[str]]:
             shared = "@cache" in text or 'scope="module"' in text
             chosen = seconds if shared else covering
             found[path] = sorted(chosen, key=lambda one: (one not in covering, seconds[one]))
-            total[path] = sum(seconds[one] for one in chosen)
+            total[path] = sum(seconds[one] for one in covering)
     own = f"tests/{Path(file).parent.name}/"
     return {path: found[path] for path in sorted(found, key=lambda p: (own not in p, total[p]))}
 
