@@ -34,7 +34,6 @@ from tests.mutants.made import mutants
 
 DIRECTORIES = ("linalg", "jacobians", "measures", "analysis", "vit")  # of tests
 STORE = Path("build/mutants")  # which tests reach a line
-PARTS = 4  # of a sample: CI tries one part of one file's each day
 SLOWER, IMPORTS = 10, 60  # limits of CPU time: times that of the longest test; s of imports
 MEMORY = 8 << 30  # bytes of a child: a mutant may ask for more than the machine has
 KILLED = 10  # exit status
@@ -193,10 +192,9 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", help="known survivors too, whose text contains this")
     given = parser.parse_args()
-    file, part = given.file, slice(None)
+    file = given.file
     if file == "day":
-        times, at = divmod(date.today().toordinal(), len(FILES))
-        file, part = FILES[at], slice(times % PARTS, None, PARTS)
+        file = FILES[date.today().toordinal() % len(FILES)]
     os.environ["CI"] = "true"  # Hypothesis then draws the same examples each time
     for module in PRELOADED:
         if not module.startswith(("tracker", "vit")):
@@ -206,7 +204,7 @@ def main() -> None:
     made = mutants(file)
     order = {text: hashlib.sha256(f"{given.seed}{text}".encode()).digest() for text in made}
     sample = sorted((text for text in made if (given.only or "") in text), key=order.get)
-    sample = sample[: given.count][part]
+    sample = sample[: given.count]
     known = {} if given.only else KNOWN.get(file, {})
     module = file.removesuffix(".py").replace("/", ".")
     limits = {name: SLOWER * max([2, *of.values()]) for name, (of, _) in reached.items()}

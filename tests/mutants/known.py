@@ -29,6 +29,7 @@ KEYWORDS = {
 NAMES = {
     "_declared": "labels, and where a variable is shown: tests/measures/test_registry.py",
     "declared_level": "the same",
+    "_of_states": "the same",
     "DECLARED": "the same",
     "DECLARED_USE": "the same",
     "TOLERANCE": "a margin: between rounding and the faults that tests plant, as the next ten",
