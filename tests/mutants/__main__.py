@@ -165,23 +165,31 @@ def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.Co
     return reached
 
 
-def choose_tests(file: str, lines: set[int], reached) -> dict[str, list[str]]:
-    """Return the tests that reach lines, quickest first, those of the package's own directory before others.
+def choose_tests(file: str, lines: set[int], most: float, reached) -> dict[str, list[str]]:
+    """Return the tests that reach lines, at most so many seconds of them.
 
+    First come the file of the module's name, those of its package, and those in which most tests reach the lines; in each file,
+    the quickest.
     Where tests share what a fixture or a cache of their file holds, the others of the file follow.
     """
-    found, total = {}, {}
+    files = []
     for path, (seconds, data) in reached.items():
         by_line = data.contexts_by_lineno(os.path.abspath(file))
         covering = {test for line in lines for test in by_line.get(line, ())} & {*seconds}
-        if covering:
-            text = Path(path).read_text()
-            shared = "@cache" in text or 'scope="module"' in text
-            chosen = seconds if shared else covering
-            found[path] = sorted(chosen, key=lambda one: (one not in covering, seconds[one]))
-            total[path] = sum(seconds[one] for one in covering)
-    own = f"tests/{Path(file).parent.name}/"
-    return {path: found[path] for path in sorted(found, key=lambda p: (own not in p, total[p]))}
+        text = Path(path).read_text()
+        shared = covering and ("@cache" in text or 'scope="module"' in text)
+        tests = sorted(
+            seconds if shared else covering, key=lambda one: (one not in covering, seconds[one])
+        )
+        named = Path(path).stem == f"test_{Path(file).stem}"
+        own = Path(path).parent.name == Path(file).parent.name
+        files.append(((named, own, len(covering)), path, tests))
+    chosen = {}
+    for _, path, tests in sorted(files, reverse=True):
+        for test in tests:
+            if (most := most - reached[path][0][test]) > 0:
+                chosen.setdefault(path, []).append(test)
+    return chosen
 
 
 def main() -> None:
@@ -189,6 +197,7 @@ def main() -> None:
     parser.add_argument("file", choices=["day", *FILES], metavar="FILE", help="or day: one a day")
     parser.add_argument("--count", type=int, default=40, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=30, help="of tests for each mutant")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", help="known survivors too, whose text contains this")
     given = parser.parse_args()
@@ -211,7 +220,7 @@ def main() -> None:
     tasks, killers = {}, Counter()
     for text in [one for one in sample if one not in known]:
         _, lines, compiled = made[text]
-        tests = choose_tests(file, lines, reached)
+        tests = choose_tests(file, lines, given.seconds, reached)
         tasks[text] = partial(try_mutant, compiled(), module, tests, limits, killers)
     print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(tasks)} are known")
     survived = 0

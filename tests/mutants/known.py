@@ -71,6 +71,9 @@ SPEED = {
 }
 # By file: mutants that survive, and why.
 KNOWN: dict[str, dict[str, str]] = {
+    "tracker/measures/trajectory.py": {
+        "_squared_variation: mean.abs() > zero -> mean.abs() >= zero": "a mean of 0 gives 0 / 0, which is NaN, too",
+    },
     "tracker/linalg/eigenvectors.py": {
         "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 0, 1)": "LAPACK overwrites it",
         "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2)": "one -1 of two asks for the sizes",
