@@ -6,6 +6,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import ttest_1samp
 
 import tracker
 from tests.analysis.test_regression import assert_covers
@@ -109,6 +110,33 @@ def test_coverage_of_the_interval_of_the_onset(noise, prompts, sources):
     assert_covers([one.low <= 8 and 16 <= one.high for one in seen], 0.95, 1)
     for one in seen:
         assert one.low <= one.earlier <= one.later <= one.high
+
+
+def test_the_interval_is_that_of_t_tests_at_each_step():
+    random = np.random.default_rng(17)
+    rise = np.array([0, 0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.4, 0.2])
+    before = [0, *STEPS]
+    intervals = set()
+    for noise in np.geomspace(0.02, 0.3, 200):
+        curve = rise[:, None] + noise * random.standard_normal((9, 6))
+        found = onset(STEPS, curve)
+        if not found.found:
+            continue
+        mean, peak = curve.mean(1), curve.mean(1).argmax()
+        p = {
+            side: ttest_1samp(curve - 0.1 * curve[peak], 0, axis=1, alternative=side).pvalue
+            for side in ("less", "greater")
+        }
+        first = np.flatnonzero(mean >= 0.1 * mean[peak])[0]
+        possible = [
+            step
+            for step in range(peak + 1)
+            if step == first
+            or (p["less"][step] >= 0.025 and (p["greater"][:step] >= 0.025 / 8).all())
+        ]
+        assert (found.low, found.high) == (before[possible[0]], STEPS[possible[-1]])
+        intervals.add((found.low, found.high))
+    assert len(intervals) > 10
 
 
 def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
