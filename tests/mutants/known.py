@@ -78,6 +78,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 0, 1)": "LAPACK overwrites it",
         "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2)": "one -1 of two asks for the sizes",
     },
+    "tracker/measures/states.py": {
+        "measure_states: together // n -> together % n": "samples at once, which change no number",
+    },
     "vit/answers.py": {
         "_answer: row['r'] > 0 -> row['r'] >= 0": "r = 0 is never significant",
     },
