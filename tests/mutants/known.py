@@ -56,7 +56,7 @@ NAMES = {
     "PERCENTILES": "of what the page draws",
     "PATHS": "how many paths it draws",
 }
-# Definitions that decide how fast, and the expressions in which they occur.
+# Definitions that decide how fast, and the operations of which they are an operand.
 SPEED = {
     "AT_ONCE": "items at once",
     "BLOCK": "columns of the iteration",

@@ -61,7 +61,7 @@ def is_left(node: ast.AST) -> bool:
     if isinstance(node, NOT_MUTATED) or getattr(node, "arg", None) in KEYWORDS:
         return True
     if isinstance(node, ast.expr):
-        return any(getattr(one, "id", None) in SPEED for one in ast.walk(node))
+        return any(getattr(one, "id", None) in SPEED for one in ast.iter_child_nodes(node))
     of = [getattr(node, "target", None), *getattr(node, "targets", ())]
     names = {getattr(node, "name", None), *(getattr(one, "id", None) for one in of)}
     return bool(names & {*NAMES, *SPEED})
