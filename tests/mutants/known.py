@@ -78,6 +78,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 0, 1)": "LAPACK overwrites it",
         "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2)": "one -1 of two asks for the sizes",
     },
+    "tracker/linalg/svd.py": {
+        "_by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
+    },
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
     },
