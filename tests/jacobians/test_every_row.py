@@ -231,6 +231,14 @@ def test_samples_that_mix_in_a_block_that_adds_little_are_refused(dtype):
         measured(net, states(2), dtype)
 
 
+def test_samples_that_mix_at_one_token_and_coordinate_are_refused():
+    net, x = network(lambda mlp, x: mlp(x) + only * x.mean(0, keepdim=True)), states(2)
+    only = torch.zeros_like(x[0])
+    only[-1, 0] = 0.1
+    with pytest.raises(UsageError, match="mixes the samples.* have a derivative with respect to"):
+        measured(net, x, "float64")
+
+
 class Twice(nn.Module):
     """Two attentions: a token reads a global one, which has read it."""
 

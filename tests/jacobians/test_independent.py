@@ -9,7 +9,7 @@ from torch import nn
 import tracker
 from tests.models import FAMILIES, build
 from tracker.common.errors import UsageError
-from tracker.jacobians.independent import differ_from_values
+from tracker.jacobians.independent import _error, differ_from_values
 
 D = 16
 STATES = torch.randn(1, 6, D, generator=torch.Generator().manual_seed(1))
@@ -309,3 +309,18 @@ def test_errors_are_relative_to_the_jacobian_without_an_identity_that_another_to
     off = J * torch.tensor([1, 1.01])[:, None, None]
     errors = differ_from_values(f, x, off, residual, 1e-4)
     assert errors[0] < 1e-6 and float(errors[1]) == pytest.approx(0.01 / 1.01, rel=1e-3)
+
+
+def test_the_error_is_relative_to_the_derivative_without_the_identity():
+    """With an identity beside a small J, whose derivative along v is wrong by a known vector."""
+    random = torch.Generator().manual_seed(2)
+    u, v, wrong = (
+        torch.randn(size, generator=random, dtype=torch.float64)
+        for size in ((4, 3, D), (3, D), (3, D))
+    )
+    J = 0.01 * torch.randn(3, D, D, generator=random, dtype=torch.float64)
+    Jv, JTu = torch.einsum("rde,re->rd", J, v), torch.einsum("prd,rde->pre", u, J)
+    found = _error(v + Jv + 1e-3 * wrong, u, v, u + JTu, True)
+    sizes = torch.maximum((Jv + 1e-3 * wrong).norm(dim=-1), JTu.square().sum(-1).mean(0).sqrt())
+    expected = (1e-3 * u * wrong).sum(-1).square().mean(0).sqrt() / sizes
+    torch.testing.assert_close(found, expected)

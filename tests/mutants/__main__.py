@@ -166,29 +166,26 @@ def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.Co
 
 
 def choose_tests(file: str, lines: set[int], most: float, reached) -> dict[str, list[str]]:
-    """Return the tests that reach lines, at most so many seconds of them.
+    """Return the quickest tests that reach lines, at most so many seconds of them, those of the package's directory first.
 
-    First come the file of the module's name, those of its package, and those in which most tests reach the lines; in each file,
-    the quickest.
-    Where tests share what a fixture or a cache of their file holds, the others of the file follow.
+    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach.
     """
-    files = []
+    found = []
     for path, (seconds, data) in reached.items():
         by_line = data.contexts_by_lineno(os.path.abspath(file))
         covering = {test for line in lines for test in by_line.get(line, ())} & {*seconds}
         text = Path(path).read_text()
         shared = covering and ("@cache" in text or 'scope="module"' in text)
-        tests = sorted(
-            seconds if shared else covering, key=lambda one: (one not in covering, seconds[one])
-        )
-        named = Path(path).stem == f"test_{Path(file).stem}"
-        own = Path(path).parent.name == Path(file).parent.name
-        files.append(((named, own, len(covering)), path, tests))
+        elsewhere = Path(path).parent.name != Path(file).parent.name
+        found += [
+            ((elsewhere, test not in covering, seconds[test]), path, test)
+            for test in (seconds if shared else covering)
+        ]
     chosen = {}
-    for _, path, tests in sorted(files, reverse=True):
-        for test in tests:
-            if (most := most - reached[path][0][test]) > 0:
-                chosen.setdefault(path, []).append(test)
+    for (*_, seconds), path, test in sorted(found):
+        most -= seconds
+        if most > 0 or not chosen:
+            chosen.setdefault(path, []).append(test)
     return chosen
 
 
@@ -197,7 +194,7 @@ def main() -> None:
     parser.add_argument("file", choices=["day", *FILES], metavar="FILE", help="or day: one a day")
     parser.add_argument("--count", type=int, default=40, help="mutants in the sample")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=30, help="of tests for each mutant")
+    parser.add_argument("--seconds", type=float, default=60, help="of tests for each mutant")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--only", help="known survivors too, whose text contains this")
     given = parser.parse_args()

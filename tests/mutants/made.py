@@ -99,6 +99,8 @@ def mutants(file: str) -> dict[str, tuple[int, set[int], Callable]]:
         else:
             before, after = ast.unparse(node), ast.unparse(new)
         before, after = (text.partition("\n")[0] for text in (before, after))
+        if before == after:  # x @ x
+            return
         scope = ".".join(one.name for one in nodes if isinstance(one, SCOPES))
         text = f"{scope}: {before} -> {after}"
         seen[text] = seen.get(text, 0) + 1
