@@ -29,7 +29,7 @@ import coverage
 import pytest
 
 from tests.fork_server import PRELOADED
-from tests.mutants.known import FILES, KNOWN
+from tests.mutants.known import FILES, KNOWN, OPEN
 from tests.mutants.made import mutants
 
 DIRECTORIES = ("linalg", "jacobians", "measures", "analysis", "vit")  # of tests
@@ -200,7 +200,8 @@ def main() -> None:
     given = parser.parse_args()
     file = given.file
     if file == "day":
-        file = FILES[date.today().toordinal() % len(FILES)]
+        explained = [one for one in FILES if one not in OPEN]
+        file = explained[date.today().toordinal() % len(explained)]
     os.environ["CI"] = "true"  # Hypothesis then draws the same examples each time
     for module in PRELOADED:
         if not module.startswith(("tracker", "vit")):
