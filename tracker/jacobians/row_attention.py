@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows
+from tracker.linalg.linear import signed
 from tracker.model.attention import Formula, OriginalAttention
 from tracker.model.recording import AttentionCall
 
@@ -195,6 +196,7 @@ class _FirstOrder(torch.autograd.Function):
     """The output of an expansion at its point, and its first derivative."""
 
     @staticmethod
+    @signed
     def forward(query: Tensor, key: Tensor, value: Tensor, expansion: Expansion) -> Tensor:
         """Return the output."""
         return expansion.output.clone()
@@ -254,6 +256,7 @@ class HeadProduct(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(x: Tensor, M: Tensor) -> Tensor:
         """Compute one batched product."""
         return x @ M

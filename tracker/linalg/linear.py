@@ -14,6 +14,7 @@ reach a block's last linear layer unchanged, unless a norm or a scale follows th
 address, so a copy of them is not.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary, finalize
@@ -98,6 +99,12 @@ class _ContiguousRows:
         return self.copy
 
 
+def signed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep a function's signature, which `torch.autograd.Function` takes apart again at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
+
+
 class FrozenProduct(torch.autograd.Function):
     """x W^T + b; differentiable in x any number of times, its derivative being the product with W^T.
 
@@ -105,6 +112,7 @@ class FrozenProduct(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(
         x: Float[Tensor, "*B i"],
         weight: Float[Tensor, "o i"],
