@@ -135,7 +135,7 @@ class CheckResults:
 # R d^3 from which the cheapest order of products (`elimination`) is worth finding. On one and two cores it takes as long as
 # reverse mode for one row of d = 512, or 16 of d = 192. On an H200, one row of d = 5120 took 38 ms in TF32, whose products take
 # 3: the rest is launching.
-WORTHWHILE = {True: 1 << 27, False: 1 << 39}
+WORTHWHILE = {True: 1 << 28, False: 1 << 39}
 # Why single rows of a block without attention that is recognised do not give its values.
 OWN_ATTENTION = (
     "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
