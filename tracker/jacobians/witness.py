@@ -6,19 +6,19 @@ is run, on one or two samples, and asked about each block at one row, about its 
 
     values        from the recorded state, the block gives the recorded output
     derivative    J^T u, from one backward pass from the block's output to its state, along every path
-    differences   J v, from two passes with the states moved by +- h v
+    differences   J v, from the same pass and one with the states moved by h v
 
 States are set where blocks end: the output of block l is replaced by the recorded state, so that an error is that of one block.
 In the derivative pass that state is a new leaf of the graph. What the model computes from it outside the block and gives to the
-block, such as a gate or a second argument, hangs on the leaf; earlier states do not. In the passes for differences the states of
+block, such as a gate or a second argument, hangs on the leaf; earlier states do not. In the pass for differences the states of
 all blocks are moved at once. If a block disagrees there, it is asked again with its state alone moved, which leaves what earlier
-blocks give to it (keys, the first state) as it was, and with smaller steps: differences convict only if two steps agree.
+blocks give to it (keys, the first state) as it was, by +- h v and with several h: differences convict only if two steps agree.
 
 J^T u and J v are compared with products of the Jacobian that was formed, at a row that is measured (`Witness.judge`).
 
 A model whose weights are sharded, offloaded or quantized, or that is on another device than the measurement, is not asked
 (`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the
-model does. Cost: one pass of two samples with gradients and two without. Memory: the graph of one block, and of what precedes
+model does. Cost: one pass of two samples with gradients and one without. Memory: the graph of one block, and of what precedes
 block 1.
 """
 
@@ -86,7 +86,9 @@ class Answer:
     v: Float[Tensor, " d"]
     size: float  # |x|
     growth: float  # |output| / |x|
-    difference: Float[Tensor, " d"] | None  # d(block) / dx v; None for numbers of two bytes
+    y: Float[Tensor, " d"]  # output
+    # d(block) / dx v, from y and a state that is moved by the first step; None for numbers of two bytes
+    difference: Float[Tensor, " d"] | None
 
     def step(self, i: int) -> float:
         """Return the multiple of v that is as long as the i-th step, h |x|."""
@@ -162,8 +164,9 @@ class Witness:
                 passes.choose_all(self.sample)
                 self._ask_for_derivatives(tokens)
             fine = {l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}
-            for l, difference in self._differences(fine, FIRST).items():
-                self.answers[l].difference = difference
+            for l, ahead in self._moved(fine, FIRST, 1).items():
+                answer = self.answers[l]
+                answer.difference = (ahead - answer.y) / answer.step(FIRST)
         # Of the model's code, whatever it is: it may need what is not installed here
         except Exception as error:
             if isinstance(error, UsageError):
@@ -216,6 +219,7 @@ class Witness:
                 v[l - 1],
                 size,
                 growth,
+                row.y,
                 None,
             )
             error, excess = self._value_error(row.values, row.bytes, questions[l][0])
@@ -285,27 +289,33 @@ class Witness:
         allowed = VALUES[least] * of_f + ROUNDINGS * EPSILON[least] * of_y
         return float((error / of_f).max()), float((error / allowed).max())
 
-    def _differences(self, asked: dict[int, Answer], step: int) -> dict[int, Float[Tensor, " d"]]:
-        """Ask for J v of some blocks by central differences, with the states of all of them moved."""
-        passes, ends, differences = self.passes, {}, {}
-        for sign in (1, -1):
+    def _moved(
+        self, asked: dict[int, Answer], step: int, sign: int
+    ) -> dict[int, Float[Tensor, " d"]]:
+        """Ask for the outputs of some blocks at their rows, with the states of all of them moved by a step along v."""
+        passes, ends = self.passes, {}
+        if not asked:
+            return {}
 
-            def begin(l: int, found: Tensor, sign: int = sign) -> Tensor:
-                x = passes.recorded(l, found)
-                if (answer := asked.get(l + 1)) is not None:
-                    x[passes.at, answer.token] += sign * answer.step(step) * answer.v.to(x)
-                return x
+        def begin(l: int, found: Tensor) -> Tensor:
+            x = passes.recorded(l, found)
+            if (answer := asked.get(l + 1)) is not None:
+                x[passes.at, answer.token] += sign * answer.step(step) * answer.v.to(x)
+            return x
 
-            def end(l: int, y: Tensor, sign: int = sign) -> None:
-                if l in asked:
-                    ends[l, sign] = y[passes.at, asked[l].token]
+        def end(l: int, y: Tensor) -> None:
+            if l in asked:
+                ends[l] = y[passes.at, asked[l].token]
 
-            with torch.no_grad():
-                passes.run(begin, end, max(asked, default=1))
-        for l, answer in asked.items():
-            ahead, behind = _plain(torch.stack([ends[l, 1], ends[l, -1]]))
-            differences[l] = (ahead - behind) / (2 * answer.step(step))
-        return differences
+        with torch.no_grad():
+            passes.run(begin, end, max(asked))
+        return dict(zip(ends, _plain(torch.stack([*ends.values()])), strict=True))
+
+    def _central_difference(self, l: int, step: int) -> Float[Tensor, " d"]:
+        """Ask for J v of one block by two passes, with its state alone moved."""
+        answer = self.answers[l]
+        ahead, behind = (self._moved({l: answer}, step, sign)[l] for sign in (1, -1))
+        return (ahead - behind) / (2 * answer.step(step))
 
     # Judging.
 
@@ -398,9 +408,9 @@ class Witness:
         rounding = ROUNDINGS * EPSILON[answer.bytes] * (1 + answer.growth) * _ratio(answer.v, Jv)
         exactly = DIFFERENCES[least] if exact else DERIVATIVE[2]
 
-        def agrees(difference: Tensor, step: int) -> bool:
+        def agrees(difference: Tensor, step: int, steps: int) -> bool:
             error = errors[step] = _ratio(difference - answer.v - Jv, Jv)
-            agreed = error <= exactly + rounding / (2 * STEPS[answer.bytes][step])
+            agreed = error <= exactly + rounding / (steps * STEPS[answer.bytes][step])
             if agreed:
                 self.errors["differences"] = max(self.errors["differences"], error)
             return agreed
@@ -408,11 +418,11 @@ class Witness:
         errors: dict[int, float] = {}
         alone: dict[int, Tensor] = {}  # with this block's state alone moved
         assert answer.difference is not None
-        if agrees(answer.difference, FIRST):
+        if agrees(answer.difference, FIRST, 1):
             return
         for step in ORDER:
-            alone[step] = self._differences({call.layer: answer}, step)[call.layer]
-            if agrees(alone[step], step):
+            alone[step] = self._central_difference(call.layer, step)
+            if agrees(alone[step], step, 2):
                 return
         for step in (0, 1):
             apart = _ratio(alone[step] - alone[step + 1], Jv)
