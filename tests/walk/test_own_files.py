@@ -175,10 +175,8 @@ def brute_force(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
     """Return the singular values of each block's residual Jacobian at the last token, (prompt, layer, d)."""
     model, found = model.double().eval(), []
     for sample in ids:
-        X, of_layers = (
-            (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach(),
-            [],
-        )
+        X = (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach()
+        of_layers = []
         for block in model.blocks:
             whole = torch.autograd.functional.jacobian(block, X)
             J = whole[0, -1, :, 0, -1]
