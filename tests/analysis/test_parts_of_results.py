@@ -114,10 +114,8 @@ def test_a_selected_label_is_a_dimension_of_length_1(ds, analysis, selected, kep
 
 
 def test_a_selected_prompt_has_the_values_of_its_own_measurement(model, ds):
-    ours, other = (
-        tracker.summary(ds.isel(prompt=1)),
-        tracker.summary(measured(model, tokens(3)[1:2])),
-    )
+    ours = tracker.summary(ds.isel(prompt=1))
+    other = tracker.summary(measured(model, tokens(3)[1:2]))
     np.testing.assert_allclose(
         ours[["value", "null_level"]], other[["value", "null_level"]], rtol=1e-3, atol=1e-5
     )
