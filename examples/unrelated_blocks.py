@@ -88,7 +88,8 @@ def turned_levels(of: Blocks) -> dict[str, Tensor]:
 def independent_levels(of: Blocks) -> dict[str, Tensor]:
     """Return the null levels of independent random U' and V'."""
     K, d, L = of.s.shape[-1], of.J.shape[-1], of.J.shape[1]
-    size = torch.linalg.matrix_norm(of.J).double() / d
+    moments, _ = of.parts()
+    size = moments.frobenius(d) / d
     norm = torch.linalg.vector_norm(of.s, dim=-1).double()
     page = 1 + (K * size / norm) ** 2
     levels = {

@@ -46,7 +46,7 @@ def open_results(path):
 
 @pytest.fixture(autouse=True)
 def results_are_read_once(monkeypatch):
-    monkeypatch.setattr("tracker.figures.__main__.open_results", open_results)
+    monkeypatch.setattr("tracker.store.open_results", open_results)
 
 
 def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=STEPS, **options):
@@ -776,7 +776,7 @@ def test_every_figure_and_table_of_the_paper_is_drawn_or_has_a_reason():
 
 @pytest.mark.parametrize("name", NOT_DRAWN)
 def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatch, capsys):
-    monkeypatch.setattr("tracker.figures.__main__.open_results", lambda _: pytest.fail("opened"))
+    monkeypatch.setattr("tracker.store.open_results", lambda _: pytest.fail("opened"))
     assert main([name, "results"]) == 2
     error = capsys.readouterr().err
     assert f"figure {name} is not drawn here: " in error and len(error.strip().splitlines()) == 1
@@ -784,7 +784,7 @@ def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatc
 
 
 def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
-    monkeypatch.setattr("tracker.figures.__main__.open_results", lambda _: pytest.fail("opened"))
+    monkeypatch.setattr("tracker.store.open_results", lambda _: pytest.fail("opened"))
     for given, meant in (("heatmp", "heatmap"), ("Table 2", "table2"), ("6a", "6")):
         assert main([given, "results"]) == 2
         assert f"did you mean {meant!r}?" in capsys.readouterr().err
