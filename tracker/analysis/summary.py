@@ -429,7 +429,10 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             for at, cell in columns[name].items()
             if at in columns[first]
         }
-    title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
+    title = f"{', '.join(units)}, the last step of each"
+    if all(len(result.steps) > 1 for result in results.values()):
+        title += f" ({', '.join(f'{result.steps[-1]:,}' for result in results.values())})"
+    title += "" if k is None else f"; K = {k}"
     notes = [
         _of_intervals(list(units.values())),
         *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}"),
