@@ -27,10 +27,9 @@ LABELLED = (
     "depth",
     "quantity",
 )
-NEEDED = {dim: dim for dim in LABELLED} | {
-    "prompt": "prompt_text",
-    "pair_token_other": "pair_layer_other",
-}  # coordinates
+# The coordinate that labels each dimension.
+NEEDED = {dim: dim for dim in LABELLED}
+NEEDED |= {"prompt": "prompt_text", "pair_token_other": "pair_layer_other"}
 MAY_BE_EMPTY = ("quantity", "task")
 
 

@@ -407,12 +407,12 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     k = next(iter(ks.values()))
     units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
     first, *others = units
-    strongest = max(
-        units,
-        key=lambda name: np.nan_to_num(
-            results[name].coupling[results[name].steps[-1]], nan=-np.inf
-        ),
-    )
+
+    def last_coupling(name: str) -> float:
+        coupling = results[name].coupling[results[name].steps[-1]]
+        return np.nan_to_num(coupling, nan=-np.inf)
+
+    strongest = max(units, key=last_coupling)
     pair = _most_coupled(units[strongest], k)
     columns = {
         name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()
@@ -456,13 +456,12 @@ def _table(
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
-    index = [
-        (*at, *([name] if label else []))
-        for at in order
-        for name, cells in rows.items()
-        if at in cells
-    ]
-    values = [rows[name][at] for at in order for name, cells in rows.items() if at in cells]
+    index, values = [], []
+    for at in order:
+        for name, cells in rows.items():
+            if at in cells:
+                index.append((*at, name) if label else at)
+                values.append(cells[at])
     names = ["measure", "of", *([label] if label else [])]
     # Categories in their order of appearance make it a sorted index, of which a part can be selected.
     levels = [

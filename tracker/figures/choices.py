@@ -33,10 +33,8 @@ class Choices:
     layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (
-            ("axis", self.axis, Axis),
-            ("convention", self.convention, Convention),
-        ):
+        for option, known in (("axis", Axis), ("convention", Convention)):
+            value = getattr(self, option)
             if value not in get_args(known):
                 raise UsageError(f"{option} {value!r}; choose from {', '.join(get_args(known))}")
 

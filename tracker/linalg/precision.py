@@ -44,10 +44,8 @@ def float32_products(precision: Literal["ieee", "tf32"]) -> Iterator[None]:
         if convolutions != precision:
             cudnn.allow_tf32 = precision == "tf32"
         for switch in switches():
-            if switch.fp32_precision != precision and (precision, switch.fp32_precision) != (
-                "ieee",
-                "none",
-            ):
+            now = switch.fp32_precision
+            if now != precision and (precision, now) != ("ieee", "none"):
                 switch.fp32_precision = precision
         yield
     finally:
