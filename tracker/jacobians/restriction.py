@@ -63,18 +63,19 @@ def restrict(
         return without_detach(restrict(selections, row_attention))
     if selections[0][1].source is not None:
         return _restrict_to_sources(selections, row_attention)
-    call, sizes = selections[0][0], [len(rows) for _, rows in selections]
-    divided = [
-        {
-            name: slice_argument(name, v, call, rows)
-            for name, v in call.arguments.arguments.items()
-            if name != call.state
-        }
-        for call, rows in selections
-    ]
-    arguments = (
-        divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
-    )
+    call = selections[0][0]
+    sizes = [len(rows) for _, rows in selections]
+    divided = []
+    for call_of_rows, rows in selections:
+        arguments = dict(call_of_rows.arguments.arguments)
+        # Every evaluation sets the state itself; blocks named by boundaries have no argument of that name.
+        arguments.pop(call_of_rows.state, None)
+        divided.append(
+            {name: slice_argument(name, v, call_of_rows, rows) for name, v in arguments.items()}
+        )
+    arguments = divided[0]
+    if len(divided) > 1:
+        arguments = concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
     positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])
     if len({len(call.attention) for call, _ in selections}) > 1:

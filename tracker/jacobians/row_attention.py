@@ -67,10 +67,9 @@ def by_formula(
             for first in range(0, len(rows), size := _rows_at_once(past, query.shape[1])):
                 part = at.subset(slice(first, first + size))
                 K, V = past.key[part.sample_in(past.key)], past.value[part.sample_in(past.value)]
-                row, span = (
-                    torch.arange(len(K), device=K.device),
-                    slice(start + first, start + first + len(K)),
-                )
+                row = torch.arange(len(K), device=K.device)
+                span = slice(start + first, start + first + len(K))
+                # The row's own key and value are live, the others frozen as recorded.
                 K[row, :, part.live] = at_k[span, :, 0]
                 V[row, :, part.live] = at_v[span, :, 0]
                 given = attention.formula, at_q[span], K, V, mask_rows(past, part)

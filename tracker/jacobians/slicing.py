@@ -157,13 +157,9 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
 
 
 def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
-    if (
-        isinstance(value, Tensor)
-        and value.dim() == 1
-        and len(value) == n
-        and bool((rows.token == rows.token[0]).all())
-    ):
-        return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n:
+        if bool((rows.token == rows.token[0]).all()):
+            return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
         at = rows.on(value.device)
         return value[at.sample_in(value), at.token][:, None]
@@ -193,20 +189,16 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     arguments = OrderedDict(
         (name, windows.cut(name, value)) for name, value in call.arguments.arguments.items()
     )
-    attention = [
-        AttentionCall(
-            windows.keys(past.key),
-            windows.keys(past.value),
-            None if past.mask is None else windows.mask("attn_mask", past.mask),
-            past.causal,
-        )
-        for past in call.attention
-    ]
+    attention = []
+    for past in call.attention:
+        mask = None if past.mask is None else windows.mask("attn_mask", past.mask)
+        K, V = windows.keys(past.key), windows.keys(past.value)
+        attention.append(AttentionCall(K, V, mask, past.causal))
     bound = BoundArguments(call.arguments.signature, arguments)
     x = call.x[windows.at.sample[:, None], tokens]
-    return replace(call, arguments=bound, x=x, attention=attention), Rows(
-        torch.arange(len(rows)), rows.token - start
-    )
+    # The cut call has one sample for each row, whose token has moved with the window's start.
+    moved = Rows(torch.arange(len(rows)), rows.token - start)
+    return replace(call, arguments=bound, x=x, attention=attention), moved
 
 
 @dataclass(frozen=True)
@@ -242,19 +234,15 @@ class _Windows:
     def mask(self, name: str, value: Any) -> Any:
         """Cut a mask of attention or of padding."""
         n, at, tokens = self.n, self.at, self.tokens
-        if (
-            isinstance(value, Tensor)
-            and value.dim() == 4
-            and value.shape[-1] == n
-            and value.shape[-2] in (1, n)
-        ):
+        if not isinstance(value, Tensor) or value.shape[-1:] != (n,):
+            raise _unknown(name)
+        if value.dim() == 4 and value.shape[-2] in (1, n):
             value = value[at.sample_in(value)].take_along_dim(tokens[:, None, None], -1)
-            return (
-                value
-                if value.shape[-2] == 1
-                else value.take_along_dim(tokens[:, None, :, None], -2)
-            )
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
+            if value.shape[-2] == 1:  # the same for all queries
+                return value
+            return value.take_along_dim(tokens[:, None, :, None], -2)
+        if value.dim() == 2:
+            # (B, n) hides keys of each sample, (n, n) has a row for each query of any sample.
             if name.endswith("padding_mask") or value.shape[0] != n:
                 return value[at.sample_in(value)[:, None], tokens]
             if self.common is not None:
@@ -268,14 +256,10 @@ class _Windows:
     def _per_token(self, name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._per_token(name, entry) for entry in value)
-        if (
-            isinstance(value, Tensor)
-            and value.dim() == 1
-            and len(value) == self.n
-            and self.common is not None
-        ):
-            return value[self.common]
-        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == self.n:
+            if self.common is not None:
+                return value[self.common]
+        elif isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
             return value[self.at.sample_in(value)[:, None], self.tokens]
         raise _unknown(name)
 

@@ -47,13 +47,9 @@ def rows_of_identity(x: Tensor) -> slice | None:
     C, *B, d = x.shape
     along_C, *over_B, along_d = x.stride()
     repeated = not any(stride for stride, size in zip(over_B, B, strict=True) if size > 1)
-    if (
-        d != len(identity)
-        or along_d != 1
-        or (C > 1 and along_C != d)
-        or not repeated
-        or x.storage_offset() % d
-    ):
+    # Rows of the identity in order, each as a whole: any other view of its memory is another matrix.
+    whole_rows = d == len(identity) and along_d == 1 and x.storage_offset() % d == 0
+    if not whole_rows or not repeated or (C > 1 and along_C != d):
         return None
     start = x.storage_offset() // d
     return slice(start, start + C)

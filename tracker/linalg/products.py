@@ -58,13 +58,10 @@ class Chain:
         # NaN: a zero matrix
         of_each = log(spread) / self._since if spread < float("inf") else float("inf")
         allowed = -0.5 * log(torch.finfo(R.dtype).eps)
-        self._group = (
-            max(1, min(MOST, int(allowed / of_each)))
-            if of_each > 0
-            else MOST
-            if of_each == 0
-            else 1
-        )
+        if of_each > 0:
+            self._group = max(1, min(MOST, int(allowed / of_each)))
+        else:
+            self._group = MOST if of_each == 0 else 1
         self._since = 0
 
 

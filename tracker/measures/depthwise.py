@@ -66,15 +66,17 @@ def _couplings(
     blocks = [list(selections) for selections in zip(*calls, strict=True)]
     layers = layers_of(jacobians, blocks, plan)
     values = pairs(layers, plan.ks, measures, L=L)
-    of_calls = {"": layers[:L]} | (
-        {NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {}
-    )
+    of_calls = {"": layers[:L]}
+    if len(layers) > L:
+        # The last Jacobian is of the last block with the final norm: in this convention it takes the last block's place.
+        of_calls[NORMED] = [*layers[: L - 1], layers[L]]
     for end, chosen in of_calls.items():
         values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
     head = heads(group) if "directions" in measures else None
     values |= measure_blocks(
         layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks)
     )
+    # All arrays of a device in one copy, which waits for it once.
     arrays = to_arrays(values)
     for end, chosen in of_calls.items():
         arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
@@ -90,12 +92,10 @@ def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str
     )
     of_bases = overlap(U, V, ks)
     moments = moments_of_layers([layer.moments for layer in layers])
-    parts = {
-        "isotropic": "isotropic",
-        "symmetric_norm": "symmetric",
-        "antisymmetric_norm": "antisymmetric",
-    }
-    return {name: getattr(moments, part) for name, part in parts.items()} | {
+    return {
+        "isotropic": moments.isotropic,
+        "symmetric_norm": moments.symmetric,
+        "antisymmetric_norm": moments.antisymmetric,
         "alignment": torch.where(determined, of_bases.diagonal, torch.nan),
         "overlap_squares": of_bases.squares.transpose(1, 2),
         "overlap_fourths": of_bases.fourths.transpose(1, 2),
@@ -104,13 +104,9 @@ def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str
 
 def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return the singular values, certificates and parts of null levels of every row, by layer."""
-    parts = {
-        "singular_gap": "gap",
-        "full_svd": "full",
-        "residual": "residual",
-        "complete": "complete",
-    }
-    parts = {"singular_value": "S"} | {f"{DIAGNOSTICS}{name}": part for name, part in parts.items()}
+    parts = {"singular_value": "S", f"{DIAGNOSTICS}singular_gap": "gap"}
+    parts |= {f"{DIAGNOSTICS}full_svd": "full"}
+    parts |= {f"{DIAGNOSTICS}{name}": name for name in ("residual", "complete")}
     spectra = {
         name: torch.stack([getattr(l.triplets, part) for l in layers], 1)
         for name, part in parts.items()
@@ -123,9 +119,8 @@ def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     R = len(layers[0].checks)
     values = {"sliced": np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])}
     for name in ("value_error", "derivative_error", "independent_error"):
-        values[name] = np.array(
-            [[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32
-        )
+        errors = [[getattr(layer.checks[r], name) for layer in layers] for r in range(R)]
+        values[name] = np.array(errors, np.float32)
     return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
 
 
@@ -158,7 +153,9 @@ def pairs(
         of_swapped = swapped, S[:, alone], S_bases[:, alone], layers[alone], in_frames[:, alone]
         values_of_swapped = _measures(*of_swapped, V[:, alone], U[:, alone], ks)
         values |= {f"{name}_vju": value for name, value in values_of_swapped.items()}
-    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in measures else {})
+    if "matrices" in measures:
+        values["matrix"] = A[:, :L, :L, : ks[0], : ks[0]]
+    return values
 
 
 def _products(
@@ -167,6 +164,7 @@ def _products(
     """Return A of every Jacobian in every basis, A with the sides swapped of the first L, and every Jacobian in frames."""
     d, K = U.shape[-2:]
     F = frames(d, K).to(U)
+    # All bases side by side: one product with J for all pairs of a block, in place of L small ones.
     right, left = coupling.side_by_side(V), coupling.side_by_side(U[:, :L])
     A, swapped, in_frames = [], [], []
     for l, layer in enumerate(layers):
@@ -190,14 +188,11 @@ def _measures(
 ) -> dict[str, Tensor]:
     """Return the mis-couplings, and the null levels that are measured, (R, k, L, M)."""
     parts = []
+    d = U.shape[-2]
+    # A part of the rows at a time: each K makes copies of A.
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
-        rows = slice(r, r + at_once)
-        by_k = [
-            coupling.miscouplings(
-                A[rows, ..., :k, :k], S[rows, ..., :k], U.shape[-2], S_bases[rows, ..., :k]
-            )
-            for k in ks
-        ]
+        A_, S_, bases = A[r : r + at_once], S[r : r + at_once], S_bases[r : r + at_once]
+        by_k = [coupling.miscouplings(A_[..., :k, :k], S_[..., :k], d, bases[..., :k]) for k in ks]
         parts.append(
             {name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS}
         )
@@ -282,17 +277,13 @@ def measure_blocks(
         return {}
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
     like = layers[0].triplets.V
-    products = (
-        Products(len(layers), like.shape[-2], like.shape[-1], like.dtype)
-        if "products" in choices
-        else None
-    )
+    products = None
+    if "products" in choices:
+        products = Products(len(layers), *like.shape[-2:], like.dtype)
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
-        x, y = (
-            torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections])
-            for of in "xy"
-        )
+        x = torch.cat([rows.select(call.x).to(like) for call, rows in selections])
+        y = torch.cat([rows.select(call.y).to(like) for call, rows in selections])
         block = BlockRows(layer, x, y - x)
         for measure in declared:
             assert measure.compute is not None
@@ -305,6 +296,7 @@ def measure_blocks(
     values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}
     if head is not None and "directions" in choices:
         values |= measure_directions(head, [layer.triplets for layer in layers], memory)
+    # The products to the last block begin there, so they need the Jacobians a second time, in the other order.
     if products is not None:
         values |= products.values(lambda l: layers[l - 1].jacobian())
     return values

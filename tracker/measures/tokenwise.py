@@ -153,6 +153,7 @@ def tokenwise_couplings(
         basis_layers: block l -> basis block l', from 1.
     """
     by_row: dict[int, dict[str, np.ndarray]] = {}
+    # Samples of equally many tokens: their pairs have one shape.
     for T in {len(one.tokens) for one in selected}:
         alike = [i for i, one in enumerate(selected) if len(one.tokens) == T]
         size = plan.samples(links_of(T))
@@ -210,6 +211,7 @@ def _couplings(
                 waiting |= layers if file is None else _in_file(layers, file)
             elif basis is not None:
                 add("pairs", l, layers)
+            # Before the next are formed: two sets of Jacobians would exceed the memory.
             del layers
         bases[l] = block_triplets
         if waiting:

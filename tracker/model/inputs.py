@@ -232,11 +232,9 @@ def check_tokenizer(tokenizer: Any) -> None:
 def _checked_max_tokens(max_tokens: Any, inputs: Any) -> int | None:
     if max_tokens is None:
         return None
-    if (
-        not isinstance(max_tokens, (int, np.integer))
-        or isinstance(max_tokens, bool)
-        or max_tokens < 1
-    ):
+    # A bool is an int, and NumPy's integers are not.
+    whole = isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens!r}; give a whole number of tokens, at least 1")
     if isinstance(inputs, (Tensor, Mapping)):
         raise UsageError(
@@ -367,13 +365,12 @@ def _takes(model: nn.Module, name: str) -> bool:
 def _special_tokens(stated_by: Any) -> SpecialTokens:
     """Read the ids of special tokens from a tokenizer or a config; those that it does not state are left out."""
     first = getattr(stated_by, "cls_token_id", None)
-    stated = [first, *(getattr(stated_by, f"{kind}_token_id", None) for kind in ("sep", "eos"))]
-    ends = {
-        one
-        for ids in stated
-        for one in (ids if isinstance(ids, list) else [ids])
-        if isinstance(one, int)
-    }
+    ends: set[int] = set()
+    for kind in ("cls", "sep", "eos"):
+        ids = getattr(stated_by, f"{kind}_token_id", None)
+        # Configs of some models list several ends of a text.
+        several = ids if isinstance(ids, list) else [ids]
+        ends |= {one for one in several if isinstance(one, int)}
     return SpecialTokens(first, frozenset(ends))
 
 
@@ -395,12 +392,11 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
             f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}), so that "
             f"padding would be measured; give a multiple of {multiple} tokens"
         )
-    if (
-        table is not None
-        and ids.numel()
-        and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings
-    ):
+    if table is None or not ids.numel():
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= table.num_embeddings:
         raise UsageError(
-            f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
+            f"token ids from {least} to {most}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"
         )

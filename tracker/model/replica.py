@@ -220,17 +220,17 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
+    # What a hook computes before each pass (weight_norm, prune) is no state.
     computed = {
         getattr(hook, "name", getattr(hook, "_tensor_name", None))
         for hook in part.__dict__.get("_weight_hooks", ())
     }
-    return {
-        name: value
-        for name, value in part.__dict__.items()
-        if name not in NOT_STATE
-        and name not in computed
-        and not name.endswith(("_hooks", "_hooks_with_kwargs"))
-    }
+    left_out = {*NOT_STATE, *computed}
+    attributes = {}
+    for name, value in part.__dict__.items():
+        if name not in left_out and not name.endswith(("_hooks", "_hooks_with_kwargs")):
+            attributes[name] = value
+    return attributes
 
 
 def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
@@ -572,11 +572,11 @@ class Replica:
         converted: dict[int, Tensor] = {}
         held: list[WeightHolder] = []
         try:
-            for part in (
-                [*module.modules(), *self.held_outside.get(id(module), ())]
-                if module is not None
-                else ()
-            ):
+            parts = []
+            if module is not None:
+                # A block's functions and hooks may call modules that it does not contain.
+                parts = [*module.modules(), *self.held_outside.get(id(module), ())]
+            for part in parts:
                 if id(part) in skipped:
                     continue
                 held.append(WeightHolder(part))

@@ -151,13 +151,9 @@ class _Ranks:
             UsageError, FloatingPointError, torch.OutOfMemoryError, RuntimeError: the first error of the ranks, on each.
             Exception: this rank's own error, if it is none of `FAILURES`.
         """
-        outcome = (
-            RUNNING
-            if self.error is None
-            else OUT_OF_MEMORY
-            if is_allocation_failure(self.error)
-            else FAILED
-        )
+        outcome = RUNNING
+        if self.error is not None:
+            outcome = OUT_OF_MEMORY if is_allocation_failure(self.error) else FAILED
         if not self.ended and self._agree(outcome, END):
             return
         errors: list[Any] = [None if self.error is None else portable(self.error)]
