@@ -49,8 +49,8 @@ def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, by which equal blocks are told, and four are for null levels: the frames, a
-    # fixed vector, the products of singular vectors and their root.
-    assert few.syncs <= 85 and few.launches <= 1950
+    # fixed vector, the products of singular vectors and their root. A norm by rows is two launches.
+    assert few.syncs <= 85 and few.launches <= 1960
 
 
 def test_the_witness_waits_once_for_a_block(pretend):

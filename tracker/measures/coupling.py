@@ -371,12 +371,12 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     of_rows = []
     for i in range(0, d, height):
         # Rows from the diagonal on, and the columns that mirror them: each pair of entries is read once.
-        across, down = J[..., i : i + height, i:] / unit, J[..., i:, i : i + height].mT / unit
-        for part in (across, down):
-            part.diagonal(dim1=-2, dim2=-1).sub_(isotropic[..., None])
-        parts = torch.stack([across + down, across - down])
-        # Beyond the square on the diagonal, each entry stands for itself and its mirror image.
-        parts[..., height:] *= sqrt(2)
+        across, down = J[..., i : i + height, i:], J[..., i:, i : i + height].mT
+        parts = torch.stack([across + down, across - down]).div_(unit)
+        parts[0].diagonal(dim1=-2, dim2=-1).sub_(2 * isotropic[..., None])
+        if i + height < d:
+            # Beyond the square on the diagonal, each entry stands for itself and its mirror image.
+            parts[..., height:] *= sqrt(2)
         of_rows.append(vector_norm(parts, dim=-1))
     symmetric, antisymmetric = vector_norm(torch.cat(of_rows, -1), dim=-1) / 2 * scale
     return Moments(isotropic * scale, symmetric, antisymmetric)
