@@ -279,7 +279,7 @@ def measure_blocks(
     like = layers[0].triplets.V
     products = None
     if "products" in choices:
-        products = Products(len(layers), *like.shape[-2:], like.dtype)
+        products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype)
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
         x = torch.cat([rows.select(call.x).to(like) for call, rows in selections])
