@@ -14,6 +14,7 @@ W&B, the figures and the page all draw these values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
@@ -64,9 +65,12 @@ def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
         `noise_similarity` (noise): the mean over the positions and prompts of the last state. Scores are passed on.
 
     Raises:
-        UsageError: for what is no result, and for a part of one without what a curve needs.
+        UsageError: for what is no result, for a part of one without what a curve needs, and for a name of no measure.
     """
     results = opened(results)
+    if unknown := [name for name in measures if name not in BY_NAME]:
+        similar = get_close_matches(unknown[0], BY_NAME, n=3, cutoff=0)
+        raise UsageError(f"{unknown[0]!r} is no measure; similar names are {', '.join(similar)}")
     out: dict[str, xr.Variable] = {}
     for name in measures:
         reduction = BY_NAME[name].curve

@@ -68,8 +68,8 @@ def restrict(
     divided = []
     for call_of_rows, rows in selections:
         arguments = dict(call_of_rows.arguments.arguments)
-        # Every evaluation sets the state itself.
-        del arguments[call_of_rows.state]
+        # Every evaluation sets the state itself; blocks named by boundaries have no argument of that name.
+        arguments.pop(call_of_rows.state, None)
         divided.append(
             {name: slice_argument(name, v, call_of_rows, rows) for name, v in arguments.items()}
         )

@@ -254,7 +254,6 @@ def measure_calls(
             equal = equal_blocks(recording)
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
-            warn_of_post_norm(recording)
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)

@@ -61,7 +61,6 @@ def undefined_values(
                 count = int(has_value.sum()) * prod(rest)
                 counts[measure.name] = values.isnull() & has_value, count
     return counts
-    return counts
 
 
 def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, int]]) -> None:

@@ -82,7 +82,8 @@ def _from_arguments(
         .arguments
     )
     arguments = {**first.arguments.arguments}
-    del arguments[first.state]
+    # Blocks named by boundaries have no argument of that name.
+    arguments.pop(first.state, None)
     masks = []
     for name, value in [*arguments.items(), *bound.items()]:
         for leaf in tree_leaves(value):
