@@ -192,8 +192,8 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
         equal = _codes(results, "prompt_text")
     if of_source is not None and len(set(of_source)) == 1 and of_source[0] >= 0:
         of_source = None
-    for codes in (codes for codes in (of_source, equal) if codes is not None):
-        for code in set(codes[codes >= 0]):
+    for codes in (of_source, equal):
+        for code in () if codes is None else set(codes[codes >= 0]):
             joined = np.isin(cluster, cluster[codes == code])
             cluster[joined] = cluster[joined].min()
     return None if len(set(cluster)) == len(cluster) else cluster

@@ -71,16 +71,15 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         for part, values in points_of_layer_pairs(by_prompt, null).items():
             summary[f"{name}{part}"] = values
         summary[f"{name}_coupling_by_prompt"] = mean(null - by_prompt, ["token"])
-    for name in (name for name in IN_SUMMARY if name in results):
-        summary |= {
-            f"{name}{part}": values
-            for part, values in _of_median(in_float64(results, name)).items()
-        }
-    for measure in (
-        measure for measure in MEASURES if measure.by_depth and measure.name in results
-    ):
-        samples = ("prompt", "token" if "token" in measure.dims else "position")
-        summary[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
+    for name in IN_SUMMARY:
+        if name in results:
+            for part, values in _of_median(in_float64(results, name)).items():
+                summary[f"{name}{part}"] = values
+    for measure in MEASURES:
+        name = measure.name
+        if measure.by_depth and name in results:
+            samples = ("prompt", "token" if "token" in measure.dims else "position")
+            summary[f"{name}_by_depth"] = quartiles(in_float64(results, name), samples)
     if "matrix" in results:
         summary["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
     summary |= {  # of the first prompt at its first measured token

@@ -78,6 +78,7 @@ def restrict(
         arguments = concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
     positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])
+    # Attentions are matched by their order in the block.
     if len({len(call.attention) for call, _ in selections}) > 1:
         raise NotSliceable("its samples do not pass through the same attentions")
     recorded = [
@@ -97,15 +98,16 @@ def restrict(
             causal: bool,
         ) -> Any:
             frozen = next(expected, [])
-            own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
-            if not own_tokens or any(
-                past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)
-            ):
+            own_token = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
+            # In the full sequence, too, it attended to the block's own tokens: all of them, and no others.
+            recorded_lengths = [past.key.shape[-2] for past, _ in frozen]
+            if not own_token or recorded_lengths != lengths:
                 raise NotSliceable("its attention is over something other than its own tokens")
             return row_attention(attention, query, key, value, frozen)
 
         with intercept_attention(handler, positions):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
+        # An attention that was recorded but not called: the block took another branch for one token.
         if next(expected, []):
             raise NotSliceable("its attention in the full sequence does not happen in a single row")
         if y.shape != x.shape:
@@ -154,6 +156,7 @@ def _restrict_to_sources(
     )
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        # An earlier call may have raised between the two runs.
         live.clear()
         run_sources(x)
         return run_targets(targets)

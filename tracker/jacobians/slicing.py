@@ -145,9 +145,8 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
             concatenate_argument(name, entries, sizes) for entries in zip(*parts, strict=True)
         )
     elif isinstance(first, Tensor):
-        if all(
-            part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)
-        ):
+        by_row = zip(parts, sizes, strict=True)
+        if all(part.shape == (size, *first.shape[1:]) for part, size in by_row):
             return torch.cat(list(parts))
         if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
             return first  # no row axis
@@ -180,10 +179,10 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     """
     width = min(width, call.x.shape[1])
     start = (rows.token - width + 1).clamp(min=0)
-    # The window of all rows, if they have the same one.
-    common = (
-        slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None
-    )
+    # The window of all rows, if they have the same one: what has no batch axis can be cut only then.
+    common = None
+    if bool((start == start[0]).all()):
+        common = slice(int(start[0]), int(start[0]) + width)
     (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))
     windows = _Windows(call.x.shape[1], call.state, rows.on(call.x.device), tokens, common)
     arguments = OrderedDict(
@@ -275,12 +274,12 @@ def mask_rows(past: AttentionCall, at: Indices) -> Tensor | None:
         raise NotSliceable(
             f"how its attention mask of type {type(mask).__name__} divides into rows is not known"
         )
+    if mask is None and not past.causal:
+        return None
     if mask is None:
-        return (
-            (torch.arange(n, device=at.token.device) <= at.token[:, None])[:, None, None]
-            if past.causal
-            else None
-        )
+        keys = torch.arange(n, device=at.token.device)
+        return (keys <= at.token[:, None])[:, None, None]
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+    # A mask with one row is the same for all queries.
     token = at.token if mask.shape[-2] > 1 else torch.zeros_like(at.token)
     return mask[at.sample_in(mask), :, token][:, :, None, :n]

@@ -93,13 +93,10 @@ class Roundings(TorchFunctionMode):
         # Other modes would be called for each attribute that is read here
         with torch._C.DisableTorchFunction():
             # An operation that returns None writes to its first argument, which rounds as well.
-            least = min(
-                _sizes(arguments[:1] if result is None else (result,)),
-                default=torch.float64.itemsize,
-            )
-            if least < torch.float64.itemsize and least < max(
-                _sizes((*arguments, keywords)), default=0
-            ):
+            results = arguments[:1] if result is None else (result,)
+            least = min(_sizes(results), default=torch.float64.itemsize)
+            widest = max(_sizes((*arguments, keywords)), default=0)
+            if least < min(torch.float64.itemsize, widest):
                 self.seen, self.least = True, min(self.least, least)
         return result
 

@@ -12,7 +12,7 @@ Measures of each block alone (`measure_blocks`) are those of the blocks without 
 from the first block to the last and, for products to the last block, in the other direction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +39,13 @@ from tracker.measures.rotations import frames, mean_levels, turned
 from tracker.measures.settings import OF_PAIRS
 from tracker.model.recording import Recording
 
+SPECTRA = {  # variable -> part of the triplets
+    "singular_value": "S",
+    f"{DIAGNOSTICS}singular_gap": "gap",
+    f"{DIAGNOSTICS}full_svd": "full",
+    f"{DIAGNOSTICS}residual": "residual",
+    f"{DIAGNOSTICS}complete": "complete",
+}
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 
 
@@ -71,7 +78,9 @@ def _couplings(
         # The last Jacobian is of the last block with the final norm: in this convention it takes the last block's place.
         of_calls[NORMED] = [*layers[: L - 1], layers[L]]
     for end, chosen in of_calls.items():
-        values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
+        values |= {
+            f"{name}{end}": value for name, value in spectra(chosen, plan.ks, SPECTRA).items()
+        }
     head = heads(group) if "directions" in measures else None
     values |= measure_blocks(
         layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks)
@@ -86,10 +95,8 @@ def _couplings(
 
 def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return what the null levels need of every row, by layer: moments of the Jacobians, overlaps of the singular vectors."""
-    U, V, determined = (
-        torch.stack([getattr(l.triplets, part) for l in layers], 1)
-        for part in ("U", "V", "determined")
-    )
+    triplets = [layer.triplets for layer in layers]
+    U, V, determined = (_stacked(triplets, part) for part in ("U", "V", "determined"))
     of_bases = overlap(U, V, ks)
     moments = moments_of_layers([layer.moments for layer in layers])
     return {
@@ -102,16 +109,17 @@ def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str
     }
 
 
-def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the singular values, certificates and parts of null levels of every row, by layer."""
-    parts = {"singular_value": "S", f"{DIAGNOSTICS}singular_gap": "gap"}
-    parts |= {f"{DIAGNOSTICS}full_svd": "full"}
-    parts |= {f"{DIAGNOSTICS}{name}": name for name in ("residual", "complete")}
-    spectra = {
-        name: torch.stack([getattr(l.triplets, part) for l in layers], 1)
-        for name, part in parts.items()
-    }
-    return spectra | parts_of_null_levels(layers, ks)
+def spectra(
+    layers: Sequence[Layer], ks: Sequence[int], parts: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return parts of the triplets, by name, and of null levels, of every row, by layer."""
+    triplets = [layer.triplets for layer in layers]
+    values = {name: _stacked(triplets, part) for name, part in parts.items()}
+    return values | parts_of_null_levels(layers, ks)
+
+
+def _stacked(triplets: Sequence[Triplets], part: str) -> Tensor:
+    return torch.stack([getattr(of_layer, part) for of_layer in triplets], 1)
 
 
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
@@ -139,11 +147,9 @@ def pairs(
         bases: the triplets whose singular vectors are the bases; None: those of the layers.
         L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_normed`.
     """
-    bases = [layer.triplets for layer in layers] if bases is None else bases
-    U, V, S_bases = (
-        torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS"
-    )
-    S = torch.stack([layer.triplets.S for layer in layers], 1)
+    of_layers = [layer.triplets for layer in layers]
+    U, V, S_bases = (_stacked(of_layers if bases is None else bases, part) for part in "UVS")
+    S = _stacked(of_layers, "S")
     A, swapped, in_frames = _products(layers, U, V, "vju" in measures, L)
     values = _measures(A, S, S_bases, layers, in_frames, U, V, ks)
     if L is not None and len(layers) > L:
@@ -279,7 +285,7 @@ def measure_blocks(
     like = layers[0].triplets.V
     products = None
     if "products" in choices:
-        products = Products(len(layers), *like.shape[-2:], like.dtype)
+        products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype)
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
         x = torch.cat([rows.select(call.x).to(like) for call, rows in selections])

@@ -6,6 +6,7 @@ axes process all tokens of one depth at a time.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -105,18 +106,11 @@ def measure_states(
     scalars = d
     requested: list[StateMeasure] = []
     asked = [measure for measure in STATES if settings.includes(measure.option)]
-    if measures := [measure for measure in asked if measure.variant != "normed"]:
-        requested.append(
-            lambda b, part: _trajectory(measures, recording.states(b, part, device), window)
-        )
-    normed = [measure for measure in asked if measure.variant == "normed"]
-    if normed and recording.normed_last is not None:
-
-        def with_norm(b: slice, part: slice) -> dict[str, Tensor]:
-            X = recording.states(b, part, device, normed=True)
-            return _trajectory(normed, X, window)
-
-        requested.append(with_norm)
+    for normed in (False, True):
+        measures = [measure for measure in asked if (measure.variant == "normed") == normed]
+        if measures and (not normed or recording.normed_last is not None):
+            read = partial(recording.states, device=device, normed=normed)
+            requested.append(partial(_trajectory, measures, window, read))
     if settings.includes("pca"):
         mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
 
@@ -184,7 +178,14 @@ def _principal_axes(
     return torch.stack(mean), torch.stack(axes)
 
 
-def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str, Tensor]:
+def _trajectory(
+    measures: Sequence[Measure],
+    window: int,
+    states: Callable[[slice, slice], Tensor],
+    b: slice,
+    part: slice,
+) -> dict[str, Tensor]:
+    X = states(b, part)
     values = {}
     for measure in measures:
         assert measure.compute is not None

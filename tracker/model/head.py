@@ -63,10 +63,10 @@ def is_norm(
             **{name: scaled(a, scale) for name, a in keywords.items()},
         )
 
-    if any(
-        isinstance(a, Tensor) and a.shape == output.shape and torch.equal(a, output) for a in args
-    ):
-        return False
+    # A module that returns what it was given (dropout in eval mode) changes nothing.
+    for value in args:
+        if isinstance(value, Tensor) and value.shape == output.shape and torch.equal(value, output):
+            return False
     small, large = map(run, SCALES)
     return torch.allclose(small, large, rtol=0, atol=SAME * float(large.abs().max()))
 
@@ -86,9 +86,9 @@ class NormWatch(TorchFunctionMode):
     def watch(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Watch the pass that runs in this context, and those of these modules that have no matrices."""
         with ExitStack() as stack:
-            for module in {
-                id(module): module for module in modules if has_no_matrices(module)
-            }.values():
+            # A module that several blocks hold gets one hook.
+            without_matrices = {id(one): one for one in modules if has_no_matrices(one)}
+            for module in without_matrices.values():
                 stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
             stack.enter_context(self)
             yield
@@ -106,6 +106,7 @@ class NormWatch(TorchFunctionMode):
         same = [(one.output.to(y.dtype) == y).all() for one in alike]
         # One wait for the device
         of_one_length, *same = torch.stack([_have_one_length(y), *same]).tolist()
+        # The question runs the norm again: what that returns must not be recorded.
         self.trying = True
         of_norm = any(one.is_of_norm() for one, holds in zip(alike, same, strict=True) if holds)
         self.trying = False

@@ -104,9 +104,8 @@ class Batch:
         samples = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
         if samples is None:
             return [0] * B
-        if (
-            samples.dim() > 1 and samples.shape[1] % n == 0
-        ):  # tokens; several inputs for each where a model downsamples them
+        # Tokens; several inputs for each where a model downsamples them.
+        if samples.dim() > 1 and samples.shape[1] % n == 0:
             samples = [x[:: len(x) // n][at] for x, at in zip(samples, valid, strict=True)]
         return [seed_of([x], {}) for x in samples]
 
@@ -166,13 +165,11 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     elif isinstance(inputs, Mapping):
         inputs = {name: _as_dict(value) for name, value in inputs.items()}
         tensors = _named_tensors(inputs)
-        preferred = [
-            name
-            for name in ("input_ids", "inputs_embeds", *tensors)
-            if name in tensors and name != "attention_mask"
-        ]
-        main = tensors[preferred[0]]
-        if preferred[0] == "inputs_embeds":
+        # The mask counts tokens and is none; what else comes first is what the batch axis is read from.
+        given = [name for name in tensors if name != "attention_mask"]
+        first = next(name for name in ("input_ids", "inputs_embeds", *given) if name in given)
+        main = tensors[first]
+        if first == "inputs_embeds":
             main = main[..., 0]  # one number for each token, as of ids, whose shape the mask has
         taken = {
             name: value
@@ -185,9 +182,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
             raise UsageError(
                 "the inputs are prompts; give their tokenizer as well: measure(model, prompts, tokenizer=...)"
             )
-        encoded = _cut(
-            [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)], max_tokens
-        )
+        encoded = [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)]
+        encoded = _cut(encoded, max_tokens)
         calls = [_prompt(model, inputs[i], i, tokenizer, encoded[i]) for i in range(len(inputs))]
     else:
         raise UsageError(
@@ -260,12 +256,10 @@ def _cut(encoded: list[dict[str, Any]], max_tokens: int | None) -> list[dict[str
     lengths = [one["input_ids"].shape[1] for one in encoded]
     long = [i for i, length in enumerate(lengths) if max_tokens is not None and length > max_tokens]
     if long:
-        which = (
-            f"prompt {long[0]} has"
-            if len(long) == 1
-            else f"{len(long)} of {len(encoded)} prompts have up to"
-        )
-        each = "" if len(long) == 1 else "each is "
+        which = f"{len(long)} of {len(encoded)} prompts have up to"
+        each = "each is "
+        if len(long) == 1:
+            which, each = f"prompt {long[0]} has", ""
         warn_caller(
             f"{which} {max(lengths)} tokens; {each}cut to its first {max_tokens} (max_tokens)"
         )
@@ -283,11 +277,9 @@ def _prompt(
     except UsageError as error:
         raise UsageError(f"prompt {i} ({shortened(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
-    if (
-        any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        and "input_ids" not in known
-    ):
-        # Passed on to it
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if passes_on and "input_ids" not in known:
+        # A model around the Hugging Face model, to which the keywords go.
         known = inspect.signature((huggingface_owner(model) or model).forward).parameters
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
     keywords = {name: value for name, value in encoded.items() if name in known}
@@ -338,11 +330,8 @@ def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
         raise UsageError(
             f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]"
         )
-    layers = (
-        entry
-        for entry in model.named_modules()
-        if isinstance(entry[1], (nn.Linear, nn.Embedding, _ConvNd))
-    )
+    layer_types = nn.Linear, nn.Embedding, _ConvNd
+    layers = (entry for entry in model.named_modules() if isinstance(entry[1], layer_types))
     name, first = next(layers, ("", None))
     if main.dim() != 3 or not isinstance(first, nn.Conv2d) or first.in_channels != len(main):
         return

@@ -276,6 +276,8 @@ class WholeStateCheck:
         source = "" if l or norm else self._source_of_first_span()
         states = self._states_beside(l)
         beside = [*states, *self._inputs_beside(l)]
+        fixed = [*self.replica.description.fixed, *beside]
+        named = repr(str(fixed[0]) if len(fixed) == 1 else [*map(str, fixed)])
         if norm:
             remedy = f"it is the output of {norm}: if residuals add to the input of {norm}, name 'input of {norm}'"
         else:
@@ -284,8 +286,6 @@ class WholeStateCheck:
                 "output, or the output of the previous module"
             )
             if beside:
-                fixed = [*self.replica.description.fixed, *beside]
-                named = repr([*map(str, fixed)] if len(fixed) > 1 else str(fixed[0]))
                 remedy += f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}"
         finding = (
             f"{where} is not the whole hidden state: with that tensor as recorded and other states before it, "
