@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.machine import Clock, environment, keep, synchronize
 from tracker.common.command_line import OK, reports_errors
 
 
@@ -50,6 +49,7 @@ def time_run(run: Run) -> dict:
     import torch
     from timm import create_model
 
+    from benchmarks.machine import Clock, environment, synchronize
     from tracker import CouplingCallback
 
     class Training(lightning.LightningModule):
@@ -125,6 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m benchmarks.callback", description=summary(Run))
     parser.add_class_arguments(Run, as_group=False)
     run = Run(**parser.parse_args(arguments).as_dict())
+    from benchmarks.machine import keep
     from tracker.provenance import usable_device
 
     usable_device(run.device, f"--device {run.device}")

@@ -207,10 +207,8 @@ def table(result: dict[str, Any]) -> str:
     for stage in ("whole", *mine["stages"]):
         own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
         other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
-        ratio, fraction = (
-            theirs.get("ratio", {}).get(stage),
-            mine["fraction_of_gemm_rate"].get(stage),
-        )
+        ratio = theirs.get("ratio", {}).get(stage)
+        fraction = mine["fraction_of_gemm_rate"].get(stage)
         lines.append(
             f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}"
         )

@@ -206,10 +206,8 @@ def run_limited(arguments: Sequence[str], limit: float, directory: Path) -> dict
             # A process that waits in the GPU's driver may not end at once
             with suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE)
-    seconds, text = (
-        round(time.perf_counter() - started, 2),
-        log.read_bytes()[-TAIL:].decode(errors="replace"),
-    )
+    seconds = round(time.perf_counter() - started, 2)
+    text = log.read_bytes()[-TAIL:].decode(errors="replace")
     return {"status": status, "seconds": seconds, "output": text.replace(f"{ROOT}/", "")}
 
 

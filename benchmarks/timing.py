@@ -80,10 +80,8 @@ def published(
     inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(
         settings.device
     )
-    position, jacobian = (
-        shapes.position(settings.shape),
-        by_hand if hand_written else whole_sequence,
-    )
+    position = shapes.position(settings.shape)
+    jacobian = by_hand if hand_written else whole_sequence
     return couplings(model, shapes.blocks(model), inputs, position, settings.k, clock, jacobian)
 
 

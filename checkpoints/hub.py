@@ -237,11 +237,9 @@ def _file(sibling: "RepoSibling") -> File:
     Raises:
         ValueError: for a name, size or hash that can't be one.
     """
-    name, size, sha256 = (
-        sibling.rfilename,
-        sibling.size or 0,
-        sibling.lfs.sha256 if sibling.lfs else None,
-    )
+    name = sibling.rfilename
+    size = sibling.size or 0
+    sha256 = sibling.lfs.sha256 if sibling.lfs else None
     if not isinstance(name, str) or not _is_path(name) or type(size) is not int or size < 0:
         raise ValueError(f"it lists {name!r} with size {size!r}")
     if sha256 is not None and not _is(SHA256, sha256):

@@ -199,6 +199,9 @@ def _imported(name: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     module, _, within = name.partition(":")
+    if module.endswith(".py"):
+        dotted = module.removesuffix(".py").replace("/", ".")
+        raise ValueError(f"give the module's name, not its file: {dotted}:{within}")
     return getattr(importlib.import_module(module), within)
 
 

@@ -88,10 +88,9 @@ def turned_levels(of: Blocks) -> dict[str, Tensor]:
 def independent_levels(of: Blocks) -> dict[str, Tensor]:
     """Return the null levels of independent random U' and V'."""
     K, d, L = of.s.shape[-1], of.J.shape[-1], of.J.shape[1]
-    size, norm = (
-        torch.linalg.matrix_norm(of.J).double() / d,
-        torch.linalg.vector_norm(of.s, dim=-1).double(),
-    )
+    moments, _ = of.parts()
+    size = moments.frobenius(d) / d
+    norm = torch.linalg.vector_norm(of.s, dim=-1).double()
     page = 1 + (K * size / norm) ** 2
     levels = {
         "miscoupling": page.sqrt(),
@@ -221,12 +220,10 @@ def simulated(title: str, of: Blocks, pairs: Sequence[tuple[int, int]], draws: i
     moments, basis = blocks.parts()
     values = observed(blocks)
     for l, m in pairs:
-        J, U, V, s = (
-            of.J[0, l].double(),
-            blocks.U[0, m].double(),
-            blocks.V[0, m].double(),
-            blocks.s[0, l].double(),
-        )
+        J = of.J[0, l].double()
+        U = blocks.U[0, m].double()
+        V = blocks.V[0, m].double()
+        s = blocks.s[0, l].double()
         A = coupling.simulated(J, U, V, draws, torch.Generator().manual_seed(0))
         cells = []
         for definition in DEFINITIONS:

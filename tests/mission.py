@@ -29,6 +29,8 @@ from tests.home_made import LM, Flat
 from tests.hub_server import serve
 from tests.lightning_runs import fit, trainer
 from tests.models import Size, build
+from tracker import pythia
+from tracker.walk.command import Walk
 
 MODULES = {"tracker.figures": "tracker.figures.__main__", "tracker.report": "tracker.report.write"}
 SMALL_VIT = (*cases.SMALL_VIT, "--wandb", "offline")
@@ -188,6 +190,25 @@ def walk_published_checkpoints(directory: Path) -> None:
     print(tracker.summary(tracker.open_results("out")))
 
 
+def load_own(path: Path) -> nn.Module:
+    """Load a model whose weights a program of the user saved."""
+    model = LM(Flat)
+    model.load_state_dict(torch.load(path)["model"])
+    return model
+
+
+def walk_own_files(directory: Path) -> None:
+    """Walk files that a program of the user saved, and draw their curves."""
+    for step in (10, 20):
+        torch.save({"model": LM(Flat).state_dict()}, directory / f"ckpt_{step}.pt")
+    walk = Walk(
+        files=str(directory / "ckpt_*.pt"), load=load_own, inputs=torch.randint(7, (2, 5)), out=directory / "out", wandb="off",
+        options={"k": (4,)},
+    )  # fmt: skip
+    assert pythia.run(walk) == 0
+    tracker.plot(str(directory / "out"))
+
+
 def train_vision_transformers(directory: Path) -> None:
     """Train one model and a grid, and analyse the grid."""
     run("vit.train", *SMALL_VIT, "--out", "one")
@@ -202,6 +223,7 @@ JOBS: tuple[Callable[[Path], None], ...] = (
     train_with_lightning,
     train_with_transformers,
     walk_published_checkpoints,
+    walk_own_files,
     train_vision_transformers,
 )
 

@@ -270,8 +270,7 @@ def test_environment_without_the_files_of_linux(monkeypatch):
 
 def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monkeypatch, capsys):
     waits = []
-    for module in (machine, callback):
-        monkeypatch.setattr(module, "synchronize", waits.append)
+    monkeypatch.setattr(machine, "synchronize", waits.append)
     small = [
         "--width",
         "16",

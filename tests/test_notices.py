@@ -22,10 +22,8 @@ def test_a_warning_points_at_the_callers_line():
 
 
 def test_frames_of_the_package_and_of_frameworks_are_skipped(tmp_path):
-    package, lightning = (
-        {"__name__": "tracker.measurement"},
-        {"__name__": "lightning.pytorch.trainer"},
-    )
+    package = {"__name__": "tracker.measurement"}
+    lightning = {"__name__": "lightning.pytorch.trainer"}
     exec(compile(CALL, f"{errors.WITHIN}measurement.py", "exec"), package)
     exec(compile(CALL, str(tmp_path / "trainer.py"), "exec"), lightning)
     inner = partial(lightning["call"], partial(package["call"], partial(warn_caller, "deep")))

@@ -290,7 +290,8 @@ def to_dataset(
     """Join samples into one Dataset, with the provenance of a measurement started at `started` (`time.perf_counter`)."""
     dataset = assemble(samples)
     without_special = [sample for sample in samples if sample.attributes["tokens"] == LAST_WORD]
-    dataset.attrs |= describe(unwrap(model), device) | {
+    dataset.attrs |= describe(unwrap(model), device)
+    dataset.attrs |= {
         "blocks_found_by": blocks.found_by,
         "fixed": ", ".join(map(str, blocks.fixed)) or "none",
         # Some prompts may have been cut before [SEP]

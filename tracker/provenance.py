@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,10 +42,13 @@ def describe(model: nn.Module, device: torch.device) -> dict[str, str | int]:
     }
 
 
+_version = cache(version)  # reading metadata takes 1 ms
+
+
 def package_version(name: str) -> str:
     """Return the version of a package from its metadata or, where it has none, from the imported module."""
     try:
-        return version(name)
+        return _version(name)
     except PackageNotFoundError:
         return str(getattr(sys.modules.get(name), "__version__", "unknown"))
 

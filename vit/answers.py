@@ -67,10 +67,8 @@ def answers(tests: "pd.DataFrame") -> list[str]:
 
 def _answer(row: dict[str, Any]) -> str:
     primary = row["role"] == "primary"
-    question, test = (
-        capitalised(row["question"]),
-        f"{'primary test, ' if primary else ''}{row['token']}",
-    )
+    question = capitalised(row["question"])
+    test = f"{'primary test, ' if primary else ''}{row['token']}"
     if row["why"]:
         return f"{question}: not answered, because {row['why']} ({test})."
     p_value = row["p"] if primary else row["p_holm"]

@@ -54,18 +54,16 @@ def style(theme: Theme) -> dict[Any, Any]:
     from cycler import cycler
 
     surface = SURFACE[theme]
-    ink, paper = (
-        (
-            "text.color",
-            "axes.labelcolor",
-            "axes.edgecolor",
-            "axes.titlecolor",
-            "xtick.color",
-            "ytick.color",
-            "legend.labelcolor",
-        ),
-        ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"),
+    ink = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.edgecolor",
+        "axes.titlecolor",
+        "xtick.color",
+        "ytick.color",
+        "legend.labelcolor",
     )
+    paper = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
     colours = {name: surface["ink"] for name in ink} | {name: surface["paper"] for name in paper}
     rest = {
         "grid.color": surface["faint"],

@@ -92,10 +92,8 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
-    counts, out = (
-        f"{len(recipes)} cells, {len(recipes) - len(missing)} already done",
-        recipes[0].directory.parent,
-    )
+    counts = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done"
+    out = recipes[0].directory.parent
     with _training(grid, missing) as failures:
         from tracker.loggers.wandb import resolve_mode
         from vit.answers import more_seeds

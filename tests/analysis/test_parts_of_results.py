@@ -114,10 +114,8 @@ def test_a_selected_label_is_a_dimension_of_length_1(ds, analysis, selected, kep
 
 
 def test_a_selected_prompt_has_the_values_of_its_own_measurement(model, ds):
-    ours, other = (
-        tracker.summary(ds.isel(prompt=1)),
-        tracker.summary(measured(model, tokens(3)[1:2])),
-    )
+    ours = tracker.summary(ds.isel(prompt=1))
+    other = tracker.summary(measured(model, tokens(3)[1:2]))
     np.testing.assert_allclose(
         ours[["value", "null_level"]], other[["value", "null_level"]], rtol=1e-3, atol=1e-5
     )
@@ -210,6 +208,10 @@ REFUSED = {
         "has a dimension prompt without the coordinate prompt_text",
     ),
     "none": (lambda ds: ds.isel(prompt=[]), "this selection has no prompt; select one at least"),
+    "twice": (
+        lambda ds: ds.isel(layer=[0, 1, 1]),
+        "this selection has layer 2 more than once; select it once",
+    ),
     "another name": (lambda ds: ds.rename(layer="block"), "lacks the dimension layer"),
     "an array": (lambda ds: ds.miscoupling, "DataArray is no result; give a Dataset"),
 }
@@ -259,6 +261,13 @@ def test_what_a_part_lacks_is_named(ds):
         tracker.plot(ds.isel(depth=-1), 32)
 
 
+def test_a_name_of_no_measure_is_refused(ds):
+    with pytest.raises(
+        UsageError, match="'miscouplng' is no measure; similar names are miscoupling,"
+    ):
+        tracker.curves(ds, ["miscouplng"])
+
+
 def test_runs_by_name_make_one_table(ds, results):
     table = tracker.to_frame({"a": ds, "b": results.isel(step=-1).sel(k=3)}, "miscoupling")
     assert table.columns[0] == "result" and table.index.is_unique
@@ -272,6 +281,13 @@ def test_runs_by_name_make_one_table(ds, results):
     }
     with pytest.raises(UsageError, match="no results"):
         tracker.to_frame({})
+
+
+def test_a_summary_of_several_results_names_their_last_steps(ds, results):
+    reached = results.assign_coords(step=[0, 4000])
+    title = tracker.summary({"a": results, "b": reached}).attrs["title"]
+    assert title == f"a, b, the last step of each ({results.step.values[-1]}, 4,000); K = 2"
+    assert "(" not in tracker.summary({"a": ds, "b": reached}).attrs["title"]
 
 
 def test_what_is_whole_is_returned_as_it_is(ds, results):

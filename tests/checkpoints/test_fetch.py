@@ -627,10 +627,8 @@ def test_disk_budget_evicts_only_revisions_fetched_by_this_program(fetcher):
 
 def test_revision_in_use_is_not_evicted(fetcher):
     commits, found = fetcher.listings()
-    mine, others = (
-        DiskBudget(fetcher.cache, budget=SIZE + 1000),
-        DiskBudget(fetcher.cache, budget=SIZE + 1000),
-    )
+    mine = DiskBudget(fetcher.cache, budget=SIZE + 1000)
+    others = DiskBudget(fetcher.cache, budget=SIZE + 1000)
     use = mine.try_reserve(REPO, found["step1"])
     directory = fetcher.fetch(1, commits)
     assert others.try_reserve(REPO, found["step2"]) is None

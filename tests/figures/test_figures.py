@@ -46,7 +46,7 @@ def open_results(path):
 
 @pytest.fixture(autouse=True)
 def results_are_read_once(monkeypatch):
-    monkeypatch.setattr("tracker.figures.__main__.open_results", open_results)
+    monkeypatch.setattr("tracker.store.open_results", open_results)
 
 
 def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=STEPS, **options):
@@ -237,10 +237,8 @@ def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
         expected = abs(A.sel(layer=2, layer_other=1)) / s.sel(layer=2)
     else:
         variant = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
-        A, s = (
-            ds[f"{variant}_matrix"].sel(layer=1),
-            ds[f"{variant}_singular_value"].sel(layer=1, rank=1),
-        )
+        A = ds[f"{variant}_matrix"].sel(layer=1)
+        s = ds[f"{variant}_singular_value"].sel(layer=1, rank=1)
         expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
     close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
 
@@ -487,10 +485,8 @@ def test_fits_of_few_points_are_not_drawn(several, tmp_path):
 def test_31(several, tmp_path, capsys, few_points):
     paths = with_gsm8k(several, tmp_path)
     table = drawn("31", paths, tmp_path)
-    one, mean = (
-        [0.05 * i**2 for i in range(5)],
-        [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)],
-    )
+    one = [0.05 * i**2 for i in range(5)]
+    mean = [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
     close(table.gsm8k, one)
     close(table["mean score"], mean)
     figure, _ = figure_of("31", *paths)
@@ -780,7 +776,7 @@ def test_every_figure_and_table_of_the_paper_is_drawn_or_has_a_reason():
 
 @pytest.mark.parametrize("name", NOT_DRAWN)
 def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatch, capsys):
-    monkeypatch.setattr("tracker.figures.__main__.open_results", lambda _: pytest.fail("opened"))
+    monkeypatch.setattr("tracker.store.open_results", lambda _: pytest.fail("opened"))
     assert main([name, "results"]) == 2
     error = capsys.readouterr().err
     assert f"figure {name} is not drawn here: " in error and len(error.strip().splitlines()) == 1
@@ -788,7 +784,7 @@ def test_what_is_not_drawn_is_refused_before_results_are_opened(name, monkeypatc
 
 
 def test_names_are_checked_before_results_are_opened(monkeypatch, capsys):
-    monkeypatch.setattr("tracker.figures.__main__.open_results", lambda _: pytest.fail("opened"))
+    monkeypatch.setattr("tracker.store.open_results", lambda _: pytest.fail("opened"))
     for given, meant in (("heatmp", "heatmap"), ("Table 2", "table2"), ("6a", "6")):
         assert main([given, "results"]) == 2
         assert f"did you mean {meant!r}?" in capsys.readouterr().err

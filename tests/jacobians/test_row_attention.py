@@ -85,11 +85,9 @@ def test_value_and_jacobian(formula, G, masked):
 
 
 def test_many_cotangents_are_folded_not_copied():
-    x, M, u = (
-        torch.randn(6, 1, 5, requires_grad=True),
-        torch.randn(6, 5, 3),
-        torch.randn(100, 6, 1, 3),
-    )
+    x = torch.randn(6, 1, 5, requires_grad=True)
+    M = torch.randn(6, 5, 3)
+    u = torch.randn(100, 6, 1, 3)
     y = HeadProduct.apply(x, M)
     with torch.profiler.profile(record_shapes=True) as profile:
         seen = torch.vmap(lambda one: torch.autograd.grad(y, x, one, retain_graph=True)[0])(u)

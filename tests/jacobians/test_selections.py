@@ -98,10 +98,8 @@ def test_tf32_is_allowed_for_the_products_alone(monkeypatch):
     def failing(*arguments):
         raise RuntimeError("planted")
 
-    jacobians, selected = (
-        Jacobians(replica, "tf32"),
-        [(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))],
-    )
+    jacobians = Jacobians(replica, "tf32")
+    selected = [(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))]
     monkeypatch.setattr("tracker.jacobians.rows.dense_jacobian", watched)
     jacobians(selected)
     assert set(in_passes) == {"highest"} and in_products == ["high"]

@@ -150,11 +150,9 @@ def test_autocast_keeps_its_precision(products):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_products_of_rows(dtype, products, monkeypatch):
     monkeypatch.setattr(linear, "LARGE", 1)
-    M, x, y = (
-        torch.randn(9, 7, dtype=dtype),
-        torch.randn(3, 7, dtype=dtype),
-        torch.randn(3, 9, dtype=dtype),
-    )
+    M = torch.randn(9, 7, dtype=dtype)
+    x = torch.randn(3, 7, dtype=dtype)
+    y = torch.randn(3, 9, dtype=dtype)
     forward, back = linear.row_products(M)
     for _ in range(3):
         torch.testing.assert_close(forward(x), x @ M.T)

@@ -1,11 +1,11 @@
-"""The switches of reduced precision: as wanted inside, as they were outside, whichever way the user set them."""
+"""The switches of reduced precision: as wanted inside, as they were outside, whichever way the user set them. Norms."""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from tracker.linalg.precision import _older, float32_products, switches
+from tracker.linalg.precision import _older, float32_products, frobenius, switches
 
 backends = torch.backends
 
@@ -64,3 +64,9 @@ def test_what_is_as_wanted_is_left_alone():
         with float32_products("ieee"):
             # Not even set to an equal value
             assert [switch.fp32_precision for switch in switches()] == before
+
+
+def test_the_norm_of_a_wide_float32_matrix_equals_that_in_float64():
+    A = torch.randn(2, 2048, 2048, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.matrix_norm(A.double())
+    torch.testing.assert_close(frobenius(A).double(), expected, rtol=1e-6, atol=0)

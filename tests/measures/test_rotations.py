@@ -116,10 +116,8 @@ def test_unrelated_blocks_have_no_coupling():
 )
 def test_signs_of_vectors_scale_and_order_of_blocks_do_not_matter(signs, scale, order):
     J = torch.stack([planted("with a trace", D, 0.5, i) for i in range(L)])[None]
-    plain, changed = (
-        levels_of(J, (2, 4)),
-        levels_of(scale * J[:, order], (2, 4), torch.tensor(signs)),
-    )
+    plain = levels_of(J, (2, 4))
+    changed = levels_of(scale * J[:, order], (2, 4), torch.tensor(signs))
     for name, values in plain.items():
         expected = values[:, :, order][..., order] * (scale if name == "offdiag" else 1.0)
         torch.testing.assert_close(changed[name], expected, rtol=1e-9, atol=0)

@@ -98,10 +98,8 @@ def several(tmp_path_factory):
 @pytest.fixture(scope="module")
 def written(results, other, several, tmp_path_factory):
     """A function that writes the page of one store, that of two, or that of enough to compare models, once each."""
-    directory, stores = (
-        tmp_path_factory.mktemp("pages"),
-        {"one": results, "two": [results, other], "six": several},
-    )
+    directory = tmp_path_factory.mktemp("pages")
+    stores = {"one": results, "two": [results, other], "six": several}
     return cache(lambda which: write_report(stores[which], directory / f"{which}.html"))
 
 
@@ -644,10 +642,8 @@ class TestSaving:
             for kind in ("png", "svg"):
                 with page.expect_download() as download:
                     page.locator(f"#{chart}-figure button.{kind}").click()
-                name, content = (
-                    download.value.suggested_filename,
-                    download.value.path().read_bytes(),
-                )
+                name = download.value.suggested_filename
+                content = download.value.path().read_bytes()
                 assert name.startswith(
                     f"{chart}_GPTNeoXForCausalLM_miscoupling_K4_step"
                 ) and name.endswith(kind)

@@ -262,11 +262,9 @@ def test_jacobians_are_those_between_two_tensors_of_one_graph(case):
         for name, value in model.state_dict(keep_vars=True).items()
     }
     states = states_in_one_graph(model, inputs, boundaries)
-    sample, token, source = (
-        torch.tensor([0, 1, 1]),
-        torch.tensor([4, 0, 3]),
-        torch.tensor([1, 0, 2]),
-    )
+    sample = torch.tensor([0, 1, 1])
+    token = torch.tensor([4, 0, 3])
+    source = torch.tensor([1, 0, 2])
     for rows in (Rows(sample, token), Rows(sample[::2], token[::2], source[::2])):
         found = found_by_spans(model, inputs, boundaries, rows)
         assert len(found) == len(boundaries) - 1

@@ -123,10 +123,11 @@ def of_transformers(name: str, group: str) -> Built:
                 f"no tiny configuration: {sum(sizes.values()) / 1e6:.0f} M parameters, most in {largest}"
             )
     text = group != "vision"
-    make, depth = (
-        lambda: cls(copy.deepcopy(config)),
-        _depth(config, text, name.endswith("EncoderModel")),
-    )
+
+    def make():
+        return cls(copy.deepcopy(config))
+
+    depth = _depth(config, text, name.endswith("EncoderModel"))
     try:
         return finished(make, lambda model: _inputs(model, config, text, not text), text, depth)
     except NotBuilt as error:

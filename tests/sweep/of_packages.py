@@ -22,12 +22,10 @@ import tracker
 from tests.sweep.catalogue import ids, last_line
 from tracker.common.errors import UsageError
 
-MEASURED, WITH_LINE, REFUSED, NOT_BUILT = (
-    "measured",
-    "measured with the proposed line",
-    "refused",
-    "not built",
-)
+MEASURED = "measured"
+WITH_LINE = "measured with the proposed line"
+REFUSED = "refused"
+NOT_BUILT = "not built"
 LINE_FAILED, RAISED = "the proposed line failed", "raw exception"
 OUTCOMES = (MEASURED, WITH_LINE, REFUSED, LINE_FAILED, RAISED, NOT_BUILT)
 FAULTS = (LINE_FAILED, RAISED)

@@ -90,10 +90,8 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
         with warnings.catch_warnings(record=True, action="always") as caught:
             result = state(runner, fit(runner, Classifier))
     except Exception as raised:
-        error, result = (
-            [f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])],
-            None,
-        )
+        error = [f"{type(raised).__name__}: {raised}", *getattr(raised, "__notes__", [])]
+        result = None
     finally:
         for each in patches:
             each.stop()

@@ -170,10 +170,8 @@ def test_training_of_a_compiled_module_is_bit_identical(compiled):
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_live_equals_the_checkpoint(tmp_path, precision):
-    watch, keep = (
-        Watch(3),
-        ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1),
-    )
+    watch = Watch(3)
+    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(trainer([watch, keep], enable_checkpointing=True, precision=precision), Classifier)
     for step, unit in watch.units.items():
         if step:
@@ -821,12 +819,10 @@ def test_the_page_during_a_run(tmp_path):
 @pytest.mark.slow
 def test_out_of_memory_is_retried_with_a_smaller_budget(monkeypatch):
     """A failed attempt frees its tensors before the next."""
-    real, watch, budgets, kept = (
-        measurement.measure_samples,
-        Watch(8, memory_budget=1 << 20),
-        [],
-        [],
-    )
+    real = measurement.measure_samples
+    watch = Watch(8, memory_budget=1 << 20)
+    budgets = []
+    kept = []
 
     def scarce(model, blocks, calls, settings, device):
         assert not any(reference() is not None for reference in kept)

@@ -32,11 +32,9 @@ class OtherClassifier(pytorch_lightning.LightningModule):
         self.embed, self.stages, self.head = same.embed, same.stages, same.head
         self.checkpointing, self.losses = False, []
 
-    forward, training_step, validation_step = (
-        Classifier.forward,
-        Classifier.training_step,
-        Classifier.validation_step,
-    )
+    forward = Classifier.forward
+    training_step = Classifier.training_step
+    validation_step = Classifier.validation_step
     configure_optimizers = Classifier.configure_optimizers
 
 
@@ -91,10 +89,8 @@ def test_a_resumed_run_continues_its_store(tmp_path):
 
 @pytest.mark.slow
 def test_the_last_step_is_not_measured_on_averaged_weights():
-    watch, averaging = (
-        Watch(5),
-        pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1),
-    )
+    watch = Watch(5)
+    averaging = pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
     with pytest.warns(
         UserWarning,
         match="the last step is not measured: averaged weights have replaced the raw ones",

@@ -428,10 +428,8 @@ def fit_with_transformers(rows, collate):
         save_strategy="no",
         logging_strategy="no",
     )
-    run, units = (
-        Unlabelled(neox(vocab_size=8), arguments, train_dataset=rows, data_collator=collate),
-        {},
-    )
+    run = Unlabelled(neox(vocab_size=8), arguments, train_dataset=rows, data_collator=collate)
+    units = {}
     callback = tracker.TransformersCallback(
         2, k=2, on_measure=lambda unit: units.update({int(unit.step): unit})
     )

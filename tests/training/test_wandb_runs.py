@@ -100,10 +100,8 @@ def test_the_three_log_the_same_metrics_over_the_same_axes(tmp_path):
             measured = {key for key in row if key.startswith(("val/", AXIS))}
             assert {key for key in other if key.startswith(("val/", AXIS))} == measured, name
             assert not any(key.startswith("train/val") for key in other), name
-        first, other = (
-            rows[0]["val/coupling/mean_offdiag"],
-            other_rows[0]["val/coupling/mean_offdiag"],
-        )
+        first = rows[0]["val/coupling/mean_offdiag"]
+        other = other_rows[0]["val/coupling/mean_offdiag"]
         assert first == pytest.approx(other, rel=1e-5), name
 
 

@@ -224,11 +224,9 @@ def test_loss_is_deits_with_mixing_and_without(module):
 def test_mixup_and_cutmix_are_deits():
     """Same random seed, same images and, after smoothing by the loss, same targets."""
     data = load(Recipe(data="digits", batch_size=8))
-    ours, images, labels = (
-        Batches(data, Recipe(data="digits")).mixup,
-        torch.randn(8, 3, 32, 32),
-        torch.arange(8),
-    )
+    ours = Batches(data, Recipe(data="digits")).mixup
+    images = torch.randn(8, 3, 32, 32)
+    labels = torch.arange(8)
     theirs = Mixup(
         mixup_alpha=0.8,
         cutmix_alpha=1.0,

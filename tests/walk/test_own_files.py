@@ -1,6 +1,7 @@
 """Walks over files that a function of the user loads: three ways in which small programs save, written by a program that ran."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tests.checkpoints.test_suites import holding
 from tests.processes import ROOT
 from tracker import pythia
 from tracker.common.errors import UsageError
+from tracker.figures.__main__ import main as figures
 from tracker.walk.command import Walk
 
 MODEL = """
@@ -173,10 +175,8 @@ def brute_force(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
     """Return the singular values of each block's residual Jacobian at the last token, (prompt, layer, d)."""
     model, found = model.double().eval(), []
     for sample in ids:
-        X, of_layers = (
-            (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach(),
-            [],
-        )
+        X = (model.words(sample[None]) + model.places(torch.arange(len(sample)))).detach()
+        of_layers = []
         for block in model.blocks:
             whole = torch.autograd.functional.jacobian(block, X)
             J = whole[0, -1, :, 0, -1]
@@ -215,6 +215,9 @@ def test_a_series_is_walked_from_the_command_line(way, program, loading, tmp_pat
     assert (tmp_path / "out" / "report.html").is_file() and list(
         (tmp_path / "out").rglob("*.wandb")
     )
+    for figure in ("curves", "1b"):
+        assert figures([figure, str(tmp_path / "out"), "--out", str(tmp_path)]) == 0
+        assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
     (file,) = (
         file
         for file in program.glob(SERIES[way])
@@ -240,6 +243,31 @@ def test_a_function_walks_from_python_too(program, loading, tmp_path, capsys):
     walk.load = loading.compiled  # another function may load other weights of the same files
     assert pythia.run(walk) == 2
     assert "loading:compiled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ids, said",
+    [
+        (
+            torch.zeros(2, 40, dtype=torch.long),
+            r"GPT fails on inputs of shape \(2, 40\): IndexError",
+        ),
+        (
+            {"ids": torch.zeros(1, 9)},
+            r"GPT fails on inputs of shape \(1, 9\): RuntimeError: .*FloatTensor",
+        ),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_end_the_walk(
+    ids, said, program, loading, tmp_path, capsys
+):
+    """All three checkpoints would fail alike."""
+    walk = Walk(files=str(program / SERIES["state"]), load=loading.state, inputs=ids, wandb="off")
+    walk.out = tmp_path / "out"
+    assert pythia.run(walk) == 2
+    printed = capsys.readouterr()
+    assert re.search(f"error: the forward pass of {said}", printed.err)
+    assert "3 checkpoints, 0 already measured; " in printed.out and " sample" in printed.out
 
 
 FAULTS = {
@@ -307,6 +335,11 @@ def test_a_function_that_is_not_there(name, loading, program):
         match=f"--load {name}: no such function .*give module:function.* from {program}$",
     ):
         users_loader(name)
+
+
+def test_a_file_in_place_of_a_module(loading):
+    with pytest.raises(ValueError, match=r"not its file: loading:state\); give module:function"):
+        users_loader("loading.py:state")
 
 
 NAMES = {

@@ -141,9 +141,8 @@ def mean_score(results: Results) -> tuple[list[str], Property]:
         raise UsageError(
             f"{', '.join(results)} have no benchmark in common at their last steps; join others: --scores FILE"
         )
-    return sorted(shared), lambda ds: float(
-        ds["score"].isel(step=-1).sel(task=sorted(shared)).mean()
-    )
+    benchmarks = sorted(shared)
+    return benchmarks, lambda ds: float(ds["score"].isel(step=-1).sel(task=benchmarks).mean())
 
 
 def tokens_seen(ds: xr.Dataset) -> float:
@@ -179,13 +178,11 @@ def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
             "the results share no K and measure of coupling; measure again with the same --k and --measures"
         )
     pairs = {"k": ks, "pairs": list(PAIRS)}
-    chosen = [
-        xr.Dataset(
-            {name: (ds[f"{name}_null"] if below_null else 0) - ds[name] for name in names}
-        ).sel(pairs)
-        for ds in last
-    ]
-    chosen = [couplings.to_array("measure") for couplings in chosen]
+    chosen = []
+    for ds in last:
+        levels = {name: ds[f"{name}_null"] if below_null else 0 for name in names}
+        couplings = xr.Dataset({name: levels[name] - ds[name] for name in names})
+        chosen.append(couplings.sel(pairs).to_array("measure"))
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 
 

@@ -14,6 +14,7 @@ W&B, the figures and the page all draw these values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
@@ -64,9 +65,12 @@ def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
         `noise_similarity` (noise): the mean over the positions and prompts of the last state. Scores are passed on.
 
     Raises:
-        UsageError: for what is no result, and for a part of one without what a curve needs.
+        UsageError: for what is no result, for a part of one without what a curve needs, and for a name of no measure.
     """
     results = opened(results)
+    if unknown := [name for name in measures if name not in BY_NAME]:
+        similar = get_close_matches(unknown[0], BY_NAME, n=3, cutoff=0)
+        raise UsageError(f"{unknown[0]!r} is no measure; similar names are {', '.join(similar)}")
     out: dict[str, xr.Variable] = {}
     for name in measures:
         reduction = BY_NAME[name].curve
@@ -188,8 +192,8 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
         equal = _codes(results, "prompt_text")
     if of_source is not None and len(set(of_source)) == 1 and of_source[0] >= 0:
         of_source = None
-    for codes in (codes for codes in (of_source, equal) if codes is not None):
-        for code in set(codes[codes >= 0]):
+    for codes in (of_source, equal):
+        for code in () if codes is None else set(codes[codes >= 0]):
             joined = np.isin(cluster, cluster[codes == code])
             cluster[joined] = cluster[joined].min()
     return None if len(set(cluster)) == len(cluster) else cluster
@@ -280,20 +284,17 @@ def scalars(unit: Result) -> dict[str, float]:
 def scalars_by_step(results: xr.Dataset) -> list[dict[str, float]]:
     """Return the `scalars` of each step of results along `step`."""
     metrics = _metrics(results)
-    by_step = [
-        {name: float(values[i]) for name, values in metrics.items()}
-        for i in range(results.sizes["step"])
-    ]
-    # Without a count of zero, and scores that only other steps have.
-    return [
-        {
-            name: value
-            for name, value in of_step.items()
-            if (name != UNDEFINED_COUNT or value)
-            and not (name.startswith("score/") and value != value)
-        }
-        for of_step in by_step
-    ]
+    by_step = []
+    for i in range(results.sizes["step"]):
+        of_step = {}
+        for name, values in metrics.items():
+            value = float(values[i])
+            # A score that only other steps have is NaN here; a count of zero would only fill charts.
+            missing = name.startswith("score/") and value != value
+            if not missing and (name != UNDEFINED_COUNT or value):
+                of_step[name] = value
+        by_step.append(of_step)
+    return by_step
 
 
 def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
@@ -303,17 +304,15 @@ def _metrics(results: xr.Dataset) -> dict[str, np.ndarray]:
     names = {f"{m.name}{part}": m.point(part) for m in logged for part in m.logged} | {
         "score": "score"
     }
-    flat = {
-        "/".join([metric, *labels]): values
-        for name, metric in names.items()
-        if name in points.variables
-        for labels, values in _entries(points, name)
-    }
+    flat = {}
+    for name, metric in names.items():
+        if name in points.variables:
+            for labels, values in _entries(points, name):
+                flat["/".join([metric, *labels])] = values
     if "miscoupling" in results:
-        flat[MEAN_OFFDIAG], flat[MEAN_OFFDIAG_NULL] = (
-            flat[BY_NAME["miscoupling"].point(part, k=_smallest_k(results), pairs="mean_offdiag")]
-            for part in ("", "_null")
-        )
+        measure, at = BY_NAME["miscoupling"], {"k": _smallest_k(results), "pairs": "mean_offdiag"}
+        flat[MEAN_OFFDIAG] = flat[measure.point(**at)]
+        flat[MEAN_OFFDIAG_NULL] = flat[measure.point("_null", **at)]
     if UNDEFINED in results:
         flat[UNDEFINED_COUNT] = results.variables[UNDEFINED].sum("quantity").values
     return flat

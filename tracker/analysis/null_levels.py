@@ -180,11 +180,9 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     """Evaluate a formula, with a value for each of the named mis-couplings of one variant, for every pair."""
     measure = BY_NAME[names[0]]
     of_tokens = measure.variant in KINDS
-    if (
-        not of_tokens
-        and results.variables["layer"].values.tolist()
-        != results.variables["layer_other"].values.tolist()
-    ):
+    layers = results.variables["layer"].values.tolist()
+    # The parts of levels are stored by block, and a pair needs those of both blocks.
+    if not of_tokens and layers != results.variables["layer_other"].values.tolist():
         raise UsageError(
             "the results lack some blocks; compute the levels of all, and select blocks of what is returned"
         )

@@ -85,6 +85,10 @@ class Onset:
         return bool(np.isfinite(self.later))
 
 
+def _without_steps(words: str) -> Onset:
+    return Onset(NAN, NAN, NAN, NAN, words)
+
+
 def onset(
     steps: Float[ndarray, " S"],
     departure: Float[ndarray, "S prompts"],
@@ -108,21 +112,21 @@ def onset(
         approximate: whether the null level is (`null_levels.is_approximate`); then no onset is told.
     """
     if approximate:
-        return Onset(NAN, NAN, NAN, NAN, "unknown: the null level is approximate, measure again")
+        return _without_steps("unknown: the null level is approximate, measure again")
     steps, departure, pairs = (np.asarray(values, float) for values in (steps, departure, pairs))
     defined = np.isfinite(departure).any(1)
     steps, departure, pairs = steps[defined], departure[defined], pairs[defined]
     # A prompt that is undefined at some steps would make the mean jump there.
     departure = np.where(np.isfinite(departure).all(0), departure, np.nan)
     if len(steps) < FEWEST:
-        return Onset(NAN, NAN, NAN, NAN, f"unknown: fewer than {FEWEST} steps")
+        return _without_steps(f"unknown: fewer than {FEWEST} steps")
     if not (np.isfinite(pairs).sum(1) >= FEWEST_PAIRS).any():
-        return Onset(NAN, NAN, NAN, NAN, f"unknown: fewer than {FEWEST_PAIRS} pairs of blocks")
+        return _without_steps(f"unknown: fewer than {FEWEST_PAIRS} pairs of blocks")
     mean, error, _ = clustered_mean(departure, clusters)
     peak = int(np.nan_to_num(mean, nan=-np.inf).argmax())
     # Bonferroni: the maximum is over S steps.
     if not coupled(pairs, departure, clusters, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
-        return Onset(NAN, NAN, NAN, NAN, "none beyond chance")
+        return _without_steps("none beyond chance")
     first = int((mean >= SHARE * mean[peak]).argmax())
     before = np.concatenate([[0.0], steps[:-1]])
     earlier, later = float(before[first]), float(steps[first])
@@ -132,13 +136,8 @@ def onset(
         else f"at or before step {later:,.0f}, the first measured"
     )
     if not np.isfinite(error[peak]):
-        return Onset(
-            earlier,
-            later,
-            earlier,
-            later,
-            f"{where} (no interval: fewer than 2 independent prompts)",
-        )
+        words = f"{where} (no interval: fewer than 2 independent prompts)"
+        return Onset(earlier, later, earlier, later, words)
     above, error, df = clustered_mean(departure - SHARE * departure[peak], clusters)
     significantly_below = above < -stats.t.isf((1 - CONFIDENCE) / 2, df) * error
     significantly_above = above > stats.t.isf((1 - CONFIDENCE) / 2 / (len(steps) - 1), df) * error

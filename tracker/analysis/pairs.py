@@ -90,17 +90,16 @@ def describe_equal_blocks(results: xr.Dataset) -> list[str]:
     )
     steps = np.atleast_1d(results["step"].values) if "step" in results.coords else np.zeros(1)
     steps_of: dict[str, list[str]] = {}
-    for step, text in zip(
-        steps, np.broadcast_to(np.asarray(texts, dtype=object), steps.shape), strict=True
-    ):
+    texts = np.broadcast_to(np.asarray(texts, dtype=object), steps.shape)
+    for step, text in zip(steps, texts, strict=True):
         for sentence in _sentences(str(text), results.sizes["layer"]):
             steps_of.setdefault(sentence, []).append(f"{step:,.0f}")
-    return [
-        sentence
-        if len(at) == len(steps)
-        else f"At step{'s' * (len(at) > 1)} {join_names(at)}: {sentence}"
-        for sentence, at in steps_of.items()
-    ]
+    sentences = []
+    for sentence, at in steps_of.items():
+        if len(at) < len(steps):
+            sentence = f"At step{'s' * (len(at) > 1)} {join_names(at)}: {sentence}"
+        sentences.append(sentence)
+    return sentences
 
 
 def _sentences(text: str, L: int) -> list[str]:

@@ -65,26 +65,21 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     for name in measured:
         assert counted is not None
         matrices, null = in_float64(results, name), levels(results, name)
-        summary[f"{name}_matrix"], summary[f"{name}_level"] = (
-            mean(matrices, SAMPLES),
-            mean(null, SAMPLES),
-        )
+        summary[f"{name}_matrix"] = mean(matrices, SAMPLES)
+        summary[f"{name}_level"] = mean(null, SAMPLES)
         by_prompt, null = over_pairs(matrices, counted), over_pairs(null, counted)
-        summary |= {
-            f"{name}{part}": values
-            for part, values in points_of_layer_pairs(by_prompt, null).items()
-        }
+        for part, values in points_of_layer_pairs(by_prompt, null).items():
+            summary[f"{name}{part}"] = values
         summary[f"{name}_coupling_by_prompt"] = mean(null - by_prompt, ["token"])
-    for name in (name for name in IN_SUMMARY if name in results):
-        summary |= {
-            f"{name}{part}": values
-            for part, values in _of_median(in_float64(results, name)).items()
-        }
-    for measure in (
-        measure for measure in MEASURES if measure.by_depth and measure.name in results
-    ):
-        samples = ("prompt", "token" if "token" in measure.dims else "position")
-        summary[f"{measure.name}_by_depth"] = quartiles(in_float64(results, measure.name), samples)
+    for name in IN_SUMMARY:
+        if name in results:
+            for part, values in _of_median(in_float64(results, name)).items():
+                summary[f"{name}{part}"] = values
+    for measure in MEASURES:
+        name = measure.name
+        if measure.by_depth and name in results:
+            samples = ("prompt", "token" if "token" in measure.dims else "position")
+            summary[f"{name}_by_depth"] = quartiles(in_float64(results, name), samples)
     if "matrix" in results:
         summary["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
     summary |= {  # of the first prompt at its first measured token
@@ -174,11 +169,8 @@ def _tokenwise(results: xr.Dataset) -> dict[str, xr.Variable]:
     """
     summary: dict[str, xr.Variable] = {}
     for measure in MEASURES:
-        if (
-            measure.option == "tokenwise"
-            and measure.base in MISCOUPLINGS
-            and measure.name in results
-        ):
+        of_tokens = measure.option == "tokenwise" and measure.base in MISCOUPLINGS
+        if of_tokens and measure.name in results:
             summary[f"{measure.name}_matrix"] = mean(in_float64(results, measure.name), ["prompt"])
     for kind in (kind for kind in KINDS if f"{kind}_matrix" in results):
         middle = results["layer"].values.tolist().index(middle_layers(results)[0])

@@ -179,11 +179,9 @@ def exponential_fit(x: ndarray, y: ndarray) -> dict[str, float]:
     )
     residual = y - a * np.exp(b * (x - middle) / width)
     r2 = 1 - (residual @ residual) / ((y - y.mean()) @ (y - y.mean()))
-    return out | {
-        "a": float(a * np.exp(-b * middle / width)),
-        "b": float(b / width),
-        "r2": float(r2),
-    }
+    out["a"] = float(a * np.exp(-b * middle / width))
+    out["b"] = float(b / width)
+    return out | {"r2": float(r2)}
 
 
 def clustered_mean(

@@ -27,10 +27,9 @@ LABELLED = (
     "depth",
     "quantity",
 )
-NEEDED = {dim: dim for dim in LABELLED} | {
-    "prompt": "prompt_text",
-    "pair_token_other": "pair_layer_other",
-}  # coordinates
+# The coordinate that labels each dimension.
+NEEDED = {dim: dim for dim in LABELLED}
+NEEDED |= {"prompt": "prompt_text", "pair_token_other": "pair_layer_other"}
 MAY_BE_EMPTY = ("quantity", "task")
 
 
@@ -57,6 +56,10 @@ def opened(result: Result) -> xr.Dataset:
             )
         if size == 0 and dim in COORDINATES and dim not in MAY_BE_EMPTY:
             raise UsageError(f"this selection has no {dim}; select one at least")
+        # A prompt may be drawn several times: equal prompts are one cluster of intervals.
+        if dim != "prompt" and dim in result.indexes and not result.indexes[dim].is_unique:
+            repeated = result.indexes[dim][result.indexes[dim].duplicated()][0]
+            raise UsageError(f"this selection has {dim} {repeated} more than once; select it once")
     dims = {str(name): _dims(result, str(name)) for name in result.variables if name in DECLARED}
     changed = {
         name: declared for name, declared in dims.items() if result.variables[name].dims != declared

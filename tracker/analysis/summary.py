@@ -305,7 +305,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
     Args:
         tests: the number of steps of which this one was chosen for its coupling.
     """
-    clusters, kind, cells = sources(unit), _kind(unit), {}
+    clusters, kind, cells = sources(unit), kind_of_inputs(unit), {}
     none = np.full(unit.sizes["prompt"], np.nan)
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
     for name in with_pairs:
@@ -407,12 +407,12 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     k = next(iter(ks.values()))
     units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
     first, *others = units
-    strongest = max(
-        units,
-        key=lambda name: np.nan_to_num(
-            results[name].coupling[results[name].steps[-1]], nan=-np.inf
-        ),
-    )
+
+    def last_coupling(name: str) -> float:
+        coupling = results[name].coupling[results[name].steps[-1]]
+        return np.nan_to_num(coupling, nan=-np.inf)
+
+    strongest = max(units, key=last_coupling)
     pair = _most_coupled(units[strongest], k)
     columns = {
         name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()
@@ -429,7 +429,10 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
             for at, cell in columns[name].items()
             if at in columns[first]
         }
-    title = f"{', '.join(units)}, the last step of each" + ("" if k is None else f"; K = {k}")
+    title = f"{', '.join(units)}, the last step of each"
+    if all(len(result.steps) > 1 for result in results.values()):
+        title += f" ({', '.join(f'{result.steps[-1]:,}' for result in results.values())})"
+    title += "" if k is None else f"; K = {k}"
     notes = [
         _of_intervals(list(units.values())),
         *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}"),
@@ -453,13 +456,12 @@ def _table(
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
-    index = [
-        (*at, *([name] if label else []))
-        for at in order
-        for name, cells in rows.items()
-        if at in cells
-    ]
-    values = [rows[name][at] for at in order for name, cells in rows.items() if at in cells]
+    index, values = [], []
+    for at in order:
+        for name, cells in rows.items():
+            if at in cells:
+                index.append((*at, name) if label else at)
+                values.append(cells[at])
     names = ["measure", "of", *([label] if label else [])]
     # Categories in their order of appearance make it a sorted index, of which a part can be selected.
     levels = [
@@ -473,12 +475,13 @@ def _table(
     return table
 
 
-def _kind(unit: xr.Dataset) -> str:
+def kind_of_inputs(unit: xr.Dataset) -> str:
+    """Return what a result's inputs are called: "prompt" if they are texts, else "sample"."""
     return "prompt" if any(map(str, unit["prompt_text"].values)) else "sample"
 
 
 def _title(unit: xr.Dataset, k: int | None) -> str:
-    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], _kind(unit))}" + (
+    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], kind_of_inputs(unit))}" + (
         "" if k is None else f", K = {k}"
     )
 
@@ -490,7 +493,7 @@ def _independent(unit: xr.Dataset) -> int:
 
 
 def _of_intervals(units: Sequence[xr.Dataset]) -> str:
-    kind = _kind(units[0])
+    kind = kind_of_inputs(units[0])
     if not any(_independent(unit) > 1 for unit in units):
         return f"There are no intervals, since they are over independent {kind}s: measure several."
     in_clusters = any(sources(unit) is not None for unit in units)
@@ -526,7 +529,9 @@ def _of_coupling(
         elif not post_norm:
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
         prompts = (
-            f" and the {_kind(units[0])}s" if any(_independent(unit) > 1 for unit in units) else ""
+            f" and the {kind_of_inputs(units[0])}s"
+            if any(_independent(unit) > 1 for unit in units)
+            else ""
         )
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
         rows = [cell.row() for cells in columns.values() for cell in cells.values()]

@@ -159,10 +159,8 @@ def _observe(replica: Replica, runs: Sequence[ModuleRun], batch: Batch) -> list[
         for seen in observed:
             for name in seen.run.names:
                 module = replica.module.get_submodule(name)
-                enter, leave = (
-                    partial(observer.enter, name, seen),
-                    partial(observer.leave, name, seen),
-                )
+                enter = partial(observer.enter, name, seen)
+                leave = partial(observer.leave, name, seen)
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         replica.forward(batch.arguments, batch.keywords)

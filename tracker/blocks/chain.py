@@ -65,10 +65,9 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     names = [*reversed(before), *blocks.names, *after]
     whole = _proposal(replica.module, names)
     adds_to_it = f"{' and '.join(found)}, and adds to the state as a block does"
-    if not any(
-        name in alike or tried[name] or name.rpartition(".")[0] in lists
-        for name in (*before, *after)
-    ):
+    around = [*before, *after]
+    in_lists = any(name.rpartition(".")[0] in lists for name in around)
+    if not in_lists and not any(name in alike or tried[name] for name in around):
         warn_caller(
             f"{adds_to_it}. It moves no information between tokens and is not measured; to include it:{whole}"
         )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from tracker.blocks.reachability import differ, run_with_noise
 from tracker.common.errors import UsageError
@@ -61,12 +62,10 @@ def reads_first_position_alone(replica: Replica, batch: Batch) -> bool:
     if replica.description.spans:
         return False
     first = batch.of_first_sample()
-    plain, at_first, elsewhere = (
-        [
-            value
-            for value in floating_tensors(run_with_noise(replica, first, noise_at=at))
-            if value.dim() == 2
-        ]
-        for at in (None, slice(0, 1), slice(1, None))
-    )
+
+    def per_sample(noise_at: slice | None) -> list[Tensor]:
+        outputs = floating_tensors(run_with_noise(replica, first, noise_at=noise_at))
+        return [value for value in outputs if value.dim() == 2]
+
+    plain, at_first, elsewhere = map(per_sample, (None, slice(0, 1), slice(1, None)))
     return bool(plain) and differ(plain, at_first) and not differ(plain, elsewhere)

@@ -37,13 +37,15 @@ LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 def candidate_runs(model: nn.Module) -> list[ModuleRun]:
     """Return all candidates, those inside other candidates included, in the order in which the model registers them."""
-    return [
-        run
-        for name, module in model.named_modules()
-        for run in (*_mixed_runs(name, module), *_runs_of(name, module))
-        if "/" not in run.block_class
-        or any(has_matrices(model.get_submodule(entry)) for entry in run.names)
-    ]
+    runs = []
+    for name, module in model.named_modules():
+        for run in (*_mixed_runs(name, module), *_runs_of(name, module)):
+            # Of several classes, only a list whose entries multiply: activations and dropout in a list are no blocks.
+            if "/" not in run.block_class or any(
+                has_matrices(model.get_submodule(entry)) for entry in run.names
+            ):
+                runs.append(run)
+    return runs
 
 
 def classes_of(run: ModuleRun) -> str:
@@ -167,11 +169,9 @@ def _run(
     children: Sequence[tuple[str, nn.Module]],
 ) -> Iterator[ModuleRun]:
     modules = [child for _, child in stretch]
-    if (
-        len(modules) < 2
-        or isinstance(modules[0], (nn.ModuleList, nn.ModuleDict))
-        or not all(map(has_matrices, modules))
-    ):
+    if len(modules) < 2 or isinstance(modules[0], (nn.ModuleList, nn.ModuleDict)):
+        return
+    if not all(map(has_matrices, modules)):
         return
     prefix = f"{container}." if container else ""
     # A module may be in a list several times
@@ -202,14 +202,10 @@ def _proposal(model: nn.Module, name: str, layers: nn.Module) -> Proposal | None
         p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p)
     )
     first = _first(children[0])
-    if (
-        period == len(classes)
-        or first is None
-        or not (
-            any(map(named_attention, sum(classes, ())))
-            or has_matrices(model.get_submodule(f"{name}.0.{first}"))
-        )
-    ):
+    if period == len(classes) or first is None:
+        return None
+    attends = any(map(named_attention, sum(classes, ())))
+    if not attends and not has_matrices(model.get_submodule(f"{name}.0.{first}")):
         return None
     holder, _, _ = name.rpartition(".")
     prefix = f"{holder}." if holder else ""

@@ -101,11 +101,8 @@ def proposals(model: nn.Module, runs: Sequence[ModuleRun]) -> list[Proposal]:
         run.container.rpartition(".")[0] == holder and run.fills_container for run in runs
     )
     joined = []
-    if (
-        alike
-        and entries
-        and isinstance(model.get_submodule(holder), (nn.ModuleList, nn.Sequential))
-    ):
+    holds_all = alike and entries
+    if holds_all and isinstance(model.get_submodule(holder), (nn.ModuleList, nn.Sequential)):
         names = [name for run in runs for name in run.names]
         description = f"{len(names)} x {runs[0].block_class} in {holder or 'the model'}"
         joined = [Proposal(repr(names), names, f"{names[0]} to {names[-1]}", description)]
@@ -194,11 +191,8 @@ def _stretches(
     children = [_join(container, child) for child, _ in modules[container].named_children()]
     stretch: list[str] = []
     for name in [*children, None]:
-        if (
-            name is not None
-            and name in attending
-            and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict))
-        ):
+        # A list that attends holds blocks, and is none itself.
+        if name in attending and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             stretch.append(name)
         elif stretch:
             block_classes = dict.fromkeys(type(modules[element]).__name__ for element in stretch)

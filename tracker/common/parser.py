@@ -90,13 +90,12 @@ class Parser(ArgumentParser):
         )
         message = re.sub(r"(arguments are required: )\w+\.", r"\1", message)
         flags = [name for name in self._option_string_actions if name.startswith("--")]
-        message = re.sub(
-            r"(?<=arguments are required: ).*",
-            lambda m: ", ".join(
-                f"--{name}" if f"--{name}" in flags else name for name in m[0].split(", ")
-            ),
-            message,
-        )
+
+        def as_flags(names: re.Match[str]) -> str:
+            given = names[0].split(", ")
+            return ", ".join(f"--{name}" if f"--{name}" in flags else name for name in given)
+
+        message = re.sub(r"(?<=arguments are required: ).*", as_flags, message)
         if message.startswith("unrecognized arguments: "):
             close = [
                 name

@@ -48,12 +48,12 @@ def by_cause(reasons: Mapping[int, str]) -> list[str]:
     steps: dict[str, list[int]] = {}
     for step, reason in reasons.items():
         steps.setdefault(cause(reason), []).append(step)
-    return [
-        f"step {alike[0]}: {reasons[alike[0]]}"
-        if len(alike) == 1
-        else f"{len(alike)} steps ({join_names(alike)}), the last: {reasons[alike[-1]]}"
-        for alike in steps.values()
-    ]
+    lines = []
+    for alike in steps.values():
+        several = f"{len(alike)} steps ({join_names(alike)}), the last"
+        label = several if len(alike) > 1 else f"step {alike[0]}"
+        lines.append(f"{label}: {reasons[alike[-1]]}")
+    return lines
 
 
 def first_line(error: BaseException) -> str:
@@ -97,13 +97,12 @@ def duration(seconds: float) -> str:
     """
     if seconds < 0.1:
         return f"{seconds:.2f} s"
-    value, unit = (
-        (seconds / 3600, "h")
-        if seconds >= 3600
-        else (seconds / 60, "min")
-        if seconds >= 100
-        else (seconds, "s")
-    )
+    if seconds >= 3600:
+        value, unit = seconds / 3600, "h"
+    elif seconds >= 100:
+        value, unit = seconds / 60, "min"
+    else:
+        value, unit = seconds, "s"
     return f"{value:.1f} {unit}" if value < 9.95 else f"{value:.0f} {unit}"
 
 

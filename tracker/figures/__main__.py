@@ -1,6 +1,7 @@
 """The command line of figures: `python -m tracker.figures 1b results/nano --out figures` writes PDF, PNG and CSV.
 
-`python -m tracker.figures list RESULTS` lists all figures, and what the results lack for them.
+`python -m tracker.figures list RESULTS` lists all figures, and what the results lack for them. Heavy imports come after the
+arguments are parsed, so that --help is quick.
 """
 
 import sys
@@ -9,24 +10,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xarray as xr
-
-from tracker.analysis.across_models import Results, assign_clusters
 from tracker.common.command_line import OK, reports_errors
 from tracker.common.errors import UsageError
 from tracker.common.values import INTEGERS
-from tracker.store import distinct_names, open_results
+from tracker.figures.choices import Axis, Convention
 
 if TYPE_CHECKING:
     import pandas as pd
+    import xarray as xr
     from matplotlib.figure import Figure
+
+    from tracker.analysis.across_models import Results
 
 
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     from tracker.common.parser import CLUSTERS_HELP, Parser
-    from tracker.figures.choices import Axis, Convention
 
     parser = Parser(
         prog="python -m tracker.figures",
@@ -80,12 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     # Before the results are opened, which takes long
     names = _named(parsed.name, bool(parsed.results))
+    from tracker.analysis.across_models import assign_clusters
+
     results = assign_clusters(_open(parsed.results), parsed.clusters)
     _run(parsed, names, results)
     return OK
 
 
-def _open(directories: Sequence[Path]) -> dict[str, xr.Dataset]:
+def _open(directories: Sequence[Path]) -> "dict[str, xr.Dataset]":
+    from tracker.store import distinct_names, open_results
+
     names = distinct_names(directories)
     return {
         name: open_results(directory) for name, directory in zip(names, directories, strict=True)
@@ -105,7 +109,7 @@ def _named(name: str, has_results: bool) -> list[str]:
     return names
 
 
-def _run(parsed: Namespace, wanted: Sequence[str], results: Results) -> None:
+def _run(parsed: Namespace, wanted: Sequence[str], results: "Results") -> None:
     from tracker.figures.registry import FIGURES
     from tracker.figures.selection import CHOSEN, availability, draw
 

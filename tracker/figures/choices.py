@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tracker.common.errors import UsageError
-from tracker.measures.declaration import NORMED
-from tracker.measures.registry import BY_NAME
 
 Axis = Literal["auto", "linear", "log"]  # of training steps; auto: linear if they are evenly spaced
 Convention = Literal["package", "paper"]
@@ -35,10 +33,8 @@ class Choices:
     layers: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        for option, value, known in (
-            ("axis", self.axis, Axis),
-            ("convention", self.convention, Convention),
-        ):
+        for option, known in (("axis", Axis), ("convention", Convention)):
+            value = getattr(self, option)
             if value not in get_args(known):
                 raise UsageError(f"{option} {value!r}; choose from {', '.join(get_args(known))}")
 
@@ -58,4 +54,8 @@ class Choices:
         >>> Choices(convention="paper").variable("lss")
         'lss_normed'
         """
+        # Imported here: the command line takes its options' types from this module, and its --help needs no torch.
+        from tracker.measures.declaration import NORMED
+        from tracker.measures.registry import BY_NAME
+
         return f"{name}{NORMED}" if self.paper and f"{name}{NORMED}" in BY_NAME else name

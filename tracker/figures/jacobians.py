@@ -119,10 +119,8 @@ def _token_grid(at: xr.Dataset, variable: str, layers: Sequence[int] | None) -> 
         "fixed_input": f"J of token {positions[0]} to {{}}",
         "fixed_output": f"J of {{}} to token {positions[-1]}",
     }[variant]
-    rows, columns = (
-        jacobian.format("t") + f", in block {l}",
-        f"basis: {jacobian}, in block {other}".format("t'"),
-    )
+    rows = jacobian.format("t") + f", in block {l}"
+    columns = f"basis: {jacobian}, in block {other}".format("t'")
     common = {"block": l, "block_other": other}
     return MatrixGrid(
         A[part, part], largest, "token", labels, f"l = {l}, l' = {other}", rows, columns, common

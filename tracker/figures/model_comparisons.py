@@ -148,15 +148,10 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     r2 = fits["r2"].where(fits["n"] >= FEWEST_POINTS)
     ends = np.abs([fits["r2_low"] - r2, fits["r2_high"] - r2])
     axes.errorbar(r2, y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
-    labels = [
-        f"{fit['subset']}\n"
-        + (
-            f"n = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
-            if drawn
-            else fit_text(fit)
-        )
-        for fit, drawn in zip(fits.to_dict("records"), r2.notna(), strict=True)
-    ]
+    labels = []
+    for fit, drawn in zip(fits.to_dict("records"), r2.notna(), strict=True):
+        text = f"n = {fit['n']}, p = {fit['p']:.2g} ({fit['p_holm']:.2g} corrected)"
+        labels.append(f"{fit['subset']}\n{text if drawn else fit_text(fit)}")
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
     _annotate(figure, _in_table(results, table), [_note_on_levels(results, choices)], target)
@@ -190,10 +185,8 @@ def correlation_heatmap(
         table: the rows of `statistics.correlations`.
         coupling: what they hold of a mis-coupling, in words.
     """
-    ks, definitions = (
-        sorted(set(table.k)),
-        list(dict.fromkeys(zip(table.measure, table.pairs, strict=True))),
-    )
+    ks = sorted(set(table.k))
+    definitions = list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
     figure, (axes,) = panels(1, target, size=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)))
     axes.grid(False)
@@ -265,15 +258,12 @@ def _annotate(
 def _note_on_levels(results: Results, choices: Choices, measures: Sequence[str] = ()) -> str:
     """State which results have an approximate null level of the measure shown, or of one of several; "" without any."""
     shown = [replace(choices, measure=measure) for measure in measures] or [choices]
-    approximate = [
-        name
-        for name, ds in results.items()
-        if any(
-            has_approximate_level(ds.isel(step=[-1]), of)
-            for of in shown
-            if not of.measure or of.measure in ds
-        )
-    ]
+    approximate = []
+    for name, ds in results.items():
+        last = ds.isel(step=[-1])
+        measured = [of for of in shown if not of.measure or of.measure in ds]
+        if any(has_approximate_level(last, of) for of in measured):
+            approximate.append(name)
     return f"{APPROXIMATE_LEVEL}: {', '.join(approximate)}." if approximate else ""
 
 
@@ -349,18 +339,14 @@ def table_of_models(results: Results, _: Choices, target: "Axes | None" = None) 
         if "score" in ds and ds["score"].isel(step=-1).notnull().any()
     }
     benchmarks, score = mean_score(scored) if scored else ([], lambda _: float("nan"))
-    table = pd.DataFrame(
-        [
-            {
-                "result": name,
-                "architecture": architecture(ds),
-                **{size: int(take(ds)) for size, take in SIZES.items()},
-                TRAINING_TOKENS: tokens_seen(ds),
-                "score": score(ds) if name in scored else float("nan"),
-            }
-            for name, ds in results.items()
-        ]
-    )
+    rows = []
+    for name, ds in results.items():
+        row: dict[str, Any] = {"result": name, "architecture": architecture(ds)}
+        row |= {size: int(take(ds)) for size, take in SIZES.items()}
+        row[TRAINING_TOKENS] = tokens_seen(ds)
+        row["score"] = score(ds) if name in scored else float("nan")
+        rows.append(row)
+    table = pd.DataFrame(rows)
     return _draw_table(table, benchmarks, target), table
 
 
@@ -401,10 +387,6 @@ def _cell(column: str, value: Any) -> str:
         return "—"
     if column == "score":
         return f"{value:.4f}"
-    return (
-        f"{value:.4g}"
-        if column == TRAINING_TOKENS
-        else f"{value:,}"
-        if isinstance(value, int)
-        else str(value)
-    )
+    if column == TRAINING_TOKENS:
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -41,11 +41,9 @@ class HalfJacobians:
     def __init__(self, jacobians: Jacobians) -> None:
         # A half is another function than its block: checks are made and kept for each. It detaches tensors, so its derivative
         # is not that of its values; the identities below compare it with the block's.
+        replica, precision, memory = jacobians.replica, jacobians.precision, jacobians.memory
         self._of = {
-            name: Jacobians(
-                jacobians.replica, jacobians.precision, jacobians.memory, derivative="autograd"
-            )
-            for name in NAMES
+            name: Jacobians(replica, precision, memory, derivative="autograd") for name in NAMES
         }
         self.missing = jacobians.without_halves
 

@@ -63,20 +63,22 @@ def restrict(
         return without_detach(restrict(selections, row_attention))
     if selections[0][1].source is not None:
         return _restrict_to_sources(selections, row_attention)
-    call, sizes = selections[0][0], [len(rows) for _, rows in selections]
-    divided = [
-        {
-            name: slice_argument(name, v, call, rows)
-            for name, v in call.arguments.arguments.items()
-            if name != call.state
-        }
-        for call, rows in selections
-    ]
-    arguments = (
-        divided[0] if len(divided) == 1 else concatenate_argument("arguments", divided, sizes)
-    )
+    call = selections[0][0]
+    sizes = [len(rows) for _, rows in selections]
+    divided = []
+    for call_of_rows, rows in selections:
+        arguments = dict(call_of_rows.arguments.arguments)
+        # Every evaluation sets the state itself; blocks named by boundaries have no argument of that name.
+        arguments.pop(call_of_rows.state, None)
+        divided.append(
+            {name: slice_argument(name, v, call_of_rows, rows) for name, v in arguments.items()}
+        )
+    arguments = divided[0]
+    if len(divided) > 1:
+        arguments = concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
     positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])
+    # Attentions are matched by their order in the block.
     if len({len(call.attention) for call, _ in selections}) > 1:
         raise NotSliceable("its samples do not pass through the same attentions")
     recorded = [
@@ -96,15 +98,16 @@ def restrict(
             causal: bool,
         ) -> Any:
             frozen = next(expected, [])
-            own_tokens = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
-            if not own_tokens or any(
-                past.key.shape[-2] != n for (past, _), n in zip(frozen, lengths, strict=True)
-            ):
+            own_token = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
+            # In the full sequence, too, it attended to the block's own tokens: all of them, and no others.
+            recorded_lengths = [past.key.shape[-2] for past, _ in frozen]
+            if not own_token or recorded_lengths != lengths:
                 raise NotSliceable("its attention is over something other than its own tokens")
             return row_attention(attention, query, key, value, frozen)
 
         with intercept_attention(handler, positions):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
+        # An attention that was recorded but not called: the block took another branch for one token.
         if next(expected, []):
             raise NotSliceable("its attention in the full sequence does not happen in a single row")
         if y.shape != x.shape:
@@ -153,6 +156,7 @@ def _restrict_to_sources(
     )
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        # An earlier call may have raised between the two runs.
         live.clear()
         run_sources(x)
         return run_targets(targets)

@@ -23,6 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.jacobians.slicing import NotSliceable, Rows, mask_rows
+from tracker.linalg.linear import signed
 from tracker.model.attention import Formula, OriginalAttention
 from tracker.model.recording import AttentionCall
 
@@ -66,10 +67,9 @@ def by_formula(
             for first in range(0, len(rows), size := _rows_at_once(past, query.shape[1])):
                 part = at.subset(slice(first, first + size))
                 K, V = past.key[part.sample_in(past.key)], past.value[part.sample_in(past.value)]
-                row, span = (
-                    torch.arange(len(K), device=K.device),
-                    slice(start + first, start + first + len(K)),
-                )
+                row = torch.arange(len(K), device=K.device)
+                span = slice(start + first, start + first + len(K))
+                # The row's own key and value are live, the others frozen as recorded.
                 K[row, :, part.live] = at_k[span, :, 0]
                 V[row, :, part.live] = at_v[span, :, 0]
                 given = attention.formula, at_q[span], K, V, mask_rows(past, part)
@@ -95,10 +95,8 @@ def by_own_code(
         frozen, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
     ):
         at = rows.on(q.device)
-        # (R, 1, n, 1)
-        own = (torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None])[
-            :, None, :, None
-        ]
+        is_own = torch.arange(past.key.shape[-2], device=q.device) == at.live[:, None]
+        own = is_own[:, None, :, None]  # (R, 1, n, 1)
         K = torch.where(own, k, past.key[at.sample_in(past.key)])
         V = torch.where(own, v, past.value[at.sample_in(past.value)])
         outputs.append(attention(q, K, V, mask_rows(past, at), False))
@@ -160,6 +158,7 @@ def attend(
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
     if formula.sinks is not None:
+        # A sink takes a share of the weights and has no value: it is cut off after the softmax.
         s = torch.cat([s, formula.sinks.view(1, H, 1, 1).expand(R, -1, -1, -1)], dim=-1)
     w = s.softmax(-1)[..., :n]
     return (w.view(R, G, H // G, n) @ V).view(R, H, 1, -1), w, slope
@@ -177,24 +176,23 @@ def expand(
     (R, H, _, e), (G, n) = query.shape, K.shape[1:3]
     output, w, slope = attend(formula, query, K, V, mask)
     weighted = w * slope
-    # The keys weighted for each query head, (R, G, H / G, n, e).
+    # d output / d query is the covariance of keys and values under w times the slope, E[k v] - E[k] E[v], (R, G, H / G, e, e').
     weighted_K = weighted.view(R, G, H // G, n, 1) * K[:, :, None]
-    covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - weighted_K.sum(-2).view(
-        R, H, e, 1
-    ) * output
+    mean_K = weighted_K.sum(-2).view(R, H, e, 1)
+    covariance = (weighted_K.mT @ V[:, :, None]).view(R, H, e, -1) - mean_K * output
     at_own = own[:, None, None, None].expand(-1, H, 1, 1)
-    own_value = V[torch.arange(R, device=own.device), :, own].repeat_interleave(H // G, dim=1)[
-        :, :, None
-    ]
-    return Expansion(
-        output, covariance, weighted.gather(-1, at_own) * (own_value - output), w.gather(-1, at_own)
-    )
+    own_V = V[torch.arange(R, device=own.device), :, own]
+    own_V = own_V.repeat_interleave(H // G, dim=1)[:, :, None]
+    # By the own score: a weight that grows takes its share from all others.
+    by_score = weighted.gather(-1, at_own) * (own_V - output)
+    return Expansion(output, covariance, by_score, w.gather(-1, at_own))
 
 
 class _FirstOrder(torch.autograd.Function):
     """The output of an expansion at its point, and its first derivative."""
 
     @staticmethod
+    @signed
     def forward(query: Tensor, key: Tensor, value: Tensor, expansion: Expansion) -> Tensor:
         """Return the output."""
         return expansion.output.clone()
@@ -254,6 +252,7 @@ class HeadProduct(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(x: Tensor, M: Tensor) -> Tensor:
         """Compute one batched product."""
         return x @ M

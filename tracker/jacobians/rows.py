@@ -57,7 +57,7 @@ from tracker.jacobians.restriction import (
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.jacobians.witness import Witness
-from tracker.linalg.jacobian import RowFunction, dense_jacobian
+from tracker.linalg.jacobian import Linearization, RowFunction, dense_jacobian
 from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
@@ -132,10 +132,10 @@ class CheckResults:
         return self.path != "full sequence"
 
 
-# R d^3 from which the cheapest order of products (`elimination`) is worth finding. On one and two cores it takes as long as
-# reverse mode for one row of d = 512, or 16 of d = 192. On an H200, one row of d = 5120 took 38 ms in TF32, whose products take
-# 3: the rest is launching.
-WORTHWHILE = {True: 1 << 27, False: 1 << 39}
+# R d^3 from which the cheapest order of products (`elimination`) is worth finding. Reverse mode takes 1.02 times as long for one
+# row of d = 512 on a Xeon with AMX, and 1.16 with AVX2 alone, but 680 launches less; 1.1 and 1.3 for two rows. On an H200, one
+# row of d = 5120 took 38 ms in TF32, whose products take 3: the rest is launching.
+WORTHWHILE = {True: 1 << 28, False: 1 << 39}
 # Why single rows of a block without attention that is recognised do not give its values.
 OWN_ATTENTION = (
     "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
@@ -356,53 +356,81 @@ class Jacobians:
         if known is None or not outcome.error <= known.error:
             self.independent[call.layer] = outcome
 
-    def _by_path(
-        self, path: Any, selections: Sequence[CallRows], rounded: bool
-    ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
-        """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
-        sizes = [len(rows) for _, rows in selections]
-        x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
-        f = restrict(selections, PATHS[path], self._attached)
-        block = None
-        if len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"] and not self._attached:
+    def _linearized(
+        self, path: Any, selections: Sequence[CallRows], f: RowFunction, x: Float[Tensor, "R d"]
+    ) -> Linearization | Elimination:
+        """Return the block with its derivative, in the cheapest order of products where that is worth finding."""
+        large = len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]
+        if large and not self._attached:
             run = partial(restrict, selections) if path == "formula" else lambda _: f
             block = Elimination(run, x, self._known_heads, self.memory, self._buffers)
-        # In float64, a block that rounds to float32 inside gives the digits of its own order of products alone.
-        if block is None or (block.rounded and x.dtype == torch.float64):
-            block = linearize_rows(f, x, self._buffers)
-        keys, allowed = 0, selections[0][0].recorded_coarser or (block.rounded and rounded)
+            # A block that rounds to float32 inside gives float64's digits of its own order of products alone.
+            if not (block.rounded and x.dtype == torch.float64):
+                return block
+        return linearize_rows(f, x, self._buffers)
+
+    def _require_right(
+        self,
+        path: Any,
+        selections: Sequence[CallRows],
+        block: Linearization | Elimination,
+        allowed: float,
+        rounded: bool,
+    ) -> tuple[list[float], list[float]]:
+        """Return the errors of the value and the derivative in each selection.
+
+        Args:
+            allowed: the largest error of a derivative.
+            rounded: whether rounding may explain the error of a value.
+
+        Raises:
+            NotSliceable: if one is too large.
+        """
+        recorded_dtype = self.replica.dtype
+        outputs = block.y.split([len(rows) for _, rows in selections])
+        # The host waits once for the values of all selections.
         value_errors = read(
             [
-                _value_error(call, rows, y, self.replica.dtype)
-                for (call, rows), y in zip(selections, block.y.split(sizes), strict=True)
+                _value_error(call, rows, y, recorded_dtype)
+                for (call, rows), y in zip(selections, outputs, strict=True)
             ]
         )
         derivative_errors = []
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
-            if not value_error <= tolerance(self.replica.dtype, allowed):
+            if not value_error <= tolerance(recorded_dtype, rounded):
                 if not call.attention and not block.rounded:
                     raise NotSliceable(OWN_ATTENTION)
-                raise _check_failed("value", value_error, self.replica.dtype, block.rounded)
+                raise _check_failed("value", value_error, recorded_dtype, block.rounded)
             error = self._checks.derivative_error(path, PATHS[path], call, rows, self._attached)
-            if not error <= tolerance(x.dtype, allowed):
-                raise _check_failed("derivative", error, x.dtype, block.rounded)
-            if rounded and not self._checks.reproduces_recorded_output(call):
-                raise NotSliceable(
-                    "the block does not reproduce the recorded output when it runs again"
-                )
+            if not error <= allowed:
+                raise _check_failed("derivative", error, call.x.dtype, block.rounded)
             derivative_errors.append(error)
-            if path == "own code":
-                keys += sum(
-                    len(rows) * (a.key[0].numel() + a.value[0].numel()) for a in call.attention
-                )
+        return value_errors, derivative_errors
+
+    def _by_path(
+        self, path: Any, selections: Sequence[CallRows], rounded: bool
+    ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
+        """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
+        x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
+        f = restrict(selections, PATHS[path], self._attached)
+        block = self._linearized(path, selections, f, x)
+        # Keys and values of a float32 pass carry its rounding.
+        allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
+        value_errors, derivative_errors = self._require_right(
+            path, selections, block, tolerance(x.dtype, allowed), allowed
+        )
+        if rounded and not all(self._checks.reproduces_recorded_output(c) for c, _ in selections):
+            raise NotSliceable(
+                "the block does not reproduce the recorded output when it runs again"
+            )
         # Checked above; now with bfloat16 products
         if self.precision == "bfloat16" and x.dtype == torch.float32:
             with torch.autocast(x.device.type, torch.bfloat16):
                 block = linearize_rows(f, x, self._buffers)
-        chunk, identity = (
-            _chunk(16 * x.numel() + 2 * keys, x, self.memory),
-            selections[0][1].source is None,
-        )
+        # A cotangent passes through copies of the keys where the model's own code runs.
+        copied = _keys_and_values(selections) if path == "own code" else 0
+        chunk = _chunk(16 * x.numel() + 2 * copied, x, self.memory)
+        identity = selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
         with float32_products("tf32") if self.precision == "tf32" else nullcontext():
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
@@ -418,6 +446,15 @@ class Jacobians:
         )
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
+
+
+def _keys_and_values(selections: Sequence[CallRows]) -> int:
+    """Return how many scalars the keys and values of all rows have."""
+    return sum(
+        len(rows) * (past.key[0].numel() + past.value[0].numel())
+        for call, rows in selections
+        for past in call.attention
+    )
 
 
 class RoundedInside(NotSliceable):

@@ -145,9 +145,8 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
             concatenate_argument(name, entries, sizes) for entries in zip(*parts, strict=True)
         )
     elif isinstance(first, Tensor):
-        if all(
-            part.shape == (size, *first.shape[1:]) for part, size in zip(parts, sizes, strict=True)
-        ):
+        by_row = zip(parts, sizes, strict=True)
+        if all(part.shape == (size, *first.shape[1:]) for part, size in by_row):
             return torch.cat(list(parts))
         if all(part.shape == first.shape and torch.equal(part, first) for part in parts):
             return first  # no row axis
@@ -157,13 +156,9 @@ def concatenate_argument(name: str, parts: Sequence[Any], sizes: Sequence[int]) 
 
 
 def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
-    if (
-        isinstance(value, Tensor)
-        and value.dim() == 1
-        and len(value) == n
-        and bool((rows.token == rows.token[0]).all())
-    ):
-        return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
+    if isinstance(value, Tensor) and value.dim() == 1 and len(value) == n:
+        if bool((rows.token == rows.token[0]).all()):
+            return value[int(rows.token[0])][None]  # no batch axis: the same for all rows
     if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == n:
         at = rows.on(value.device)
         return value[at.sample_in(value), at.token][:, None]
@@ -184,29 +179,25 @@ def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Row
     """
     width = min(width, call.x.shape[1])
     start = (rows.token - width + 1).clamp(min=0)
-    # The window of all rows, if they have the same one.
-    common = (
-        slice(int(start[0]), int(start[0]) + width) if bool((start == start[0]).all()) else None
-    )
+    # The window of all rows, if they have the same one: what has no batch axis can be cut only then.
+    common = None
+    if bool((start == start[0]).all()):
+        common = slice(int(start[0]), int(start[0]) + width)
     (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))
     windows = _Windows(call.x.shape[1], call.state, rows.on(call.x.device), tokens, common)
     arguments = OrderedDict(
         (name, windows.cut(name, value)) for name, value in call.arguments.arguments.items()
     )
-    attention = [
-        AttentionCall(
-            windows.keys(past.key),
-            windows.keys(past.value),
-            None if past.mask is None else windows.mask("attn_mask", past.mask),
-            past.causal,
-        )
-        for past in call.attention
-    ]
+    attention = []
+    for past in call.attention:
+        mask = None if past.mask is None else windows.mask("attn_mask", past.mask)
+        K, V = windows.keys(past.key), windows.keys(past.value)
+        attention.append(AttentionCall(K, V, mask, past.causal))
     bound = BoundArguments(call.arguments.signature, arguments)
     x = call.x[windows.at.sample[:, None], tokens]
-    return replace(call, arguments=bound, x=x, attention=attention), Rows(
-        torch.arange(len(rows)), rows.token - start
-    )
+    # The cut call has one sample for each row, whose token has moved with the window's start.
+    moved = Rows(torch.arange(len(rows)), rows.token - start)
+    return replace(call, arguments=bound, x=x, attention=attention), moved
 
 
 @dataclass(frozen=True)
@@ -242,19 +233,15 @@ class _Windows:
     def mask(self, name: str, value: Any) -> Any:
         """Cut a mask of attention or of padding."""
         n, at, tokens = self.n, self.at, self.tokens
-        if (
-            isinstance(value, Tensor)
-            and value.dim() == 4
-            and value.shape[-1] == n
-            and value.shape[-2] in (1, n)
-        ):
+        if not isinstance(value, Tensor) or value.shape[-1:] != (n,):
+            raise _unknown(name)
+        if value.dim() == 4 and value.shape[-2] in (1, n):
             value = value[at.sample_in(value)].take_along_dim(tokens[:, None, None], -1)
-            return (
-                value
-                if value.shape[-2] == 1
-                else value.take_along_dim(tokens[:, None, :, None], -2)
-            )
-        if isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == n:
+            if value.shape[-2] == 1:  # the same for all queries
+                return value
+            return value.take_along_dim(tokens[:, None, :, None], -2)
+        if value.dim() == 2:
+            # (B, n) hides keys of each sample, (n, n) has a row for each query of any sample.
             if name.endswith("padding_mask") or value.shape[0] != n:
                 return value[at.sample_in(value)[:, None], tokens]
             if self.common is not None:
@@ -268,14 +255,10 @@ class _Windows:
     def _per_token(self, name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(self._per_token(name, entry) for entry in value)
-        if (
-            isinstance(value, Tensor)
-            and value.dim() == 1
-            and len(value) == self.n
-            and self.common is not None
-        ):
-            return value[self.common]
-        if isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
+        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == self.n:
+            if self.common is not None:
+                return value[self.common]
+        elif isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
             return value[self.at.sample_in(value)[:, None], self.tokens]
         raise _unknown(name)
 
@@ -291,12 +274,12 @@ def mask_rows(past: AttentionCall, at: Indices) -> Tensor | None:
         raise NotSliceable(
             f"how its attention mask of type {type(mask).__name__} divides into rows is not known"
         )
+    if mask is None and not past.causal:
+        return None
     if mask is None:
-        return (
-            (torch.arange(n, device=at.token.device) <= at.token[:, None])[:, None, None]
-            if past.causal
-            else None
-        )
+        keys = torch.arange(n, device=at.token.device)
+        return (keys <= at.token[:, None])[:, None, None]
     mask = mask.view(*(1,) * (4 - mask.dim()), *mask.shape)
+    # A mask with one row is the same for all queries.
     token = at.token if mask.shape[-2] > 1 else torch.zeros_like(at.token)
     return mask[at.sample_in(mask), :, token][:, :, None, :n]

@@ -6,19 +6,19 @@ is run, on one or two samples, and asked about each block at one row, about its 
 
     values        from the recorded state, the block gives the recorded output
     derivative    J^T u, from one backward pass from the block's output to its state, along every path
-    differences   J v, from two passes with the states moved by +- h v
+    differences   J v, from the same pass and one with the states moved by h v
 
 States are set where blocks end: the output of block l is replaced by the recorded state, so that an error is that of one block.
 In the derivative pass that state is a new leaf of the graph. What the model computes from it outside the block and gives to the
-block, such as a gate or a second argument, hangs on the leaf; earlier states do not. In the passes for differences the states of
+block, such as a gate or a second argument, hangs on the leaf; earlier states do not. In the pass for differences the states of
 all blocks are moved at once. If a block disagrees there, it is asked again with its state alone moved, which leaves what earlier
-blocks give to it (keys, the first state) as it was, and with smaller steps: differences convict only if two steps agree.
+blocks give to it (keys, the first state) as it was, by +- h v and with several h: differences convict only if two steps agree.
 
 J^T u and J v are compared with products of the Jacobian that was formed, at a row that is measured (`Witness.judge`).
 
 A model whose weights are sharded, offloaded or quantized, or that is on another device than the measurement, is not asked
 (`Witness.unasked`). Its replica is, which shows what reaches a block's output, and not whether the replica computes what the
-model does. Cost: one pass of two samples with gradients and two without. Memory: the graph of one block, and of what precedes
+model does. Cost: one pass of two samples with gradients and one without. Memory: the graph of one block, and of what precedes
 block 1.
 """
 
@@ -54,6 +54,7 @@ from tracker.spans.calls import at_boundaries
 
 # By bytes of the numbers that the model computes with: the allowed errors, relative to the residual function, to J^T u and to
 # J v; and the steps of differences, relative to |x|. Faults begin at 0.05. Numbers of two bytes are too coarse for differences.
+# The second step is asked first: few units of a ReLU change their sign within it.
 VALUES = {8: 1e-5, 4: 1e-3, 2: 5e-2}
 DERIVATIVE = {8: 1e-5, 4: 5e-3, 2: 5e-2}
 DIFFERENCES = {8: 1e-3, 4: 2e-2}
@@ -63,6 +64,7 @@ ROWS = 3  # that are tried where values differ
 # Times the change of J^T u where the states are moved by roundings: what rounding may explain
 ROUNDED = 3
 MOVES = 4  # of the states, in different directions
+FIRST, ORDER = 1, (1, 0, 2)  # the step for all blocks at once, and those for one block alone
 # Two differences agree if they are nearer to each other than this part of their distance from J v
 CONVERGED = 0.3
 
@@ -84,8 +86,9 @@ class Answer:
     v: Float[Tensor, " d"]
     size: float  # |x|
     growth: float  # |output| / |x|
-    # d(block) / dx v, with the steps so far; empty for numbers of two bytes
-    differences: list[Float[Tensor, " d"]]
+    y: Float[Tensor, " d"]  # output
+    # d(block) / dx v, from y and a state that is moved by the first step; None for numbers of two bytes
+    difference: Float[Tensor, " d"] | None
 
     def step(self, i: int) -> float:
         """Return the multiple of v that is as long as the i-th step, h |x|."""
@@ -160,9 +163,10 @@ class Witness:
             if self.wrong and passes.divided:
                 passes.choose_all(self.sample)
                 self._ask_for_derivatives(tokens)
-            self._ask_for_differences(
-                {l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}, 0
-            )
+            fine = {l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}
+            for l, ahead in self._moved(fine, FIRST, 1).items():
+                answer = self.answers[l]
+                answer.difference = (ahead - answer.y) / answer.step(FIRST)
         # Of the model's code, whatever it is: it may need what is not installed here
         except Exception as error:
             if isinstance(error, UsageError):
@@ -215,7 +219,8 @@ class Witness:
                 v[l - 1],
                 size,
                 growth,
-                [],
+                row.y,
+                None,
             )
             error, excess = self._value_error(row.values, row.bytes, questions[l][0])
             if excess <= 1:
@@ -284,26 +289,33 @@ class Witness:
         allowed = VALUES[least] * of_f + ROUNDINGS * EPSILON[least] * of_y
         return float((error / of_f).max()), float((error / allowed).max())
 
-    def _ask_for_differences(self, asked: dict[int, Answer], step: int) -> None:
-        """Ask for J v of some blocks by central differences, with the states of all of them moved."""
+    def _moved(
+        self, asked: dict[int, Answer], step: int, sign: int
+    ) -> dict[int, Float[Tensor, " d"]]:
+        """Ask for the outputs of some blocks at their rows, with the states of all of them moved by a step along v."""
         passes, ends = self.passes, {}
-        for sign in (1, -1):
+        if not asked:
+            return {}
 
-            def begin(l: int, found: Tensor, sign: int = sign) -> Tensor:
-                x = passes.recorded(l, found)
-                if (answer := asked.get(l + 1)) is not None:
-                    x[passes.at, answer.token] += sign * answer.step(step) * answer.v.to(x)
-                return x
+        def begin(l: int, found: Tensor) -> Tensor:
+            x = passes.recorded(l, found)
+            if (answer := asked.get(l + 1)) is not None:
+                x[passes.at, answer.token] += sign * answer.step(step) * answer.v.to(x)
+            return x
 
-            def end(l: int, y: Tensor, sign: int = sign) -> None:
-                if l in asked:
-                    ends[l, sign] = y[passes.at, asked[l].token]
+        def end(l: int, y: Tensor) -> None:
+            if l in asked:
+                ends[l] = y[passes.at, asked[l].token]
 
-            with torch.no_grad():
-                passes.run(begin, end, max(asked, default=1))
-        for l, answer in asked.items():
-            ahead, behind = _plain(torch.stack([ends[l, 1], ends[l, -1]]))
-            answer.differences.append((ahead - behind) / (2 * answer.step(step)))
+        with torch.no_grad():
+            passes.run(begin, end, max(asked))
+        return dict(zip(ends, _plain(torch.stack([*ends.values()])), strict=True))
+
+    def _central_difference(self, l: int, step: int) -> Float[Tensor, " d"]:
+        """Ask for J v of one block by two passes, with its state alone moved."""
+        answer = self.answers[l]
+        ahead, behind = (self._moved({l: answer}, step, sign)[l] for sign in (1, -1))
+        return (ahead - behind) / (2 * answer.step(step))
 
     # Judging.
 
@@ -357,7 +369,7 @@ class Witness:
             self.unsteady[call.layer] = error
         elif gradients:
             self.errors["derivative"] = max(self.errors["derivative"], error)
-        if answer.differences and differences:
+        if answer.difference is not None and differences:
             self._judge_differences(call, answer, Jv, least, exact)
 
     def _require_no_way_beside(self, call: BlockCall, answer: Answer, JTu: Tensor) -> None:
@@ -393,28 +405,30 @@ class Witness:
     def _judge_differences(
         self, call: BlockCall, answer: Answer, Jv: Tensor, least: int, exact: bool
     ) -> None:
-        steps = STEPS[answer.bytes]
-        steps = (steps[0], *steps)  # the first again, with this block's state alone moved
         rounding = ROUNDINGS * EPSILON[answer.bytes] * (1 + answer.growth) * _ratio(answer.v, Jv)
-        allowed = [
-            (DIFFERENCES[least] if exact else DERIVATIVE[2]) + rounding / (2 * h) for h in steps
-        ]
+        exactly = DIFFERENCES[least] if exact else DERIVATIVE[2]
 
-        def errors() -> list[float]:
-            return [_ratio(difference - answer.v - Jv, Jv) for difference in answer.differences]
+        def agrees(difference: Tensor, step: int, steps: int) -> bool:
+            error = errors[step] = _ratio(difference - answer.v - Jv, Jv)
+            agreed = error <= exactly + rounding / (steps * STEPS[answer.bytes][step])
+            if agreed:
+                self.errors["differences"] = max(self.errors["differences"], error)
+            return agreed
 
-        if not errors()[0] <= allowed[0]:
-            for step in range(len(steps) - 1):
-                self._ask_for_differences({call.layer: answer}, step)
-        found = errors()
-        if right := [error for error, most in zip(found, allowed, strict=False) if error <= most]:
-            self.errors["differences"] = max(self.errors["differences"], right[0])
+        errors: dict[int, float] = {}
+        alone: dict[int, Tensor] = {}  # with this block's state alone moved
+        assert answer.difference is not None
+        if agrees(answer.difference, FIRST, 1):
             return
-        for step in range(1, len(steps) - 1):
-            apart = _ratio(answer.differences[step] - answer.differences[step + 1], Jv)
-            if apart <= CONVERGED * min(found[step], found[step + 1]):
+        for step in ORDER:
+            alone[step] = self._central_difference(call.layer, step)
+            if agrees(alone[step], step, 2):
+                return
+        for step in (0, 1):
+            apart = _ratio(alone[step] - alone[step + 1], Jv)
+            if apart <= CONVERGED * min(errors[step], errors[step + 1]):
                 raise self._other_derivative(
-                    call, f"J v by differences of its values differs by {found[step]:.1e}"
+                    call, f"J v by differences of its values differs by {errors[step]:.1e}"
                 )
         self.undecided.append(call.layer)
 

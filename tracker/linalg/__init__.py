@@ -12,6 +12,7 @@ singular triplets, with residuals and a certificate of completeness.
 - `products`: singular values of products of many matrices.
 - `krylov`: block Golub-Kahan and block Lanczos iterations.
 - `linear`: products with frozen weights, on CPUs by the faster library; with rows of an identity, without arithmetic.
-- `precision`: switches of float32 products; rounding inside a block; the error of a residual function, and tolerances.
+- `precision`: switches of float32 products; rounding inside a block; the error of a residual function,
+  and tolerances; norms of matrices.
 - `transfer`: copies between the host and a device, with few waits.
 """

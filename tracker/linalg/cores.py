@@ -38,7 +38,10 @@ def map_on_cores(
     at_once = min(len(parts), cores)
     try:
         with ThreadPoolExecutor(
-            at_once, initializer=torch.set_num_threads, initargs=(cores // at_once,)
+            # Each thread has a number of its own: without this one it would use all cores.
+            at_once,
+            initializer=torch.set_num_threads,
+            initargs=(cores // at_once,),
         ) as pool:
             return _collect(pool.map(function, parts), parts, done)
     finally:

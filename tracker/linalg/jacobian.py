@@ -72,6 +72,7 @@ def keeping_at_most(size: int) -> Iterator[None]:
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
+        # By storage: views of one tensor are saved many times, and take its memory once.
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         if sum(kept.values()) > size:
             raise UsageError(

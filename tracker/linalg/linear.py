@@ -14,6 +14,7 @@ reach a block's last linear layer unchanged, unless a norm or a scale follows th
 address, so a copy of them is not.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary, finalize
@@ -46,13 +47,9 @@ def rows_of_identity(x: Tensor) -> slice | None:
     C, *B, d = x.shape
     along_C, *over_B, along_d = x.stride()
     repeated = not any(stride for stride, size in zip(over_B, B, strict=True) if size > 1)
-    if (
-        d != len(identity)
-        or along_d != 1
-        or (C > 1 and along_C != d)
-        or not repeated
-        or x.storage_offset() % d
-    ):
+    # Rows of the identity in order, each as a whole: any other view of its memory is another matrix.
+    whole_rows = d == len(identity) and along_d == 1 and x.storage_offset() % d == 0
+    if not whole_rows or not repeated or (C > 1 and along_C != d):
         return None
     start = x.storage_offset() // d
     return slice(start, start + C)
@@ -85,17 +82,21 @@ class _ContiguousRows:
         self.uses += 1
         if self.copy is None and self.uses >= COPY_AFTER:
             sizes = [memory.numel() for memory in self.buffers]
-            fits = weight.numel() in sizes
-            memory = (
-                self.buffers.pop(sizes.index(weight.numel()))
-                if fits
-                else weight.new_empty(weight.numel())
-            )
+            if weight.numel() in sizes:
+                memory = self.buffers.pop(sizes.index(weight.numel()))
+            else:
+                memory = weight.new_empty(weight.numel())
             finalize(self, self.buffers.append, memory).atexit = False
             self.copy = memory.view(weight.shape)
             for mine, its in zip(self.copy.split(STRIPE, 1), weight.split(STRIPE, 1), strict=True):
                 mine.copy_(its)
         return self.copy
+
+
+def signed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep a function's signature, which `torch.autograd.Function` takes apart again at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
 
 
 class FrozenProduct(torch.autograd.Function):
@@ -105,6 +106,7 @@ class FrozenProduct(torch.autograd.Function):
     """
 
     @staticmethod
+    @signed
     def forward(
         x: Float[Tensor, "*B i"],
         weight: Float[Tensor, "o i"],
@@ -163,11 +165,9 @@ class FrozenProduct(torch.autograd.Function):
         else:
             product = FrozenProduct.apply(x, weight, None, own, other)
             product = product if batched_x else product[None]
-        if bias is not None:
-            product = product + (
-                bias.view(len(bias), *[1] * (product.dim() - 2), -1) if batched_bias else bias
-            )
-        return product, 0
+        if bias is not None and batched_bias:
+            bias = bias.view(len(bias), *[1] * (product.dim() - 2), -1)
+        return product if bias is None else product + bias, 0
 
 
 def multiply(
@@ -274,13 +274,10 @@ def _product_arguments(
         type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided and not t.is_meta
         for t in operands
     )
-    alike = (
-        all(t.dtype == input.dtype and t.device == input.device for t in operands)
-        and input.is_floating_point()
-    )
-    wanted = plain and alike and weight.dim() == 2 and not weight.requires_grad
-    return (
-        (input, weight, bias)
-        if wanted and not torch.is_autocast_enabled(input.device.type)
-        else None
-    )
+    floating = input.is_floating_point()
+    alike = floating and all(t.dtype == input.dtype and t.device == input.device for t in operands)
+    frozen = weight.dim() == 2 and not weight.requires_grad
+    # Autocast would multiply in another dtype than the operands'.
+    if not (plain and alike and frozen) or torch.is_autocast_enabled(input.device.type):
+        return None
+    return input, weight, bias

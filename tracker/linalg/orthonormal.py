@@ -126,6 +126,7 @@ def _orthonormal_rows(W: Tensor, seed: int) -> tuple[Tensor, Tensor, float]:
     if shortest > SEPARATED:
         return torch.linalg.solve_triangular(L, W, upper=False), L, shortest
     A, s, Q = torch.linalg.svd(W, full_matrices=False)
+    # A row within rounding of the others has no direction of its own: a random one takes its place, with length 0.
     absent = s <= 10 * torch.finfo(W.dtype).eps
     others = standard_normal(Q.shape[-2:], Q, seed) / W.shape[-1] ** 0.5
     return (

@@ -57,14 +57,12 @@ class Chain:
         spread = float((growth.amax(-1) / growth.amin(-1)).amax())
         # NaN: a zero matrix
         of_each = log(spread) / self._since if spread < float("inf") else float("inf")
+        # The columns may spread by half of the digits before QR: the other half is left for their directions.
         allowed = -0.5 * log(torch.finfo(R.dtype).eps)
-        self._group = (
-            max(1, min(MOST, int(allowed / of_each)))
-            if of_each > 0
-            else MOST
-            if of_each == 0
-            else 1
-        )
+        if of_each > 0:
+            self._group = max(1, min(MOST, int(allowed / of_each)))
+        else:
+            self._group = MOST if of_each == 0 else 1
         self._since = 0
 
 

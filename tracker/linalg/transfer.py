@@ -33,6 +33,7 @@ def to_device(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
     """
     if device.type == "cpu":
         return tensors
+    # Each part begins at a multiple of the alignment, so that it can be viewed as its dtype.
     sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=copies_beside_work(device))
     for part, tensor in zip(packed.split(sizes), tensors, strict=True):

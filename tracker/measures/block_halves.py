@@ -23,7 +23,7 @@ from torch import Tensor
 from tracker.jacobians.halves import Matrices
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
-from tracker.measures.coupling import moments, null_level, overlap
+from tracker.measures.coupling import Moments, moments, moments_of_layers, null_level, overlap
 from tracker.measures.declaration import LAYER, OURS, Measure, of_each_block
 from tracker.measures.single_blocks import jacobian_gain
 
@@ -44,27 +44,26 @@ def half_values(halves: dict[str, Matrices] | None, block: Triplets, K: int) -> 
     values = {}
     for half, other in (("attention", "mlp"), ("mlp", "attention")):
         J, basis, s = halves[half], triplets[other], triplets[half].S
-        norm = torch.linalg.matrix_norm(J)
+        of_half = moments(J, s[:, 0])
         A = U.mT @ (J @ V)
         in_basis = coupling.in_bases(basis.U[:, None], J @ basis.V)
         mutual = coupling.miscouplings(in_basis[:, None], s[:, None], d, basis.S[:, None])
         values |= {
-            f"{half}_gain": jacobian_gain(norm, d),
+            f"{half}_gain": jacobian_gain(of_half.frobenius(d), d),
             f"{half}_share": A.diagonal(dim1=-2, dim2=-1).sum(-1) / S.sum(-1),
             f"{half}_miscoupling": mutual["miscoupling"][:, 0, 0],
-            f"{half}_miscoupling_null": _null_level(J, s, basis),
+            f"{half}_miscoupling_null": _null_level(s, of_half, basis),
             f"{half}_matrix": A,
         }
     return values
 
 
-def _null_level(J: Tensor, s: Tensor, basis: Triplets) -> Values:
-    """Return the null level of the mis-coupling of J in one basis."""
-    K, d = s.shape[-1], J.shape[-1]
+def _null_level(s: Tensor, of_half: Moments, basis: Triplets) -> Values:
+    """Return the null level of the mis-coupling of a half in one basis."""
+    d, K = basis.U.shape[-2:]
     of_basis = overlap(basis.U[:, None], basis.V[:, None], [K]).at(0, K)
-    return null_level("miscoupling", s[:, None], moments(J[:, None], s[:, None, 0]), of_basis, d)[
-        :, 0, 0
-    ]
+    of_layer = moments_of_layers([of_half])
+    return null_level("miscoupling", s[:, None], of_layer, of_basis, d)[:, 0, 0]
 
 
 # Words, symbol, the other half

@@ -87,15 +87,15 @@ class Products:
         whole = self._from_first[self.L]
         values = {"lyapunov_exponent": lyapunov_exponents(whole, self.L)}
         for name, by_depth in (("from_first", self._from_first), ("to_last", to_last)):
-            values |= {
-                f"{name}_singular_value": self._stacked(
-                    {l: S[..., : self.K] for l, S in by_depth.items()}
-                ),
-                f"{name}_amplification": self._stacked({l: S[..., 0] for l, S in by_depth.items()}),
-                f"{name}_effective_rank": self._stacked(
-                    {l: effective_rank(S) for l, S in by_depth.items()}
-                ),
-            }
+            values[f"{name}_singular_value"] = self._stacked(
+                {l: S[..., : self.K] for l, S in by_depth.items()}
+            )
+            values[f"{name}_amplification"] = self._stacked(
+                {l: S[..., 0] for l, S in by_depth.items()}
+            )
+            values[f"{name}_effective_rank"] = self._stacked(
+                {l: effective_rank(S) for l, S in by_depth.items()}
+            )
         return {name: value.to(self.dtype) for name, value in values.items()}
 
     def _stacked(self, by_depth: dict[int, Tensor]) -> Tensor:

@@ -57,29 +57,22 @@ def resolve_final_norm(option: FinalNorm, recording: Recording, blocks: Blocks) 
         return "exclude", "no norm takes the last block's output"
     if blocks.include_final_norm is None:
         if recording.logits is None:
-            return (
-                "exclude",
-                "not a language model: no logits over a vocabulary follow for each token",
-            )
-        return (
-            "include",
-            f"a language model: {norm} takes the last block's output, {recording.logits} logits follow",
-        )
+            reason = "not a language model: no logits over a vocabulary follow for each token"
+            return "exclude", reason
+        logits = f"{recording.logits} logits follow"
+        return "include", f"a language model: {norm} takes the last block's output, {logits}"
     if not blocks.include_final_norm:
-        return (
-            "exclude",
-            "not a language model: its blocks are not those of a Hugging Face model of token ids",
+        reason = (
+            "not a language model: its blocks are not those of a Hugging Face model of token ids"
         )
+        return "exclude", reason
     return "include", f"a Hugging Face model of token ids: {norm} takes the last block's output"
 
 
 def warn_of_missing_norm(recording: Recording, blocks: Blocks) -> None:
     """Warn if a language model maps its last state to logits without a norm that is known."""
-    if (
-        blocks.include_final_norm is None
-        and recording.logits is not None
-        and recording.final_norm is None
-    ):
+    unknown = blocks.include_final_norm is None and recording.final_norm is None
+    if unknown and recording.logits is not None:
         warn_caller(
             f"this is a language model ({recording.logits} logits for each token), but no module was found that normalizes the "
             "last block's output. Its measures are those without a final norm (final_norm='exclude') and not comparable to "
@@ -128,23 +121,11 @@ def record_call(
     depth = len(recording.calls)
     if convention == "include":
         recording = recording.with_final_norm()
-    B, n, d = recording.calls[0].x.shape
-    if B != len(batch.labels):
-        seen = f"the blocks take {B} samples of {n} tokens, but {len(batch.labels)} were given"
-        if not replica.description.batch_first:
-            raise UsageError(f"{seen}. {SEQUENCE_FIRST}")
-        if n != len(batch.labels):
-            raise UsageError(
-                f"{seen}: the model makes other samples of them before its blocks (frames, windows, several passes), whose "
-                "tokens are not those of one input. Measure the part of the model that takes such samples, on inputs for it"
-            )
-        named = replica.description.found_by.endswith("named by the caller")
-        raise UsageError(
-            f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model"
-            f"{', BLOCKS' * named}, batch_first=False){', with the blocks that you name now as BLOCKS' * named}"
-        )
+    _check_samples(recording, batch, replica.description)
+    _, n, d = recording.calls[0].x.shape
     valid, padding = _valid(batch, recording)
     valid = [torch.nonzero(row).squeeze(-1).tolist() for row in valid]
+    # Without padding: the random numbers of a sample must not depend on the lengths of the others.
     recording.sample_seeds = batch.sample_seeds(valid, n)
     choice = settings.chosen_tokens(replica.description)
     chosen, tokens = chosen_positions(choice, recording, batch, valid)
@@ -159,6 +140,7 @@ def record_call(
         "final_norm": convention,
         "final_norm_module": norm,
         "final_norm_reason": reason,
+        # Equal for all samples, so that the Dataset has them once.
         "post_norm": int(is_post_norm(recording)),
         "tokens": tokens,
         "padding": padding,
@@ -167,9 +149,12 @@ def record_call(
         "dtype": settings.dtype,
         "blocks": ", ".join(call.name for call in recording.calls),
     }
-    of_each = zip(batch.labels, chosen, valid, strict=True)
-    samples = [Sample(label, n, at, ks, attributes, present) for label, at, present in of_each]
-    if len(batch.token_texts) == n:  # the blocks may take more positions than the prompt has tokens
+    samples = [
+        Sample(label, n, at, ks, attributes, present)
+        for label, at, present in zip(batch.labels, chosen, valid, strict=True)
+    ]
+    # The blocks may take more positions than the prompt has tokens.
+    if len(batch.token_texts) == n:
         samples[0].token_texts = batch.token_texts
     samples[0].decode = batch.decode
     if batch.ids is not None:
@@ -177,18 +162,38 @@ def record_call(
             sample.ids = ids
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
     read = measure_states(replica, recording, final_norm, valid, window, settings)
-    for sample, values, at, own in zip(
-        samples, read, valid, batch.sample_digests(valid, n), strict=True
-    ):
+    digests = batch.sample_digests(valid, n)
+    for sample, values, at, digest in zip(samples, read, valid, digests, strict=True):
         sample.values |= values
-        sample.digest = own
+        sample.digest = digest
         sample.basis_layers, sample.random_seed = basis_layers, recording.seed
         if basis_layers:
-            sample.values["pair_position"] = np.asarray(
-                settings.pair_positions(at), dtype=np.float32
-            )
+            pair_positions = settings.pair_positions(at)
+            sample.values["pair_position"] = np.asarray(pair_positions, dtype=np.float32)
     rows = torch.tensor([(b, t) for b, at in enumerate(chosen) for t in at])
     return recording, Rows(*rows.unbind(1)), samples
+
+
+def _check_samples(recording: Recording, batch: Batch, blocks: Blocks) -> None:
+    """Check that the blocks take the samples that were given, batch first."""
+    B, n, _ = recording.calls[0].x.shape
+    given = len(batch.labels)
+    if B == given:
+        return
+    seen = f"the blocks take {B} samples of {n} tokens, but {given} were given"
+    if not blocks.batch_first:
+        raise UsageError(f"{seen}. {SEQUENCE_FIRST}")
+    if n != given:
+        raise UsageError(
+            f"{seen}: the model makes other samples of them before its blocks (frames, windows, several passes), whose "
+            "tokens are not those of one input. Measure the part of the model that takes such samples, on inputs for it"
+        )
+    # The two axes are exchanged.
+    named = blocks.found_by.endswith("named by the caller")
+    raise UsageError(
+        f"{seen}: are their hidden states (tokens, batch, width)? Then give blocks=find_blocks(model"
+        f"{', BLOCKS' * named}, batch_first=False){', with the blocks that you name now as BLOCKS' * named}"
+    )
 
 
 def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str]:
@@ -203,6 +208,7 @@ def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str
             return valid, source
     if batch.valid is None or batch.valid.all():
         return torch.ones(B, n, dtype=torch.bool), "none"
+    # A decoder's mask has another name: this one is of the encoder's tokens, even where the lengths agree.
     decoded = batch.keywords.get("decoder_input_ids")
     if batch.valid.shape[1] != n or (decoded is not None and decoded.shape[1] == n):
         raise UsageError(
@@ -236,6 +242,7 @@ def measure_calls(
     calls, i = list(calls), 0
     while i < len(calls):
         batch = calls[i]
+        # What other recordings hold of the memory, this one can't have.
         held = sum(recording.nbytes() for recording, *_ in pending)
         recording, rows, of_batch = record_call(replica, batch, settings, max(0, memory - held))
         if recording.seed is not None and len(of_batch) > 1:
@@ -250,14 +257,15 @@ def measure_calls(
             warn_of_missing_unembedding(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
+            # After recording, whose errors are clearer.
             if not settings.checked:
                 check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-            # A block whose projections begin at zero shows itself later
+            # At every step of a training: a block whose projections begin at zero shows itself later.
             check_chain(replica, recording, batch)
             if settings.witness == "model" and not settings.checked:
                 valid = [sample.valid for sample in of_batch]
                 jacobians.witness = Witness(replica, batch, recording, rows, valid)
-                # Else its answers are judged when Jacobians are formed
+                # Else its answers are judged when Jacobians are formed.
                 if not settings.includes("coupling"):
                     jacobians.witness.require_all_values()
         samples += of_batch
@@ -265,6 +273,7 @@ def measure_calls(
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
         if settings.forms_jacobians:
             pending.append((recording, rows, of_batch))
+            # Rows of several calls share a pass over the blocks, and with it the blocks' weights and launches.
             full = held + recording.nbytes() >= memory
             if full or _are_enough(pending, settings, plan) or i == len(calls) - 1:
                 _measure_jacobians(jacobians, pending, settings, plan)
@@ -272,12 +281,9 @@ def measure_calls(
         else:
             progress.advance(len(of_batch))
         i += 1
-    checks = {
+    notes: dict[str, dict[int, str]] = {"fallbacks": jacobians.fallbacks}
+    notes["independent_checks"] = {
         layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()
-    }
-    notes: dict[str, dict[int, str]] = {
-        "fallbacks": jacobians.fallbacks,
-        "independent_checks": checks,
     }
     if settings.includes("halves"):
         notes["without_halves"] = jacobians.without_halves
@@ -314,6 +320,7 @@ def _measure_jacobians(
     if settings.includes("coupling"):
         rows = [(recording, rows) for recording, rows, _ in pending]
         of_rows = [of_call[b] for _, rows, of_call in pending for b in rows.sample.tolist()]
+        # One row after another: a group's Jacobians are freed before those of the next are formed.
         for sample, values in zip(of_rows, depthwise_couplings(jacobians, rows, plan), strict=True):
             sample.add_token(in_words(values, sample.decode))
 

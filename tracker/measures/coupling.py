@@ -49,8 +49,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.linalg import matrix_norm, vector_norm
+from torch.linalg import vector_norm
 
+from tracker.linalg.precision import frobenius
 from tracker.linalg.svd import above_rounding
 from tracker.measures.declaration import COUPLING, MINOR, NORMED, OURS, WITH_NORM, Measure
 
@@ -61,27 +62,27 @@ Values = Float[Tensor, "*#pairs"]
 
 def page(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return m_K of the project page."""
-    return _ratio(matrix_norm(A - torch.diag_embed(s)), vector_norm(s, dim=-1))
+    return _ratio(frobenius(A - torch.diag_embed(s)), vector_norm(s, dim=-1))
 
 
 def release(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the release's measure with p = 2."""
-    return _ratio(matrix_norm(A.abs() - torch.diag_embed(s)), vector_norm(s, dim=-1))
+    return _ratio(frobenius(A.abs() - torch.diag_embed(s)), vector_norm(s, dim=-1))
 
 
 def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the release's measure with p = 1."""
-    return _ratio(matrix_norm(A.abs() - torch.diag_embed(s)), s.sum(-1))
+    return _ratio(frobenius(A.abs() - torch.diag_embed(s)), s.sum(-1))
 
 
 def offdiag(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries."""
-    return matrix_norm(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
+    return frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
 
 
 def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries, relative to |A|_F."""
-    return _ratio(offdiag(A, s), matrix_norm(A))
+    return _ratio(offdiag(A, s), frobenius(A))
 
 
 @dataclass(frozen=True)
@@ -311,6 +312,11 @@ Jacobian = Float[Tensor, "*batch d d"]
 ValuesOfLayers = Float[Tensor, "*batch L K"]  # of the Jacobians
 Pairs = Float[Tensor, "*batch L M"]  # of L Jacobians and M bases
 
+# Entries of Jacobians that `moments` takes at once: on a CPU, so that they stay in its cache; on an accelerator, so that copies
+# of large ones take little memory.
+TILE = {True: 1 << 17, False: 1 << 24}
+LEAST_ROWS = 16  # of a tile, however many Jacobians there are
+
 
 @dataclass(frozen=True)
 class Moments:
@@ -359,11 +365,21 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
         scale: a number of the size of J, such as s_1: the squares of tiny entries underflow. 0 for a zero matrix.
     """
     scale = torch.where(scale > 0, scale, 1.0)
-    unit = J / scale[..., None, None]
-    isotropic = unit.diagonal(dim1=-2, dim2=-1).mean(-1)
-    unit.diagonal(dim1=-2, dim2=-1).sub_(isotropic[..., None])
-    symmetric, antisymmetric = (matrix_norm(part) / 2 for part in (unit + unit.mT, unit - unit.mT))
-    return Moments(isotropic * scale, symmetric * scale, antisymmetric * scale)
+    unit, d = scale[..., None, None], J.shape[-1]
+    isotropic = J.diagonal(dim1=-2, dim2=-1).mean(-1) / scale
+    height = max(LEAST_ROWS, TILE[J.is_cpu] * d // max(1, J.numel()))
+    of_rows = []
+    for i in range(0, d, height):
+        # Rows from the diagonal on, and the columns that mirror them: each pair of entries is read once.
+        across, down = J[..., i : i + height, i:], J[..., i:, i : i + height].mT
+        parts = torch.stack([across + down, across - down]).div_(unit)
+        parts[0].diagonal(dim1=-2, dim2=-1).sub_(2 * isotropic[..., None])
+        if i + height < d:
+            # Beyond the square on the diagonal, each entry stands for itself and its mirror image.
+            parts[..., height:] *= sqrt(2)
+        of_rows.append(vector_norm(parts, dim=-1))
+    symmetric, antisymmetric = vector_norm(torch.cat(of_rows, -1), dim=-1) / 2 * scale
+    return Moments(isotropic * scale, symmetric, antisymmetric)
 
 
 def moments_of_layers(layers: Sequence[Moments]) -> Moments:

@@ -8,6 +8,7 @@ of a measure are undefined.
 import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tracker.measures.settings import CHOICE_NAMES
 from tracker.measures.states import NOISE
 
 NAMED = 3  # measures that the warning names
-# Over depth: undefined in post-norm models, or for one block
+# Over depth: undefined in post-norm models, or for one block.
 VARIATIONS = ("expodistance", "equidistance")
 
 
@@ -35,9 +36,8 @@ def undefined_values(
         valid: the positions of each prompt that are not padding.
         pair_layers: the basis block of each block across tokens; None if tokens are not compared.
     """
-    variables = (
-        dataset.variables
-    )  # not DataArrays: their indexes are the same, and comparing them takes most of the time
+    # Not DataArrays: their indexes are the same, and comparing them takes most of the time.
+    variables = dataset.variables
     expected: dict[str, xr.Variable] = {}  # dimension -> whether a value is expected
     if "position" in dataset.dims:
         positions = dataset["position"].values
@@ -47,19 +47,19 @@ def undefined_values(
         expected["token"] = variables["token_position"].notnull()
     if pair_layers is not None:
         other = dataset["pair_position"].rename(pair_token="pair_token_other").variable
-        expected["pair_token"] = (
-            variables["pair_position"].notnull() & other.notnull() & pair_layers.notnull()
-        )
+        both = variables["pair_position"].notnull() & other.notnull()
+        expected["pair_token"] = both & pair_layers.notnull()
     counts = {}
     for measure in MEASURES:
+        if not measure.counted or measure.name not in variables:
+            continue
+        values = variables[measure.name]
         for dim in measure.dims:
-            if measure.counted and measure.name in variables and dim in expected:
-                values, has_value = variables[measure.name], expected[dim]
-                others = np.prod(
-                    [values.sizes[other] for other in values.dims if other not in has_value.dims],
-                    dtype=int,
-                )
-                counts[measure.name] = values.isnull() & has_value, int(has_value.sum() * others)
+            if dim in expected:
+                has_value = expected[dim]
+                rest = [size for other, size in values.sizes.items() if other not in has_value.dims]
+                count = int(has_value.sum()) * prod(rest)
+                counts[measure.name] = values.isnull() & has_value, count
     return counts
 
 
@@ -67,11 +67,11 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
     """Warn if states are not finite, or most values of a measure are undefined; name the first block where they are."""
     blocks = dataset.attrs["blocks"].split(", ")
     varies = len(blocks) > 1 and not dataset.attrs["post_norm"]
-    most = {
-        name: (undefined, total)
-        for name, (undefined, total) in counts.items()
-        if 2 * int(undefined.sum()) > total and (varies or not name.startswith(VARIATIONS))
-    }
+    most = {}
+    for name, (undefined, total) in counts.items():
+        # A variation over depth has no value where nothing varies: that is no fault of the measurement.
+        if 2 * int(undefined.sum()) > total and (varies or not name.startswith(VARIATIONS)):
+            most[name] = undefined, total
     sentences = []
     if "norm" in dataset and (infinite := dataset.variables["norm"] == np.inf).any():
         first = int(infinite.any([dim for dim in infinite.dims if dim != "depth"]).values.argmax())
@@ -81,16 +81,13 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
             f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}"
         )
     if most:
-        listed = [
-            f"{int(undefined.sum())} of {total} of {name}"
-            for name, (undefined, total) in most.items()
-        ]
+        listed = [f"{int(nan.sum())} of {total} of {name}" for name, (nan, total) in most.items()]
         rest = f" and most of {len(listed) - NAMED} more measures" if len(listed) > NAMED else ""
-        by_layer = next(
-            (undefined for undefined, _ in most.values() if "layer" in undefined.dims), None
-        )
-        block = None if by_layer is None else _first(by_layer, dataset)
-        first = "" if block is None else f", first at block {block} ({blocks[block - 1]})"
+        by_layer = [undefined for undefined, _ in most.values() if "layer" in undefined.dims]
+        first = ""
+        if by_layer:
+            block = _first(by_layer[0], dataset)
+            first = f", first at block {block} ({blocks[block - 1]})"
         sentences.append(
             f"most values are undefined (NaN): {', '.join(listed[:NAMED])}{rest}{first}"
         )
@@ -131,18 +128,15 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
             group = OTHERS
         elif name in ("token_position", "pair_position"):
             group = POSITIONS
+        elif measure.dashboard and (not measure.base or measure.option == "tokenwise"):
+            group = HEADLINE
         else:
-            group = (
-                HEADLINE
-                if measure.dashboard and (not measure.base or measure.option == "tokenwise")
-                else REST
-            )
+            group = REST
         return group, option, in_registry.get(name, len(in_registry))
 
-    ordered = (
-        dataset[sorted(map(str, dataset.data_vars), key=place)].copy().assign_attrs(dataset.attrs)
-    )
-    ordered = ordered.assign_coords(dataset.coords)
+    ordered = dataset[sorted(map(str, dataset.data_vars), key=place)].copy()
+    # Selecting variables drops attributes of the Dataset, and coordinates whose dimensions none of them has.
+    ordered = ordered.assign_attrs(dataset.attrs).assign_coords(dataset.coords)
     for name, values in ordered.variables.items():
         if described := _described(name):
             added = described.label, described.unit, described.formula, described.reference
@@ -219,26 +213,24 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         "token": max(len(s.tokens) for s in samples),
     }
     sizes |= dict.fromkeys(("pair_token", "pair_token_other"), pair_tokens)
-    variables = {
-        name: (
-            ("prompt", *dims),
-            np.stack([_pad(np.asarray(s.values[name]), dims, sizes) for s in samples]),
-        )
-        for name, dims in DIMS.items()
-        if name in first.values
-    }
+    variables = {}
+    for name, dims in DIMS.items():
+        if name in first.values:
+            padded = [_pad(np.asarray(s.values[name]), dims, sizes) for s in samples]
+            variables[name] = ("prompt", *dims), np.stack(padded)
     dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
     named = {"k": list(first.ks), "noise": list(NOISE)}
-    counted = {dim: np.arange(size) + (dim in FROM_ONE) for dim, size in dataset.sizes.items()}
-    dataset = dataset.assign_coords(
-        {dim: named.get(str(dim), count) for dim, count in counted.items()}
-    )
+    coordinates = {}
+    for dim, size in dataset.sizes.items():
+        coordinates[dim] = named.get(str(dim), np.arange(size) + (dim in FROM_ONE))
+    dataset = dataset.assign_coords(coordinates)
     if any(sample.token_texts for sample in samples):
         texts = np.full((len(samples), sizes["position"]), "", dtype=object)
         for row, sample in zip(texts, samples, strict=True):
             row[: len(sample.token_texts)] = sample.token_texts
         dataset = dataset.assign_coords(token_text=(("prompt", "position"), texts))
     digests = np.array([sample.digest for sample in samples], dtype=np.int64)
+    # A digest of 0 is an input that is not known by itself, which intervals must not take for a repeated one.
     if digests.all():
         dataset = dataset.assign_coords(prompt_digest=("prompt", digests))
     drew = any(sample.random_seed is not None for sample in samples)
@@ -247,9 +239,8 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         dataset = dataset.assign_coords(random_seed=("prompt", np.asarray(seeds, dtype=np.int64)))
     if first.basis_layers:
         others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
-        dataset = dataset.assign_coords(
-            pair_layer_other=("layer", np.asarray(others, dtype=np.float32))
-        )
+        basis = np.asarray(others, dtype=np.float32)
+        dataset = dataset.assign_coords(pair_layer_other=("layer", basis))
     basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
     undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
     counts = [int(values.sum()) for values, _ in undefined.values()]
@@ -272,10 +263,10 @@ def compared_tokens(results: xr.Dataset) -> xr.Variable:
 
     The exception is t = t' where l' = l: 0 by definition. Where l' is another block, t = t' is a pair like the others.
     """
-    layer, token, other = (
-        results.variables[dim] for dim in ("layer", "pair_token", "pair_token_other")
-    )
-    return ~((results.variables["pair_layer_other"] == layer) & (token == other))
+    variables = results.variables
+    same_block = variables["pair_layer_other"] == variables["layer"]
+    same_token = variables["pair_token"] == variables["pair_token_other"]
+    return ~(same_block & same_token)
 
 
 def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
@@ -287,4 +278,5 @@ def _pad(value: np.ndarray, dims: Sequence[str], sizes: Mapping[str, int]) -> np
         return value
     if value.dtype == object:
         return np.pad(value, missing, constant_values="")
+    # Booleans and integers have no NaN.
     return np.pad(value.astype(np.result_type(value, np.float32)), missing, constant_values=np.nan)

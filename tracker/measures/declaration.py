@@ -15,12 +15,11 @@ NORMED = "_normed"  # ends the names of variables that include the final norm
 WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
 # Sections of the W&B dashboard
 COUPLING, JACOBIANS, MINOR = "Coupling", "Jacobians", "Tokens, entropy, noise"
-POSITION, BLOCK, STATE, LAYER = (
-    ("position",),
-    ("layer", "position"),
-    ("depth", "position"),
-    ("token", "layer"),
-)  # dimensions
+# Dimensions.
+POSITION = ("position",)
+BLOCK = ("layer", "position")
+STATE = ("depth", "position")
+LAYER = ("token", "layer")
 
 
 @dataclass(frozen=True)

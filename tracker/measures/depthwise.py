@@ -12,7 +12,7 @@ Measures of each block alone (`measure_blocks`) are those of the blocks without 
 from the first block to the last and, for products to the last block, in the other direction.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -39,6 +39,13 @@ from tracker.measures.rotations import frames, mean_levels, turned
 from tracker.measures.settings import OF_PAIRS
 from tracker.model.recording import Recording
 
+SPECTRA = {  # variable -> part of the triplets
+    "singular_value": "S",
+    f"{DIAGNOSTICS}singular_gap": "gap",
+    f"{DIAGNOSTICS}full_svd": "full",
+    f"{DIAGNOSTICS}residual": "residual",
+    f"{DIAGNOSTICS}complete": "complete",
+}
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 
 
@@ -66,15 +73,19 @@ def _couplings(
     blocks = [list(selections) for selections in zip(*calls, strict=True)]
     layers = layers_of(jacobians, blocks, plan)
     values = pairs(layers, plan.ks, measures, L=L)
-    of_calls = {"": layers[:L]} | (
-        {NORMED: [*layers[: L - 1], layers[L]]} if len(layers) > L else {}
-    )
+    of_calls = {"": layers[:L]}
+    if len(layers) > L:
+        # The last Jacobian is of the last block with the final norm: in this convention it takes the last block's place.
+        of_calls[NORMED] = [*layers[: L - 1], layers[L]]
     for end, chosen in of_calls.items():
-        values |= {f"{name}{end}": value for name, value in _spectra(chosen, plan.ks).items()}
+        values |= {
+            f"{name}{end}": value for name, value in spectra(chosen, plan.ks, SPECTRA).items()
+        }
     head = heads(group) if "directions" in measures else None
     values |= measure_blocks(
         layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks)
     )
+    # All arrays of a device in one copy, which waits for it once.
     arrays = to_arrays(values)
     for end, chosen in of_calls.items():
         arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
@@ -84,38 +95,31 @@ def _couplings(
 
 def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
     """Return what the null levels need of every row, by layer: moments of the Jacobians, overlaps of the singular vectors."""
-    U, V, determined = (
-        torch.stack([getattr(l.triplets, part) for l in layers], 1)
-        for part in ("U", "V", "determined")
-    )
+    triplets = [layer.triplets for layer in layers]
+    U, V, determined = (_stacked(triplets, part) for part in ("U", "V", "determined"))
     of_bases = overlap(U, V, ks)
     moments = moments_of_layers([layer.moments for layer in layers])
-    parts = {
-        "isotropic": "isotropic",
-        "symmetric_norm": "symmetric",
-        "antisymmetric_norm": "antisymmetric",
-    }
-    return {name: getattr(moments, part) for name, part in parts.items()} | {
+    return {
+        "isotropic": moments.isotropic,
+        "symmetric_norm": moments.symmetric,
+        "antisymmetric_norm": moments.antisymmetric,
         "alignment": torch.where(determined, of_bases.diagonal, torch.nan),
         "overlap_squares": of_bases.squares.transpose(1, 2),
         "overlap_fourths": of_bases.fourths.transpose(1, 2),
     }
 
 
-def _spectra(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the singular values, certificates and parts of null levels of every row, by layer."""
-    parts = {
-        "singular_gap": "gap",
-        "full_svd": "full",
-        "residual": "residual",
-        "complete": "complete",
-    }
-    parts = {"singular_value": "S"} | {f"{DIAGNOSTICS}{name}": part for name, part in parts.items()}
-    spectra = {
-        name: torch.stack([getattr(l.triplets, part) for l in layers], 1)
-        for name, part in parts.items()
-    }
-    return spectra | parts_of_null_levels(layers, ks)
+def spectra(
+    layers: Sequence[Layer], ks: Sequence[int], parts: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return parts of the triplets, by name, and of null levels, of every row, by layer."""
+    triplets = [layer.triplets for layer in layers]
+    values = {name: _stacked(triplets, part) for name, part in parts.items()}
+    return values | parts_of_null_levels(layers, ks)
+
+
+def _stacked(triplets: Sequence[Triplets], part: str) -> Tensor:
+    return torch.stack([getattr(of_layer, part) for of_layer in triplets], 1)
 
 
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
@@ -123,9 +127,8 @@ def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     R = len(layers[0].checks)
     values = {"sliced": np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])}
     for name in ("value_error", "derivative_error", "independent_error"):
-        values[name] = np.array(
-            [[getattr(l.checks[r], name) for l in layers] for r in range(R)], np.float32
-        )
+        errors = [[getattr(layer.checks[r], name) for layer in layers] for r in range(R)]
+        values[name] = np.array(errors, np.float32)
     return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
 
 
@@ -144,11 +147,9 @@ def pairs(
         bases: the triplets whose singular vectors are the bases; None: those of the layers.
         L: the number of layers. If `layers` has one more, that one replaces layer L in measures that end in `_normed`.
     """
-    bases = [layer.triplets for layer in layers] if bases is None else bases
-    U, V, S_bases = (
-        torch.stack([getattr(triplets, part) for triplets in bases], 1) for part in "UVS"
-    )
-    S = torch.stack([layer.triplets.S for layer in layers], 1)
+    of_layers = [layer.triplets for layer in layers]
+    U, V, S_bases = (_stacked(of_layers if bases is None else bases, part) for part in "UVS")
+    S = _stacked(of_layers, "S")
     A, swapped, in_frames = _products(layers, U, V, "vju" in measures, L)
     values = _measures(A, S, S_bases, layers, in_frames, U, V, ks)
     if L is not None and len(layers) > L:
@@ -158,7 +159,9 @@ def pairs(
         of_swapped = swapped, S[:, alone], S_bases[:, alone], layers[alone], in_frames[:, alone]
         values_of_swapped = _measures(*of_swapped, V[:, alone], U[:, alone], ks)
         values |= {f"{name}_vju": value for name, value in values_of_swapped.items()}
-    return values | ({"matrix": A[:, :L, :L, : ks[0], : ks[0]]} if "matrices" in measures else {})
+    if "matrices" in measures:
+        values["matrix"] = A[:, :L, :L, : ks[0], : ks[0]]
+    return values
 
 
 def _products(
@@ -167,6 +170,7 @@ def _products(
     """Return A of every Jacobian in every basis, A with the sides swapped of the first L, and every Jacobian in frames."""
     d, K = U.shape[-2:]
     F = frames(d, K).to(U)
+    # All bases side by side: one product with J for all pairs of a block, in place of L small ones.
     right, left = coupling.side_by_side(V), coupling.side_by_side(U[:, :L])
     A, swapped, in_frames = [], [], []
     for l, layer in enumerate(layers):
@@ -190,14 +194,11 @@ def _measures(
 ) -> dict[str, Tensor]:
     """Return the mis-couplings, and the null levels that are measured, (R, k, L, M)."""
     parts = []
+    d = U.shape[-2]
+    # A part of the rows at a time: each K makes copies of A.
     for r in range(0, len(A), at_once := max(1, AT_ONCE // A[0].numel())):
-        rows = slice(r, r + at_once)
-        by_k = [
-            coupling.miscouplings(
-                A[rows, ..., :k, :k], S[rows, ..., :k], U.shape[-2], S_bases[rows, ..., :k]
-            )
-            for k in ks
-        ]
+        A_, S_, bases = A[r : r + at_once], S[r : r + at_once], S_bases[r : r + at_once]
+        by_k = [coupling.miscouplings(A_[..., :k, :k], S_[..., :k], d, bases[..., :k]) for k in ks]
         parts.append(
             {name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS}
         )
@@ -282,17 +283,13 @@ def measure_blocks(
         return {}
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]
     like = layers[0].triplets.V
-    products = (
-        Products(len(layers), like.shape[-2], like.shape[-1], like.dtype)
-        if "products" in choices
-        else None
-    )
+    products = None
+    if "products" in choices:
+        products = Products(len(layers), like.shape[-2], like.shape[-1], like.dtype)
     by_name: dict[str, list[Tensor]] = {measure.name: [] for measure in declared}
     for l, (layer, selections) in enumerate(zip(layers, blocks, strict=True), 1):
-        x, y = (
-            torch.cat([rows.select(getattr(call, of)).to(like) for call, rows in selections])
-            for of in "xy"
-        )
+        x = torch.cat([rows.select(call.x).to(like) for call, rows in selections])
+        y = torch.cat([rows.select(call.y).to(like) for call, rows in selections])
         block = BlockRows(layer, x, y - x)
         for measure in declared:
             assert measure.compute is not None
@@ -305,6 +302,7 @@ def measure_blocks(
     values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}
     if head is not None and "directions" in choices:
         values |= measure_directions(head, [layer.triplets for layer in layers], memory)
+    # The products to the last block begin there, so they need the Jacobians a second time, in the other order.
     if products is not None:
         values |= products.values(lambda l: layers[l - 1].jacobian())
     return values

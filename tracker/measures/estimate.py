@@ -78,26 +78,20 @@ class Cost:
         shortest, longest = self.tokens
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
         without = f", without {join_names(self.not_timed)}" if self.not_timed else ""
+        tokens = counted(self.rows, "token")
         memory = f"about {size(self.peak_bytes)} beside the weights ({size(self.weights_bytes)}); "
         lines = [
             ("refused", self.refused),
             ("blocks", self.blocks),
-            (
-                "inputs",
-                f"{self.samples} of {length}; Jacobians at {counted(self.rows, 'token')} in all",
-            ),
+            ("inputs", f"{self.samples} of {length}; Jacobians at {tokens} in all"),
             ("K", f"{', '.join(map(str, self.k))} of width {self.width}" if self.k else ""),
             ("method", self.method),
             ("time", "" if self.refused else f"about {duration(self.seconds)}{without}"),
             ("memory", f"{memory}memory_budget {size(self.memory_budget)}" if self.k else ""),
             ("warning", self.warning),
         ]
-        return "\n".join(
-            [
-                "dry run: nothing was measured",
-                *(entry(label, text) for label, text in lines if text),
-            ]
-        )
+        shown = [entry(label, text) for label, text in lines if text]
+        return "\n".join(["dry run: nothing was measured", *shown])
 
     __repr__ = __str__
 
@@ -120,6 +114,7 @@ def estimate(
     """
     samples = sum(len(call.labels) for call in calls)
     sizes = [_size(batch) for batch in calls]
+    # The call of the median size stands for the others.
     batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
     lengths = [_length(batch) for batch in calls]
     of_plan: dict[str, Any] = {}
@@ -136,12 +131,12 @@ def estimate(
         if depth is not None:
             seconds *= depth / len(recording.calls)
             recording = _deepened(recording, depth)
-        total = len(rows) * (
-            sum(sizes) / _size(batch) if settings.tokens == "all" else samples / len(batch.labels)
-        )
-        case = _Case(
-            jacobians, recording, rows, settings, make_plan(settings, recording), round(total)
-        )
+        # All tokens grow with the length, the last ones with the number of samples.
+        share = sum(sizes) / _size(batch)
+        if settings.tokens != "all":
+            share = samples / len(batch.labels)
+        plan = make_plan(settings, recording)
+        case = _Case(jacobians, recording, rows, settings, plan, round(len(rows) * share))
         of_plan = _of_plan(case, len(calls))
         check_kept(settings, recording, case.total)
         if settings.includes("coupling"):
@@ -232,10 +227,10 @@ def _seconds_of_blocks(case: _Case) -> float:
 
 def _method(case: _Case) -> str:
     plan, dtype, device = case.plan, case.recording.calls[0].x.dtype, case.jacobians.replica.device
-    iterates = basis_fits(plan.d, plan.K) and (
-        plan.svd == "krylov"
-        or (plan.svd != "full" and krylov_is_cheaper(plan.d, plan.K, dtype, device))
+    iterates = plan.svd == "krylov" or (
+        plan.svd == "auto" and krylov_is_cheaper(plan.d, plan.K, dtype, device)
     )
+    iterates = iterates and basis_fits(plan.d, plan.K)
     chosen = "krylov: iteration on Jacobians" if iterates else "full decomposition of Jacobians"
     if plan.kept == "file":
         chosen += ", which wait in a file, as those of one token do not fit the budget together"
@@ -245,10 +240,9 @@ def _method(case: _Case) -> str:
 def _peak(case: _Case, calls: int) -> int:
     """Return the bytes beside the weights: recordings, bases, Jacobians, and the larger of products and decompositions."""
     settings, plan, rows = case.settings, case.plan, case.together
-    recordings = min(
-        settings.memory(4),
-        case.recording.nbytes() * min(max(1, ceil(rows / len(case.rows))), calls),
-    )
+    # As many calls as are recorded before their rows are enough, and no more than the budget holds: the others go to files.
+    together = min(max(1, ceil(rows / len(case.rows))), calls)
+    recordings = min(settings.memory(4), case.recording.nbytes() * together)
     if not settings.forms_jacobians:
         return recordings
     column = plan.d * plan.itemsize
@@ -259,12 +253,10 @@ def _peak(case: _Case, calls: int) -> int:
     )
     kept = plan.blocks_together(rows)
     parallel = min(kept, torch.get_num_threads())
-    return (
-        recordings
-        + bases
-        + rows * kept * plan.bytes_of_jacobian
-        + max(products, parallel * SVD_COPIES * plan.bytes_of_jacobian)
-    )
+    jacobians = rows * kept * plan.bytes_of_jacobian
+    decompositions = parallel * SVD_COPIES * plan.bytes_of_jacobian
+    # Products come after the decompositions, whose memory is free by then.
+    return recordings + bases + jacobians + max(products, decompositions)
 
 
 def _from_the_middle(recording: Recording) -> list[BlockCall]:

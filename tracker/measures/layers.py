@@ -5,7 +5,7 @@ them, and their singular vectors, themselves.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,15 +65,19 @@ def _layers(
     keep: Callable[[Tensor], Jacobian],
 ) -> list[Layer]:
     """Return layers whose Jacobians are formed and decomposed, then kept by a function."""
-    Js, checks = zip(
-        *(_form_jacobians(jacobians, selections) for selections in blocks), strict=True
-    )
+    Js, checks = [], []
+    for selections in blocks:
+        J, checks_of_rows = _form_jacobians(jacobians, selections)
+        Js.append(J)
+        checks.append(checks_of_rows)
+    # All blocks in one call: it decomposes small matrices one on each core, or all as one batch on an accelerator.
     triplets = triplets_of_jacobians(Js, plan, jacobians.advance)
-    of_blocks = [moments(J, of_block.S[:, 0]) for J, of_block in zip(Js, triplets, strict=True)]
-    return [
-        Layer(of_block, keep(J), of_J, checks_of_block)
-        for of_block, J, of_J, checks_of_block in zip(triplets, Js, of_blocks, checks, strict=True)
-    ]
+    layers = []
+    for J, of_J, checks_of_J in zip(Js, triplets, checks, strict=True):
+        # The moments need J while it is on the device: `keep` may move it to a file.
+        moments_of_J = moments(J, of_J.S[:, 0])
+        layers.append(Layer(of_J, keep(J), moments_of_J, checks_of_J))
+    return layers
 
 
 def triplets_of_jacobians(
@@ -93,6 +97,7 @@ def _form_jacobians(
 ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
     Js, checks = zip(*jacobians(selections), strict=True)
     jacobians.advance(sum(map(len, Js)))
+    # Selections share a check of values and derivatives; the comparison with differences is of each row.
     of_rows = [
         replace(check, independent_errors=(error,))
         for check in checks
@@ -110,9 +115,8 @@ def with_kept(settings: Settings, keep: str | Sequence[str]) -> Settings:
     Raises:
         UsageError: for another name, or if no Jacobians of blocks are measured.
     """
-    names = (
-        (keep,) if isinstance(keep, str) else tuple(keep) if isinstance(keep, Sequence) else (keep,)
-    )
+    several = isinstance(keep, Sequence) and not isinstance(keep, str)
+    names = tuple(keep) if several else (keep,)
     if set(names) - {*KEPT}:
         raise UsageError(f"keep={keep!r}; choose from {', '.join(KEPT)}")
     if names and not settings.includes("coupling"):
@@ -128,10 +132,8 @@ def check_kept(settings: Settings, recording: Recording, rows: int) -> None:
     Raises:
         UsageError: if it does not.
     """
-    needed, available = (
-        kept_bytes(settings, recording, rows),
-        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    )
+    needed = kept_bytes(settings, recording, rows)
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise UsageError(
             f"keep={settings.keep!r} takes {size(needed)} for {rows} tokens, and the machine has {size(available)}; keep the "
@@ -141,23 +143,27 @@ def check_kept(settings: Settings, recording: Recording, rows: int) -> None:
 
 def kept_bytes(settings: Settings, recording: Recording, rows: int) -> int:
     """Return the bytes of what is kept at so many rows; while samples are joined, there are two copies of it."""
-    d, L = recording.calls[0].x.shape[-1], len(recording.calls)
-    of_block = ("jacobian" in settings.keep) * d**2 + (
-        "singular_vectors" in settings.keep
-    ) * 2 * d * max(settings.ks(d))
-    return 2 * rows * L * of_block * settings.torch_dtype.itemsize
+    d = recording.calls[0].x.shape[-1]
+    of_block = 0
+    if "jacobian" in settings.keep:
+        of_block += d**2
+    if "singular_vectors" in settings.keep:
+        of_block += 2 * d * max(settings.ks(d))
+    return 2 * rows * len(recording.calls) * of_block * settings.torch_dtype.itemsize
 
 
 def kept_arrays(layers: Sequence[Layer], keep: Sequence[str]) -> dict[str, np.ndarray]:
     """Return what is to be kept of every row and layer, in the host's memory: J over (row, layer, output, input), U and V."""
+
+    def stack(values: Iterable[Tensor]) -> np.ndarray:
+        return np.stack([value.cpu().numpy() for value in values], 1)
+
     arrays = {}
     if "jacobian" in keep:
-        arrays["jacobian"] = np.stack([layer.jacobian().cpu().numpy() for layer in layers], 1)
+        arrays["jacobian"] = stack(layer.jacobian() for layer in layers)
     if "singular_vectors" in keep:
-        for name, part in (("left_singular_vector", "U"), ("right_singular_vector", "V")):
-            arrays[name] = np.stack(
-                [getattr(layer.triplets, part).cpu().numpy() for layer in layers], 1
-            )
+        arrays["left_singular_vector"] = stack(layer.triplets.U for layer in layers)
+        arrays["right_singular_vector"] = stack(layer.triplets.V for layer in layers)
     return arrays
 
 

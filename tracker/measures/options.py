@@ -58,11 +58,11 @@ def settings_from(
             for word in unknown
             for name in get_close_matches(word, [*own, *OPTIONS], cutoff=0.5)
         ]
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        takes = f"{caller} takes {', '.join(own)}; " if own else ""
         raise TypeError(
-            f"{caller}() got an unexpected option {', '.join(map(repr, unknown))}; "
-            + (f"did you mean {' or '.join(close)}? " if close else "")
-            + (f"{caller} takes {', '.join(own)}; " if own else "")
-            + f"measurement options are {', '.join(OPTIONS)}"
+            f"{caller}() got an unexpected option {', '.join(map(repr, unknown))}; {meant}{takes}"
+            f"measurement options are {', '.join(OPTIONS)}"
         )
     given = {name: _canonical(name, value) for name, value in options.items()}
     return Settings(**{name: option.default for name, option in OPTIONS.items()} | given)

@@ -19,7 +19,7 @@ from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
 
 ARRAYS = 5  # of the size of a Jacobian, that the measures of a row's Jacobians take beside it
-# Measures that take `ARRAYS`
+# Measures that take `ARRAYS`.
 OF_ENTRIES = {option.name for option in CHOICES if option.of_jacobians == "entries"}
 
 
@@ -90,33 +90,31 @@ class Plan:
 
 def make_plan(settings: Settings, recording: Recording) -> Plan:
     """Return the plan for forward calls like this one."""
-    x, device = recording.calls[0].x, recording.calls[0].replica.device
+    calls = recording.calls
+    x = calls[0].x
     plan = Plan(
-        settings.ks(x.shape[-1]),
-        settings.svd,
-        settings.measures_of_jacobians(),
-        settings.keep,
-        x.shape[-1],
-        len(recording.calls),
-        len(measured_calls(recording)),
-        x.itemsize,
-        settings.memory(2),
+        ks=settings.ks(x.shape[-1]),
+        svd=settings.svd,
+        measures=settings.measures_of_jacobians(),
+        keep=settings.keep,
+        d=x.shape[-1],
+        L=len(calls),
+        of_row=len(measured_calls(recording)),
+        itemsize=x.itemsize,
+        memory=settings.memory(2),
         kept="device",
         rows=1,
     )
-    memory, jacobian, of_all = (
-        plan.memory,
-        plan.bytes_of_jacobian,
-        plan.of_row * plan.bytes_of_jacobian,
-    )
-    forming = 2 * MERGING * jacobian  # half of this memory is for what forms Jacobians
-    host = 0 if device.type == "cpu" else host_memory()
-    beside = ARRAYS * jacobian * bool(OF_ENTRIES & set(plan.measures))
-    if of_all <= memory:
-        return replace(
-            plan, rows=max(1, memory // (max(of_all, forming) + plan.bytes_of_pairs + beside))
-        )
-    rows = max(1, memory // (forming + beside))
+    J = plan.bytes_of_jacobian
+    of_all = plan.of_row * J
+    forming = 2 * MERGING * J  # half of this memory is for what forms Jacobians
+    beside = ARRAYS * J if OF_ENTRIES & set(plan.measures) else 0
+    if of_all <= plan.memory:
+        of_row = max(of_all, forming) + plan.bytes_of_pairs + beside
+        return replace(plan, rows=max(1, plan.memory // of_row))
+    rows = max(1, plan.memory // (forming + beside))
+    # On a CPU the host's memory is the budget itself, which was too small.
+    host = 0 if calls[0].replica.device.type == "cpu" else host_memory()
     if of_all <= host:
         return replace(plan, kept="host", rows=min(rows, host // of_all))
     return replace(plan, kept="file", rows=rows)
@@ -127,8 +125,6 @@ def measured_calls(recording: Recording) -> list[BlockCall]:
 
     These are the calls of all blocks and, if the measures include the final norm, the last one with it.
     """
-    return (
-        recording.calls
-        if recording.normed_last is None
-        else [*recording.calls, recording.normed_last]
-    )
+    if recording.normed_last is None:
+        return recording.calls
+    return [*recording.calls, recording.normed_last]

@@ -55,7 +55,7 @@ from tracker.measures.coupling import (
 )
 
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
-AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold
+AT_ONCE = 1 << 20  # entries of A: below it, calls take longer than what a CPU's caches save
 SLOPE = 0.4
 ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
@@ -188,9 +188,9 @@ class _Controls:
         self.diagonal_squares, self.weights = diagonal_squares.unsqueeze(2), weights.unsqueeze(2)
 
     def sums(self, A: Float[Tensor, "R L n K M K"]) -> Float[Tensor, "4 R L M"]:
-        """Return the sums over frames, in the order of `BY_ROTATIONS`."""
-        diagonal = A.diagonal(dim1=3, dim2=5)  # (R, L, n, M, K)
-        squares, of_entries = diagonal.square(), A.square()
+        """Return the sums over frames, in the order of `BY_ROTATIONS`; A is overwritten."""
+        diagonal = A.diagonal(dim1=3, dim2=5).clone()  # (R, L, n, M, K)
+        squares, of_entries = diagonal.square(), A.square_()
         # Without a difference of sums: the root of its rounding is no level of a pair whose A is diagonal.
         of_entries.diagonal(dim1=3, dim2=5).zero_()
         off = of_entries.sum((3, 5))  # (R, L, n, M)

@@ -335,13 +335,9 @@ class Settings:
 
     def chosen_tokens(self, blocks: "Blocks") -> str | tuple[int, ...]:
         """Return the tokens to measure; by default the class token of models that classify from it, else the last."""
-        return (
-            self.tokens
-            if self.tokens is not None
-            else "last"
-            if blocks.class_token is None
-            else "cls"
-        )
+        if self.tokens is not None:
+            return self.tokens
+        return "last" if blocks.class_token is None else "cls"
 
     def ks(self, d: int) -> tuple[int, ...]:
         """Return the numbers of singular vectors for width d, ascending."""

@@ -22,7 +22,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tracker.linalg.cores import batch_on_cores
+from tracker.linalg.precision import frobenius
 from tracker.linalg.svd import SMALL, Triplets
+from tracker.measures.coupling import Moments
 from tracker.measures.declaration import OURS, of_each_block
 
 Jacobian = Float[Tensor, "*B d d"]
@@ -41,10 +43,10 @@ def linear_error(Jx: Vectors, f: Vectors) -> Values:
     return torch.linalg.vector_norm(Jx - f, dim=-1) / torch.where(length > 0, length, torch.nan)
 
 
-def symmetric_share(J: Jacobian) -> Values:
+def symmetric_share(of: Moments, d: int) -> Values:
     """Return the share of |J|_F^2 that the symmetric part has; NaN for a zero matrix."""
-    unit = _unit(J)
-    return torch.linalg.matrix_norm((unit + unit.mT) / 2) ** 2
+    symmetric = torch.hypot(of.symmetric, d**0.5 * of.isotropic)
+    return (symmetric / of.frobenius(d)) ** 2
 
 
 def alignment(triplets: Triplets) -> Float[Tensor, "B K"]:
@@ -68,7 +70,7 @@ def departure(J: Jacobian) -> Values:
 def _unit(J: Jacobian) -> Jacobian:
     """Return J / |J|_F: squares of tiny entries underflow."""
     J = J / J.abs().amax((-2, -1), keepdim=True)
-    return J / torch.linalg.matrix_norm(J, keepdim=True)
+    return J / frobenius(J)[..., None, None]
 
 
 DECLARED = (
@@ -100,7 +102,7 @@ DECLARED = (
         "symmetric_share",
         "symmetric share of the Jacobian",
         option="normality",
-        compute=lambda block: symmetric_share(block.J),
+        compute=lambda block: symmetric_share(block.layer.moments, block.x.shape[-1]),
         formula="‖(J + Jᵀ) / 2‖² / ‖J‖²",
         reference=OURS,
         text="How much of a block's Jacobian J is symmetric: 1 all of it, 0 none, 1/2 for unrelated input and output directions.",

@@ -6,6 +6,7 @@ axes process all tokens of one depth at a time.
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from math import sqrt
 
 import numpy as np
@@ -94,6 +95,7 @@ def measure_states(
         UsageError: if entropy or words for directions are requested by name and the model has no unembedding.
     """
     device, head = replica.device, recording.head
+    # Only where it was named: "all" measures what the model has.
     for name in ("entropy", "directions"):
         if head is None and name in settings.measures:
             raise UsageError(
@@ -104,17 +106,11 @@ def measure_states(
     scalars = d
     requested: list[StateMeasure] = []
     asked = [measure for measure in STATES if settings.includes(measure.option)]
-    if measures := [measure for measure in asked if measure.variant != "normed"]:
-        requested.append(
-            lambda b, part: _trajectory(measures, recording.states(b, part, device), window)
-        )
-    normed = [measure for measure in asked if measure.variant == "normed"]
-    if normed and recording.normed_last is not None:
-        requested.append(
-            lambda b, part: _trajectory(
-                normed, recording.states(b, part, device, normed=True), window
-            )
-        )
+    for normed in (False, True):
+        measures = [measure for measure in asked if (measure.variant == "normed") == normed]
+        if measures and (not normed or recording.normed_last is not None):
+            read = partial(recording.states, device=device, normed=normed)
+            requested.append(partial(_trajectory, measures, window, read))
     if settings.includes("pca"):
         mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
 
@@ -130,17 +126,18 @@ def measure_states(
     with ExitStack() as weights:
         if settings.includes("entropy") and head is not None:
             unembedding = replica.module.get_submodule(head)
+            # The unembedding runs here outside a forward pass: what it writes must not reach the caller's tensors.
             weights.enter_context(replica.guard())
             for module in (unembedding, norm):
                 weights.enter_context(replica.materialize(module))
             scalars += int(unembedding(recording.states(slice(1), slice(1), device)[:1]).shape[-1])
-            requested.append(
-                lambda b, part: {
-                    "entropy": trajectory.entropy(
-                        recording.states(b, part, device), norm or torch.nn.Identity(), unembedding
-                    )
-                }
-            )
+
+            def entropy(b: slice, part: slice) -> dict[str, Tensor]:
+                X = recording.states(b, part, device)
+                return {"entropy": trajectory.entropy(X, norm or torch.nn.Identity(), unembedding)}
+
+            requested.append(entropy)
+        # Logits take far more memory than states, so that they decide how many tokens are read at once.
         per_token = (len(recording.calls) + 1) * scalars
         at_once = max(1, settings.memory(16) // (per_token * settings.torch_dtype.itemsize))
         together = at_once if device.type != "cpu" else min(at_once, AT_ONCE // per_token)
@@ -158,11 +155,8 @@ def measure_states(
 
 def warn_of_missing_unembedding(recording: Recording, settings: Settings) -> None:
     """Warn if "all" leaves out the entropy of a language model, because no module gives its logits."""
-    lacking = (
-        recording.head is None
-        and settings.includes("entropy")
-        and "entropy" not in settings.measures
-    )
+    named = "entropy" in settings.measures
+    lacking = recording.head is None and settings.includes("entropy") and not named
     if lacking and recording.logits is not None:
         warn_caller(
             f"measures='all' leaves out the entropy of the next token: the model computes {recording.logits} logits for each "
@@ -176,22 +170,27 @@ def _principal_axes(
 ) -> tuple[Tensor, Tensor]:
     """Return the mean (B, d) and the principal axes (B, d, 2) of each sample's states, without padding."""
     whole = all(len(at) == y.shape[1] for at in valid)
-    chosen = (
-        y
-        if whole
-        else (x[to_device(x.device, torch.tensor(at))[0]] for x, at in zip(y, valid, strict=True))
-    )
+    chosen = y
+    if not whole:
+        at = [to_device(y.device, torch.tensor(of_sample))[0] for of_sample in valid]
+        chosen = [x[of_sample] for x, of_sample in zip(y, at, strict=True)]
     mean, axes = zip(*map(trajectory.principal_axes, chosen), strict=True)
     return torch.stack(mean), torch.stack(axes)
 
 
-def _trajectory(measures: Sequence[Measure], X: Tensor, window: int) -> dict[str, Tensor]:
+def _trajectory(
+    measures: Sequence[Measure],
+    window: int,
+    states: Callable[[slice, slice], Tensor],
+    b: slice,
+    part: slice,
+) -> dict[str, Tensor]:
+    X = states(b, part)
     values = {}
     for measure in measures:
         assert measure.compute is not None
-        values[measure.name] = (
-            measure.compute(X, window) if measure.windowed else measure.compute(X)
-        )
+        given = (X, window) if measure.windowed else (X,)
+        values[measure.name] = measure.compute(*given)
     return values
 
 
@@ -203,6 +202,7 @@ def noise_similarity(
     The root mean square length of a token's noise is `NOISE` times the length of its embedding. All levels of a sample
     scale one draw, from the sample's seed. Padding gets no noise. NaN where a state is zero.
     """
+    # Drawn on the CPU, where a seed gives the same numbers on every machine, and without padding, which batches add.
     first = recording.calls[0].x.to(replica.device)
     unit = torch.zeros(first.shape, dtype=torch.float64)
     for of_sample, seed, at in zip(unit, recording.sample_seeds, valid, strict=True):

@@ -44,7 +44,7 @@ from tracker.measures.coupling import (
     moments,
 )
 from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
-from tracker.measures.depthwise import pairs, parts_of_null_levels
+from tracker.measures.depthwise import pairs, spectra
 from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
 from tracker.measures.plan import Plan
 from tracker.model.recording import Recording
@@ -153,6 +153,7 @@ def tokenwise_couplings(
         basis_layers: block l -> basis block l', from 1.
     """
     by_row: dict[int, dict[str, np.ndarray]] = {}
+    # Samples of equally many tokens: their pairs have one shape.
     for T in {len(one.tokens) for one in selected}:
         alike = [i for i, one in enumerate(selected) if len(one.tokens) == T]
         size = plan.samples(links_of(T))
@@ -190,7 +191,7 @@ def _couplings(
             if chosen := [link for link in layers if link in of_kind]:
                 alike = [layers[link] for link in chosen]
                 if what == "jacobians":
-                    values = _of_jacobians(alike, plan.ks)
+                    values = spectra(alike, plan.ks, PARTS)
                 else:
                     kind_bases = [bases[basis_layers[l]][link] for link in of_kind]
                     values = pairs(alike, plan.ks, measures, bases=kind_bases)
@@ -210,6 +211,7 @@ def _couplings(
                 waiting |= layers if file is None else _in_file(layers, file)
             elif basis is not None:
                 add("pairs", l, layers)
+            # Before the next are formed: two sets of Jacobians would exceed the memory.
             del layers
         bases[l] = block_triplets
         if waiting:
@@ -217,15 +219,6 @@ def _couplings(
         needed = {basis_layers.get(m) for m in order[place + 1 :]}
         bases = {m: triplets for m, triplets in bases.items() if m in needed}
     return _assemble(kinds, parts, len(samples[0].recording.calls))
-
-
-def _of_jacobians(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return the singular values, certificates and parts of null levels of some links' Jacobians."""
-    values = {
-        name: torch.stack([getattr(layer.triplets, part) for layer in layers], 1)
-        for name, part in PARTS.items()
-    }
-    return values | parts_of_null_levels(layers, ks)
 
 
 def tokenwise_steps(T: int, basis_layers: Mapping[int, int]) -> int:

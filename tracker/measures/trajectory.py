@@ -105,7 +105,9 @@ def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[
     mean = x.mean(0)
     _, s, axes = torch.linalg.svd(x - mean, full_matrices=False)
     s, axes = (torch.nn.functional.pad(v, (0,) * (2 * v.dim() - 1) + (2,))[:2] for v in (s, axes))
+    # The sign of an axis is arbitrary: its largest entry is made positive.
     largest = axes.take_along_dim(axes.abs().argmax(-1, keepdim=True), -1)
+    # A direction within rounding of no variance is one of rounding errors.
     varies = s > x.shape[0] * torch.finfo(s.dtype).eps * torch.linalg.matrix_norm(x)
     return mean, torch.where(varies[:, None], axes * largest.sign(), torch.nan).mT
 

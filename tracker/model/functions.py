@@ -60,10 +60,8 @@ def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> 
     )
     functools.update_wrapper(new, function, updated=())
     new.__dict__ = copy(vars(function))
-    new.__defaults__, new.__kwdefaults__ = (
-        copy(function.__defaults__),
-        copy(function.__kwdefaults__),
-    )
+    new.__defaults__ = copy(function.__defaults__)
+    new.__kwdefaults__ = copy(function.__kwdefaults__)
     scope.update((name, copy(value)) for name, value in names.items())
     for cell, new_cell in zip(cells, new_cells, strict=True):
         if _is_empty(new_cell) and not _is_empty(cell):
@@ -76,14 +74,16 @@ def returns_value(function: Any) -> bool:
     if isinstance(function, partial):
         return returns_value(function.func)
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return code is None or any(
-        (
-            now.opname == "RETURN_VALUE"
-            and not (before.opname == "LOAD_CONST" and before.argval is None)
-        )
-        or (now.opname == "RETURN_CONST" and now.argval is not None)  # of Python 3.12 and 3.13
-        for before, now in pairwise(dis.get_instructions(code))
-    )
+    if code is None:
+        return True
+    for before, now in pairwise(dis.get_instructions(code)):
+        if now.opname == "RETURN_CONST" and now.argval is not None:  # of Python 3.12 and 3.13
+            return True
+        # Code without a return statement ends by loading and returning None.
+        of_none = before.opname == "LOAD_CONST" and before.argval is None
+        if now.opname == "RETURN_VALUE" and not of_none:
+            return True
+    return False
 
 
 def names_in_code(function: Any) -> tuple[str, ...]:
@@ -129,13 +129,11 @@ def _sets_variables(code: CodeType) -> bool:
 @functools.cache
 def _global_names(code: CodeType) -> list[str]:
     """Return the names of the globals that code loads, with those of the functions that it defines."""
-    own = [now.argval for now in dis.get_instructions(code) if now.opname == "LOAD_GLOBAL"]
-    return own + [
-        name
-        for inner in code.co_consts
-        if isinstance(inner, CodeType)
-        for name in _global_names(inner)
-    ]
+    names = [now.argval for now in dis.get_instructions(code) if now.opname == "LOAD_GLOBAL"]
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            names += _global_names(inner)
+    return names
 
 
 def _is_empty(cell: CellType) -> bool:

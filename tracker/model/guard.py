@@ -46,10 +46,12 @@ def copy_nested(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) ->
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     if isinstance(value, (dict, list, deque)):
         new = memo[id(value)] = copy(value)
+        # Into the memo before its entries: a container may contain itself.
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             new[key] = copy_nested(value[key], leaf, memo)
         return new
     if isinstance(value, set):
+        # Tensors in a set are found by identity, so they are not copied.
         return memo.setdefault(id(value), copy(value))
     if is_data(value):
         new = memo[id(value)] = copy(value)
@@ -145,6 +147,7 @@ class SharedTensors:
 
     def before_write(self, written: Tensor) -> None:
         """Move all aliases of this memory, and the tensor that is about to be written, to a copy of it."""
+        # Sparse tensors have no storage, and tensors on meta no values.
         if written.layout != torch.strided or written.device.type == "meta":
             return
         storage = _storage(written)
@@ -153,17 +156,15 @@ class SharedTensors:
         if not shared:
             return
         self._copied += shared
-        if not any(
-            written is alias for alias, _ in shared
-        ):  # a view, or the caller's tensor itself, in a closure of its code
+        # It may also be a view, or the caller's tensor itself, in a closure of its code.
+        if not any(written is alias for alias, _ in shared):
             self._copied.append((written, written.data))
         copy = written.untyped_storage().clone()
         with torch.no_grad():
             for tensor in (*(alias for alias, _ in shared), written):
                 empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                tensor.data = empty.set_(
-                    copy, tensor.storage_offset(), tensor.size(), tensor.stride()
-                )  # type: ignore[call-overload]
+                place = tensor.storage_offset(), tensor.size(), tensor.stride()
+                tensor.data = empty.set_(copy, *place)  # type: ignore[call-overload]
         if storage in self._watched:
             self._watched.add(_storage(written))
 

@@ -51,15 +51,11 @@ def is_norm(
     """Whether a module that was called with these arguments changes those of the output's shape, and equally at every scale."""
 
     def scaled(value: Any, scale: float) -> Any:
-        if (
-            not isinstance(value, Tensor)
-            or value.shape != output.shape
-            or not value.is_floating_point()
-        ):
+        alike = isinstance(value, Tensor) and value.shape == output.shape
+        if not alike or not value.is_floating_point():
             return value
-        return value * (
-            scale / value.square().mean().sqrt().clamp_min(torch.finfo(value.dtype).tiny)
-        )
+        root_mean_square = value.square().mean().sqrt()
+        return value * (scale / root_mean_square.clamp_min(torch.finfo(value.dtype).tiny))
 
     def run(scale: float) -> Tensor:
         return module(
@@ -67,10 +63,10 @@ def is_norm(
             **{name: scaled(a, scale) for name, a in keywords.items()},
         )
 
-    if any(
-        isinstance(a, Tensor) and a.shape == output.shape and torch.equal(a, output) for a in args
-    ):
-        return False
+    # A module that returns what it was given (dropout in eval mode) changes nothing.
+    for value in args:
+        if isinstance(value, Tensor) and value.shape == output.shape and torch.equal(value, output):
+            return False
     small, large = map(run, SCALES)
     return torch.allclose(small, large, rtol=0, atol=SAME * float(large.abs().max()))
 
@@ -90,9 +86,9 @@ class NormWatch(TorchFunctionMode):
     def watch(self, modules: Sequence[nn.Module]) -> Iterator[None]:
         """Watch the pass that runs in this context, and those of these modules that have no matrices."""
         with ExitStack() as stack:
-            for module in {
-                id(module): module for module in modules if has_no_matrices(module)
-            }.values():
+            # A module that several blocks hold gets one hook.
+            without_matrices = {id(one): one for one in modules if has_no_matrices(one)}
+            for module in without_matrices.values():
                 stack.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
             stack.enter_context(self)
             yield
@@ -110,6 +106,7 @@ class NormWatch(TorchFunctionMode):
         same = [(one.output.to(y.dtype) == y).all() for one in alike]
         # One wait for the device
         of_one_length, *same = torch.stack([_have_one_length(y), *same]).tolist()
+        # The question runs the norm again: what that returns must not be recorded.
         self.trying = True
         of_norm = any(one.is_of_norm() for one, holds in zip(alike, same, strict=True) if holds)
         self.trying = False
@@ -315,15 +312,11 @@ class HeadHooks:
         if self._operations.place != "after" or len(args) + len(keywords) != 1:
             return
         (x,) = (*args, *keywords.values())
-        if (
-            isinstance(x, Tensor)
-            and isinstance(output, Tensor)
-            and 1 < x.dim() < 4
-            and x.shape[:-1] == output.shape[:-1]
-        ):
-            self._heads.append(
-                (name, output.shape[-1], self.replica.oriented(x) if x.dim() == 3 else x)
-            )
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
+            return
+        if 1 < x.dim() < 4 and x.shape[:-1] == output.shape[:-1]:
+            x = self.replica.oriented(x) if x.dim() == 3 else x
+            self._heads.append((name, output.shape[-1], x))
 
     def _leave_state_map(
         self,
@@ -353,13 +346,10 @@ class HeadHooks:
 
     def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
         argument = next(iter((*args, *keywords.values())), None)
-        if (
-            not isinstance(argument, Tensor)
-            or not isinstance(output, Tensor)
-            or argument.shape != output.shape
-        ):
+        if not isinstance(argument, Tensor) or not isinstance(output, Tensor):
             return False
-        return argument.dim() == 3 and is_last_state(self.replica.oriented(argument))
+        alike = argument.shape == output.shape and argument.dim() == 3
+        return alike and is_last_state(self.replica.oriented(argument))
 
 
 def _is_part(x: Tensor, states: Tensor) -> bool:
@@ -377,12 +367,9 @@ def _outside_blocks(replica: Replica) -> Iterator[tuple[str, nn.Module]]:
     inside = {id(part) for block in replica.blocks for part in block.modules()}
     blocks = set(map(id, replica.blocks))
     for name, module in replica.module.named_modules():
-        if (
-            name
-            and id(module) not in inside
-            and not any(id(part) in blocks for part in module.modules())
-        ):
-            yield name, module
+        if name and id(module) not in inside:
+            if not any(id(part) in blocks for part in module.modules()):
+                yield name, module
 
 
 class _Operations(TorchDispatchMode):
@@ -410,15 +397,12 @@ class _Operations(TorchDispatchMode):
     ) -> Any:
         """Note the operation, and run it."""
         schema = getattr(func, "_schema", None)
-        if (
-            schema is not None
-            and self.place == "before"
-            and schema.name in ("aten::embedding", "aten::index")
-        ):
+        name = "" if schema is None else schema.name
+        if self.place == "before" and name in ("aten::embedding", "aten::index"):
             if args[0].dim() == 2:
                 self.tables.add(len(args[0]))
-        elif schema is not None and self.place == "after" and schema.name in _PRODUCTS:
-            for rows, columns in _PRODUCTS[schema.name](*args):
+        elif self.place == "after" and name in _PRODUCTS:
+            for rows, columns in _PRODUCTS[name](*args):
                 if any(abs(columns - table) <= table // PADDING for table in self.tables):
                     self.products.append((rows, columns))
         return func(*args, **(kwargs or {}))

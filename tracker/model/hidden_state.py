@@ -98,8 +98,9 @@ def with_hidden_state(output: Any, state: Tensor) -> Any:
     old = hidden_state(output)
     if _is_record(output):
         changed = copy(output)
-        for name in (name for name, value in named_values(output).items() if value is old):
-            object.__setattr__(changed, name, state)  # a frozen dataclass as well
+        for name, value in named_values(output).items():
+            if value is old:
+                object.__setattr__(changed, name, state)  # a frozen dataclass as well
         return changed
     return tree_map(lambda leaf: state if leaf is old else leaf, output)
 

@@ -116,13 +116,12 @@ def _table(embedding: Any) -> nn.Embedding | None:
 
 def _owners(model: nn.Module, block: str | None) -> list[nn.Module]:
     """Return the Hugging Face models in `model` that contain the block, the outermost first."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if (block is None or name == "" or block.startswith(f"{name}."))
-        and hasattr(module, "config")
-        and hasattr(module, "get_input_embeddings")
-    ]
+    owners = []
+    for name, module in model.named_modules():
+        contains = block is None or name == "" or block.startswith(f"{name}.")
+        if contains and hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+            owners.append(module)
+    return owners
 
 
 def _text_towers(owner: nn.Module) -> list[nn.Module]:

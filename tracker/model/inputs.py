@@ -104,9 +104,8 @@ class Batch:
         samples = next((tensor.cpu() for tensor in tensors if tensor.shape[:1] == (B,)), None)
         if samples is None:
             return [0] * B
-        if (
-            samples.dim() > 1 and samples.shape[1] % n == 0
-        ):  # tokens; several inputs for each where a model downsamples them
+        # Tokens; several inputs for each where a model downsamples them.
+        if samples.dim() > 1 and samples.shape[1] % n == 0:
             samples = [x[:: len(x) // n][at] for x, at in zip(samples, valid, strict=True)]
         return [seed_of([x], {}) for x in samples]
 
@@ -166,13 +165,11 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     elif isinstance(inputs, Mapping):
         inputs = {name: _as_dict(value) for name, value in inputs.items()}
         tensors = _named_tensors(inputs)
-        preferred = [
-            name
-            for name in ("input_ids", "inputs_embeds", *tensors)
-            if name in tensors and name != "attention_mask"
-        ]
-        main = tensors[preferred[0]]
-        if preferred[0] == "inputs_embeds":
+        # The mask counts tokens and is none; what else comes first is what the batch axis is read from.
+        given = [name for name in tensors if name != "attention_mask"]
+        first = next(name for name in ("input_ids", "inputs_embeds", *given) if name in given)
+        main = tensors[first]
+        if first == "inputs_embeds":
             main = main[..., 0]  # one number for each token, as of ids, whose shape the mask has
         taken = {
             name: value
@@ -185,9 +182,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
             raise UsageError(
                 "the inputs are prompts; give their tokenizer as well: measure(model, prompts, tokenizer=...)"
             )
-        encoded = _cut(
-            [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)], max_tokens
-        )
+        encoded = [_encoded(prompt, i, tokenizer) for i, prompt in enumerate(inputs)]
+        encoded = _cut(encoded, max_tokens)
         calls = [_prompt(model, inputs[i], i, tokenizer, encoded[i]) for i in range(len(inputs))]
     else:
         raise UsageError(
@@ -232,11 +228,9 @@ def check_tokenizer(tokenizer: Any) -> None:
 def _checked_max_tokens(max_tokens: Any, inputs: Any) -> int | None:
     if max_tokens is None:
         return None
-    if (
-        not isinstance(max_tokens, (int, np.integer))
-        or isinstance(max_tokens, bool)
-        or max_tokens < 1
-    ):
+    # A bool is an int, and NumPy's integers are not.
+    whole = isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool)
+    if not whole or max_tokens < 1:
         raise UsageError(f"max_tokens={max_tokens!r}; give a whole number of tokens, at least 1")
     if isinstance(inputs, (Tensor, Mapping)):
         raise UsageError(
@@ -262,12 +256,10 @@ def _cut(encoded: list[dict[str, Any]], max_tokens: int | None) -> list[dict[str
     lengths = [one["input_ids"].shape[1] for one in encoded]
     long = [i for i, length in enumerate(lengths) if max_tokens is not None and length > max_tokens]
     if long:
-        which = (
-            f"prompt {long[0]} has"
-            if len(long) == 1
-            else f"{len(long)} of {len(encoded)} prompts have up to"
-        )
-        each = "" if len(long) == 1 else "each is "
+        which = f"{len(long)} of {len(encoded)} prompts have up to"
+        each = "each is "
+        if len(long) == 1:
+            which, each = f"prompt {long[0]} has", ""
         warn_caller(
             f"{which} {max(lengths)} tokens; {each}cut to its first {max_tokens} (max_tokens)"
         )
@@ -285,11 +277,9 @@ def _prompt(
     except UsageError as error:
         raise UsageError(f"prompt {i} ({shortened(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
-    if (
-        any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-        and "input_ids" not in known
-    ):
-        # Passed on to it
+    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
+    if passes_on and "input_ids" not in known:
+        # A model around the Hugging Face model, to which the keywords go.
         known = inspect.signature((huggingface_owner(model) or model).forward).parameters
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
     keywords = {name: value for name, value in encoded.items() if name in known}
@@ -340,11 +330,8 @@ def _check_batch_axis(model: nn.Module, main: Tensor) -> None:
         raise UsageError(
             f"inputs of shape {tuple(main.shape)}; the first axis must be the batch: add it with [None]"
         )
-    layers = (
-        entry
-        for entry in model.named_modules()
-        if isinstance(entry[1], (nn.Linear, nn.Embedding, _ConvNd))
-    )
+    layer_types = nn.Linear, nn.Embedding, _ConvNd
+    layers = (entry for entry in model.named_modules() if isinstance(entry[1], layer_types))
     name, first = next(layers, ("", None))
     if main.dim() != 3 or not isinstance(first, nn.Conv2d) or first.in_channels != len(main):
         return
@@ -367,13 +354,12 @@ def _takes(model: nn.Module, name: str) -> bool:
 def _special_tokens(stated_by: Any) -> SpecialTokens:
     """Read the ids of special tokens from a tokenizer or a config; those that it does not state are left out."""
     first = getattr(stated_by, "cls_token_id", None)
-    stated = [first, *(getattr(stated_by, f"{kind}_token_id", None) for kind in ("sep", "eos"))]
-    ends = {
-        one
-        for ids in stated
-        for one in (ids if isinstance(ids, list) else [ids])
-        if isinstance(one, int)
-    }
+    ends: set[int] = set()
+    for kind in ("cls", "sep", "eos"):
+        ids = getattr(stated_by, f"{kind}_token_id", None)
+        # Configs of some models list several ends of a text.
+        several = ids if isinstance(ids, list) else [ids]
+        ends |= {one for one in several if isinstance(one, int)}
     return SpecialTokens(first, frozenset(ends))
 
 
@@ -395,12 +381,11 @@ def _check_ids(model: nn.Module, ids: Tensor) -> None:
             f"{ids.shape[1]} tokens, which this model pads to a multiple of its attention window ({multiple}), so that "
             f"padding would be measured; give a multiple of {multiple} tokens"
         )
-    if (
-        table is not None
-        and ids.numel()
-        and not 0 <= int(ids.min()) <= int(ids.max()) < table.num_embeddings
-    ):
+    if table is None or not ids.numel():
+        return
+    least, most = int(ids.min()), int(ids.max())
+    if least < 0 or most >= table.num_embeddings:
         raise UsageError(
-            f"token ids from {int(ids.min())} to {int(ids.max())}, but the model's vocabulary has {table.num_embeddings} "
+            f"token ids from {least} to {most}, but the model's vocabulary has {table.num_embeddings} "
             "entries; is this the model's own tokenizer?"
         )

@@ -81,15 +81,14 @@ def _from_arguments(
         .bind(*batch.arguments, **batch.keywords)
         .arguments
     )
-    arguments = [
-        (name, value) for name, value in first.arguments.arguments.items() if name != first.state
-    ]
-    masks = [
-        (name, leaf)
-        for name, value in [*arguments, *bound.items()]
-        for leaf in tree_leaves(value)
-        if isinstance(leaf, Tensor) and leaf.dim() > 1
-    ]
+    arguments = {**first.arguments.arguments}
+    # Blocks named by boundaries have no argument of that name.
+    arguments.pop(first.state, None)
+    masks = []
+    for name, value in [*arguments.items(), *bound.items()]:
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.dim() > 1:
+                masks.append((name, leaf))
     for name, mask in masks:
         for visible in _readings(mask, B, n):
             padding = _hidden_positions(visible.to(blocks.x.device))

@@ -59,12 +59,9 @@ class Generators:
 
     def seed(self, seed: int) -> None:
         """Seed all generators. Call inside `preserve_random_state`."""
-        if (
-            _accelerator_generators(self._device)
-            or torch.accelerator.current_accelerator(check_available=True) is None
-        ):
+        if _accelerator_generators(self._device):
             torch.manual_seed(seed)
-        else:  # it would seed an accelerator that nothing has used yet, later
+        else:  # it would seed an accelerator that nothing has used yet, later, and keep a stack trace
             torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed)

@@ -88,44 +88,51 @@ class _Recorder:
         self.head.enter_block()
         self.norms.forget()
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
-        bound = bind_arguments(block, args, kwargs)
         name = self.names[id(block)]
+        bound = bind_arguments(block, args, kwargs)
+        state, given = self.state_argument(name, bound)
+        x = self.input_of(name, given, bound)
+        # Every replay sets it; keeping it here would keep the original alive.
+        bound.arguments[state] = None
+        memo: dict[int, Any] = {}  # what several arguments hold stays one object in the copies
+        copies = OrderedDict()
+        for key, value in bound.arguments.items():
+            copies[key] = copy_nested(value, self.copy_argument, memo)
+        bound = inspect.BoundArguments(bound.signature, copies)
+        layer = len(self.calls) + 1
+        self.running = BlockCall(layer, name, block, bound, state, self.replica, x)
+        self.running.input_dtype = given.dtype
+
+    def state_argument(self, name: str, bound: inspect.BoundArguments) -> tuple[str, Tensor]:
+        """Return the name and the value of the argument that is a block's hidden state: its first."""
         if not bound.arguments:
             raise UsageError(
                 f"block {name} is called without arguments; the first argument of a residual block is its hidden state"
             )
-        state = next(iter(bound.arguments))
-        x = bound.arguments[state]
+        state, x = next(iter(bound.arguments.items()))
         if not (isinstance(x, Tensor) and x.dim() == 3):
             argument = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
                 f"block {name} takes {argument}; a residual block takes a hidden state (batch, tokens, width). {HOW_TO_NAME}"
             )
+        return state, x
+
+    def input_of(self, name: str, given: Tensor, bound: inspect.BoundArguments) -> Tensor:
+        """Return the input to record for a block: the output of the one before, which it has to equal."""
+        x = self.replica.oriented(given).to(self.replica.dtype)
         streams = passed_on(bound, self.states)
-        x, input_dtype = self.replica.oriented(x).to(self.replica.dtype), x.dtype
-        # Copies, here and of the output: a block may work on its input in place, and the model on the block's output.
-        if not self.calls:
-            check_finite(x, f"the model, before its first block ({name}),")
-            x = self.spill.keep(x.clone())
-        elif self.is_last_state(x):
-            x = self.calls[-1].y
-        elif len(streams) > 1:
-            raise two_streams(self.calls[-1].name, *(self.states[i] for i in streams[:2]))
-        else:
-            raise self.changed_between(self.calls[-1].name, name)
         beside = [i for i in streams if i > 0]
         self.stream = (beside[0], self.states[beside[0]]) if beside else None
-        # Every replay sets it; keeping it here would keep the original alive
-        bound.arguments[state] = None
-        memo: dict[int, Any] = {}
-        copies = {
-            key: copy_nested(value, self.copy_argument, memo)
-            for key, value in bound.arguments.items()
-        }
-        bound = inspect.BoundArguments(bound.signature, OrderedDict(copies))
-        layer = len(self.calls) + 1
-        self.running = BlockCall(layer, name, block, bound, state, self.replica, x)
-        self.running.input_dtype = input_dtype
+        if not self.calls:
+            check_finite(x, f"the model, before its first block ({name}),")
+            # A copy, here and of the output: a block may work on its input in place, and the model on the block's output.
+            return self.spill.keep(x.clone())
+        last = self.calls[-1]
+        if self.is_last_state(x):
+            return last.y
+        if len(streams) > 1:
+            raise two_streams(last.name, *(self.states[i] for i in streams[:2]))
+        raise self.changed_between(last.name, name)
 
     def changed_between(self, before: str, name: str) -> UsageError:
         """Return the error for blocks between which the model changes the state; it proposes that each begins where the one
@@ -143,7 +150,7 @@ class _Recorder:
             return value
         key = id(value), value._version
         if key not in self.copies:
-            # The original is kept alive, so that its id is not reused
+            # The original is kept alive, so that its id is not reused.
             self.copies[key] = value, value.clone()
         return self.copies[key][1]
 
@@ -174,9 +181,8 @@ class _Recorder:
         if id(block) not in self.replica.ends_in_norm:
             self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
         call.ends_in_norm = self.replica.ends_in_norm[id(block)]
-        self.states = states_in(
-            dict(enumerate(output)) if isinstance(output, (tuple, list)) else {}
-        )
+        several = isinstance(output, (tuple, list))
+        self.states = states_in(dict(enumerate(output)) if several else {})
         self.check_one_stream(call, y)
         y = self.replica.oriented(y).to(self.replica.dtype)
         if y.shape != call.x.shape:
@@ -190,10 +196,8 @@ class _Recorder:
             self.check_stateless(call, self.state_before)
         self.replica.stateless.add(id(block))
         for attention in call.attention:
-            attention.key, attention.value = (
-                self.spill.keep(attention.key),
-                self.spill.keep(attention.value),
-            )
+            attention.key = self.spill.keep(attention.key)
+            attention.value = self.spill.keep(attention.value)
         self.calls.append(call)
         self.head.leave_block()
 
@@ -206,22 +210,22 @@ class _Recorder:
         if self.stream is not None:
             place, argument = self.stream
             returned = self.states.get(place)
-            if (
-                returned is not None
-                and returned.shape == argument.shape
-                and not torch.equal(returned, argument)
-            ):
-                raise two_streams(call.name, y, returned)
-        others = states_in(call.arguments.arguments).values()
-        returned = [
-            state for i, state in self.states.items() if i > 0 and state.shape == call.x.shape
-        ]
-        if y.shape != call.x.shape and returned and any(other.shape == y.shape for other in others):
+            if returned is not None and returned.shape == argument.shape:
+                if not torch.equal(returned, argument):
+                    raise two_streams(call.name, y, returned)
+        if y.shape == call.x.shape:
+            return
+        # The block may have swapped two states of different shapes, and returned the hidden state second.
+        others = [state.shape for state in states_in(call.arguments.arguments).values()]
+        beside = [self.states[i] for i in self.states if i > 0]
+        returned = [state for state in beside if state.shape == call.x.shape]
+        if returned and y.shape in others:
             raise two_streams(call.name, returned[0], y)
 
     def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
         """Check that the block keeps no state between calls."""
         call = call.to(self.replica.dtype, self.replica.device)  # from a file
+        # Another state than the recorded one: a cached output would agree on that.
         x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
         observation = f"block {call.layer} ({call.name}) does not reproduce its own output"
         with self.replica.materialize(call.block):

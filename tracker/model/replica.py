@@ -77,9 +77,10 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
     kernel = "sdpa" if supports_sdpa(replica) else "eager"
 
     def changed_copy(config: Any, change: Callable[[Any], None]) -> Any:
+        # Modules share a config, of which they get one copy.
         if id(config) not in copies:
             new = copy(config)
-            # The original is kept alive, so that its id is not reused
+            # The original is kept alive, so that its id is not reused.
             copies[id(config)] = config, new
             for name in getattr(config, "sub_configs", ()):
                 if hasattr(part_of := vars(config).get(name), "_attn_implementation"):
@@ -161,6 +162,7 @@ def require_stateless(
     before.restore()
     expected = run()
     after.restore()
+    # The largest entry as well: a difference in one row would be small beside the norm of all.
     norms = [
         partial(torch.linalg.vector_norm, ord=order, dtype=torch.float64)
         for order in (2, torch.inf)
@@ -220,17 +222,17 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
+    # What a hook computes before each pass (weight_norm, prune) is no state.
     computed = {
         getattr(hook, "name", getattr(hook, "_tensor_name", None))
         for hook in part.__dict__.get("_weight_hooks", ())
     }
-    return {
-        name: value
-        for name, value in part.__dict__.items()
-        if name not in NOT_STATE
-        and name not in computed
-        and not name.endswith(("_hooks", "_hooks_with_kwargs"))
-    }
+    left_out = {*NOT_STATE, *computed}
+    attributes = {}
+    for name, value in part.__dict__.items():
+        if name not in left_out and not name.endswith(("_hooks", "_hooks_with_kwargs")):
+            attributes[name] = value
+    return attributes
 
 
 def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
@@ -273,6 +275,7 @@ class ModuleCopier:
         return new
 
     def _copy(self, module: nn.Module) -> nn.Module:
+        # In place of the constructor, which would ask for arguments and allocate weights.
         new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
         state = new.__dict__
         for name, value in module.__dict__.items():
@@ -287,12 +290,13 @@ class ModuleCopier:
                 }
             else:
                 state[name] = self.copy_nested(value)
+        # Dropout off; a compiled call would run the caller's modules.
         state.update(training=False, _compiled_call_impl=None)
         # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
         state["_weight_hooks"] = [
-            h
-            for h in module._forward_pre_hooks.values()
-            if type(h).__module__.startswith("torch.nn.utils")
+            hook
+            for hook in module._forward_pre_hooks.values()
+            if type(hook).__module__.startswith("torch.nn.utils")
         ]
         self._copy_hooks(module, new)
         _replace_forward(module, new)
@@ -304,6 +308,7 @@ class ModuleCopier:
             for key, hook in module.__dict__[store].items():
                 if not self.computes(module, hook):
                     continue
+                # A hook's marks (with keywords, called always) are in stores of their own, under the same key.
                 for name, marks in module.__dict__.items():
                     if name in _HOOKS and name.startswith(store) and key in marks:
                         new.__dict__[name][key] = self.copy_nested(marks[key])
@@ -313,21 +318,20 @@ class ModuleCopier:
 
         A hook that records holds a list, a logger or a file. One that returns nothing changes nothing, unless it writes in place.
         """
+        if not isinstance(hook, (*FUNCTIONS, nn.Module)) or not returns_value(hook):
+            return False
         own = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
-        is_function = isinstance(hook, (*FUNCTIONS, nn.Module))
-        with_weights = is_function and (
-            own.intersection(names_in_code(hook)) or any(map(self._has_weights, reachable(hook)))
-        )
-        return bool(with_weights) and returns_value(hook)
+        by_name = not own.isdisjoint(names_in_code(hook))
+        return by_name or any(map(self._has_weights, reachable(hook)))
 
     def _has_weights(self, value: Any) -> bool:
         """Whether a value is a tensor, or a module of the model with weights; a trainer's hooks hold modules around the model."""
         if not isinstance(value, nn.Module):
             return isinstance(value, Tensor)
         tensors = chain(value.parameters(), value.buffers())
-        return next(tensors, None) is not None and any(
-            value is part for part in self.model.modules()
-        )
+        # A module without weights, such as an activation, is not asked where it belongs.
+        has_tensors = next(tensors, None) is not None
+        return has_tensors and any(value is part for part in self.model.modules())
 
     def copy_nested(self, value: Any) -> Any:
         """Copy what a module or a function holds."""
@@ -337,17 +341,13 @@ class ModuleCopier:
         """Copy what a module holds besides weights. Inference tensors are copied; those in weights, when a pass uses them."""
         if isinstance(value, Tensor) and value.is_inference():
             return self.shared.share(value.clone())
-        value = (
-            getattr(value, "_torchdynamo_orig_callable", value)
-            if isinstance(value, FunctionType)
-            else value
-        )
+        if isinstance(value, FunctionType):
+            # What `torch.compile` made of a function is compiled for the caller's modules.
+            value = getattr(value, "_torchdynamo_orig_callable", value)
         if isinstance(value, FUNCTIONS) and any(map(can_change, reachable(value))):
-            return (
-                self.memo[id(value)]
-                if id(value) in self.memo
-                else rebuild(value, self.copy_nested, self.memo)
-            )
+            if id(value) in self.memo:
+                return self.memo[id(value)]
+            return rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
     def copy_leaf(self, value: Any) -> Any:
@@ -394,6 +394,7 @@ def _replace_forward(module: nn.Module, new: nn.Module) -> None:
 def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules outside a block that its functions, hooks and containers hold; of a model around it, no other blocks."""
     # In this order on all ranks, which gather weights together
+    # In this order on all ranks, which gather weights together.
     inside = dict.fromkeys(block.modules())
     attributes = [
         {name: v for name, v in vars(part).items() if name not in NOT_STATE} for part in inside
@@ -402,10 +403,11 @@ def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
     for held in reachable(attributes):
         if isinstance(held, nn.Module) and held not in inside:
             parts = list(held.modules())
-            left_out = (
-                {part for other in blocks for part in other.modules()} if block in parts else inside
-            )
-            outside.update((part, None) for part in parts if part not in left_out)
+            left_out = set(inside)
+            if block in parts:
+                # It is around the block: a reference to the whole model must not bring in all blocks' weights.
+                left_out = {part for other in blocks for part in other.modules()}
+            outside |= {part: None for part in parts if part not in left_out}
     return [part for part in outside if part not in inside]
 
 
@@ -440,9 +442,9 @@ class Replica:
             if isinstance(part.__dict__.get("_dtype"), torch.dtype):
                 part.__dict__.update(_dtype=dtype, _device=device)
         adjust_configs(self.module, dtype, device)
-        self.blocks = (
-            [] if blocks.spans else [self.module.get_submodule(name) for name in blocks.names]
-        )
+        self.blocks: list[nn.Module] = []
+        if not blocks.spans:
+            self.blocks = [self.module.get_submodule(name) for name in blocks.names]
         self.held_outside = {
             id(block): modules_outside(block, self.blocks) for block in self.blocks
         }
@@ -530,6 +532,7 @@ class Replica:
             _, weights = running[-1]
             changed = None
             if weights is not None:
+                # In this order: the block's own writes are undone before a hook may call the block again.
                 self._undo_writes(block)
                 changed = leave(block, args, output)
                 weights.close()
@@ -537,16 +540,18 @@ class Replica:
             return changed
 
         with ExitStack() as stack:
+            # Before the blocks' hooks: their callbacks run in the reverse order, and weights of blocks lie over those of the
+            # whole.
             stack.enter_context(self.materialize(self.module, exclude=self.blocks))
             stack.callback(lambda: [part.restore() for part in reversed(written)])
+            # A pass that raised left blocks without their forward hook.
             stack.callback(
                 lambda: [weights.close() for _, weights in reversed(running) if weights is not None]
             )
             for block in self.blocks:
                 # First, as the block's own pre-hooks are part of the block.
-                stack.callback(
-                    block.register_forward_pre_hook(load, prepend=True, with_kwargs=True).remove
-                )
+                before = block.register_forward_pre_hook(load, prepend=True, with_kwargs=True)
+                stack.callback(before.remove)
                 stack.callback(block.register_forward_hook(release).remove)
             yield
 
@@ -572,11 +577,11 @@ class Replica:
         converted: dict[int, Tensor] = {}
         held: list[WeightHolder] = []
         try:
-            for part in (
-                [*module.modules(), *self.held_outside.get(id(module), ())]
-                if module is not None
-                else ()
-            ):
+            parts = []
+            if module is not None:
+                # A block's functions and hooks may call modules that it does not contain.
+                parts = [*module.modules(), *self.held_outside.get(id(module), ())]
+            for part in parts:
                 if id(part) in skipped:
                     continue
                 held.append(WeightHolder(part))
@@ -608,6 +613,7 @@ class Replica:
             return None
         if id(tensor) not in converted:
             plain = self.convert(plain_tensor(part, name, tensor, self.gather), dtype)
+            # Buffers are written to in ordinary passes (running means, caches of tables); weights, by few models.
             converted[id(tensor)] = plain.clone() if copied or name in part._buffers else plain
         return converted[id(tensor)]
 

@@ -69,6 +69,7 @@ def gathering_together(model: nn.Module) -> Iterator[Gather]:
         if is_device_error(error):
             raise
         ranks.error = error
+    # Also after success: other ranks may have failed, and would wait for this one in a gather.
     ranks.end()
 
 
@@ -83,9 +84,8 @@ def noting_forward(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        own = not (
-            isinstance(error, UsageError) or is_allocation_failure(error) or is_device_error(error)
-        )
+        of_machine = is_allocation_failure(error) or is_device_error(error)
+        own = not isinstance(error, UsageError) and not of_machine
         if own and not fails_in_forward(error):
             error.add_note(f"{IN_FORWARD}{name}")
         raise
@@ -124,9 +124,9 @@ class _Ranks:
 
     def __init__(self, tensors: list[Any]) -> None:
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self.mesh: DeviceMesh = max(
-            (tensor.device_mesh for tensor in tensors), key=lambda mesh: mesh.size()
-        )
+        # A weight may be sharded over a part of the mesh; all ranks are in the largest.
+        meshes = (tensor.device_mesh for tensor in tensors)
+        self.mesh: DeviceMesh = max(meshes, key=lambda mesh: mesh.size())
         self.ended = False
         self.error: Exception | None = None  # why this rank can't go on
 
@@ -151,13 +151,9 @@ class _Ranks:
             UsageError, FloatingPointError, torch.OutOfMemoryError, RuntimeError: the first error of the ranks, on each.
             Exception: this rank's own error, if it is none of `FAILURES`.
         """
-        outcome = (
-            RUNNING
-            if self.error is None
-            else OUT_OF_MEMORY
-            if is_allocation_failure(self.error)
-            else FAILED
-        )
+        outcome = RUNNING
+        if self.error is not None:
+            outcome = OUT_OF_MEMORY if is_allocation_failure(self.error) else FAILED
         if not self.ended and self._agree(outcome, END):
             return
         errors: list[Any] = [None if self.error is None else portable(self.error)]
@@ -174,6 +170,7 @@ class _Ranks:
 
     def _agree(self, outcome: int, number: int) -> bool:
         """Return whether no rank has failed and all have given the same number."""
+        # One reduction tells the largest and the smallest number: the maximum of the negated ones.
         numbers = torch.tensor([outcome, number, -number], device=self.mesh.device_type)
         # One of each dimension: together, the maximum over the mesh
         for group in self.mesh.get_all_groups():

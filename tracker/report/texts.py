@@ -150,9 +150,7 @@ def _matrix(values: np.ndarray) -> str:
 
 def lacking(ds: xr.Dataset) -> list[str]:
     """List what these results lack, and the command that adds it."""
-    again = (
-        "python -m tracker.pythia --model … --measures {} --out OTHER, or measures= of the callback"
-    )
+    again = "measure with --measures {} and another --out, in Python measures= and save_dir="
     usual = ",".join(USUAL)
     missing = [option for option in CHOICES if not _has(ds, option.name)]
     lines = [
@@ -180,7 +178,9 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
         rows += [
-            (f"asked for: {name}", str(value)) for name, value in store.read_settings().items()
+            (f"asked for: {name}", str(value))
+            for name, value in store.read_settings().items()
+            if value not in (None, {}, [])
         ]
     # Sorted, as files give attributes back in an order of their own.
     rows += [

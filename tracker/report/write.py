@@ -176,12 +176,13 @@ def _json(value: Any) -> str:
 
 
 def _summary(ds: "xr.Dataset") -> str:
+    from tracker.analysis.summary import kind_of_inputs
     from tracker.report.contents import layers
 
     steps, count = ds["step"].values, len(ds["step"])
     span = f"from step {steps[0]:,} to {steps[-1]:,}" if count > 1 else f"at step {steps[0]:,}"
-    blocks, prompts = layers(ds), ds.sizes["prompt"]
-    return f"{counted(blocks, 'block')}, {counted(count, 'checkpoint')} {span}, {counted(prompts, 'prompt')}."
+    inputs = counted(ds.sizes["prompt"], kind_of_inputs(ds))
+    return f"{counted(layers(ds), 'block')}, {counted(count, 'checkpoint')} {span}, {inputs}."
 
 
 def _numbers(summaries: Mapping[str, "xr.Dataset"]) -> str:

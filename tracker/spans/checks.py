@@ -277,22 +277,16 @@ class WholeStateCheck:
         states = self._states_beside(l)
         beside = [*states, *self._inputs_beside(l)]
         fixed = [*self.replica.description.fixed, *beside]
-        named = (
-            repr([str(place) for place in fixed] if len(fixed) > 1 else str(fixed[0]))
-            if beside
-            else ""
-        )
-        remedy = (
-            f"it is the output of {norm}: if residuals add to the input of {norm}, name 'input of {norm}'"
-            if norm
-            else "name the tensor that residuals add to: in a pre-norm model the input of the norm before a branch, not its "
-            "output, or the output of the previous module"
-            + (
-                f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}"
-                if beside
-                else ""
+        named = repr(str(fixed[0]) if len(fixed) == 1 else [*map(str, fixed)])
+        if norm:
+            remedy = f"it is the output of {norm}: if residuals add to the input of {norm}, name 'input of {norm}'"
+        else:
+            remedy = (
+                "name the tensor that residuals add to: in a pre-norm model the input of the norm before a branch, not its "
+                "output, or the output of the previous module"
             )
-        )
+            if beside:
+                remedy += f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}"
         finding = (
             f"{where} is not the whole hidden state: with that tensor as recorded and other states before it, "
             f"{'the output of the model' if after else 'the end of the span'} changes by {error:.1e} of its size, so it "

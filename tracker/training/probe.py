@@ -427,10 +427,8 @@ def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
     runs = f"the forward of {type(model).__name__}"
     remedy = "If the training step prepares a batch for the model, or calls another part of it, do the same:"
     if isinstance(model, WithForward):
-        runs, remedy = (
-            "the function given as forward=",
-            "It takes the module and a batch like the probe:",
-        )
+        runs = "the function given as forward="
+        remedy = "It takes the module and a batch like the probe:"
     elif is_prompts(probe):
         remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
     failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"

@@ -139,9 +139,10 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
     count, inputs = len(selection.checkpoints), measurement.inputs
     if isinstance(inputs, Mapping):
         inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0))
+    kind = "prompt" if isinstance(inputs[0], str) else "sample"
     print(
         f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
-        f"{counted(len(inputs), 'prompt')}; {measurement.device}, "
+        f"{counted(len(inputs), kind)}; {measurement.device}, "
         f"{measurement.settings.dtype}; results in {plan.output.store.path}",
         flush=True,
     )

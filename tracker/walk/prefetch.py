@@ -62,11 +62,9 @@ class Prefetched:
         selection, checkpoint = self.selection, self.checkpoint
         if checkpoint.revision is None:
             return Path(checkpoint.source)
-        repo, revision, cache_dir = (
-            checkpoint.source,
-            checkpoint.revision,
-            selection.suite.cache_dir,
-        )
+        repo = checkpoint.source
+        revision = checkpoint.revision
+        cache_dir = selection.suite.cache_dir
         if not selection.suite.on_hub:
             return cached_snapshot(repo, revision, cache_dir)
         listing = selection.listings.get(revision)

@@ -237,11 +237,9 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
 def _from_json(line: str, i: int, source: str) -> Prompt:
     try:
         entry = json.loads(line)
-        prompt, difficulty, drawn_from = (
-            entry["prompt"],
-            entry.get("difficulty"),
-            entry.get("source"),
-        )
+        prompt = entry["prompt"]
+        difficulty = entry.get("difficulty")
+        drawn_from = entry.get("source")
     except (
         ValueError,
         RecursionError,
