@@ -235,6 +235,8 @@ def test_samples_that_mix_at_one_token_and_coordinate_are_refused():
     net, x = network(lambda mlp, x: mlp(x) + only * x.mean(0, keepdim=True)), states(2)
     only = torch.zeros_like(x[0])
     only[-1, 0] = 0.1
+    for block in net:
+        block.attn.out_proj.weight.data.zero_()
     with pytest.raises(UsageError, match="mixes the samples.* have a derivative with respect to"):
         measured(net, x, "float64")
 
