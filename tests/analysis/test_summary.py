@@ -225,6 +225,9 @@ def test_prompts_of_several_sources_and_one_prompt():
     assert (alone.over, clustered.over) == ("samples", "3 clusters of samples")
     assert clustered.value == pytest.approx(alone.value)
     assert "a t test over the pairs of blocks and the samples." in repr(tracker.summary(ds))
+    assert "a cluster" not in repr(tracker.summary(ds))
+    both = tracker.summary({"alone": ds, "grouped": grouped})
+    assert "Equal samples, and those of one source, are a cluster." in repr(both)
     for alike in (ds.isel(prompt=[0]), ds.isel(prompt=[0, 0])):  # one, and two that are equal
         one = tracker.summary(alike)
         assert one[["low", "high"]].isna().all(axis=None)
