@@ -124,8 +124,9 @@ def fork_each(tasks: dict[str, Callable], jobs: int) -> Iterator[tuple[str, floa
             child.join()
             if child.exitcode == 1:
                 raise RuntimeError(f"{name}: an error of this program, printed above")
-            by = receiver.recv() if receiver.poll() else f"exit status {child.exitcode}"
-            yield name, time.perf_counter() - start, by if child.exitcode else ""
+            by = f"exit status {child.exitcode}" if child.exitcode else ""
+            by = receiver.recv() if child.exitcode == KILLED else by
+            yield name, time.perf_counter() - start, by
 
 
 def in_child(task: Callable, sender) -> None:

@@ -90,9 +90,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/measures/block_products.py": {
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
     },
-    "tracker/measures/block_halves.py": {
-        "_null_level: J.shape[-1] -> J.shape[-2]": "J is square",
-    },
     "tracker/measures/directions.py": {
         "in_words.texts: ids.reshape(-1, ids.shape[-1]) -> ids.reshape(-2, ids.shape[-1])": "NumPy takes any negative length as the missing one",
     },
