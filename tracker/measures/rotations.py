@@ -55,7 +55,7 @@ from tracker.measures.coupling import (
 )
 
 COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
-AT_ONCE = 1 << 20  # entries of A: below it, calls take longer than what a CPU's caches save
+AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold, and small budgets
 SLOPE = 0.4
 ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
