@@ -480,6 +480,7 @@ def test_accuracy_at_chance_or_constant_has_a_line():
     constant = grid.assign(accuracy=0 * grid.accuracy + 0.5)
     assert cautions(constant) == ["Accuracy is 0.5000 in all 128 models."]
     assert cautions(constant.isel(cell=[0])) == []
+    assert cautions(constant.isel(cell=[0, 1])) == ["Accuracy is 0.5000 in all 2 models."]
     assert answers(named_tests(constant))[0] == (
         "Accuracy rises with coupling: not answered, because the values are equal (primary test, last patch)."
     )
