@@ -161,7 +161,6 @@ class Merge:
     first: int  # the first of the layers
     compute: Callable[[], Float[Tensor, "p R m"]]
     _matrices: Tensor | None = None
-    _by_row: Tensor | None = None
 
     def pull(self, P: Float[Tensor, "_ C p"]) -> Float[Tensor, "R C m"]:
         """Return P S W."""
@@ -170,10 +169,10 @@ class Merge:
         if len(P) == 1:
             product = inner_products(P, self._matrices.flatten(1).mT[None])[0]
             return product.unflatten(1, self._matrices.shape[1:]).transpose(0, 1)
-        if self._by_row is None:  # in place of the matrices, of which they are a copy
-            self._by_row = self._matrices.transpose(0, 1).contiguous()
-            self._matrices = self._by_row.transpose(0, 1)
-        return inner_products(P, self._by_row.mT)
+        # Kept in this order, so that only the first chunk of cotangents copies them.
+        by_row = self._matrices.transpose(0, 1).contiguous()
+        self._matrices = by_row.transpose(0, 1)
+        return inner_products(P, by_row.mT)
 
 
 @dataclass(eq=False)
