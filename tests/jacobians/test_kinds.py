@@ -1,6 +1,7 @@
 """Blocks of one kind share checks of their code; what one block alone does is found, whichever block it is."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.jacobians.test_every_row import Block, by_differences, states
+from tests.jacobians.test_every_row import Block, D, by_differences, states
 from tracker.common.errors import UsageError
 from tracker.jacobians.kinds import kinds_of
 
@@ -52,12 +53,16 @@ SAME = {
     "nothing": lambda block, l: None,
     "number of the block": lambda block, l: setattr(block, "layer_idx", l),
     "rate": lambda block, l: setattr(block.mlp, "rate", 0.1 * (l + 1)),
+    "configuration": lambda block, l: setattr(block, "config", SimpleNamespace(width=D)),
     "weights": lambda block, l: nn.init.constant_(block.other.weight, l),
 }
 OTHER = {
     "window": lambda block, l: setattr(block, "window", 128 * (l % 2)),
     "flag": lambda block, l: setattr(block, "flag", l == 2),
     "rate of zero": lambda block, l: setattr(block, "rate", 0.1 * (l == 2)),
+    "flag in a dictionary": lambda block, l: setattr(block, "options", {"mix": l == 2}),
+    "flag in an object": lambda block, l: setattr(block, "config", SimpleNamespace(mix=l == 2)),
+    "member of a set": lambda block, l: setattr(block, "parts", {"a", "b" * (l == 2)}),
     "class": lambda block, l: setattr(block, "mlp", nn.Identity()) if l == 2 else None,
     "shape": lambda block, l: setattr(block, "other", nn.Linear(3, 3)) if l == 2 else None,
     "hook": lambda block, l: block.register_forward_hook(lambda *_: None) if l == 2 else None,
@@ -74,6 +79,14 @@ def test_weights_rates_and_the_number_of_a_block_make_no_kind(name):
 @pytest.mark.parametrize("name", OTHER)
 def test_what_decides_which_code_runs_makes_a_kind(name):
     assert len(set(codes(OTHER[name]))) == 2
+
+
+def test_an_object_that_contains_itself_has_a_code():
+    def contain(block, l):
+        block.options = {"number": 1}
+        block.options["itself"] = block.options
+
+    assert len(set(codes(contain))) == 1
 
 
 def test_functions_are_told_apart_by_their_code():
