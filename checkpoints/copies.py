@@ -101,18 +101,20 @@ def _remove(directory: Path) -> None:
 @contextmanager
 def _directory(place: Path) -> Iterator[Path]:
     """Make a directory whose lock this process holds, and remove it with what it holds."""
-    lock, directory = None, place / f"{PREFIX}{secrets.token_hex(8)}"
-    try:
-        while lock is None:
-            directory = place / f"{PREFIX}{secrets.token_hex(8)}"
+    lock = None
+    while lock is None:
+        directory = place / f"{PREFIX}{secrets.token_hex(8)}"
+        try:
             directory.mkdir(0o700)
-            with suppress(FileNotFoundError):  # a sweep removed it before it had a lock
+            # A sweep may remove it, or hold its lock, before this process does.
+            with suppress(FileNotFoundError):
                 lock = Lock.take(directory / LOCK)
-        yield directory
-    finally:  # also where a signal raises KeyboardInterrupt above
-        _remove(directory)
-        if lock:
-            lock.release()
+            if lock:
+                yield directory
+        finally:  # also where a signal raises KeyboardInterrupt above
+            _remove(directory)
+            if lock:
+                lock.release()
 
 
 def _beside(source: Path) -> Path:
