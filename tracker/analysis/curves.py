@@ -14,7 +14,6 @@ W&B, the figures and the page all draw these values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
@@ -26,7 +25,7 @@ from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.regression import cluster_means, holm, linear_fit
-from tracker.analysis.selections import number_of_blocks, opened, with_steps
+from tracker.analysis.selections import number_of_blocks, opened, require_names, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
 from tracker.common.errors import UsageError
 from tracker.measures import trajectory
@@ -68,9 +67,7 @@ def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
         UsageError: for what is no result, for a part of one without what a curve needs, and for a name of no measure.
     """
     results = opened(results)
-    if unknown := [name for name in measures if name not in BY_NAME]:
-        similar = get_close_matches(unknown[0], BY_NAME, n=3, cutoff=0)
-        raise UsageError(f"{unknown[0]!r} is no measure; similar names are {', '.join(similar)}")
+    require_names(measures, BY_NAME, "measure")
     out: dict[str, xr.Variable] = {}
     for name in measures:
         reduction = BY_NAME[name].curve

@@ -11,7 +11,6 @@ stand side by side, with the difference of each from the first.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from html import escape
 from os import PathLike
 
@@ -40,7 +39,7 @@ from tracker.analysis.reduction import (
     reduced,
 )
 from tracker.analysis.regression import CONFIDENCE, clustered_mean
-from tracker.analysis.selections import opened, with_steps
+from tracker.analysis.selections import opened, require_names, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
 from tracker.measures.declaration import POSITION
@@ -576,12 +575,7 @@ def to_frame(
 def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
     results = opened(given)
     names = [of] if isinstance(of, str) else list(of)
-    known = list(map(str, results.data_vars))
-    if unknown := [name for name in names if name not in known]:
-        alike = ", ".join(get_close_matches(unknown[0], known, n=3, cutoff=0))
-        raise UsageError(
-            f"{unknown[0]!r} is not in the results; print(results) lists what is, such as {alike}"
-        )
+    require_names(names, map(str, results.data_vars), "variable of these results")
     dims = {name: sorted(map(str, results[name].dims)) for name in names}
     if len(set(map(tuple, dims.values()))) != 1:
         listed = (
