@@ -96,7 +96,7 @@ def file_content(dataset: xr.Dataset) -> memoryview:
         file = netCDF4.Dataset("in memory", "w", memory=0)
         try:
             dataset.dump_to_store(NetCDF4DataStore(file, lock=threading.Lock()), encoding=encoding)
-        except BaseException:
+        except BaseException:  # Ctrl-C among others: the library keeps the file until it is closed
             file.close()
             raise
         return file.close()
@@ -122,6 +122,7 @@ def read_content(
     checked = _is_sealed(file, content)
     try:
         with FIRST, SECOND, netCDF4.Dataset("in memory", memory=content) as opened:
+            # xarray decodes all steps at once, in `_decoded`.
             opened.set_auto_maskandscale(False)
             opened.set_auto_chartostring(False)
             stored = {
@@ -140,10 +141,9 @@ def read_content(
                 )
             )
             if like is not None and like.form == form:
-                return Content(
-                    form, values, like.dims, like.attributes, like.coordinates, attrs, checked
-                )
-            attributes = {name: dict(held.__dict__) for name, held in stored.items()}
+                attributes = like.attributes
+            else:
+                attributes = {name: dict(held.__dict__) for name, held in stored.items()}
             return Content(form, values, dims, attributes, coordinates, attrs, checked)
     except ERRORS as error:
         why = getattr(error, "strerror", None) or first_line(error)
@@ -169,6 +169,7 @@ def stacked(contents: Sequence[Content]) -> xr.Dataset:
     Coordinates with one value in all files have no `step`. Attributes of the files that differ become coordinates along it.
     """
     first = contents[0]
+    # Along `step` even where all steps are one
     coordinates = {*_decoded(first, first.values, first.dims).coords} - {"step"}
     values, dims = {}, dict(first.dims)
     for name in first.dims:

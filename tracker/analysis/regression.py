@@ -33,6 +33,7 @@ from scipy import optimize, stats
 FEWEST_POINTS = 8  # of a statistic that figures and pages print
 MIN_POINTS = 4  # of a linear fit: R^2 of two points is 1, of three often close to 1
 CONFIDENCE = 0.95
+POWER = 0.8
 
 
 def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[str, float]:
@@ -149,8 +150,8 @@ def power_of_correlation(r: float, df: int) -> float:
     return float(stats.norm.sf(critical, shift, scale) + stats.norm.cdf(-critical, shift, scale))
 
 
-def detectable_correlation(df: int, power: float = 0.8) -> float:
-    """Return the smallest correlation that a two-sided test at 5 % finds with this power; NaN below 2 df.
+def detectable_correlation(df: int) -> float:
+    """Return the smallest correlation that a two-sided test at 5 % finds with probability `POWER`; NaN below 2 df.
 
     >>> round(detectable_correlation(30), 2)
     0.47
@@ -158,7 +159,7 @@ def detectable_correlation(df: int, power: float = 0.8) -> float:
     if df < 2:
         return float("nan")
     # Over z = arctanh r, up to 18: tanh 19 is 1 in float64, and its arctanh infinite.
-    z: Any = optimize.brentq(lambda z: power_of_correlation(np.tanh(z), df) - power, 0, 18)
+    z: Any = optimize.brentq(lambda z: power_of_correlation(np.tanh(z), df) - POWER, 0, 18)
     return float(np.tanh(z))
 
 
