@@ -40,6 +40,7 @@ from tracker.analysis.variables import PAIRS
 from tracker.common.errors import UsageError
 from tracker.measures.registry import VARIANTS
 
+# The end of a name that tells trainings of one model apart, as in Pythia's
 VARIANT = re.compile(r"[-_](deduped|((data|weight)[-_])?seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
 
 
@@ -64,6 +65,7 @@ def _model(result: str, ds: xr.Dataset) -> tuple:
     )
     if not name:
         return (result,)
+    # The last part of a path may name several models.
     sizes = (
         ds.attrs["model_class"],
         ds.sizes.get("layer"),
@@ -280,6 +282,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     )
     table["cluster"] = cluster_labels(compared)
     tokens = [tokens_seen(ds) for ds in compared.values()]
+    # A fit over those that state it would be of other models.
     if np.isfinite(tokens).all():
         table[TRAINING_TOKENS] = tokens
     sizes = [name for name in (*SIZES, TRAINING_TOKENS) if name in table]

@@ -130,6 +130,7 @@ REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.Vari
 
 def _has_last(results: xr.Dataset, measure: Measure) -> bool:
     """Whether the results hold the last state, or block, where the curve is of that."""
+    # The last along depth of a part of results may be that of another block.
     of_last = measure.curve in ("last quartiles", "last mean")
     return not of_last or int(results[_along_depth(measure)][-1]) == number_of_blocks(results)
 
@@ -187,8 +188,10 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
     of_source, equal = (_codes(results, name) for name in ("prompt_source", "prompt_digest"))
     if equal is None:
         equal = _codes(results, "prompt_text")
+    # One source would be one cluster, which has no interval.
     if of_source is not None and len(set(of_source)) == 1 and of_source[0] >= 0:
         of_source = None
+    # Clusters with a prompt in common are one: equal prompts may be of two sources.
     for codes in (of_source, equal):
         for code in () if codes is None else set(codes[codes >= 0]):
             joined = np.isin(cluster, cluster[codes == code])
@@ -253,6 +256,7 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
     Returns:
         inverse and fitted: 1 / s and the line, at every layer; n, r2, slope, intercept: of the line, NaN as in `linear_fit`.
     """
+    # Both branches of a `where` are computed: a singular value of 0 would warn of a division.
     inverse = np.where(s > 0, 1 / np.where(s > 0, s, 1), np.nan)
     x, y = layers[s > 0].astype(float), inverse[s > 0]
     fit = linear_fit(x, y)

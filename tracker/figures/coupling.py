@@ -336,6 +336,7 @@ def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None
         }
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
+    # One scale for all panels; where no pair is coupled, no edge is drawn.
     top = max(table["coupling"].max(), np.finfo(float).tiny)
     for panel, part, (name, ds, i) in zip(axes, rows, shown, strict=True):
         angle = np.pi / 2 - 2 * np.pi * np.arange(ds.sizes["layer"]) / ds.sizes["layer"]

@@ -221,6 +221,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
     named = {"k": list(first.ks), "noise": list(NOISE)}
     coordinates = {}
+    # Blocks and ranks are counted from 1, as in the paper, and positions from 0.
     for dim, size in dataset.sizes.items():
         coordinates[dim] = named.get(str(dim), np.arange(size) + (dim in FROM_ONE))
     dataset = dataset.assign_coords(coordinates)

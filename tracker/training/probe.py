@@ -165,6 +165,7 @@ def contents(batch: Any) -> Any:
         plain: Any = next(kind for kind in SCALARS if isinstance(batch, kind))
         return None if batch is None else plain(batch)
     if isinstance(batch, ARRAYS):
+        # As bytes in a tensor, which torch.load reads without running pickled code
         values = np.frombuffer(batch.tobytes(), np.uint8).copy()
         return (
             None
@@ -276,6 +277,7 @@ def resolve(
         )
     if own is not None:
         return own
+    # A checkpoint holds tensors, numbers and text; the types around them are those of a batch.
     form = first_samples(take()) if given is None else given
     if forward is not None and tree_structure(contents(form), is_texts) != tree_structure(
         held, is_texts

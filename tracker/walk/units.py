@@ -46,6 +46,7 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
     else:  # of a cache, whose files nobody rewrites
         model, tokenizer = measurement.load(directory)
         digest = integrity.files_digest(directory, selection.listings.get(checkpoint.name))
+    # The weights of an untrained model are drawn in the place of those that were loaded, which say nothing of it.
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
@@ -91,6 +92,7 @@ def _fingerprint(model: "torch.nn.Module", device: "torch.device") -> Iterator[F
             hashed.result()
         try:
             yield hashed
+        # Weights that are not finite may be the cause; their own message says which tensors.
         except (FloatingPointError, RuntimeError, ValueError):
             hashed.result()
             raise
