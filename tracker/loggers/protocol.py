@@ -237,6 +237,7 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
 def _drawn(names: Iterable[str]) -> list[str]:
     """Return those of the names of metrics that the panels of measures in the saved workspace show, for any K."""
     names = sorted(names)
+    # The metrics themselves tell which K were measured.
     ks = sorted(
         {int(match[1]) for match in (re.search(r"/k(\d+)(?:/|$)", name) for name in names) if match}
     )
