@@ -197,6 +197,7 @@ def common(
         if all(_same(np.asarray(values[0]), np.asarray(value)) for value in values):
             equal[name] = values[0]
         else:
+            # numpy would turn numbers beside "" into texts.
             alike = len({type(value) for value in values}) == 1
             differing[name] = (
                 "step",

@@ -234,6 +234,7 @@ def subset_fits(table: pd.DataFrame, x: str) -> pd.DataFrame:
         chosen[f"{name} only"] = (table["architecture"] == name).to_numpy()
         if len(counts) > 2:  # of two, "without one" is "the other only"
             chosen[f"without {name}"] = (table["architecture"] != name).to_numpy()
+    # Among models of similar size: size alone may make score and coupling agree.
     middle = table["parameters"].median()
     chosen[f"parameters up to {middle:.3g}"] = (table["parameters"] <= middle).to_numpy()
     chosen[f"parameters above {middle:.3g}"] = (table["parameters"] > middle).to_numpy()

@@ -80,6 +80,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         if measure.by_depth and name in results:
             samples = ("prompt", "token" if "token" in measure.dims else "position")
             summary[f"{name}_by_depth"] = quartiles(in_float64(results, name), samples)
+    # Signs of singular vectors are arbitrary, so entries of A differ in sign between prompts.
     if "matrix" in results:
         summary["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
     summary |= {  # of the first prompt at its first measured token

@@ -334,6 +334,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
 
 def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
     """Say whether the coupling is above 0, or why that is not tested."""
+    # Whatever their weights are, one module is coupled with itself.
     if is_one_module(unit):
         return "no test: the blocks are one module"
     if has_approximate_level(unit, name):
@@ -419,6 +420,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
         coupling = results[name].coupling[results[name].steps[-1]]
         return np.nan_to_num(coupling, nan=-np.inf)
 
+    # One pair for all results, so that they are compared at the same blocks
     strongest = max(units, key=last_coupling)
     pair = _most_coupled(units[strongest], k)
     columns = {
@@ -464,6 +466,7 @@ def _table(
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
+    # Of each measure the steps or results stand below each other, to be compared.
     index, values = [], []
     for at in order:
         for name, cells in rows.items():
@@ -542,6 +545,7 @@ def _of_coupling(
             else ""
         )
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
+        # Both are printed, and a reader would take them for a contradiction.
         rows = [cell.row() for cells in columns.values() for cell in cells.values()]
         if any(answer == f"not {ABOVE}" and float(low) > 0 for *_, low, _, _, answer in rows):
             yield (
@@ -594,6 +598,7 @@ def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
         raise UsageError(
             f"variables of one table need the same dimensions ({listed}); make a table of each kind"
         )
+    # Before the table is made, which would take all memory
     values = results[names[0]]
     if values.size > ROWS:
         raise UsageError(

@@ -87,6 +87,7 @@ def gathered(values: Mapping[str, xr.Variable], results: Labelled) -> xr.Dataset
 def coordinates(several: Iterable[xr.Variable], results: Labelled) -> dict[str, xr.Variable]:
     """Return the coordinates of results that fit the dimensions of variables, and the `LABELS` of those dimensions."""
     sizes = {dim: size for values in several for dim, size in values.sizes.items()}
+    # Those of a dimension that was reduced are left out.
     fitting = {
         str(name): values
         for name, values in results.coords.variables.items()

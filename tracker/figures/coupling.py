@@ -372,6 +372,7 @@ def _around_onset(ds: xr.Dataset, choices: Choices) -> list[int]:
     if not began.found:
         return evenly_spaced(count, 3)
     coupling = coupling_of_prompts(ds, _as_package(choices)).mean("prompt").values
+    # The first measured step where the onset is at or before it
     before = max(int((ds["step"].values < began.later).sum()) - 1, 0)
     half = int((coupling >= HALF * np.nanmax(coupling)).argmax())
     return sorted({before, half, count - 1})

@@ -116,6 +116,7 @@ def estimate(
     sizes = [_size(batch) for batch in calls]
     # The call of the median size stands for the others.
     batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
+    # Of the inputs; images have as many tokens as the recording shows.
     lengths = [_length(batch) for batch in calls]
     of_plan: dict[str, Any] = {}
     refused = ""
