@@ -101,20 +101,21 @@ def _remove(directory: Path) -> None:
 @contextmanager
 def _directory(place: Path) -> Iterator[Path]:
     """Make a directory whose lock this process holds, and remove it with what it holds."""
-    lock = None
-    while lock is None:
-        directory = place / f"{PREFIX}{secrets.token_hex(8)}"
-        try:
+    lock = directory = None
+    try:
+        while True:
+            directory = place / f"{PREFIX}{secrets.token_hex(8)}"
             directory.mkdir(0o700)
-            # A sweep may remove it, or hold its lock, before this process does.
+            # A sweep may remove it, or hold its lock, before this process does: then another one is made.
             with suppress(FileNotFoundError):
-                lock = Lock.take(directory / LOCK)
-            if lock:
-                yield directory
-        finally:  # also where a signal raises KeyboardInterrupt above
+                if lock := Lock.take(directory / LOCK):
+                    break
+        yield directory
+    finally:  # also where a signal raises KeyboardInterrupt above
+        if directory:
             _remove(directory)
-            if lock:
-                lock.release()
+        if lock:
+            lock.release()
 
 
 def _beside(source: Path) -> Path:

@@ -78,7 +78,7 @@ def run(walk: Walk) -> int:
     with ExitStack() as held:
         try:
             log = parse_log(walk.log)
-            # A key that is refused ends the walk here, before anything is listed or fetched.
+            # A missing key ends the walk here, before anything is listed or fetched.
             openers = [] if walk.dry_run else prepare(walk.wandb)
             if walk.files:
                 suite = find_files(walk.files, walk.revisions, walk.stage)

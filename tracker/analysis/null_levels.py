@@ -204,7 +204,7 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     s, of = read("singular_value", "rank"), [read(name) for name in OF_JACOBIANS]
     basis = [read(name, along) for name, along in OF_BASES.items()]
     if of_tokens:
-        # The right side of a pair are the vectors of the basis block.
+        # A pair is of a block and the vectors of its basis block.
         basis = [values[:, _basis_blocks(results)] for values in basis]
     # Each Jacobian is one side of as many pairs as there are bases, and a pair has all singular values.
     bases = s.shape[-2]
