@@ -387,6 +387,7 @@ def by_name(results: Any) -> dict[str, Result]:
     for result in listed:
         if not isinstance(result, xr.Dataset | os.PathLike | str):
             raise UsageError(f"{type(result).__name__} is no result; {GIVE}")
+    # Paths tell directories apart; Datasets, which have none, and what is beside them get numbers.
     if not names and not any(isinstance(result, xr.Dataset) for result in listed):
         names = distinct_names([Path(directory) for directory in listed])
     elif not names:
