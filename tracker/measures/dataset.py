@@ -224,6 +224,7 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     lengths = dict(
         pair for dims, values in variables.values() for pair in zip(dims, values.shape, strict=True)
     )
+    # Blocks and ranks are counted from 1, as in the paper, and positions from 0.
     for dim, size in lengths.items():
         coordinates[dim] = named.get(dim, np.arange(size) + (dim in FROM_ONE))
     if any(sample.token_texts for sample in samples):
