@@ -50,12 +50,13 @@ from tracker.figures.drawing import (
     ORANGE,
     PAIR_WORDS,
     colour_map,
+    definition,
     fit_text,
     fitted_line,
     panels,
 )
 from tracker.measures.declaration import NORMED
-from tracker.measures.registry import BY_NAME, MISCOUPLINGS
+from tracker.measures.registry import MISCOUPLINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,7 +167,7 @@ def definitions(results: Results, choices: Choices, target: "Axes | None" = None
     couplings = final_couplings(points, below_null=not choices.paper)
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
-    labels = {name: BY_NAME[name].label for name in measures}
+    labels = {name: definition(name) for name in measures}
     figure = correlation_heatmap(
         table.replace({"measure": labels}), "score", target, coupling_word(choices)
     )
@@ -177,13 +178,13 @@ def definitions(results: Results, choices: Choices, target: "Axes | None" = None
 def correlation_heatmap(
     table: pd.DataFrame, y: str, target: "Axes | None" = None, coupling: str = "coupling"
 ) -> "Figure":
-    """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
+    """Draw r of coupling and y by definition, layer pairs and K; a star marks corrected p below 0.05.
 
     Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
 
     Args:
         table: the rows of `statistics.correlations`.
-        coupling: what they hold of a mis-coupling, in words.
+        coupling: what they hold of a definition, in words.
     """
     ks = sorted(set(table.k))
     definitions = list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
@@ -197,7 +198,7 @@ def correlation_heatmap(
         star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
         colour = "white" if abs(r[i, j]) > 0.6 else "black"
         text = (
-            f"{r[i, j]:.2f}{star}"
+            f"{r[i, j]:z.2f}{star}".replace("-", "−")
             if np.isfinite(r[i, j])
             else f"n = {rows.n[(*definitions[i], ks[j])]}"
         )
