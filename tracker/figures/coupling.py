@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 # Of the measures drawn of a single result
 COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}
 TRAJECTORY = {
-    "lss": "Line-shape score (1: straight)",
-    "expodistance": "Expodistance (0: exponential growth)",
+    "lss": "Line-shape score\n(1: straight)",
+    "expodistance": "Expodistance\n(0: exponential growth)",
 }
 PER_ROW = 3  # matrices
 SIZE = 4.8, 4.0  # inches, of one matrix

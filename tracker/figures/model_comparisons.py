@@ -389,5 +389,5 @@ def _cell(column: str, value: Any) -> str:
     if column == "score":
         return f"{value:.4f}"
     if column == TRAINING_TOKENS:
-        return f"{value:.4g}"
+        return f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -149,7 +149,8 @@ def by_model(
     figure, axes = panels(len(variables), target)
     rows = []
     for panel, variable in zip(axes, map(choices.variable, variables), strict=True):
-        for i, colour, shift in ((0, BLUE, -0.12), (-1, "black", 0.12))[: 1 + trained]:
+        shown = ((0, BLUE, -0.12), (-1, "black", 0.12)) if trained else ((0, BLUE, 0.0),)
+        for i, colour, shift in shown:
             for x, (name, ds) in enumerate(results.items()):
                 at = ds.isel(step=i)
                 low, middle, high = quartiles(at[variable], ("prompt", "position")).values
@@ -221,6 +222,7 @@ def noise_response(results: Results, _: Choices, target: "Axes | None" = None) -
             columns = mean_line(panel, by_prompt, sources(ds), colour, f"after block {depth}")
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
-    label_y(axes, "Cosine similarity to the state without noise")
+        panel.xaxis.set_major_formatter("{x:g}")
+    label_y(axes, "Cosine similarity to the state\nwithout noise")
     legend_below(axes[0])
     return figure, pd.concat(rows, ignore_index=True)
