@@ -277,6 +277,12 @@ def test_12(one, tmp_path):
     close(
         row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0)
     )
+    first, *_ = figure_of("12", one)[0].axes
+    shown = {text.get_text() for text in first.get_legend().get_texts()}
+    drawn_as = {line.get_label(): line.get_xydata() for line in first.lines}
+    assert shown == {"first token", "last token"}
+    at = ds.pca.isel(step=0, prompt=0)
+    close(drawn_as["last token"], at.isel(position=-1).transpose("depth", "component"))
 
 
 @pytest.mark.slow
@@ -520,6 +526,7 @@ def test_table_1(several, tmp_path):
     close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
     figure, _ = figure_of("table1", *several, unscored.path)
     (cells,) = figure.axes[0].tables
+    assert cells[1, 5].get_text().get_text() == "2,000,000,000"
     assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == [
         "unscored",
         "32",
