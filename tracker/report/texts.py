@@ -277,6 +277,7 @@ def findings(contents: Mapping[str, Any]) -> str:
         return ""
     of = f"{BY_NAME[name].label}, K = {k}, mean over pairs of different blocks"
     begins = contents["onset"][name][k]
+    # A largest value is there in any curve: without an onset, it may be chance.
     if not np.isfinite(np.array(begins["later"], float)):
         return f"Onset of coupling {begins['words']} ({of})."
     strongest = int((null - value).argmax())
