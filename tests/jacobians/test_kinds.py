@@ -3,13 +3,14 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.jacobians.test_every_row import Block, D, by_differences, states
+from tests.jacobians.test_every_row import CLOSE, Block, D, by_differences, states
 from tracker.common.errors import UsageError
 from tracker.jacobians.kinds import kinds_of
 
@@ -214,6 +215,27 @@ def test_one_block_alone_with_a_wrong_derivative_is_found(opened, dtype):
         measured(net, states(2), dtype, witness="off")
 
 
+class Excessive(torch.autograd.Function):
+    """The identity, whose backward is too large by a twentieth."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 1.05 * g
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", range(D))
+def test_a_wrong_derivative_by_one_coordinate_is_found(at, dtype):
+    only = torch.eye(D)[at]
+    net = gated(lambda x: x + Excessive.apply(x * only) - x * only, 2)
+    with pytest.raises(UsageError, match=r"block 3 .*autograd does not give"):
+        measured(net, states(2), dtype, witness="off")
+
+
 PATHS = {
     "mean over tokens": lambda x: x.mean(1, keepdim=True) ** 2,
     "first token": lambda x: torch.tanh(x[:, :1] * x),
@@ -232,3 +254,85 @@ def test_one_block_alone_with_a_path_through_other_tokens_is_right(opened, path)
             found = torch.as_tensor(ds.jacobian.values[1, i, l])
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         state = block(state).detach()
+
+
+def equal_tokens():
+    """Return states that are the same at each token, as those of a prompt of one word without positions."""
+    return states(3)[:, :1].repeat(1, 6, 1)
+
+
+def assert_right(net, x, dtype, tokens=(0, -1)):
+    """Assert that the Jacobians of a sample are those by differences of each block in the full sequence."""
+    ds = measured(net, x, dtype, witness="off", tokens=tokens)
+    net, state = net.double(), x.double()
+    for l, block in enumerate(net):
+        for i, t in enumerate(tokens):
+            expected = by_differences(block, state, 1, t)
+            found = torch.as_tensor(ds.jacobian.values[1, i, l]).double()
+            torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype])
+        state = block(state).detach()
+    return ds
+
+
+# A row alone has their values where all tokens are equal, and not their derivative.
+OF_EQUAL_TOKENS = {
+    "mean": lambda x: torch.tanh(x.mean(1, keepdim=True)) + 0 * x,
+    "distance from the mean": lambda x: x - x.mean(1, keepdim=True),
+    "token before": lambda x: torch.tanh(x.roll(1, 1)),
+    "attention": lambda x: (x @ x.mT).softmax(-1) @ x,
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", OF_EQUAL_TOKENS)
+@pytest.mark.parametrize("opened", range(L))
+def test_one_block_alone_that_mixes_equal_tokens_is_right(opened, path, dtype):
+    ds = assert_right(gated(OF_EQUAL_TOKENS[path], opened), equal_tokens(), dtype)
+    assert str(opened + 1) in json.loads(ds.attrs["fallbacks"])
+
+
+class Numbered(Block):
+    """A block that mixes tokens where `mixes(block)`."""
+
+    def __init__(self, mixes, number):
+        super().__init__()
+        self.what, self.layer_idx, self.scale = [mixes], number, 0.6 + 0.2 * number
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + torch.tanh(x.mean(1, keepdim=True)) if self.what[0](self) else x
+
+
+# What the code of one kind reads
+READS = {
+    "its number": lambda block: block.layer_idx == 3,
+    "whether its number is even": lambda block: block.layer_idx % 2 == 1,
+    "whether a floating number is above a threshold": lambda block: block.scale > 1.1,
+    "its number, from a variable of the module": lambda block: block.layer_idx in SPECIAL,
+}
+SPECIAL = {2}
+
+
+@pytest.mark.parametrize("reads", READS)
+def test_blocks_of_a_kind_whose_code_reads_what_differs_are_right(reads):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Numbered(READS[reads], l) for l in range(L))).eval()
+    assert len(set(kinds_of(list(net)))) == 1
+    assert_right(net, equal_tokens(), "float64")
+
+
+@pytest.mark.parametrize("opened", range(L))
+def test_pairs_of_rows_of_one_block_alone_that_mixes_equal_tokens_are_right(opened):
+    options = dict(
+        measures=("coupling", "trajectory", "tokenwise"), witness="off", pair_tokens=[1, 4]
+    )
+    net, x = gated(OF_EQUAL_TOKENS["token before"], opened), equal_tokens()
+    found = measured(net, x, "float64", **options)
+    # Every block is checked by itself where it is a kind of its own.
+    for l, block in enumerate(net):
+        block.name = str(l)
+    expected = measured(net, x, "float64", **options)
+    assert expected.attrs["checked_as"] == "{}"
+    for name in found.data_vars:
+        if "tokenwise" in name:
+            np.testing.assert_allclose(found[name], expected[name], atol=1e-9)

@@ -122,7 +122,7 @@ def test_errors_of_checks_are_those_planted():
     )
     assert ds.diagnostics_sliced.all()
 
-    x, u, v = model.embed(ids).detach(), standard_normal(0, 1, 12), standard_normal(1, 12)
+    x, u, v = model.embed(ids).detach(), standard_normal(0, 1, 12), standard_normal(1, 12).sign()
     expected = []
     for block in model.blocks:
         expected.append(planted_errors(block, nn.Identity(), x[0, -1], u, v))

@@ -67,9 +67,10 @@ def test_the_witness_waits_once_for_a_block(pretend):
 
 def test_a_block_waits_a_few_times(pretend):
     two, three = (costs(pretend, deit(blocks), images(8)) for blocks in (2, 3))
-    assert three.syncs - two.syncs <= 8
-    assert three.to_device - two.to_device <= 7
-    assert three.launches - two.launches <= 490
+    # One wait, four copies and 83 launches are for the values of its rows beside the recorded states.
+    assert three.syncs - two.syncs <= 9
+    assert three.to_device - two.to_device <= 11
+    assert three.launches - two.launches <= 570
 
 
 class Kernels(TorchDispatchMode):
@@ -97,7 +98,7 @@ def test_a_wide_block_takes_few_kernels():
         with Kernels() as kernels:
             tracker.measure(wide(blocks), PROMPT, **WIDE)
         numbers.append(kernels.number)
-    assert numbers[1] - numbers[0] <= 700
+    assert numbers[1] - numbers[0] <= 880
 
 
 def test_a_wide_block_waits_a_few_times(pretend):
@@ -106,8 +107,8 @@ def test_a_wide_block_waits_a_few_times(pretend):
         costs(pretend, wide(blocks), PROMPT, svd="krylov", witness="model", **WIDE)
         for blocks in (3, 4)
     )
-    assert three.syncs - two.syncs <= 12
-    assert three.launches - two.launches <= 510
+    assert three.syncs - two.syncs <= 13
+    assert three.launches - two.launches <= 640
 
 
 def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatch):
@@ -119,7 +120,7 @@ def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatc
     )
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, two for modules outside the blocks that take and return a state.
-    assert few.syncs <= 51
+    assert few.syncs <= 52
 
 
 def test_a_prompt_waits_a_few_times(pretend):

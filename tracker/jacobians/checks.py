@@ -8,6 +8,8 @@
   cut, the sequence is a window of the recorded one that ends at the row: the check compares code and weights, which are the
   same on any sequence. Cost: WINDOW rows for each, where one Jacobian costs d. A block with several attentions is compared in
   the full sequence at every requested row: a path from a row to another and back is not in every window.
+- beside: in blocks that share the derivative check of their kind, the rows alone give the full sequence's output where these
+  rows have other states, in the same windows; differences of the rows' own values say the rest (`independent`).
 - mixing: the samples of a batch do not depend on each other, or Jacobians would depend on what else is in the batch.
 
 These are comparisons on random vectors at a tolerance, not proofs. Errors are relative to the residual function
@@ -49,6 +51,9 @@ from tracker.common.errors import UsageError
 from tracker.jacobians.kinds import code_of_value
 from tracker.jacobians.restriction import (
     RowAttention,
+    evaluating_full_sequence,
+    evaluating_rows,
+    full_sequence,
     linearize_full_sequence,
     linearize_rows,
     replay_errors,
@@ -71,6 +76,9 @@ from tracker.model.recording import BlockCall, recording_kernels
 from tracker.model.replica import irreproducible
 
 WINDOW = 16  # tokens
+BESIDE = 0.3  # a step to other states, relative to the root mean square of a state
+# Returns an error at rows of different samples, and whether the block's code or the recording rounds.
+Check = Callable[[BlockCall, Rows], tuple[Tensor, bool]]
 
 
 def derivative_error(
@@ -85,6 +93,22 @@ def derivative_error(
         attached: whether `detach` is the identity.
     """
     at = partial(_derivative_error_at, row_attention=row_attention, attached=attached)
+    return _largest_error(call, rows, at)
+
+
+def error_beside(
+    call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool = False
+) -> float:
+    """Return the relative difference of values between single rows and the full sequence, where these rows have other states.
+
+    It is checked at the rows of `derivative_error`. Rows that follow the full sequence, and whose J v is that of their values,
+    have its derivative; at the recorded states alone, a mean over tokens that are equal would not be seen.
+    """
+    at = partial(_error_beside_at, row_attention=row_attention, attached=attached)
+    return _largest_error(call, rows, at)
+
+
+def _largest_error(call: BlockCall, rows: Rows, at: Check) -> float:
     groups = [group for _, group in rows.disjoint_groups()]
     if len(call.attention) > 1:  # one may read what another wrote anywhere in the sequence
         places = groups
@@ -92,7 +116,7 @@ def derivative_error(
         places = [groups[0], groups[-1]]
     else:
         places = _places(rows, call.x.shape[1])
-        in_windows = _derivative_error_in_windows(call, places, at)
+        in_windows = _error_in_windows(call, places, at)
         # What fails in windows is checked again in the full sequence: padding may fill a window.
         if in_windows is not None and in_windows[0] <= tolerance(call.x.dtype, in_windows[1]):
             return in_windows[0]
@@ -117,13 +141,10 @@ def _places(rows: Rows, n: int) -> list[Rows]:
     )
 
 
-Check = Callable[[BlockCall, Rows], tuple[Tensor, bool]]
-
-
-def _derivative_error_in_windows(
+def _error_in_windows(
     call: BlockCall, places: Sequence[Rows], at: Check
 ) -> tuple[float, bool] | None:
-    """Return the same as `_derivative_error_at` in a window for each row; None if the call is small or can't be cut."""
+    """Return the same as `at` in a window for each row; None if the call is small or can't be cut."""
     B, n, _ = call.x.shape
     if B <= 2 and n <= 2 * WINDOW:
         return None
@@ -151,6 +172,22 @@ def _derivative_error_at(
     identity = u if rows.source is None else torch.zeros_like(u)
     error = relative_error(gradient - identity, expected - identity, u, x.dtype)
     return error, block.rounded or call.recorded_coarser
+
+
+def _error_beside_at(
+    call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool
+) -> tuple[Tensor, bool]:
+    x = rows.select_sources(call.x)
+    step = BESIDE * x.square().mean(-1, keepdim=True).sqrt()
+    x = x + step * standard_normal(x.shape, x)
+    with torch.no_grad():
+        with evaluating_rows():
+            y = restrict([(call, rows)], row_attention, attached)(x)
+        with evaluating_full_sequence(call):
+            expected = full_sequence(call, rows, attached)(x)
+    before = rows.select(call.x) if rows.source is not None else x
+    error = relative_error(y - before, expected - before, expected, x.dtype)
+    return error, call.recorded_coarser
 
 
 def reproduction_error(call: BlockCall, recorded_dtype: torch.dtype) -> float:

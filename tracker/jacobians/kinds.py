@@ -1,7 +1,8 @@
 """Kinds of blocks: blocks of one kind run the same code, and differ in their weights and numbers alone.
 
 What is checked of a block's code holds for its kind. Two blocks of a kind are checked in full at each measurement: the first,
-and one that is drawn anew, as a gate that is zero in the first would hide what the others do.
+and one that is drawn anew, as a gate that is zero in the first would hide what the others do. Code may read what makes no kind,
+such as the number of its block or a threshold of a floating number, so all blocks are compared by values (`checks.error_beside`).
 """
 
 from collections import Counter

@@ -27,6 +27,7 @@ from tracker.common.errors import Note, UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
     derivative_error,
+    error_beside,
     find_mixing,
     quality,
     reproduces_recorded_output,
@@ -94,27 +95,41 @@ class CheckCache:
         return self._results[key]
 
     def derivative_error(
-        self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, attached: bool
+        self,
+        path: str,
+        row_attention: RowAttention,
+        call: BlockCall,
+        rows: Rows,
+        attached: bool,
+        allowed: float,
     ) -> float:
-        """Return `checks.derivative_error` of a path, or that of other blocks of the same kind (`_of_kind`)."""
-        check = partial(derivative_error, call, rows, row_attention, attached)
-        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
-            return check()
-        way = ("derivative", path, rows.source is None, way_of_calling(call))
-        return self._once((call.layer, *way), lambda: self._of_kind(way, call, check))
+        """Return `checks.derivative_error` of a path, or that of other blocks of the same kind (`_of_kind`).
 
-    def _of_kind(self, way: tuple[Any, ...], call: BlockCall, check: Callable[[], float]) -> float:
+        Args:
+            allowed: the largest error of values that is not returned in place of it.
+        """
+        of = (call, rows, row_attention, attached)
+        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
+            return derivative_error(*of)
+        way = ("derivative", path, rows.source is None, way_of_calling(call))
+        return self._once((call.layer, *way), lambda: self._of_kind(way, of, allowed))
+
+    def _of_kind(self, way: tuple[Any, ...], of: tuple[Any, ...], allowed: float) -> float:
         """Return the error of a block that is the first or the drawn one of its kind, else the larger error of these."""
+        call = of[0]
         place = call.layer - 1
         # The calls of one module again, and spans, are checked one by one: what they run may depend on what ran before.
         if place >= len(self._blocks) or self._blocks[place] is not call.block:
-            return check()
+            return derivative_error(*of)
         key = (self._kinds[place], *way)
         known = self._of_kinds.get(key)
         if known is not None and call.layer != self._drawn(key[0], call):
+            # In every block: one may mix tokens where others do not, such as one whose gate is open.
+            if not (beside := error_beside(*of)) <= allowed:
+                return beside
             error, self.checked_as[call.layer] = known
             return error
-        error = check()
+        error = derivative_error(*of)
         # An error that is NaN is the largest.
         if known is None or not error <= known[0]:
             self._of_kinds[key] = error, call.layer
@@ -446,7 +461,9 @@ class Jacobians:
                 if not call.attention and not block.rounded:
                     raise NotSliceable(OWN_ATTENTION)
                 raise _check_failed("value", value_error, recorded_dtype, block.rounded)
-            error = self._checks.derivative_error(path, PATHS[path], call, rows, self._attached)
+            error = self._checks.derivative_error(
+                path, PATHS[path], call, rows, self._attached, allowed
+            )
             if not error <= allowed:
                 raise _check_failed("derivative", error, call.x.dtype, block.rounded)
             derivative_errors.append(error)
