@@ -196,18 +196,18 @@ def test_only_what_is_asked_for_has_a_derivative(live, frozen):
     formula = Formula()
     attention = OriginalAttention(torch.add, formula)
     for i in range(3):
-        given = [one.detach() for one in live]
 
-        def of_one(x, i=i, given=given, method=partial(by_formula, attention)):
-            return method(*given[:i], x, *given[i + 1 :], frozen)
+        def of_one(method, x, i=i):
+            return method(*live[:i], x, *live[i + 1 :], frozen)
 
-        by_hand_of_one = partial(of_one, method=partial(by_hand, formula))
-        v, u = torch.randn_like(live[i]), torch.randn(5, H, 1, f)
-        pushed, expected = (
-            torch.func.jvp(g, (live[i],), (v,))[1] for g in (of_one, by_hand_of_one)
+        functions = (
+            partial(of_one, partial(by_formula, attention)),
+            partial(of_one, partial(by_hand, formula)),
         )
+        v, u = torch.randn_like(live[i]), torch.randn(5, H, 1, f)
+        pushed, expected = (torch.func.jvp(g, (live[i],), (v,))[1] for g in functions)
         torch.testing.assert_close(pushed, expected, atol=1e-12, rtol=0)
-        pulled, expected = (torch.func.vjp(g, live[i])[1](u)[0] for g in (of_one, by_hand_of_one))
+        pulled, expected = (torch.func.vjp(g, live[i])[1](u)[0] for g in functions)
         torch.testing.assert_close(pulled, expected, atol=1e-12, rtol=0)
 
 
