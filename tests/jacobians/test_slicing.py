@@ -89,6 +89,8 @@ def test_what_is_given_by_token_for_all_samples(call):
     value = numbers(n)
     found = slice_argument("cache_position", value, call, AT_ONE_TOKEN)
     assert torch.equal(found, value[3:4])
+    alone = slice_argument("cache_position", value, call, AT_ONE_TOKEN.subset(slice(1)))
+    assert torch.equal(alone, found)
     with pytest.raises(NotSliceable, match="'cache_position'"):
         slice_argument("cache_position", value, call, ROWS)
 
@@ -244,10 +246,12 @@ def test_windows_that_end_at_rows(call, what, width):
 def test_what_has_no_batch_axis_is_cut_where_all_rows_have_one_window(call):
     ids, mask = numbers(n), numbers(n, n)
     both = with_argument(call, "kwargs", {"cache_position": (ids,), "src_mask": mask})
-    cut, moved = cut_windows(both, AT_ONE_TOKEN, 2)
-    (found,) = cut.arguments.arguments["kwargs"]["cache_position"]
-    assert torch.equal(found, ids[2:4]) and moved.token.tolist() == [1, 1]
-    assert torch.equal(cut.arguments.arguments["kwargs"]["src_mask"], mask[2:4, 2:4])
+    for rows in (AT_ONE_TOKEN, AT_ONE_TOKEN.subset(slice(1))):
+        cut, moved = cut_windows(both, rows, 2)
+        found = cut.arguments.arguments["kwargs"]
+        assert moved.token.tolist() == [1] * len(rows)
+        assert torch.equal(found["cache_position"][0], ids[2:4])
+        assert torch.equal(found["src_mask"], mask[2:4, 2:4])
     for name, value in (("cache_position", ids), ("src_mask", mask)):
         with pytest.raises(NotSliceable, match=name):
             cut_windows(with_argument(call, name, value), ROWS, 2)

@@ -33,6 +33,7 @@ OPEN = (
 KEYWORDS = {
     "strict": "zip raises where lengths differ, which they never do",
     "stacklevel": "the line that a warning names",
+    "repr": "what is shown of an object",
 }
 # Definitions that are left as they are.
 NAMES = {
@@ -77,6 +78,8 @@ SPEED = {
     "POWERS": "steps of an estimate that chooses the method",
     "SMALL": "width up to which one core is used",
     "SQUARABLE": "which of two methods is used",
+    "_rows_at_once": "rows at once",
+    "expected_columns": "an estimate, which chooses a method and says when the iteration gives up",
 }
 # By file: mutants that survive, and why.
 KNOWN: dict[str, dict[str, str]] = {
@@ -107,6 +110,10 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/linalg/svd.py": {
         "_by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
+    },
+    "tracker/linalg/krylov.py": {
+        "block_lanczos.reached: residual <= tolerance * S[..., :1] * S -> residual < tolerance * S[..., :1] * S": "a zero matrix takes all steps then, and gives the same",
+        "_restarted: slice(0, 0) -> slice(1, 0)": "both are empty, and of the start nothing else is read",
     },
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
