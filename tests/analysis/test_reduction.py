@@ -6,10 +6,17 @@ import xarray as xr
 
 import tracker
 from tests.models import Size, neox, padded
+from tests.stores import stored
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.reduction import PATHS, has_approximate_level, read_miscouplings, reduced
+from tracker.analysis.reduction import (
+    PATHS,
+    has_approximate_level,
+    read_miscouplings,
+    read_reduced,
+    reduced,
+)
 from tracker.measures.registry import KINDS, MISCOUPLINGS, VARIANTS
-from tracker.store import Store, join
+from tracker.store import open_results
 
 LENGTHS = (9, 5)
 MEASURES = "all,tokenwise"
@@ -159,14 +166,14 @@ def test_what_is_kept_as_it_is(ds, unit):
     assert float(scored.score) == 0.5 and unit.attrs.items() > ds.attrs.items()
 
 
-def test_steps_give_the_same_values_as_units():
+def test_steps_give_the_same_values_as_units(tmp_path):
     """Also where one of them is of an earlier version, whose null levels are of formulas."""
     new = tracker.measure(neox(), padded(*LENGTHS), k=[2, 4])
     old = new.drop_vars([name for name in new.data_vars if "_level" in name])
     for first in (new, old):
-        units = [unit.assign_coords(step=step) for step, unit in enumerate((first, new))]
-        found, alone = join([reduced(unit) for unit in units], "here"), [*map(reduced, units)]
-        whole = reduced(join(units, "here"))
+        store = stored(tmp_path / str(first is old), {0: first, 1: new})
+        alone = [reduced(unit) for unit in (first, new)]
+        found, whole = read_reduced(store.path), reduced(open_results(store.path))
         for step, expected in enumerate(alone):
             for name, values in expected.data_vars.items():
                 for of in (found, whole):
@@ -182,9 +189,7 @@ def test_steps_give_the_same_values_as_units():
 
 
 def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
-    Store(tmp_path).units.mkdir()
-    for step in (0, 8):
-        Store(tmp_path).write(step, ds.assign_coords(step=step))
+    stored(tmp_path, dict.fromkeys((0, 8), ds))
     read = read_miscouplings(tmp_path)
     assert read.sizes == {"step": 2, "token": 2, "measure": 5, "k": 2, "pairs": 3}
     assert not read.approximate.any()
