@@ -214,6 +214,9 @@ def test_differences_converge_if_they_are_ten_times_closer_to_each_other(apart, 
     assert not _converge([V, V, V], errors, steps, 1e9 * X, V, 8).any()
     assert _converge([V, V, V], errors, steps, X, V, 8).all()
     assert not _converge([V, V, V], [0 * error for error in errors], steps, X, V, 8).any()
+    # Small differences are compared with a part of v, which a step of |x| cannot resolve
+    tiny = [1e-8 * (1 + share) * 100 * V for share in (5, apart, 0)]
+    assert _converge(tiny, errors, steps, X, 100 * V, 8).all()
 
 
 def test_the_error_of_differences_from_values():

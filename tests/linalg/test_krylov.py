@@ -46,7 +46,7 @@ def test_residuals_of_the_small_problem_are_those_of_the_vectors(
 
     monkeypatch.setattr(krylov, "_restarted", watched)
     s = flat(D) if spectrum == "flat" else FALLING
-    J = torch.cat([planted(s), 0.01 * planted(s, 5)])
+    J = 0.01 * torch.cat([planted(s), 3 * planted(s, 5)])
     U, S, residual, of_square = iteration(J, tolerance)
     torch.testing.assert_close(residual, estimates[-1], atol=1e-12, rtol=1e-6)
     assert len(estimates) > (spectrum == "flat" and tolerance < 1e-3)

