@@ -121,9 +121,6 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/linalg/krylov.py": {
         "block_lanczos.reached: residual <= tolerance * S[..., :1] * S -> residual < tolerance * S[..., :1] * S": "a zero matrix takes all steps then, and gives the same",
         "_restarted: slice(0, 0) -> slice(1, 0)": "both are empty, and of the start nothing else is read",
-        "_restarted: m + K -> m - K": "how many vectors a restart keeps, which changes the number of steps alone",
-        "_restarted: 2 * b -> 3 * b": "the same",
-        "block_golub_kahan.step: minus_product(W, R.mT, V[..., new, :]) -> minus_product(W, R, V[..., new, :])": "what this leaves in the basis is subtracted while the block is made orthonormal",
     },
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
