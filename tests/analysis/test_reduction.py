@@ -93,8 +93,10 @@ def test_matrices_and_singular_values(ds, unit):
     assert unit["rank"].values.tolist() == ranks
     expected = np.median(ds.singular_value.sel(rank=ranks).values.astype(float), axis=(0, 1))
     np.testing.assert_allclose(unit.singular_value_median, expected, rtol=1e-6)
-    few = ds[["singular_value"]].isel(rank=slice(5))
-    assert reduced(few)["rank"].values.tolist() == [1, 2, 5]
+    for size, kept in ((5, [1, 2, 5]), (60, [1, 2, 5, 10, 20, 30, 50])):
+        some = ds[["singular_value"]].isel(rank=np.arange(size) % 12)
+        found = reduced(some.assign_coords(rank=range(1, size + 1)))
+        assert found["rank"].values.tolist() == kept
     assert "rank" not in reduced(ds[["norm"]]).dims
 
 
