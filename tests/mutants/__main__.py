@@ -172,7 +172,8 @@ def reached_by_tests(
 def choose_tests(file: str, lines: set[int], most: float, reached) -> dict[str, list[str]]:
     """Return the quickest tests that reach lines, at most so many seconds of them, those of the package's directory first.
 
-    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach.
+    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach, and so do
+    those named after the package's file, which may read what it defines without reaching a line.
     """
     found = []
     for path, (seconds, data) in reached.items():
@@ -180,6 +181,7 @@ def choose_tests(file: str, lines: set[int], most: float, reached) -> dict[str, 
         covering = {test for line in lines for test in by_line.get(line, ())} & {*seconds}
         text = Path(path).read_text()
         shared = covering and ("@cache" in text or 'scope="module"' in text)
+        shared = shared or Path(path).stem.startswith(f"test_{Path(file).stem}")
         elsewhere = Path(path).parent.name != Path(file).parent.name
         found += [
             ((elsewhere, test not in covering, seconds[test]), path, test)
@@ -218,10 +220,13 @@ def main() -> None:
     left = [text for text in sample if text not in known]
     print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(left)} are known")
     module = file.removesuffix(".py").replace("/", ".")
+    tried: set[str] = set()
     for pattern in (f"test_{Path(file).stem}*.py", "test_*.py"):
         if not left:
             break
         reached = reached_by_tests(pattern, given.jobs)
+        reached = {name: of for name, of in reached.items() if name not in tried}
+        tried = {*reached}
         limits = {name: SLOWER * max([2, *of.values()]) for name, (of, _) in reached.items()}
         tasks, killers, survivors = {}, Counter(), []
         for text in left:
@@ -231,9 +236,11 @@ def main() -> None:
         for text, seconds, by in fork_each(tasks, given.jobs):
             survivors += [text] if not by else []
             killers[by.partition("::")[0]] += 1
-            by = by or f"SURVIVED {pattern}"
+            by = by or f"not by {pattern}"
             print(f"{by}, {seconds:.0f} s: line {made[text][0]}, {text}", flush=True)
         left = survivors
+    for text in left:
+        print(f"SURVIVED: line {made[text][0]}, {text}")
     print(f"{file}: {len(sample)} mutants, {len(left)} survived")
     sys.exit(bool(left))
 
