@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.jacobians.measured import CPU
-from tests.jacobians.test_witness import IDS, D, GateOfTheFirst, Mixing, Model, true_jacobian
+from tests.jacobians.test_witness import IDS, Block, D, GateOfTheFirst, Mixing, Model, true_jacobian
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows
@@ -30,11 +30,13 @@ from tracker.model.replica import Replica
 N = IDS.shape[1]
 
 
-def asked(make=Model, dtype=torch.float64, samples=(0, 1, 2), tokens=(2, 4, N - 1), ids=IDS):
+def asked(
+    make=Model, dtype=torch.float64, samples=(0, 1, 2), tokens=(2, 4, N - 1), ids=IDS, blocks=None
+):
     """Return a witness that has asked a model, and the model."""
     torch.manual_seed(0)
     model = make().eval().to(dtype)
-    replica = Replica(model, find_blocks(model), dtype, CPU)
+    replica = Replica(model, find_blocks(model, blocks), dtype, CPU)
     (batch,) = batches(model, ids, None, None)
     recording = record(replica, batch.arguments, batch.keywords)
     rows = Rows(
@@ -161,6 +163,96 @@ def test_what_is_off_by_more_than_is_allowed_is_refused(found, l, exact):
                 judged(witness, l, J + change, exact=exact, **other)
             else:
                 judged(witness, l, J + change, exact=exact)
+
+
+DIFFER = {  # what differences of the three steps are beside the true one, and whether that refuses the block
+    "all alike": ((1.0, 1.0, 1.0), True),
+    "the first two alike": ((1.0, 1.0, 9.0), True),
+    "the last two alike": ((9.0, 1.0, 1.0), True),
+    "nearly alike": ((1.0, 1.25, 4.0), True),
+    "hardly alike": ((1.0, 1.5, 4.0), False),
+    "none alike": ((1.0, 2.0, 4.0), False),
+}
+
+
+@pytest.mark.parametrize("what", DIFFER)
+def test_differences_convict_only_if_two_steps_agree(found, what, monkeypatch):
+    witness, model = found
+    shares, refused = DIFFER[what]
+    answer, J = witness.answers[2], jacobian(witness, model, 2)
+    true = answer.v + J @ answer.v
+    off = answer.u * (J @ answer.v).norm() / answer.u.norm()
+    given = lambda l, step: true + shares[step] * off  # noqa: E731
+    monkeypatch.setattr(witness, "_central_difference", given)
+    monkeypatch.setattr(witness, "undecided", [])
+    monkeypatch.setattr(answer, "difference", true + 9 * off)
+    if refused:
+        with pytest.raises(UsageError, match="J v by differences of its values differs by"):
+            judged(witness, 2, J)
+    else:
+        judged(witness, 2, J)
+    assert witness.undecided == ([] if refused else [2])
+
+
+@pytest.mark.parametrize("right", [0, 1, 2])
+def test_one_step_that_agrees_is_enough(found, right, monkeypatch):
+    witness, model = found
+    answer, J = witness.answers[2], jacobian(witness, model, 2)
+    true, steps = answer.v + J @ answer.v, []
+
+    def given(l, step):
+        steps.append(step)
+        return true if step == right else 0 * true
+
+    monkeypatch.setattr(witness, "_central_difference", given)
+    monkeypatch.setattr(answer, "difference", 0 * true)
+    monkeypatch.setattr(witness, "errors", dict.fromkeys(witness.errors, 0.0))
+    judged(witness, 2, J)
+    assert steps == {1: [1], 0: [1, 0], 2: [1, 0, 2]}[right] and not witness.undecided
+    assert witness.errors["differences"] < 1e-9
+
+
+class SecondBlock(Block):
+    def f(self, x):
+        return super().f(x).bfloat16().to(x)
+
+
+def rounding_second():
+    model = Model()
+    model.blocks[1].__class__ = SecondBlock
+    return model
+
+
+def test_the_numbers_that_a_block_computes_with():
+    witness, _ = asked(rounding_second, torch.float32)
+    assert [answer.bytes for answer in witness.answers.values()] == [4, 2, 4]
+    assert [answer.difference is None for answer in witness.answers.values()] == [
+        False,
+        True,
+        False,
+    ]
+    witness, _ = asked(dtype=torch.bfloat16)
+    assert {answer.bytes for answer in witness.answers.values()} == {2}
+
+
+class OfStates(Model):
+    """A model of one block, whose input is the first state."""
+
+    def __init__(self):
+        super().__init__(depth=1)
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+def test_a_model_of_one_block():
+    states = torch.randn(3, N, D, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    torch.manual_seed(0)
+    witness, model = asked(OfStates, ids=states, blocks=["blocks.0"])
+    assert [*witness.answers] == [1] and witness.answers[1].beside == 0
+    judged(witness, 1, jacobian(witness, model, 1))
+    with pytest.raises(UsageError):
+        judged(witness, 1, 1.1 * jacobian(witness, model, 1))
 
 
 def test_what_can_not_be_judged_is_left(found):

@@ -114,6 +114,12 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/jacobians/independent.py": {
         "_amplified_rounding: 1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2) -> 1 - torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2)": "normal numbers are symmetric",
     },
+    "tracker/jacobians/witness.py": {
+        "Witness._rounding_of_gradient: _ratio(again - answer.gradient, JTu) > DERIVATIVE[answer.bytes] -> _ratio(again - answer.gradient, JTu) >= DERIVATIVE[answer.bytes]": "real numbers, equal never",
+        "Witness._ask: min(len(tokens), ROWS) - 1 -> min(len(tokens), ROWS) + 1": "how many more rows are tried",
+        "Witness.__init__: int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16) -> int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 17)": "another seed",
+        "Witness.__init__: digest([recording.calls[-1].y[:1, :1].cpu()])[:8] -> digest([recording.calls[-1].y[:1, :1].cpu()])[:9]": "another seed",
+    },
     "tracker/linalg/precision.py": {
         "frobenius: torch.linalg.vector_norm(A, dim=-1) -> torch.linalg.vector_norm(A, dim=-2)": "the sum over a column is as short",
         "Roundings.__torch_function__: max(_sizes((*arguments, keywords)), default=0) -> max(_sizes((*arguments, keywords)), default=1)": "no number has less than one byte",
