@@ -84,8 +84,12 @@ SPEED = {
 }
 # By file: mutants that survive, and why.
 KNOWN: dict[str, dict[str, str]] = {
+    "tracker/measures/coupling.py": {
+        "depth_means: m.shape[-1] -> m.shape[-2]": "as many layers along both axes",
+    },
     "tracker/measures/trajectory.py": {
         "_squared_variation: mean.abs() > zero -> mean.abs() >= zero": "a mean of 0 gives 0 / 0, which is NaN, too",
+        "default_width: L >= 20 -> L >= 21": "the other formula gives 11 for 20 as well",
     },
     "tracker/linalg/eigenvectors.py": {
         "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 0, 1)": "LAPACK overwrites it",
