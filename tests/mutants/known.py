@@ -135,6 +135,8 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
+        "measure_states: settings.memory(16) -> settings.memory(17)": "the same",
+        "measure_states: slice(1) -> slice(2) (2)": "of these logits the number of columns alone is read",
     },
     "vit/answers.py": {
         "_answer: row['r'] > 0 -> row['r'] >= 0": "r = 0 is never significant",
