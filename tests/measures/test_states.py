@@ -1,14 +1,17 @@
 """Measures of the states: the response to noise, token by token, and what is undefined."""
 
+import warnings
 from dataclasses import replace
+from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.jacobians.measured import CPU
 from tests.models import build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
-from tracker.measures.states import NOISE, _cosine, noise_similarity
+from tracker.measures.states import NOISE, _cosine, noise_similarity, warn_of_missing_unembedding
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
 from tracker.model.recorder import record
@@ -46,3 +49,15 @@ def test_the_cosine_with_a_state_of_zero_is_undefined():
     expected = torch.tensor([[torch.nan, (4 * 3 + 4 * 4) / (32**0.5 * 5)]])
     torch.testing.assert_close(first, expected, equal_nan=True)
     torch.testing.assert_close(same, torch.tensor([[torch.nan, 1.0]]), equal_nan=True)
+
+
+@pytest.mark.parametrize("head", [None, "head"])
+@pytest.mark.parametrize("logits", [None, 50])
+@pytest.mark.parametrize("asked", ["entropy", "all", "coupling"])
+def test_a_warning_where_all_leaves_out_the_entropy_of_a_language_model(head, logits, asked):
+    recording = SimpleNamespace(head=head, logits=logits)
+    settings = SimpleNamespace(measures=(asked,), includes=lambda name: asked in ("all", name))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_of_missing_unembedding(recording, settings)
+    assert len(seen) == (head is None and logits is not None and asked == "all")
