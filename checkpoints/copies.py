@@ -101,16 +101,19 @@ def _remove(directory: Path) -> None:
 @contextmanager
 def _directory(place: Path) -> Iterator[Path]:
     """Make a directory whose lock this process holds, and remove it with what it holds."""
-    lock, directory = None, place / f"{PREFIX}{secrets.token_hex(8)}"
+    lock = directory = None
     try:
-        while lock is None:
+        while True:
             directory = place / f"{PREFIX}{secrets.token_hex(8)}"
             directory.mkdir(0o700)
-            with suppress(FileNotFoundError):  # a sweep removed it before it had a lock
-                lock = Lock.take(directory / LOCK)
+            # A sweep may remove it, or hold its lock, before this process does: then another one is made.
+            with suppress(FileNotFoundError):
+                if lock := Lock.take(directory / LOCK):
+                    break
         yield directory
     finally:  # also where a signal raises KeyboardInterrupt above
-        _remove(directory)
+        if directory:
+            _remove(directory)
         if lock:
             lock.release()
 

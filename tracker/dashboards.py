@@ -94,9 +94,8 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
 
 def dumped(workspace: "Workspace") -> str:
     """Return the JSON that saving sends; until then the view has neither name nor id."""
-    return workspace._model.model_dump_json(
-        by_alias=True, exclude_none=True, indent=2
-    )  # the library offers no other way
+    # The library offers no other way.
+    return workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2)
 
 
 def _save(workspace: "Workspace") -> None:
@@ -119,7 +118,7 @@ def _headlines(k: int) -> "Section":
     """Return a section with what a training run logs by default; a null level shares the panel of what it belongs to."""
     from tracker.measures.registry import HEADLINES, UNDEFINED_COUNT
 
-    # Title and metrics, by the metric without the null level
+    # Title and metrics, by the metric without the null level: it comes first, and its title is that of both.
     panels: dict[str, tuple[str, list[str]]] = {}
     for metric, title in HEADLINES.items():
         if metric == UNDEFINED_COUNT:  # runs without undefined values do not have it

@@ -177,6 +177,7 @@ def measure_with_less_memory(
             if not is_allocation_failure(error):
                 raise
             message = str(error)
+        # Outside of `except`: the error holds the frames, and they the tensors.
         release_memory(device)
     raise torch.OutOfMemoryError(message)
 
@@ -218,6 +219,7 @@ def _tried(
     """Return the error after trying every proposal, and those of their errors instead of them."""
     lines = {proposal.argument: proposal for proposal in error.proposals}
     pending, work, failed = list(lines), "", ""
+    # It grows: the error of a proposal may propose what comes closer.
     for line in pending:
         proposal = lines[line]
         failure = _why_not_measurable(model, proposal.blocks, batch, settings, device)
@@ -254,12 +256,13 @@ def _why_not_measurable(
     model: nn.Module, blocks: Named | Blocks, batch: Batch, settings: Settings, device: torch.device
 ) -> Exception | None:
     """Return why these blocks can't be measured on a forward call, or None: record it, and linearize every block once."""
+    # Whether Jacobians can be formed does not depend on the other measures, which take time.
     settings = replace(settings, measures=("coupling",))
     try:
         with prepare(
             model, blocks, [batch], device, settings.torch_dtype, settings.tokens
         ) as replica:
-            cache = CheckCache(settings.torch_dtype)
+            cache = CheckCache(replica)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             for call in recording.calls:

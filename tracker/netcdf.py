@@ -39,8 +39,8 @@ FIRST, SECOND = (held.lock for held in NETCDF4_PYTHON_LOCK.locks)  # type: ignor
 # What the libraries raise for bytes in memory that are no NetCDF file, or not all of it.
 ERRORS = (OSError, RuntimeError, KeyError, IndexError, AttributeError, TypeError, ValueError)
 
-# Whatever stands in the place of the hash is compared
-SEAL = re.compile(rb"\nsha256 (.{64})\n", re.DOTALL)
+# Damage leaves the beginning of a seal or its end, which no file without a seal has.
+PART_OF_SEAL = re.compile(rb"\nsha256 |[0-9a-f]{64}\n\Z")
 SEALED = 73  # bytes of a seal
 
 
@@ -96,7 +96,7 @@ def file_content(dataset: xr.Dataset) -> memoryview:
         file = netCDF4.Dataset("in memory", "w", memory=0)
         try:
             dataset.dump_to_store(NetCDF4DataStore(file, lock=threading.Lock()), encoding=encoding)
-        except BaseException:
+        except BaseException:  # Ctrl-C among others: the library keeps the file until it is closed
             file.close()
             raise
         return file.close()
@@ -122,6 +122,7 @@ def read_content(
     checked = _is_sealed(file, content)
     try:
         with FIRST, SECOND, netCDF4.Dataset("in memory", memory=content) as opened:
+            # xarray decodes all steps at once, in `_decoded`.
             opened.set_auto_maskandscale(False)
             opened.set_auto_chartostring(False)
             stored = {
@@ -140,10 +141,9 @@ def read_content(
                 )
             )
             if like is not None and like.form == form:
-                return Content(
-                    form, values, like.dims, like.attributes, like.coordinates, attrs, checked
-                )
-            attributes = {name: dict(held.__dict__) for name, held in stored.items()}
+                attributes = like.attributes
+            else:
+                attributes = {name: dict(held.__dict__) for name, held in stored.items()}
             return Content(form, values, dims, attributes, coordinates, attrs, checked)
     except ERRORS as error:
         why = getattr(error, "strerror", None) or first_line(error)
@@ -151,17 +151,16 @@ def read_content(
 
 
 def _is_sealed(file: Path, content: bytes) -> bool:
-    """Return whether a file's content ends with a seal.
+    """Return whether a file's content ends with a seal, which files of an earlier version of the package lack.
 
     Raises:
-        DamagedFile: if the seal is that of other content.
+        DamagedFile: if the seal, or what it is of, has changed.
     """
-    found = SEAL.fullmatch(content[-SEALED:])
-    if found is None:
-        return False
-    if hashlib.sha256(memoryview(content)[:-SEALED]).hexdigest().encode() != found[1]:
+    if content[-SEALED:] == seal(memoryview(content)[:-SEALED]):
+        return True
+    if PART_OF_SEAL.search(content[-2 * SEALED :]):  # also before a few bytes that were added
         raise DamagedFile(f"{file} is damaged (its content is not what was written)")
-    return True
+    return False
 
 
 def stacked(contents: Sequence[Content]) -> xr.Dataset:
@@ -170,6 +169,7 @@ def stacked(contents: Sequence[Content]) -> xr.Dataset:
     Coordinates with one value in all files have no `step`. Attributes of the files that differ become coordinates along it.
     """
     first = contents[0]
+    # Along `step` even where all steps are one
     coordinates = {*_decoded(first, first.values, first.dims).coords} - {"step"}
     values, dims = {}, dict(first.dims)
     for name in first.dims:
@@ -197,6 +197,7 @@ def common(
         if all(_same(np.asarray(values[0]), np.asarray(value)) for value in values):
             equal[name] = values[0]
         else:
+            # numpy would turn numbers beside "" into texts.
             alike = len({type(value) for value in values}) == 1
             differing[name] = (
                 "step",

@@ -63,6 +63,7 @@ def usable_device(device: torch.device | str, argument: str) -> torch.device:
     """
     try:
         zero = torch.zeros(1, device=device)
+        # An accelerator reports some faults only where a result is read.
         zero.item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"{argument} can't be used ({str(error).splitlines()[0]})") from error
@@ -103,6 +104,7 @@ def _update(sha: Any, inputs: Any) -> None:
         sha.update(inputs.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(inputs, (Mapping, list, tuple)):
         for name, value in inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs):
+            # NUL ends each text, so that "a", "bc" and "ab", "c" have different hashes.
             sha.update(f"{name}\0".encode())
             _update(sha, value)
     else:

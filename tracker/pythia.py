@@ -78,6 +78,7 @@ def run(walk: Walk) -> int:
     with ExitStack() as held:
         try:
             log = parse_log(walk.log)
+            # A missing key ends the walk here, before anything is listed or fetched.
             openers = [] if walk.dry_run else prepare(walk.wandb)
             if walk.files:
                 suite = find_files(walk.files, walk.revisions, walk.stage)
@@ -343,6 +344,7 @@ def _rescore(output: Output, units: "Units", step: int) -> None:
     if known.revision.startswith(UNTRAINED) or named.items() <= known.row.scalars.items():
         return
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
+    # Read under the claim, so that scores which another walk has added stay
     try:
         units.add(step, *units.prepare(with_scores(output.store.read(step), scored)))
     finally:

@@ -39,11 +39,8 @@ from tracker.measures.settings import Settings
 from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, seal, stacked
 from tracker.version import SCHEMA
 
-ATTRIBUTES = {
-    "settings_sha256": "settings",
-    "final_norm": "final norm",
-    "tokens": "tokens",
-}  # and how messages call them
+# What a curve has one value of, and how messages call it
+ATTRIBUTES = {"settings_sha256": "settings", "final_norm": "final norm", "tokens": "tokens"}
 
 
 def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
@@ -115,10 +112,12 @@ class Store:
         self.units.mkdir(parents=True, exist_ok=True)
         with self.alone():
             self._check_settings(settings)
+            # A claim on no step: `remove_abandoned` finds a process at work, before it has claimed a step.
             return Lock.take(self.units / f".step-{secrets.token_hex(8)}.claim") if hold else None
 
     def _check_settings(self, settings: Mapping[str, Any]) -> None:
         file = self.settings
+        # Settings of a walk that ended before its first unit are those of no result.
         if not self.steps() and not self.remove_abandoned():
             write_atomic(file, json.dumps(settings, indent=2).encode())
             return
@@ -180,6 +179,7 @@ class Store:
 
     def write_content(self, step: int, content: bytes | memoryview) -> Path:
         """Write the `file_content` of one unit atomically; a damaged file in its place moves to DIR/damaged."""
+        # A whole unit gives way to an equal one, or to itself with more scores.
         damaged = self.has(step) and self._is_damaged(step)
         aside = self._aside("damaged", step) if damaged else None
         write_atomic(self.file(step), content, seal(content), aside=aside)
@@ -196,6 +196,7 @@ class Store:
         """Return a new file for a unit, in a directory of units that no longer count."""
         directory, unit = self.path / name, self.file(step)
         directory.mkdir(exist_ok=True)
+        # A step may be measured and set aside several times; none replaces another.
         names = (f"{unit.stem}{f'-{i}' if i else ''}{unit.suffix}" for i in itertools.count())
         return next(file for file in map(directory.joinpath, names) if not file.exists())
 
@@ -259,6 +260,7 @@ class Store:
             content = read_content(file, None if names is None else {*names, "step"}, like)
         except DamagedFile as error:
             raise DamagedFile(f"{error}; {REMEDY}") from error
+        # Variables that are named need not be of prompts.
         has_prompts = names is not None or any("prompt" in dims for dims in content.dims.values())
         if "schema" not in content.attrs or "step" not in content.values or not has_prompts:
             raise DamagedFile(f"{file} is not a unit of results; {REMEDY}")
@@ -268,12 +270,14 @@ class Store:
             raise UsageError(
                 f"{file} was measured by another version of this package; measure again, into a new directory"
             )
+        # What a Dataset says of an earlier reading was stored if it was written again.
         content.attrs.pop(INTEGRITY, None)
         if not content.checked:  # of an earlier version of the package
             content.attrs[INTEGRITY] = UNCHECKED
         return content
 
     def _joined(self, contents: list[Content]) -> xr.Dataset:
+        # Units of one form are stacked, which is fast; xarray joins the few forms that there are.
         forms: dict[str, list[Content]] = {}
         for content in contents:
             forms.setdefault(content.form, []).append(content)
@@ -383,6 +387,7 @@ def by_name(results: Any) -> dict[str, Result]:
     for result in listed:
         if not isinstance(result, xr.Dataset | os.PathLike | str):
             raise UsageError(f"{type(result).__name__} is no result; {GIVE}")
+    # Paths tell directories apart; Datasets, which have none, and what is beside them get numbers.
     if not names and not any(isinstance(result, xr.Dataset) for result in listed):
         names = distinct_names([Path(directory) for directory in listed])
     elif not names:
@@ -448,13 +453,10 @@ def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
         joined = curves[0]
     if (np.diff(joined["step"]) < 0).any():
         joined = joined.sortby("step")
-    prints = (
-        joined.coords["fingerprint"].broadcast_like(joined["step"]).values
-        if "fingerprint" in joined.coords
-        else ()
-    )
     steps = joined["step"].values.tolist()
-    repeated = find_repeats(dict(zip(steps, map(str, prints), strict=False)))
+    # Units of a training have none; a single one is that of all steps.
+    prints = joined.coords.get("fingerprint", xr.DataArray("")).broadcast_like(joined["step"])
+    repeated = find_repeats(dict(zip(steps, map(str, prints.values), strict=True)))
     return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))
 
 
@@ -476,11 +478,8 @@ def _with_coordinates(curve: xr.Dataset, curves: Sequence[xr.Dataset]) -> xr.Dat
         for name, coordinate in other.coords.items():
             if name in curve.coords or name in coordinates:
                 continue
-            of_prompts = (
-                coordinate.variable.isel(step=0)
-                if "step" in coordinate.dims
-                else coordinate.variable
-            )
+            variable = coordinate.variable
+            of_prompts = variable.isel(step=0) if "step" in variable.dims else variable
             unknown = np.nan if coordinate.dtype.kind in "iuf" else ""
             coordinates[name] = of_prompts if of_prompts.dims else unknown
     return curve.assign_coords(coordinates)

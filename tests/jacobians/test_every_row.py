@@ -140,9 +140,12 @@ def test_the_ends_of_a_difference_do_not_meet_in_a_batch(dtype):
 
 
 def near_a_tie(distance):
-    """Return a router whose score, the first coordinate, is so far from a tie in a state's last row, and the state."""
+    """Return a router whose score, the first coordinate, is so far from a tie in a state's last row, and the state.
+
+    The score is below 0, and the step of the difference, whose first coordinate is positive, crosses the tie.
+    """
     x = states()
-    x[0, -1, 0] = distance
+    x[0, -1, 0] = -distance
     return lambda mlp, x: torch.where(x[..., :1] > 0, mlp(x), 1 - mlp(x)), x
 
 
@@ -166,7 +169,7 @@ def test_a_jump_beside_a_row_convicts_nothing(distance, dtype):
             "forward mode: differences do not converge"
             in json.loads(ds.attrs["independent_checks"])["1"]
         )
-        x[0, -1, 0] = 1e-3
+        x[0, -1, 0] = -1e-3
     else:
         assert ds.attrs["independent_checks"] == "{}"
     assert_right(ds, net, x, 1e-3, h=1e-9)

@@ -19,6 +19,7 @@ OF_WHOLE = {
     "witness",
     "inputs_sha256",
     "token_ids_sha256",
+    "checked_as",
 }  # attributes that are of all inputs together
 
 

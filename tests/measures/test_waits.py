@@ -48,9 +48,10 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    # One wait is for the first numbers of all blocks, by which equal blocks are told, and four are for null levels: the frames, a
-    # fixed vector, the products of singular vectors and their root. A norm by rows is two launches.
-    assert few.syncs <= 85 and few.launches <= 1960
+    # One wait is for the first numbers of all blocks, by which equal blocks are told, one for those that draw the block which is
+    # checked beside the first of its kind, and four are for null levels: the frames, a fixed vector, the products of singular
+    # vectors and their root. A norm by rows is two launches.
+    assert few.syncs <= 86 and few.launches <= 1910
 
 
 def test_the_witness_waits_once_for_a_block(pretend):
@@ -66,9 +67,9 @@ def test_the_witness_waits_once_for_a_block(pretend):
 
 def test_a_block_waits_a_few_times(pretend):
     two, three = (costs(pretend, deit(blocks), images(8)) for blocks in (2, 3))
-    assert three.syncs - two.syncs <= 9
-    assert three.to_device - two.to_device <= 12
-    assert three.launches - two.launches <= 770
+    assert three.syncs - two.syncs <= 8
+    assert three.to_device - two.to_device <= 7
+    assert three.launches - two.launches <= 490
 
 
 class Kernels(TorchDispatchMode):
@@ -96,7 +97,7 @@ def test_a_wide_block_takes_few_kernels():
         with Kernels() as kernels:
             tracker.measure(wide(blocks), PROMPT, **WIDE)
         numbers.append(kernels.number)
-    assert numbers[1] - numbers[0] <= 1030
+    assert numbers[1] - numbers[0] <= 700
 
 
 def test_a_wide_block_waits_a_few_times(pretend):
@@ -105,8 +106,8 @@ def test_a_wide_block_waits_a_few_times(pretend):
         costs(pretend, wide(blocks), PROMPT, svd="krylov", witness="model", **WIDE)
         for blocks in (3, 4)
     )
-    assert three.syncs - two.syncs <= 15
-    assert three.launches - two.launches <= 800
+    assert three.syncs - two.syncs <= 12
+    assert three.launches - two.launches <= 510
 
 
 def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatch):

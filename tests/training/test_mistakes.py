@@ -12,8 +12,8 @@ from tests.lightning_runs import Classifier, fit, trainer
 from tests.models import neox, tokens
 from tests.training.test_callback import PROBE, Watch, run_process
 from tracker.common.errors import UsageError
+from tracker.model.records import describe
 from tracker.store import Store
-from tracker.training.probe import describe
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 

@@ -250,11 +250,11 @@ def test_a_function_walks_from_python_too(program, loading, tmp_path, capsys):
     [
         (
             torch.zeros(2, 40, dtype=torch.long),
-            r"GPT fails on inputs of shape \(2, 40\): IndexError",
+            r"GPT fails on the inputs, int64 \(2, 40\): IndexError",
         ),
         (
             {"ids": torch.zeros(1, 9)},
-            r"GPT fails on inputs of shape \(1, 9\): RuntimeError: .*FloatTensor",
+            r"GPT fails on the inputs, \{ids: float32 \(1, 9\)\}: RuntimeError: .*FloatTensor",
         ),
     ],
 )

@@ -21,13 +21,15 @@ from tracker import pythia
 from tracker import store as results
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import read_reduced, reduced
-from tracker.common.errors import CheckpointError
+from tracker.common.errors import CheckpointError, UsageError
 from tracker.loggers.protocol import Row
+from tracker.measures.options import settings_from
 from tracker.report import write_report
 from tracker.report.contents import carried, contents
 from tracker.report.texts import provenance
 from tracker.store import Store
 from tracker.walk import units
+from tracker.walk.plan import Measurement
 from tracker.walk.units import Units
 
 FORK = multiprocessing.get_context("fork")
@@ -70,6 +72,18 @@ def test_causal_masks_are_no_fault_of_the_weights():
         units._fingerprint(model, torch.device("cpu")),
     ):
         pass
+
+
+def test_prompts_that_the_model_does_not_take_may_be_cut(monkeypatch):
+    model, device = neox(), torch.device("cpu")
+    monkeypatch.setattr(type(model.gpt_neox), "forward", lambda *_, **__: 1 / 0)
+    tokenizer = lambda text, **_: {"input_ids": torch.tensor([[len(text), 1]])}  # noqa: E731
+    measurement = Measurement(
+        settings_from({"k": 4}, ""), 2**30, None, ["a", "bc"], "", {}, None, device
+    )
+    said = "fails on the inputs, 2 texts, which --max_tokens can cut: ZeroDivisionError"
+    with pytest.raises(UsageError, match=said):
+        units._measure(measurement, measurement.settings, model, tokenizer)
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from tracker.analysis.variables import PAIRS
 from tracker.common.errors import UsageError
 from tracker.measures.registry import VARIANTS
 
+# The end of a name that tells trainings of one model apart, as in Pythia's
 VARIANT = re.compile(r"[-_](deduped|((data|weight)[-_])?seed[-_]?\d+)(?=[-_]|$)", re.IGNORECASE)
 
 
@@ -64,6 +65,7 @@ def _model(result: str, ds: xr.Dataset) -> tuple:
     )
     if not name:
         return (result,)
+    # The last part of a path may name several models.
     sizes = (
         ds.attrs["model_class"],
         ds.sizes.get("layer"),
@@ -232,6 +234,7 @@ def subset_fits(table: pd.DataFrame, x: str) -> pd.DataFrame:
         chosen[f"{name} only"] = (table["architecture"] == name).to_numpy()
         if len(counts) > 2:  # of two, "without one" is "the other only"
             chosen[f"without {name}"] = (table["architecture"] != name).to_numpy()
+    # Among models of similar size: size alone may make score and coupling agree.
     middle = table["parameters"].median()
     chosen[f"parameters up to {middle:.3g}"] = (table["parameters"] <= middle).to_numpy()
     chosen[f"parameters above {middle:.3g}"] = (table["parameters"] > middle).to_numpy()
@@ -280,6 +283,7 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     )
     table["cluster"] = cluster_labels(compared)
     tokens = [tokens_seen(ds) for ds in compared.values()]
+    # A fit over those that state it would be of other models.
     if np.isfinite(tokens).all():
         table[TRAINING_TOKENS] = tokens
     sizes = [name for name in (*SIZES, TRAINING_TOKENS) if name in table]

@@ -14,7 +14,6 @@ W&B, the figures and the page all draw these values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from itertools import product
 from typing import Any
 
@@ -26,7 +25,7 @@ from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.regression import cluster_means, holm, linear_fit
-from tracker.analysis.selections import number_of_blocks, opened, with_steps
+from tracker.analysis.selections import number_of_blocks, opened, require_names, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
 from tracker.common.errors import UsageError
 from tracker.measures import trajectory
@@ -68,9 +67,7 @@ def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
         UsageError: for what is no result, for a part of one without what a curve needs, and for a name of no measure.
     """
     results = opened(results)
-    if unknown := [name for name in measures if name not in BY_NAME]:
-        similar = get_close_matches(unknown[0], BY_NAME, n=3, cutoff=0)
-        raise UsageError(f"{unknown[0]!r} is no measure; similar names are {', '.join(similar)}")
+    require_names(measures, BY_NAME, "measure")
     out: dict[str, xr.Variable] = {}
     for name in measures:
         reduction = BY_NAME[name].curve
@@ -133,6 +130,7 @@ REDUCTIONS: Mapping[Reduction, Callable[[xr.Dataset, Measure], dict[str, xr.Vari
 
 def _has_last(results: xr.Dataset, measure: Measure) -> bool:
     """Whether the results hold the last state, or block, where the curve is of that."""
+    # The last along depth of a part of results may be that of another block.
     of_last = measure.curve in ("last quartiles", "last mean")
     return not of_last or int(results[_along_depth(measure)][-1]) == number_of_blocks(results)
 
@@ -190,8 +188,10 @@ def sources(results: xr.Dataset) -> np.ndarray | None:
     of_source, equal = (_codes(results, name) for name in ("prompt_source", "prompt_digest"))
     if equal is None:
         equal = _codes(results, "prompt_text")
+    # One source would be one cluster, which has no interval.
     if of_source is not None and len(set(of_source)) == 1 and of_source[0] >= 0:
         of_source = None
+    # Clusters with a prompt in common are one: equal prompts may be of two sources.
     for codes in (of_source, equal):
         for code in () if codes is None else set(codes[codes >= 0]):
             joined = np.isin(cluster, cluster[codes == code])
@@ -256,6 +256,7 @@ def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
     Returns:
         inverse and fitted: 1 / s and the line, at every layer; n, r2, slope, intercept: of the line, NaN as in `linear_fit`.
     """
+    # Both branches of a `where` are computed: a singular value of 0 would warn of a division.
     inverse = np.where(s > 0, 1 / np.where(s > 0, s, 1), np.nan)
     x, y = layers[s > 0].astype(float), inverse[s > 0]
     fit = linear_fit(x, y)

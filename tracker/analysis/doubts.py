@@ -7,6 +7,7 @@ block, measures of one model differ from those without it; so do those of anothe
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import xarray as xr
@@ -65,25 +66,20 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
         for step, why in zip(steps, suspect(ds), strict=True)
         if why
     ]
-    revisions = (
-        np.broadcast_to(ds["revision"].values, len(steps))
-        if "revision" in ds.coords
-        else [""] * len(steps)
-    )
+    revisions = _by_step(ds, "revision", "")
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
         for step, revision in zip(steps, revisions, strict=True)
         if str(revision).startswith(UNTRAINED)
     ]
-    repeated = np.broadcast_to(ds["repeats"].values if "repeats" in ds.coords else -1, len(steps))
     same = [
         describe_repeat(step, int(earlier))
-        for step, earlier in zip(steps, repeated, strict=True)
+        for step, earlier in zip(steps, _by_step(ds, "repeats", -1), strict=True)
         if earlier >= 0
     ]
     lines += [f"{capitalised(line)}." for line in same]
     if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
-        hashes = np.broadcast_to(ds["token_ids_sha256"].values, len(steps))
+        hashes = _by_step(ds, "token_ids_sha256", "")
         lines += other_tokens(dict(zip(steps, map(str, hashes), strict=True)))
     if "layer_other" in ds.dims:
         lines += describe_equal_blocks(ds)
@@ -102,6 +98,12 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
     return lines
+
+
+def _by_step(ds: xr.Dataset, name: str, otherwise: Any) -> np.ndarray:
+    """Return a coordinate of each step, which has no dimension where all steps have the same; `otherwise` without it."""
+    values = ds[name].values if name in ds.coords else otherwise
+    return np.broadcast_to(values, ds.sizes["step"])
 
 
 def other_tokens(hashes: Mapping[int, str]) -> list[str]:

@@ -84,6 +84,7 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
         return found
     formula = partial(coupling.null_levels, [BY_NAME[name].base or name for name in others])
     for name, level in zip(others, _of_pairs(results, others, formula), strict=True):
+        # In a store that an earlier version began, some steps have measured levels.
         found[name] = found[name].fillna(level) if name in found else level
     return found
 
@@ -91,12 +92,13 @@ def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr
 def _require_source(results: xr.Dataset, name: str, measured: bool) -> None:
     """Check that a part of results holds what the null level of a mis-coupling is read from."""
     level, of_trace = level_variable(name), (BY_NAME[name].base or name) == OF_TRACE
-    parts = (
-        ["singular_value"] * of_trace if measured else ["singular_value", *OF_JACOBIANS, *OF_BASES]
-    )
-    missing = _missing(results, name, parts)
+    # The level of the release's other norm is measured but for a ratio of norms of singular values.
+    of_measured = ["singular_value"] * of_trace
+    of_formula = ["singular_value", *OF_JACOBIANS, *OF_BASES]
+    missing = _missing(results, name, of_measured if measured else of_formula)
+    # Of both ways to a level, the message names the shorter.
     if missing and level not in results:
-        missing = [level, *_missing(results, name, parts[:1] * of_trace)]
+        missing = [level, *_missing(results, name, of_measured)]
     _refuse(f"the null level of {name}", missing)
 
 
@@ -202,21 +204,23 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     s, of = read("singular_value", "rank"), [read(name) for name in OF_JACOBIANS]
     basis = [read(name, along) for name, along in OF_BASES.items()]
     if of_tokens:
+        # A pair is of a block and the vectors of its basis block.
         basis = [values[:, _basis_blocks(results)] for values in basis]
-    at_once = max(1, AT_ONCE // (s[0].numel() * s.shape[-2]))
-    evaluated = torch.empty(
-        len(names), len(ks), len(s), *s.shape[1:-1], s.shape[-2], dtype=torch.float64
-    )
+    # Each Jacobian is one side of as many pairs as there are bases, and a pair has all singular values.
+    bases = s.shape[-2]
+    at_once = max(1, AT_ONCE // (s[0].numel() * bases))
+    shape = len(names), len(ks), len(s), *s.shape[1:-1], bases
+    evaluated = torch.empty(shape, dtype=torch.float64)
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
+        moments = Moments(*(values[part] for values in of))
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
-        values = formula(s[part, ..., :k], Moments(*(values[part] for values in of)), overlap, d)
-        for of_name, value in zip(evaluated, values, strict=True):
-            of_name[i, part] = value
+        found = formula(s[part, ..., :k], moments, overlap, d)
+        for of_name, level in zip(evaluated, found, strict=True):
+            of_name[i, part] = level
     other = "pair_token_other" if of_tokens else "layer_other"
-    values = evaluated.reshape(
-        len(names), len(ks), *(results.sizes[dim] for dim in sample), *evaluated.shape[3:]
-    ).numpy()
+    samples = [results.sizes[dim] for dim in sample]
+    values = evaluated.reshape(*shape[:2], *samples, *shape[3:]).numpy()
     if measure.variant != "vju":  # the last dimensions are those of `compared`
         compared = compared_tokens(results) if of_tokens else compared_layers(results)
         values[..., ~compared.values] = 0.0
@@ -247,6 +251,7 @@ def _ratio_of_norms(results: xr.Dataset, measure: Measure) -> xr.Variable:
     ranks = xr.Variable("rank", np.arange(1, s.sizes["rank"] + 1))
     s = s * (ranks <= ks)
     norm = s.sum("rank", skipna=False)
+    # A block that adds nothing has singular values of 0, and no ratio.
     return (s**2).sum("rank", skipna=False) ** 0.5 / norm.where(norm > 0)
 
 
@@ -260,6 +265,7 @@ def _basis_blocks(results: xr.Dataset) -> Tensor:
     """Return the index of the basis block of each block; its own where it has none, and no value."""
     layers = results.variables["layer"].values.tolist()
     bases = results["pair_layer_other"].values.tolist()
+    # NaN, which is not equal to itself, where a block has no basis block
     return torch.tensor(
         [layers.index(int(m) if m == m else l) for l, m in zip(layers, bases, strict=True)]
     )

@@ -55,6 +55,7 @@ def coupled(
     enough = df >= FEWEST_PAIRS - 1
     if prompts is not None:
         _, of_prompts, df_of_prompts = clustered_mean(prompts, clusters)
+        # False for NaN, too: one prompt has no error.
         several = of_prompts > 0
         of_pairs, error = error, np.where(several, np.hypot(error, of_prompts), error)
         parts = of_pairs**4 / df + np.where(several, of_prompts**4 / df_of_prompts, 0)
@@ -128,6 +129,7 @@ def onset(
     if not coupled(pairs, departure, clusters, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
         return _without_steps("none beyond chance")
     first = int((mean >= SHARE * mean[peak]).argmax())
+    # What is above the tenth at the first measured step has departed at some time since the start.
     before = np.concatenate([[0.0], steps[:-1]])
     earlier, later = float(before[first]), float(steps[first])
     where = (
@@ -138,9 +140,11 @@ def onset(
     if not np.isfinite(error[peak]):
         words = f"{where} (no interval: fewer than 2 independent prompts)"
         return Onset(earlier, later, earlier, later, words)
+    # By prompt, so that what its curve has in common with its peak cancels
     above, error, df = clustered_mean(departure - SHARE * departure[peak], clusters)
     significantly_below = above < -stats.t.isf((1 - CONFIDENCE) / 2, df) * error
     significantly_above = above > stats.t.isf((1 - CONFIDENCE) / 2 / (len(steps) - 1), df) * error
+    # At an earlier step: the count up to a step exceeds its own
     departed_before = np.cumsum(significantly_above) > significantly_above
     index = np.arange(len(steps))
     possible = np.flatnonzero(

@@ -41,6 +41,7 @@ def counted_pairs(results: xr.Dataset) -> xr.Variable:
         )
     layer, other = (_modules(results, dim) for dim in ("layer", "layer_other"))
     of_two_modules = layer != other
+    # Neighbours are pairs at distance 1, and the diagonal is at 0.
     distance = abs(results.variables["layer"] - results.variables["layer_other"])
     return distance * of_two_modules if of_two_modules.any() else distance
 
@@ -61,8 +62,10 @@ def independent_pairs(matrices: xr.DataArray, results: xr.Dataset) -> Float[ndar
     if not has_one_module(results):
         return values
     of_layer = _modules(results, "layer").values
+    # The two modules of each pair, in one order: both directions are in its value already.
     both = np.sort(of_layer[np.stack(np.triu_indices(len(of_layer), 1))], 0)
     of_modules = [values[..., (both == pair[:, None]).all(0)] for pair in np.unique(both, axis=1).T]
+    # The mean of those that count and are defined
     return np.stack([clustered_mean(alike)[0] for alike in of_modules], -1)
 
 

@@ -80,6 +80,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         if measure.by_depth and name in results:
             samples = ("prompt", "token" if "token" in measure.dims else "position")
             summary[f"{name}_by_depth"] = quartiles(in_float64(results, name), samples)
+    # Signs of singular vectors are arbitrary, so entries of A differ in sign between prompts.
     if "matrix" in results:
         summary["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
     summary |= {  # of the first prompt at its first measured token
@@ -97,6 +98,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
+    # Step by step: only steps of an earlier version have approximate levels.
     units = (
         [results.isel(step=[i]) for i in range(results.sizes["step"])]
         if "step" in results.dims
@@ -137,9 +139,11 @@ def _of_median(values: xr.Variable) -> dict[str, xr.Variable]:
     within = [str(dim) for dim in values.dims if dim not in ("step", "prompt")]
     over, defined = ("prompt", *within), values.notnull()
     middle = median(values, over)
+    # A value at the median counts half: below and above then have half of all values each.
     below = ((values < middle) + 0.5 * (values == middle) - 0.5).where(defined).sum(within)
     number = defined.sum(within)
     prompts = (number > 0).sum("prompt")
+    # The mean over prompts is the share below the median less a half, though prompts have different lengths.
     shares = below * prompts / number.sum("prompt").where(prompts > 0)
     return {
         "_below": shares.where(number > 0),

@@ -33,6 +33,7 @@ from scipy import optimize, stats
 FEWEST_POINTS = 8  # of a statistic that figures and pages print
 MIN_POINTS = 4  # of a linear fit: R^2 of two points is 1, of three often close to 1
 CONFIDENCE = 0.95
+POWER = 0.8
 
 
 def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[str, float]:
@@ -48,15 +49,17 @@ def linear_fit(x: ndarray, y: ndarray, groups: ndarray | None = None) -> dict[st
     """
     x, y = np.asarray(x, float), np.asarray(y, float)
     labels = np.zeros(len(x)) if groups is None else np.asarray(groups)
-    names = np.unique(labels)
-    rest_x, rest_y = x, y
-    for name in names:
-        rest_x, rest_y = (
-            np.where(labels == name, v - v[labels == name].mean(), v) for v in (rest_x, rest_y)
-        )
-    return _fit_centred(
-        _without_rounding(rest_x, x), _without_rounding(rest_y, y), len(x) - len(names) - 1
-    )
+    intercepts = len(np.unique(labels))
+    return _fit_centred(_centred(x, labels), _centred(y, labels), len(x) - intercepts - 1)
+
+
+def _centred(values: ndarray, labels: ndarray) -> ndarray:
+    """Subtract from each value the mean of its group."""
+    rest = values
+    for label in np.unique(labels):
+        group = labels == label
+        rest = np.where(group, values - values[group].mean(), rest)
+    return _without_rounding(rest, values)
 
 
 def partial_correlation(x: ndarray, y: ndarray, controls: Sequence[ndarray]) -> dict[str, float]:
@@ -94,6 +97,7 @@ def cluster_means(table: pd.DataFrame, clusters: ndarray) -> pd.DataFrame | None
 
 def _without_rounding(rest: ndarray, of: ndarray) -> ndarray:
     """Return what a fit left of some values, or zeros if only rounding error is left."""
+    # Rounding leaves about 1e-16 of the values, of which a fit would make a correlation.
     return rest if np.linalg.norm(rest) > 1e-10 * np.linalg.norm(of) else np.zeros_like(rest)
 
 
@@ -104,8 +108,11 @@ def _fit_centred(x: ndarray, y: ndarray, df: int) -> dict[str, float]:
     if len(x) < MIN_POINTS or df < 1 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return out
     xx, yy, xy = x @ x, y @ y, x @ y
+    # Rounding may take the quotient beyond 1.
     r = float(np.clip(xy / np.sqrt(xx * yy), -1, 1))
-    p = 2 * stats.t.sf(np.sqrt(r * r * df / max(1 - r * r, 1e-300)), df)
+    # On a line 1 - r^2 is 0: the least number in its place makes p 0.
+    t = np.sqrt(r * r * df / max(1 - r * r, 1e-300))
+    p = 2 * stats.t.sf(t, df)
     low, high = _correlation_interval(r, df)
     squares = sorted((low * low, high * high))
     ends = {
@@ -143,15 +150,16 @@ def power_of_correlation(r: float, df: int) -> float:
     return float(stats.norm.sf(critical, shift, scale) + stats.norm.cdf(-critical, shift, scale))
 
 
-def detectable_correlation(df: int, power: float = 0.8) -> float:
-    """Return the smallest correlation that a two-sided test at 5 % finds with this power; NaN below 2 df.
+def detectable_correlation(df: int) -> float:
+    """Return the smallest correlation that a two-sided test at 5 % finds with probability `POWER`; NaN below 2 df.
 
     >>> round(detectable_correlation(30), 2)
     0.47
     """
     if df < 2:
         return float("nan")
-    z: Any = optimize.brentq(lambda z: power_of_correlation(np.tanh(z), df) - power, 0, 18)
+    # Over z = arctanh r, up to 18: tanh 19 is 1 in float64, and its arctanh infinite.
+    z: Any = optimize.brentq(lambda z: power_of_correlation(np.tanh(z), df) - POWER, 0, 18)
     return float(np.tanh(z))
 
 
@@ -171,14 +179,15 @@ def exponential_fit(x: ndarray, y: ndarray) -> dict[str, float]:
         return out
     if np.ptp(x) == 0 or np.ptp(y) == 0 or (y * y[0] <= 0).any():
         return out
-    middle, width = x.mean(), x.std()  # standardised x keeps a and b of moderate size
-    b, log_a = np.polyfit((x - middle) / width, np.log(abs(y)), 1)
+    # Standardised x keeps a and b of moderate size
+    middle, width = x.mean(), x.std()
+    z = (x - middle) / width
+    # The line through log |y| weights small y too much: it is where the iteration starts.
+    b, log_a = np.polyfit(z, np.log(abs(y)), 1)
     start = (np.sign(y[0]) * np.exp(log_a), b)
-    (a, b), *_ = optimize.curve_fit(
-        lambda x, a, b: a * np.exp(b * x), (x - middle) / width, y, start, maxfev=10_000
-    )
-    residual = y - a * np.exp(b * (x - middle) / width)
-    r2 = 1 - (residual @ residual) / ((y - y.mean()) @ (y - y.mean()))
+    (a, b), *_ = optimize.curve_fit(lambda z, a, b: a * np.exp(b * z), z, y, start, maxfev=10_000)
+    residual, deviation = y - a * np.exp(b * z), y - y.mean()
+    r2 = 1 - (residual @ residual) / (deviation @ deviation)
     out["a"] = float(a * np.exp(-b * middle / width))
     out["b"] = float(b / width)
     return out | {"r2": float(r2)}
@@ -201,9 +210,11 @@ def clustered_mean(
         np.arange(values.shape[-1]) if clusters is None else clusters, return_inverse=True
     )
     defined = np.isfinite(values)
+    # (prompts, clusters): a product with it sums over the prompts of each cluster.
     membership = (member[:, None] == np.arange(len(names))).astype(float)
     size = defined @ membership
     total = size.sum(-1, keepdims=True)
+    # Points without values, and one cluster, whose share is 1, are NaN below.
     with np.errstate(divide="ignore", invalid="ignore"):
         mean = np.where(defined, values, 0).sum(-1, keepdims=True) / total
         deviation = np.where(defined, values - mean, 0) @ membership
@@ -220,8 +231,13 @@ def mean_interval(
 ) -> tuple[ndarray, ndarray]:
     """Return the ends of the t interval of the mean over prompts, (*points) each; arguments as for `clustered_mean`."""
     mean, error, df = clustered_mean(values, clusters)
-    margin = stats.t.ppf((1 + CONFIDENCE) / 2, df) * error
+    margin = t_margin(error, df)
     return mean - margin, mean + margin
+
+
+def t_margin(error: ndarray, df: ndarray) -> ndarray:
+    """Return half the width of the t interval of a value with this standard error."""
+    return stats.t.ppf((1 + CONFIDENCE) / 2, df) * error
 
 
 def holm(p: ndarray) -> ndarray:
@@ -233,5 +249,6 @@ def holm(p: ndarray) -> ndarray:
     out = np.full_like(p, np.nan)
     tested = np.flatnonzero(np.isfinite(p))
     order = tested[np.argsort(p[tested])]
+    # The factors fall, and a greater p may not become the smaller one.
     out[order] = np.minimum(1, np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)))
     return out

@@ -4,7 +4,8 @@ xarray drops a dimension of which one label is selected, and keeps the label as 
 a dimension of length 1. A Dataset from which a mean or another computation removed a dimension is refused.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from os import PathLike
 
 import xarray as xr
@@ -93,6 +94,15 @@ def require_labels(
         raise UsageError(
             f"{of} needs {dim} {wanted}, and this part of the results has {join_names(held)}"
         )
+
+
+def require_names(names: Iterable[str], known: Iterable[str], of: str) -> None:
+    """Check that names are among those known: each is that of a measure, say, which is `of`."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            similar = get_close_matches(name, known, n=3, cutoff=0)
+            raise UsageError(f"{name!r} is no {of}; similar names are {', '.join(similar)}")
 
 
 def number_of_blocks(results: xr.Dataset) -> int:

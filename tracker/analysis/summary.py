@@ -11,14 +11,12 @@ stand side by side, with the difference of each from the first.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from html import escape
 from os import PathLike
 
 import numpy as np
 import pandas as pd
 import xarray as xr
-from scipy import stats
 
 from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
@@ -39,8 +37,8 @@ from tracker.analysis.reduction import (
     read_miscouplings,
     reduced,
 )
-from tracker.analysis.regression import CONFIDENCE, clustered_mean
-from tracker.analysis.selections import opened, with_steps
+from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
+from tracker.analysis.selections import opened, require_names, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import counted
 from tracker.measures.declaration import POSITION
@@ -233,7 +231,7 @@ class _Cell:
     def row(self) -> Row:
         """Return the row of the table."""
         _, error, df = clustered_mean(self.by_prompt, self.clusters)
-        margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
+        margin = float(t_margin(error, df))
         coupling = self.null_level - self.value
         if self.percentiles is None:
             ends = [coupling - margin, coupling + margin]
@@ -270,11 +268,12 @@ class _Cell:
         """Return a number of each prompt, whose mean has the error of the value: to first order for a median."""
         if self.percentiles is None:
             return self.by_prompt
+        # `by_prompt` are shares of values below the median: the more are below, the lower is the median, by the slope of the
+        # quantiles there. The slope is taken over the share's own error, as its interval is, and over a percentile at least.
         _, error, _ = clustered_mean(self.by_prompt, self.clusters)
-        half = min(max(float(error), 0.01), 0.5)  # a percentile at least
-        return (
-            -self.by_prompt * (self.quantile(0.5 + half) - self.quantile(0.5 - half)) / (2 * half)
-        )
+        half = min(max(float(error), 0.01), 0.5)
+        rise = self.quantile(0.5 + half) - self.quantile(0.5 - half)
+        return -self.by_prompt * rise / (2 * half)
 
     def row_of_difference(self, other: "_Cell", paired: bool) -> Row:
         """Return the row of this value minus another; of differences of prompts if `paired`, else with Welch's interval."""
@@ -284,12 +283,15 @@ class _Cell:
             _, errors, dfs = np.array(
                 [clustered_mean(of.linear(), of.clusters) for of in (self, other)]
             ).T
-            error, parts = np.hypot(*errors), (errors**4 / dfs).sum()
-            df = (errors**2).sum() ** 2 / (parts if parts > 0 else 1)
+            variances = errors**2
+            # Satterthwaite's degrees of freedom, of the sum of both variances
+            parts = (errors**4 / dfs).sum()
+            error, df = np.hypot(*errors), variances.sum() ** 2 / (parts if parts > 0 else 1)
         value, null_level = self.value - other.value, self.null_level - other.null_level
         coupling = null_level - value
+        # Medians of paths have no null level.
         middle = value if np.isnan(coupling) else coupling
-        margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, df) * error)
+        margin = float(t_margin(error, df))
         ends = [middle - margin, middle + margin]
         over = " and ".join(dict.fromkeys([self.over] if paired else [self.over, other.over]))
         answer = UNDEFINED_VALUE if np.isnan(value) else ""
@@ -307,6 +309,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
     """
     clusters, kind, cells = sources(unit), kind_of_inputs(unit), {}
     none = np.full(unit.sizes["prompt"], np.nan)
+    # A block alone has matrices of one entry, which is no pair.
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
     for name in with_pairs:
         at, approximate = unit.sel(k=k), has_approximate_level(unit, name)
@@ -331,6 +334,7 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
 
 def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
     """Say whether the coupling is above 0, or why that is not tested."""
+    # Whatever their weights are, one module is coupled with itself.
     if is_one_module(unit):
         return "no test: the blocks are one module"
     if has_approximate_level(unit, name):
@@ -341,6 +345,7 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
     if (count := np.isfinite(pairs).sum()) < FEWEST_PAIRS:
         return f"no test: {counted(int(count), 'pair')} of blocks"
     prompts = unit[f"{name}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").values
+    # One-sided, so half of what intervals leave out, and Bonferroni's share of it
     above = coupled(pairs[None], prompts[None], sources(unit), (1 - CONFIDENCE) / 2 / tests)
     return ABOVE if above[0] else f"not {ABOVE}"
 
@@ -355,6 +360,7 @@ def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
     if k is None or unit.sizes["layer"] < 3:
         return None
     departures = pairs_of_blocks(_departure(unit, k, _chosen(unit, k)[1]).values)
+    # The order of `pairs_of_blocks`
     first, second = np.triu_indices(unit.sizes["layer"], 1)
     at = int(np.nan_to_num(departures, nan=-np.inf).argmax())
     return int(unit["layer"][first[at]]), int(unit["layer"][second[at]])
@@ -372,12 +378,14 @@ def _of_results(results: Mapping[str, _Result]) -> Summary:
 
 def _of_steps(result: _Result) -> Summary:
     steps, k = result.steps, result.k
+    # One reading of a store for the three steps, of which some may be the same
     curve = result.curve(sorted({steps[0], result.best, steps[-1]}))
     units = {int(step): curve.sel(step=step) for step in curve["step"].values}
     several, pair = len(units) > 1, _most_coupled(units[result.best], k)
-    chosen = result.best if result.best not in (steps[0], steps[-1]) else None
+    # The largest of all steps passes a test by chance more often; both ends are shown whatever their coupling is.
+    tests = {result.best: len(steps), steps[0]: 1, steps[-1]: 1}
     columns = {
-        f"{step:,}" if several else "": _cells(unit, k, pair, len(steps) if step == chosen else 1)
+        f"{step:,}" if several else "": _cells(unit, k, pair, tests[step])
         for step, unit in units.items()
     }
     rows = {
@@ -412,6 +420,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
         coupling = results[name].coupling[results[name].steps[-1]]
         return np.nan_to_num(coupling, nan=-np.inf)
 
+    # One pair for all results, so that they are compared at the same blocks
     strongest = max(units, key=last_coupling)
     pair = _most_coupled(units[strongest], k)
     columns = {
@@ -420,6 +429,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     rows = {name: {at: cell.row() for at, cell in cells.items()} for name, cells in columns.items()}
     differ = differing_conventions(units)
     for name in others:
+        # Parts of one result have its hash, and other prompts.
         paired = (
             "inputs_sha256" not in differ
             and units[name].sizes["prompt"] == units[first].sizes["prompt"]
@@ -456,6 +466,7 @@ def _table(
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
+    # Of each measure the steps or results stand below each other, to be compared.
     index, values = [], []
     for at in order:
         for name, cells in rows.items():
@@ -534,6 +545,7 @@ def _of_coupling(
             else ""
         )
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
+        # Both are printed, and a reader would take them for a contradiction.
         rows = [cell.row() for cells in columns.values() for cell in cells.values()]
         if any(answer == f"not {ABOVE}" and float(low) > 0 for *_, low, _, _, answer in rows):
             yield (
@@ -576,12 +588,7 @@ def to_frame(
 def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
     results = opened(given)
     names = [of] if isinstance(of, str) else list(of)
-    known = list(map(str, results.data_vars))
-    if unknown := [name for name in names if name not in known]:
-        alike = ", ".join(get_close_matches(unknown[0], known, n=3, cutoff=0))
-        raise UsageError(
-            f"{unknown[0]!r} is not in the results; print(results) lists what is, such as {alike}"
-        )
+    require_names(names, map(str, results.data_vars), "variable of these results")
     dims = {name: sorted(map(str, results[name].dims)) for name in names}
     if len(set(map(tuple, dims.values()))) != 1:
         listed = (
@@ -591,6 +598,7 @@ def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
         raise UsageError(
             f"variables of one table need the same dimensions ({listed}); make a table of each kind"
         )
+    # Before the table is made, which would take all memory
     values = results[names[0]]
     if values.size > ROWS:
         raise UsageError(
@@ -607,13 +615,15 @@ def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
         index: name for index, name in POSITIONS.items() if index in values.dims and name in results
     }
     for index, name in positions.items():
-        columns[f"{index}_position"] = results[name].rename(
-            dict(zip(results[name].dims[-1:], [index], strict=True))
-        )
+        # Both tokens of a pair have their positions in one variable, along the first token.
+        (along,) = results[name].dims[-1:]
+        columns[f"{index}_position"] = results[name].rename({along: index})
+    # Coordinates, such as texts of prompts, would be further columns.
     parts = {name: values.reset_coords(drop=True) for name, values in columns.items()}
     order = [str(dim) for dim in results.sizes if dim in values.dims]
     table = xr.Dataset(parts).to_dataframe(order).dropna(how="all", subset=measured).reset_index()
     for index in positions:
+        # A whole number once the rows that shorter prompts lack are gone, and beside its index
         at = table.pop(f"{index}_position").astype(int)
         table.insert(list(table.columns).index(index) + 1, at.name, at)
     if "step" in results.coords and not results["step"].dims:  # one was selected

@@ -41,6 +41,7 @@ def median(values: xr.Variable, over: Iterable[str]) -> xr.Variable:
     """Return the median over dimensions."""
     rest, ordered, count = _ordered(values, tuple(over))
     middle = np.stack([(count - 1) // 2, count // 2], -1)
+    # Without values the index is -1; what stands at 0 is NaN, as all are.
     return xr.Variable(rest, np.take_along_axis(ordered, middle.clip(0), -1).mean(-1), values.attrs)
 
 
@@ -59,6 +60,7 @@ def quantiles(
     above = np.minimum(below + 1, (count - 1)[..., None].clip(0))
     low, high = (np.take_along_axis(ordered, index, -1) for index in (below, above))
     share, between = at - below, high - low
+    # From the nearer end, as numpy: rounding then never takes a quantile beyond the values around it.
     spread = np.where(share < 0.5, low + between * share, high - between * (1 - share))
     return xr.Variable((dim, *rest), np.moveaxis(spread, -1, 0), values.attrs)
 
@@ -85,6 +87,7 @@ def gathered(values: Mapping[str, xr.Variable], results: Labelled) -> xr.Dataset
 def coordinates(several: Iterable[xr.Variable], results: Labelled) -> dict[str, xr.Variable]:
     """Return the coordinates of results that fit the dimensions of variables, and the `LABELS` of those dimensions."""
     sizes = {dim: size for values in several for dim, size in values.sizes.items()}
+    # Those of a dimension that was reduced are left out.
     fitting = {
         str(name): values
         for name, values in results.coords.variables.items()

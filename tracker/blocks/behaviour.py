@@ -93,6 +93,7 @@ def choose_blocks(
     observed = _observe(new_replica(Blocks((), "")), runs, batch) if runs else []
     findings = [seen.finding() for seen in observed]
     chains = [seen for seen in observed if not seen.finding()]
+    # Of a list and a part of it, the whole
     chains = [
         seen for seen in chains if not any(set(seen.mixed) < set(other.mixed) for other in chains)
     ]

@@ -39,6 +39,7 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     blocks = replica.description
     if not blocks.assumed:
         return
+    # Dropout and identities lead from a state to itself.
     maps = [m for m in recording.state_maps if not _equal(m.before, m.after)]
     backward = [Step(m.name, m.after, m.before) for m in maps]
     forward = [Step(m.name, m.before, m.after) for m in maps]
@@ -47,6 +48,7 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     if not reached:
         return
     modules = {name: replica.module.get_submodule(name) for name in reached}
+    # A block by its class needs no trial.
     alike = {name for name, module in modules.items() if is_alike(module, replica.blocks)}
     tried = _tried(replica, batch, reached - alike)
     adding = alike.union(tried)

@@ -39,6 +39,7 @@ def _why_no_class_token(batch: Batch, i: int, replica: Replica) -> str:
             if batch.valid is None
             else batch.valid.to(batch.ids.device).int()
         )
+        # Where padding comes first, a text begins after it.
         begins = batch.ids.gather(1, valid.argmax(1, keepdim=True)).flatten().tolist()
         other = next((b for b, token in enumerate(begins) if token != batch.special.first), None)
         if other is None:
@@ -67,5 +68,6 @@ def reads_first_position_alone(replica: Replica, batch: Batch) -> bool:
         outputs = floating_tensors(run_with_noise(replica, first, noise_at=noise_at))
         return [value for value in outputs if value.dim() == 2]
 
+    # Noise at position 0, and at all others
     plain, at_first, elsewhere = map(per_sample, (None, slice(0, 1), slice(1, None)))
     return bool(plain) and differ(plain, at_first) and not differ(plain, elsewhere)

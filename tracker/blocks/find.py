@@ -102,6 +102,7 @@ def find_blocks(
         found = _recognised(tree, runs) or _guessed(tree)
     names, _, assumed = found
     places = [_named_boundary(model, place) for place in read_fixed(fixed)]
+    # Fixed tensors make spans of the blocks, and a forward pass confirms guesses of modules alone.
     if places and ("attention" in assumed or assumed == MIXED):
         why = "their classes differ" if assumed == MIXED else "no attention is recognised in them"
         raise UsageError(
@@ -225,6 +226,7 @@ def _named(model: nn.Module, tree: nn.Module, blocks: str | Sequence[str | nn.Mo
             raise UsageError(
                 f"a module named as a block ({type(block).__name__}) is not part of the model"
             )
+    # By identity: a module may be registered under several names.
     if len({id(tree.get_submodule(name)) for name in names}) < len(names):
         raise UsageError(
             "`blocks` names a module twice; name each once, in order of depth: repeated calls are found"
@@ -257,6 +259,7 @@ def _recognised(
     """
     declared = declared_blocks(model)
     if declared is not None:
+        # Other lists with attention may be towers that come first, and stages inside the blocks may be the blocks.
         others = [run for run in runs if not related(run, declared.names)]
         stages = [run for run in runs if nested(run, declared.names)]
         if not others and not stages:

@@ -197,6 +197,7 @@ def _proposal(model: nn.Module, name: str, layers: nn.Module) -> Proposal | None
     if not is_list_of_lists(layers):
         return None
     children = list(layers.children())
+    # Attention and MLP in turn are two entries a block: the classes repeat after so many.
     classes = [tuple(type(part).__name__ for part in child.modules()) for child in children]
     period = next(
         p for p in range(1, len(classes) + 1) if classes == classes[:p] * (len(classes) // p)

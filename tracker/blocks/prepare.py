@@ -59,6 +59,7 @@ def prepare(
         replica = new_replica(_find(model, blocks, new_replica, calls[0]))
         if tokens == "cls" and replica.description.class_token is None:
             require_class_token(replica, calls)
+            # A replica's description stays as it is: another one states the token.
             replica = new_replica(replace(replica.description, class_token=0))
         yield replica
 
@@ -75,6 +76,7 @@ def _find(
         whole, finding = confirm_list(found, new_replica, batch)
         if whole is not None:
             return whole
+        # The caller asked for this list; otherwise the runs of one class in it are tried.
         if blocks is not None:
             raise BlocksNotFound(
                 f"{found.names[0]} to {found.names[-1]} ({found.found_by}) are no chain of blocks: {finding}."

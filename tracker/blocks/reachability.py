@@ -55,6 +55,7 @@ def check_reachability(replica: Replica, batch: Batch, class_token_by_default: b
             f"whether its last block, {blocks.names[-1]}, reaches its output; measure a model, or a part of it, that returns "
             f"what it computes, or say what to measure: {', '.join(stated)}"
         )
+    # The token alone first: where it reaches the output, so do the blocks.
     if token is not None:  # an assumed token never counts from the end
         noisy = run_with_noise(replica, first, noise_at=slice(token, token + 1))
         if differ(_predictions(plain), _predictions(noisy)):

@@ -59,6 +59,7 @@ def _without_special_ends(
     ]
     if not shortened:
         return None
+    # One sample tells of the block.
     b, count = shortened[0]
     return words if _attends_to_later(call, b, valid[b][:count], valid[b][count]) else None
 
@@ -68,6 +69,7 @@ def _attends_to_later(call: BlockCall, b: int, before: list[int], later: int) ->
     replica = call.replica
     call = call.to(replica.dtype, replica.device)
     noisy = call.x.clone()
+    # Another state of the same size, which no norm maps to the same values
     noisy[b, later] = -noisy[b, later].roll(1)
     with replica.materialize(call.block), replica.materialize(call.final_norm):
         plain, changed = (call(x)[b, before] for x in (call.x, noisy))

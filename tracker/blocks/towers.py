@@ -73,9 +73,11 @@ def find_runs(model: nn.Module) -> list[ModuleRun]:
 def tower_of(names: Sequence[str], runs: Sequence[ModuleRun]) -> str:
     """Return the path of the largest module that contains the named blocks and none of the other runs."""
     others = [run.container for run in runs if not related(run, names)]
+    # From the module next to the blocks outward to the first that holds them all
     parts = names[0].split(".")[:-1]
     while parts and not all(_inside(name, ".".join(parts)) for name in names):
         parts.pop()
+    # From the whole model inward to the first that holds no other run
     for end in range(len(parts)):
         holder = ".".join(parts[:end])
         if not any(_inside(other, holder) for other in others):
@@ -169,6 +171,7 @@ def norms_around(model: nn.Module, names: Sequence[str], runs: Sequence[ModuleRu
         holder = model.get_submodule(path)
         children = list(holder._modules)
         at = children.index(parts[depth])
+        # A norm beyond another run belongs to that one.
         rivals = [
             i
             for i, child in enumerate(children)
@@ -190,6 +193,7 @@ def _stretches(
     entries = [child for child in modules[container]._modules.values() if child is not None]
     children = [_join(container, child) for child, _ in modules[container].named_children()]
     stretch: list[str] = []
+    # None ends the last stretch.
     for name in [*children, None]:
         # A list that attends holds blocks, and is none itself.
         if name in attending and not isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):

@@ -33,6 +33,7 @@ def leaving_at_once(signals: Iterable[int], message: str) -> Iterator[None]:
     """
 
     def leave(*_: object) -> None:
+        # print may be interrupted within itself, and may not be entered again there.
         os.write(2, f"\n{message}\n".encode())
         os._exit(INTERRUPTED)
 
@@ -68,6 +69,7 @@ def reports_errors(
                 with _brief_warnings():
                     return command(*arguments, **keywords)
             except BrokenPipeError:  # the reader of the output has closed it
+                # Python writes what is left when it exits, and would fail once more.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return FAILED
             except KeyboardInterrupt:

@@ -103,9 +103,9 @@ def require_own(package: str) -> None:
 
 WITHIN = str(Path(__file__).parents[1]) + "/"
 COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
-# contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
-# Begin the names of its modules
+# Begins of the names of modules
 LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
+# contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
 FRAMEWORKS = (
     *LIGHTNING,
     "transformers.",

@@ -66,6 +66,7 @@ def write_atomic(file: Path, *parts: bytes | memoryview, aside: Path | None = No
     while not _try_write(file, parts, aside):
         pass
     remove_stale_temporaries(file.parent, file.name)
+    # The content is synced before it has its name; a crash of the machine might still lose the name.
     _sync_directory(file.parent)
 
 
@@ -103,7 +104,7 @@ def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | No
                     raise
                 # Removed between creation and lock, or on a file system whose locks have no effect
                 return False
-    except BaseException:
+    except BaseException:  # Ctrl-C leaves no temporary file either
         temporary.unlink(missing_ok=True)
         raise
     return True
@@ -112,6 +113,7 @@ def _try_write(file: Path, parts: Sequence[bytes | memoryview], aside: Path | No
 def remove_stale_temporaries(directory: Path, name: str | None = None) -> None:
     """Remove the temporary files of killed writers from a directory, for the file `name` or all; keep those in use."""
     for temporary in directory.glob(".*.tmp"):
+        # Files of other programs are not ours to remove.
         match = TEMPORARY.fullmatch(temporary.name)
         if match is None or name not in (None, match["name"]):
             continue
@@ -240,6 +242,7 @@ def identity(file: Path) -> tuple[int, ...]:
 
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file's content; one whose `identity` was noted with its hash is not read again."""
+    # Before the file is read: one that changes meanwhile is noted with an identity that it no longer has.
     found = identity(file)
     try:
         path, *noted, digest = json.loads(_note_of(file).read_text())
@@ -263,6 +266,7 @@ def note_sha256(file: Path, noted: tuple[int, ...], digest: str) -> None:
 
 
 def _note_of(file: Path) -> Path:
+    # A path itself may be too long for a name, and holds slashes.
     name = hashlib.sha256(os.fsencode(file.resolve())).hexdigest()[:32]
     return cache_root() / "digests" / f"{name}.json"
 

@@ -336,6 +336,7 @@ def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None
         }
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **edges}))
     table = pd.concat(rows, ignore_index=True)
+    # One scale for all panels; where no pair is coupled, no edge is drawn.
     top = max(table["coupling"].max(), np.finfo(float).tiny)
     for panel, part, (name, ds, i) in zip(axes, rows, shown, strict=True):
         angle = np.pi / 2 - 2 * np.pi * np.arange(ds.sizes["layer"]) / ds.sizes["layer"]
@@ -371,6 +372,7 @@ def _around_onset(ds: xr.Dataset, choices: Choices) -> list[int]:
     if not began.found:
         return evenly_spaced(count, 3)
     coupling = coupling_of_prompts(ds, _as_package(choices)).mean("prompt").values
+    # The first measured step where the onset is at or before it
     before = max(int((ds["step"].values < began.later).sum()) - 1, 0)
     half = int((coupling >= HALF * np.nanmax(coupling)).argmax())
     return sorted({before, half, count - 1})

@@ -189,6 +189,7 @@ def training_axis(
             places = offered = np.unique(
                 [*round_steps[(round_steps >= shown[0]) & (round_steps < shown[-1])], shown[-1]]
             )
+        # A single step has no extent, and still needs an axis.
         room = max(np.ptp(places), np.log(2))
         ticks = [0]
         for i in range(1, len(offered)):

@@ -143,6 +143,7 @@ def _draw_grid(panel: "Axes", grid: MatrixGrid) -> None:
     T, _, K, _ = grid.A.shape
     picture = np.full((T * (K + 1) - 1, T * (K + 1) - 1), np.nan)
     for a, b in np.ndindex(T, T):
+        # The Jacobian of a block that adds nothing is 0.
         top = max(grid.largest[a], np.finfo(grid.A.dtype).tiny)
         picture[a * (K + 1) : a * (K + 1) + K, b * (K + 1) : b * (K + 1) + K] = grid.A[a, b] / top
     _show(panel, picture, np.arange(T) * (K + 1) + (K - 1) / 2, grid.labels)

@@ -227,6 +227,7 @@ def _scatter(
     table = _properties(results, properties)
     figure, axes = panels(len(shown), target, sharey=len({y for _, y in shown}) == 1)
     fits = [fit_line(table, x, y) for x, y in shown]
+    # The panels are tests of one question.
     corrected = holm(np.array([fit["p"] for fit in fits]))
     for panel, (x_name, y_name), fit, p in zip(axes, shown, fits, corrected, strict=True):
         x, y = table[x_name].to_numpy(), table[y_name].to_numpy()

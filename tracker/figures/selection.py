@@ -87,11 +87,13 @@ def draw(
     layers = shared(results, "layer")
     for layer in choices.layers or ():
         _require_shared("layer", layer, layers)
+    # A result of a few blocks has none of the paper's.
     if choices.paper and not choices.layers and _has_paper_layers(declaration, results):
         choices = replace(choices, layers=figure.paper_layers)
     if "measure" in figure.takes and (differences := describe_differences(results)):
         warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
     choices = replace(choices, k=k if k is not None else ks[0] if ks else 0)
+    # The user's own settings of matplotlib stay as they are.
     with rc_context(STYLE):
         drawn, table = declaration.draw(results, choices, target)
     if target is None and not drawn.get_suptitle():

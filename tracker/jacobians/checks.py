@@ -34,12 +34,11 @@ samples on any sequences, so both use short windows of all samples if the block'
 log2(B) + 2 cotangents at once, and three forward passes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations, count, islice
 from math import comb
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -47,6 +46,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.common.errors import UsageError
+from tracker.jacobians.kinds import code_of_value
 from tracker.jacobians.restriction import (
     RowAttention,
     linearize_full_sequence,
@@ -230,11 +230,13 @@ def require_finite(finite: bool, call: BlockCall) -> None:
         )
 
 
-def check_key(call: BlockCall) -> Any:
-    """Return the key of a check's validity: the block, with or without final norm, its dtype, arguments and attention masks."""
-    types = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
+def way_of_calling(call: BlockCall) -> Hashable:
+    """Return what besides the block decides which code runs: final norm, dtype, plain arguments, and attention masks."""
+    arguments = tuple(
+        (name, code_of_value(value)) for name, value in call.arguments.arguments.items()
+    )
     attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return call.layer, call.final_norm is None, call.x.dtype, types, attention
+    return call.final_norm is None, call.x.dtype, arguments, attention
 
 
 NARROWEST = 2  # tokens of a window

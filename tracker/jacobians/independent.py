@@ -80,9 +80,15 @@ class Disagreement(UsageError):
 
 
 def differ_from_values(
-    f: RowFunction, x: Float[Tensor, "R d"], J: Float[Tensor, "R d d"], residual: bool, step: float
+    f: RowFunction,
+    x: Float[Tensor, "R d"],
+    J: Float[Tensor, "R d d"],
+    residual: bool,
+    step: float,
+    y: Float[Tensor, "R d"] | None = None,
+    allowed: float = 0.0,
 ) -> Float[Tensor, " R"]:
-    """Return the error of J v at each row against differences of f.
+    """Return the error of J v at each row against differences of f, on the CPU.
 
     Args:
         f: the block at these rows, which do not depend on each other.
@@ -90,14 +96,26 @@ def differ_from_values(
         J: their Jacobians.
         residual: whether J is that of f less the identity.
         step: h, relative to the root mean square of x.
+        y: f(x). With it one evaluation of f suffices where (f(x + h v) - y) / h agrees.
+        allowed: the error with which these one-sided differences agree.
     """
-    v = standard_normal(x.shape[-1:], x, seed=1).expand_as(
-        x
-    )  # the same for each row, whatever rows are measured together
+    # The same for each row, whatever rows are measured together
+    v = standard_normal(x.shape[-1:], x, seed=1).expand_as(x)
+    h = _step(x, step)
     Jv = (J @ v[..., None]).squeeze(-1)
-    difference = _differences(f, x, v, _step(x, step)) - residual * v
-    size = torch.maximum(_norm(Jv), _norm(difference))
-    return _norm(difference - Jv) / torch.maximum(size, FLOOR[v.dtype] * _norm(v))
+    size = torch.maximum(_norm(Jv), FLOOR[v.dtype] * _norm(v))
+
+    def error(difference: Tensor) -> Float[Tensor, " R"]:
+        difference = difference - residual * v
+        return (_norm(difference - Jv) / torch.maximum(size, _norm(difference))).cpu()
+
+    with torch.no_grad():
+        ahead = f(x + h * v)
+        one_sided = None if y is None else error((ahead - y) / h)
+        if one_sided is not None and bool((one_sided <= allowed).all()):
+            return one_sided
+        central = error((ahead - f(x - h * v)) / (2 * h))
+    return central if one_sided is None else torch.fmin(central, one_sided)
 
 
 def settle(

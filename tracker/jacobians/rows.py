@@ -6,13 +6,13 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-Values and differences of them (`independent`) are compared at every requested row, the derivative in the full sequence once per
-block and way of calling it (`checks.check_key`).
+Values and differences of them (`independent`) are compared at every requested row; the derivative in the full sequence in two
+blocks of each kind (`kinds`), once for each way of calling it.
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +26,13 @@ from torch import Tensor
 from tracker.common.errors import Note, UsageError, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
-    check_key,
     derivative_error,
     find_mixing,
     quality,
     reproduces_recorded_output,
     require_finite,
     require_reproduction,
+    way_of_calling,
 )
 from tracker.jacobians.elimination import Elimination, Heads
 from tracker.jacobians.independent import (
@@ -43,6 +43,7 @@ from tracker.jacobians.independent import (
     differ_from_values,
     settle,
 )
+from tracker.jacobians.kinds import kinds_of
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
@@ -63,18 +64,29 @@ from tracker.linalg.precision import FAST, float32_products, is_finite, relative
 from tracker.linalg.transfer import read, to_device
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica
+from tracker.provenance import digest
 from tracker.spans.calls import NOT_SLICEABLE, SpanCall
 
 Result = TypeVar("Result")
 
 
 class CheckCache:
-    """Results of checks of recorded blocks, by block and way of calling it."""
+    """Results of checks of a replica's recorded blocks, by block and way of calling it.
 
-    def __init__(self, recorded_dtype: torch.dtype) -> None:
-        self.recorded_dtype = recorded_dtype
-        # Of checks that are made once: by check, way of calling it and `check_key`
+    Attributes:
+        checked_as: layer -> the block of its kind whose derivative was checked in place of its own.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self.recorded_dtype = replica.dtype
+        self.checked_as: dict[int, int] = {}
+        self._blocks = replica.blocks
+        self._kinds = kinds_of(replica.blocks)
+        self._seed: int | None = None  # of the block that is drawn of each kind
+        # By layer, check and way of calling it
         self._results: dict[Any, Any] = {}
+        # By kind and way of calling it: the largest error of a derivative so far, and its layer
+        self._of_kinds: dict[Any, tuple[float, int]] = {}
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -84,15 +96,40 @@ class CheckCache:
     def derivative_error(
         self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, attached: bool
     ) -> float:
-        """Return `checks.derivative_error` of a path."""
+        """Return `checks.derivative_error` of a path, or that of other blocks of the same kind (`_of_kind`)."""
+        check = partial(derivative_error, call, rows, row_attention, attached)
         if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
-            return derivative_error(call, rows, row_attention, attached)
-        key = ("derivative", path, rows.source is None, *check_key(call))
-        return self._once(key, lambda: derivative_error(call, rows, row_attention, attached))
+            return check()
+        way = ("derivative", path, rows.source is None, way_of_calling(call))
+        return self._once((call.layer, *way), lambda: self._of_kind(way, call, check))
+
+    def _of_kind(self, way: tuple[Any, ...], call: BlockCall, check: Callable[[], float]) -> float:
+        """Return the error of a block that is the first or the drawn one of its kind, else the larger error of these."""
+        place = call.layer - 1
+        # The calls of one module again, and spans, are checked one by one: what they run may depend on what ran before.
+        if place >= len(self._blocks) or self._blocks[place] is not call.block:
+            return check()
+        key = (self._kinds[place], *way)
+        known = self._of_kinds.get(key)
+        if known is not None and call.layer != self._drawn(key[0], call):
+            error, self.checked_as[call.layer] = known
+            return error
+        error = check()
+        # An error that is NaN is the largest.
+        if known is None or not error <= known[0]:
+            self._of_kinds[key] = error, call.layer
+        return error
+
+    def _drawn(self, kind: Hashable, call: BlockCall) -> int:
+        """Return the layer that is drawn of a kind beside its first, anew where weights or inputs are others."""
+        if self._seed is None:
+            self._seed = int(digest([call.y[:1, :1].cpu()])[:8], 16)
+        _, *others = [l for l, other in enumerate(self._kinds, 1) if other == kind]
+        return others[self._seed % len(others)]
 
     def reproduces_recorded_output(self, call: BlockCall) -> bool:
         """Return `checks.reproduces_recorded_output`."""
-        key = ("reproduced", *check_key(call))
+        key = (call.layer, "reproduced", way_of_calling(call))
         return self._once(key, lambda: reproduces_recorded_output(call, self.recorded_dtype))
 
     def require_independent_samples(self, call: BlockCall, rows: Rows) -> None:
@@ -101,10 +138,11 @@ class CheckCache:
         Raises:
             UsageError: if the block mixes them.
         """
-        layer, _, *arguments = check_key(call)  # independent of the dtype
         if len(call.x) == 1:
             return
-        if mixing := self._once(("mixing", layer, *arguments), lambda: find_mixing(call, rows)):
+        key = (call.layer, "mixing", way_of_calling(call))
+        # In every block: one may mix them where others of its kind do not, such as one whose gate is open.
+        if mixing := self._once(key, lambda: find_mixing(call, rows)):
             raise UsageError(
                 f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
                 "else is in the batch; give the samples one at a time"
@@ -177,9 +215,14 @@ class Jacobians:
         self.witness: Witness | None = None  # the caller's model, asked about one recorded call
         # Layer -> why its attention and MLP were not measured apart
         self.without_halves: dict[int, str] = {}
-        self._checks = CheckCache(replica.dtype)
+        self._checks = CheckCache(replica)
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
+
+    @property
+    def checked_as(self) -> dict[int, int]:
+        """Layer -> the block of its kind whose derivative was checked in place of its own."""
+        return self._checks.checked_as
 
     @property
     def _attached(self) -> bool:
@@ -308,11 +351,13 @@ class Jacobians:
         rounded: bool,
         row_attention: RowAttention | None,
         evaluating: AbstractContextManager[None],
+        y: Float[Tensor, "R d"] | None = None,
     ) -> list[tuple[float, ...]]:
         """Return the error of J v against differences of values at each row of each selection.
 
         Args:
             f: the block at the rows of all selections.
+            y: its output there, if it was computed in the same context.
             rounded: whether the block's code rounds.
             row_attention: that of single rows; None: they are in the full sequence.
             evaluating: the context in which f runs.
@@ -324,7 +369,7 @@ class Jacobians:
         bytes = 4 if rounded else x.itemsize
         allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
         with evaluating:
-            errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes]).cpu()
+            errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes], y, allowed)
         found, sizes = [], [len(rows) for _, rows in selections]
         for (call, rows), of_rows, of_call in zip(
             selections, errors.split(sizes), J.split(sizes), strict=True
@@ -414,6 +459,8 @@ class Jacobians:
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         f = restrict(selections, PATHS[path], self._attached)
         block = self._linearized(path, selections, f, x)
+        # Of numbers of eight bytes, the error of one-sided differences is larger than is allowed.
+        y = block.y if x.itemsize == 4 else None
         # Keys and values of a float32 pass carry its rounding.
         allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors, derivative_errors = self._require_right(
@@ -442,7 +489,7 @@ class Jacobians:
                 block = linearize_rows(f, x, self._buffers)
                 J = dense_jacobian(block.pullback, block.y, chunk, identity)
         errors = self._compare(
-            selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers)
+            selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers), y
         )
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]

@@ -68,6 +68,7 @@ def opened(
     def send(row: "Row | None") -> None:
         if row is not None and loggers:
             logged = select_metrics(row, run.log)
+            # One that fails leaves the list.
             for logger in [*loggers]:
                 attempt(logger, partial(_send, logger, row, logged))
 

@@ -52,10 +52,7 @@ class LightningAdapter:
 
     def log(self, row: Row) -> None:
         """Log the scalars of a step."""
-        values = {
-            self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()
-        }
-        self.logger.log_metrics(values, step=row.step)
+        self.logger.log_metrics(row.numbers(self.prefix), step=row.step)
 
     def finish(self) -> str:
         """Do nothing: who opened the logger closes it."""
@@ -72,6 +69,7 @@ def logger_of(target: Any, prefix: str = "") -> Logger:
         # Lightning has no public access
         own = f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""
         target, prefix = target.experiment, own + prefix
+    # By what its class has, since importing W&B takes seconds
     if hasattr(type(target), "define_metric"):
         return OpenRun(target, prefix)
     if hasattr(target, "log_metrics"):

@@ -44,6 +44,7 @@ class Row:
     @classmethod
     def from_curve(cls, curve: xr.Dataset) -> "list[Row]":
         """Reduce units along `step`, each as `from_unit`, in a fraction of the time."""
+        # Without the variables, of which each selection of a step would take time
         coordinates = curve[[]].assign_coords(curve.coords)
         means = curve["miscoupling"].mean(SAMPLES) if "miscoupling" in curve else None
         return [
@@ -70,6 +71,10 @@ class Row:
             means,
             tuple(name for name in shown if name in values),
         )
+
+    def numbers(self, prefix: str = "") -> dict[str, float]:
+        """Return all that is logged as numbers, each name after a prefix."""
+        return {prefix + name: value for name, value in {**self.scalars, **self.checkpoint}.items()}
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
@@ -156,13 +161,7 @@ class FunctionLogger:
 
     def log(self, row: Row) -> None:
         """Pass the scalars on."""
-        self.function(
-            {
-                self.prefix + name: value
-                for name, value in {**row.scalars, **row.checkpoint}.items()
-            },
-            row.step,
-        )
+        self.function(row.numbers(self.prefix), row.step)
 
     def finish(self) -> str:
         """Do nothing: the caller closes what the function writes to."""
@@ -223,6 +222,7 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
         return replace(row, scalars={name: row.scalars[name] for name in names})
     for pattern in log:
         known = any(fnmatchcase(name, pattern) for name in (*row.scalars, *others))
+        # What only some steps have is no mistake of a name.
         if not known and not pattern.startswith(SOMETIMES):
             raise UsageError(
                 f"log={list(log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
@@ -237,6 +237,7 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
 def _drawn(names: Iterable[str]) -> list[str]:
     """Return those of the names of metrics that the panels of measures in the saved workspace show, for any K."""
     names = sorted(names)
+    # The metrics themselves tell which K were measured.
     ks = sorted(
         {int(match[1]) for match in (re.search(r"/k(\d+)(?:/|$)", name) for name in names) if match}
     )

@@ -126,6 +126,7 @@ def define_metrics(
     """
     run.define_metric(AXIS, hidden=True)
     for name in names:
+        # W&B keeps a summary of each metric, unless it is told not to.
         summary = "min,last" if name == MEAN_OFFDIAG else None if name in shown else "none"
         run.define_metric(
             prefix + name, step_metric=AXIS, hidden=name not in shown, summary=summary
@@ -164,16 +165,14 @@ class OpenRun:
             self.run, sorted(row.scalars.keys() - self.defined), row.headline, self.prefix
         )
         self.defined |= row.scalars.keys()
-        values = {
-            self.prefix + name: value for name, value in {**row.scalars, **row.checkpoint}.items()
-        }
-        self._add(row.step, {AXIS: row.step, **values})
+        self._add(row.step, {AXIS: row.step, **row.numbers(self.prefix)})
 
     def finish(self) -> str:
         """Do nothing: who opened the run closes it."""
         return ""
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
+        # Uncommitted, so that the program's own numbers of the step join the row
         self.run.log(dict(values), step=max(step, self.run.step), commit=False)
 
 
@@ -221,12 +220,13 @@ class WandbRun:
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
+        # Also of a step that the run has: its summary is that of all steps.
         self.headlines[row.step] = {name: row.scalars[name] for name in row.headline}
         if row.step in self.logged:
             return
         define_metrics(self.run, sorted(row.scalars.keys() - self.defined), row.headline)
         self.defined |= row.scalars.keys()
-        self.run.log({AXIS: row.step, **row.scalars, **row.checkpoint})
+        self.run.log({AXIS: row.step, **row.numbers()})
         self.logged.append(row.step)
 
     def finish(self) -> str:

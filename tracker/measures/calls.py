@@ -285,6 +285,9 @@ def measure_calls(
     notes["independent_checks"] = {
         layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()
     }
+    notes["checked_as"] = {
+        layer: f"block {other}" for layer, other in sorted(jacobians.checked_as.items())
+    }
     if settings.includes("halves"):
         notes["without_halves"] = jacobians.without_halves
     for sample in samples:

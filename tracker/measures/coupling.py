@@ -334,6 +334,7 @@ class Moments:
 
     def frobenius(self, d: int) -> Float[Tensor, "*batch"]:
         """Return |J|_F."""
+        # The three parts are orthogonal. Squares of tiny norms would underflow.
         return torch.hypot(
             torch.hypot(self.symmetric, self.antisymmetric), sqrt(d) * self.isotropic
         )
@@ -421,6 +422,7 @@ def null_levels(
     """Return the formulas of `null_level` for several definitions; what two of them need is computed once."""
     if unknown := {*definitions} - {definition.name for definition in DEFINITIONS}:
         raise ValueError(f"no null level is known for {', '.join(sorted(unknown))}")
+    # Of a Jacobian of zeros nothing is defined.
     s = torch.where(s[..., :1] > 0, s, torch.nan)
     norm, entries = vector_norm(s, dim=-1)[..., None], Entries(of, basis, d)
     defined = torch.where(norm > 0, 1.0, torch.nan)
@@ -482,6 +484,7 @@ def simulated(
         frame, triangle = torch.linalg.qr(
             torch.randn(d, E.shape[-1], dtype=J.dtype, generator=generator)
         )
+        # Frames are uniform if the diagonal of the triangle is positive, which LAPACK does not ensure.
         frame = frame * triangle.diagonal().sign()
         matrices.append(R[:, :K].mT @ (frame.mT @ (J @ frame)) @ R[:, K:])
     return torch.stack(matrices)
@@ -491,6 +494,9 @@ class Entries:
     """The mean tau G_ij and the variance a + b G_ij^2 of the entries of A, and sums over them, for every pair."""
 
     def __init__(self, of: Moments, basis: Overlap, d: int) -> None:
+        # A random rotation spreads the squared norm evenly over all matrices of a kind: those that are symmetric without a trace
+        # have (d - 1)(d + 2) / 2 dimensions, antisymmetric ones d (d - 1) / 2. An entry u . J v, u and v orthogonal, has the
+        # share of half a dimension. At d = 1 both are empty.
         symmetric = of.symmetric**2 / max(1, (d - 1) * (d + 2))
         antisymmetric = of.antisymmetric**2 / max(1, d * (d - 1))
         self.tau = of.isotropic[..., None]
@@ -499,6 +505,7 @@ class Entries:
         self.g, K = basis.diagonal, basis.diagonal.shape[-1]
         squares, fourths = basis.squares[..., None, :], basis.fourths[..., None, :]
         on_diagonal = (self.g**2).sum(-1)[..., None, :]
+        # Rounding may take a sum that is zero below it.
         self.off_square = ((self.tau**2 + self.b) * squares + K * (K - 1) * self.a).clamp_min(0)
         self.square = self.off_square + (self.tau**2 + self.b) * on_diagonal + K * self.a
         squares, fourths = squares + on_diagonal, fourths + (self.g**4).sum(-1)[..., None, :]

@@ -218,29 +218,32 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
         if name in first.values:
             padded = [_pad(np.asarray(s.values[name]), dims, sizes) for s in samples]
             variables[name] = ("prompt", *dims), np.stack(padded)
-    dataset = xr.Dataset(variables, {"prompt_text": ("prompt", labels)})
     named = {"k": list(first.ks), "noise": list(NOISE)}
-    coordinates = {}
-    for dim, size in dataset.sizes.items():
-        coordinates[dim] = named.get(str(dim), np.arange(size) + (dim in FROM_ONE))
-    dataset = dataset.assign_coords(coordinates)
+    # All coordinates at once: joined to a Dataset one by one, they are aligned with all the others each time.
+    coordinates: dict[str, Any] = {"prompt_text": ("prompt", labels)}
+    lengths = dict(
+        pair for dims, values in variables.values() for pair in zip(dims, values.shape, strict=True)
+    )
+    # Blocks and ranks are counted from 1, as in the paper, and positions from 0.
+    for dim, size in lengths.items():
+        coordinates[dim] = named.get(dim, np.arange(size) + (dim in FROM_ONE))
     if any(sample.token_texts for sample in samples):
         texts = np.full((len(samples), sizes["position"]), "", dtype=object)
         for row, sample in zip(texts, samples, strict=True):
             row[: len(sample.token_texts)] = sample.token_texts
-        dataset = dataset.assign_coords(token_text=(("prompt", "position"), texts))
+        coordinates["token_text"] = ("prompt", "position"), texts
     digests = np.array([sample.digest for sample in samples], dtype=np.int64)
     # A digest of 0 is an input that is not known by itself, which intervals must not take for a repeated one.
     if digests.all():
-        dataset = dataset.assign_coords(prompt_digest=("prompt", digests))
+        coordinates["prompt_digest"] = "prompt", digests
     drew = any(sample.random_seed is not None for sample in samples)
     if drew:
         seeds = [-1 if sample.random_seed is None else sample.random_seed for sample in samples]
-        dataset = dataset.assign_coords(random_seed=("prompt", np.asarray(seeds, dtype=np.int64)))
+        coordinates["random_seed"] = "prompt", np.asarray(seeds, dtype=np.int64)
     if first.basis_layers:
-        others = [first.basis_layers.get(int(l), np.nan) for l in dataset["layer"].values]
-        basis = np.asarray(others, dtype=np.float32)
-        dataset = dataset.assign_coords(pair_layer_other=("layer", basis))
+        others = [first.basis_layers.get(int(l), np.nan) for l in coordinates["layer"]]
+        coordinates["pair_layer_other"] = "layer", np.asarray(others, dtype=np.float32)
+    dataset = xr.Dataset(variables, coordinates)
     basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
     undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
     counts = [int(values.sum()) for values, _ in undefined.values()]

@@ -177,6 +177,7 @@ def _products(
         J = layer.jacobian()
         A.append(coupling.in_bases(U, J @ right))
         in_frames.append(turned(J, F, K))
+        # Not for the last block with the final norm, of which no swapped sides are measured
         if swap and l < (L or len(layers)):
             swapped.append(coupling.in_bases(V[:, :L], J @ left))
     return torch.stack(A, 1), torch.stack(swapped, 1) if swap else None, torch.stack(in_frames, 1)
@@ -279,6 +280,7 @@ def measure_blocks(
         memory: bytes that logits may take.
         halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
+    # Rows of states are selected, and Jacobians formed again, only where a measure needs them.
     if not set(choices).difference(OF_PAIRS):
         return {}
     declared = [measure for measure in single_blocks.DECLARED if measure.option in choices]

@@ -99,6 +99,7 @@ def measure_directions(
         replica.materialize(head.norm),
     ):
         of_random = _scores(head.logits, head.random_directions(), memory)
+        # Of the better of two signs, as for u, and of one sign, as for v
         both, one = torch.maximum(*of_random["score"].unbind(-1)), of_random["score"][..., 0]
         values: dict[str, Tensor] = {
             f"direction_{part}_score_null": torch.quantile(scores, QUANTILE, dim=1)
@@ -109,7 +110,8 @@ def measure_directions(
         for of_block in triplets:
             pairs = [getattr(of_block, part).mT[:, :DIRECTIONS] for part in "UV"]
             out, into = (_scores(head.logits, directions, memory) for directions in pairs)
-            sign = out["score"].argmax(-1, keepdim=True)  # 0: as decomposed, 1: both reversed
+            # u and v may be reversed together: 0 as decomposed, 1 both reversed. Words of v follow the sign of u.
+            sign = out["score"].argmax(-1, keepdim=True)
             determined = of_block.determined[:, :DIRECTIONS]
             for part, words in zip(PARTS, (out, into), strict=True):
                 score = words["score"].gather(-1, sign)[..., 0]
@@ -126,6 +128,7 @@ def measure_directions(
 
 def _scores(logits: Logits, directions: Float[Tensor, "R m d"], memory: int) -> dict[str, Tensor]:
     """Return score (R, m, sign) and ids of words (R, m, sign, word) of each direction and of its negative."""
+    # How many logits a direction has is known after the first; with the terms between, about four arrays of them are in memory.
     parts, at_once = [], 1
     start = 0
     while start < directions.shape[1]:

@@ -13,6 +13,7 @@ Cost: eight numbers of every block, and all weights of the blocks that agree in 
 """
 
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,19 @@ def equal_blocks(recording: Recording) -> str:
         return NONE
     tree = unwrap(replica.model)
     modules = [tree.get_submodule(call.name) for call in recording.calls]
-    one_module = _groups([_identity(module) for module in modules])
-    first = {_identity(module): module for module in reversed(modules)}
-    same = dict(zip(first, _labels_of_weights(list(first.values())), strict=True))
-    weights = _groups([same[_identity(module)] for module in modules])
+    identities = [_identity(module) for module in modules]
+    one_module = _groups(identities)
+    # The first module of each identity: one that is called again is not compared with itself.
+    different = dict(zip(reversed(identities), reversed(modules), strict=True))
+    label = dict(zip(different, _labels_of_weights(list(different.values())), strict=True))
+    equal = _groups([label[identity] for identity in identities])
     found = {
         ONE_MODULE: one_module,
-        EQUAL_WEIGHTS: [group for group in weights if group not in one_module],
+        # Layers of one module have equal weights, too, which is said once.
+        EQUAL_WEIGHTS: [group for group in equal if group not in one_module],
     }
-    return (
-        "; ".join(f"{kind}: {_written(groups)}" for kind, groups in found.items() if groups) or NONE
-    )
+    named = [f"{kind}: {_written(groups)}" for kind, groups in found.items() if groups]
+    return "; ".join(named) or NONE
 
 
 def read_equal_blocks(text: str) -> Mapping[str, Groups]:
@@ -84,10 +87,11 @@ def _identity(module: nn.Module) -> Hashable:
 
 def _labels_of_weights(modules: Sequence[nn.Module]) -> list[int]:
     """Return a number for each module, the same for those whose weights are equal."""
-    # Modules with the same first numbers, of which no two have equal weights
+    # Modules with the same first numbers, of which no two have equal weights: comparing all of them takes long.
     alike: dict[Hashable, list[int]] = {}
     labels = []
     for i, (module, beginning) in enumerate(zip(modules, _first_numbers(modules), strict=True)):
+        # Weights that are not compared are equal to no other's.
         others = [] if beginning is None else alike.setdefault((type(module), beginning), [])
         equal = next((j for j in others if _have_equal_weights(module, modules[j])), i)
         if equal == i:
@@ -101,7 +105,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | None]:
-    """Return the first numbers of each module's first matrix, as norms begin as ones; None if its weights are not compared."""
+    """Return the first numbers of each module's first matrix; None if its weights are not compared."""
+    # Of matrices, which are drawn at random: vectors begin as ones or zeros.
     matrices = [
         next((p.detach() for p in module.parameters() if p.dim() > 1 and p.numel()), None)
         for module in modules
@@ -115,10 +120,11 @@ def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | Non
     for i, row in rows.items():
         of_devices.setdefault(row.device, []).append(i)
     found: dict[int, tuple[float, ...]] = {}
-    for places in of_devices.values():  # one wait for each device
-        numbers = torch.cat([rows[i] for i in places]).tolist()
+    for places in of_devices.values():
+        # One wait for each device, and not for each block
+        numbers = iter(torch.cat([rows[i] for i in places]).tolist())
         for i in places:
-            found[i], numbers = tuple(numbers[: len(rows[i])]), numbers[len(rows[i]) :]
+            found[i] = tuple(islice(numbers, len(rows[i])))
     return [found.get(i) for i in range(len(modules))]
 
 

@@ -116,6 +116,7 @@ def estimate(
     sizes = [_size(batch) for batch in calls]
     # The call of the median size stands for the others.
     batch = calls[sorted(range(len(calls)), key=sizes.__getitem__)[len(calls) // 2]]
+    # Of the inputs; images have as many tokens as the recording shows.
     lengths = [_length(batch) for batch in calls]
     of_plan: dict[str, Any] = {}
     refused = ""
@@ -214,6 +215,7 @@ def _seconds_of_blocks(case: _Case) -> float:
         pairs(layers, plan.ks, plan.measures, [layers[0].triplets] * plan.of_row)
         measure_blocks(layers, blocks, choices, None, plan.memory // 2, halves, min(plan.ks))
 
+    # The first and the last block may be unlike the others.
     first, *others = _from_the_middle(case.recording)
     calls = [first]
     seconds = _timed(lambda: measure(calls))[0]
@@ -221,6 +223,7 @@ def _seconds_of_blocks(case: _Case) -> float:
         on_cores = plan.kept == "device" and jacobians.replica.device.type == "cpu"
         calls = others[: torch.get_num_threads() if on_cores else 1] or calls
         seconds = _timed(lambda: measure(calls))[0]
+    # Not rounded up: a group that is not full takes less time.
     groups = case.total / (repeats * len(rows))
     return plan.of_row * groups * seconds / len(calls)
 
@@ -284,6 +287,7 @@ def _size(batch: Batch) -> int:
 def _timed(function: Callable[[], T]) -> tuple[float, T]:
     started = time.perf_counter()
     result = function()
+    # Kernels run after the calls that launch them have returned.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started, result

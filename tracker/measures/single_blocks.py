@@ -64,6 +64,7 @@ def departure(J: Jacobian) -> Values:
     else:
         (eigenvalues,) = batch_on_cores(lambda part: (torch.linalg.eigvals(part),), unit.cpu())
     normal = (eigenvalues.real**2 + eigenvalues.imag**2).sum(-1)
+    # Of a normal matrix the sum is 1, and rounding may make it more.
     return torch.where(zero, torch.nan, (1 - normal).clamp_min(0).sqrt()).to(J)
 
 

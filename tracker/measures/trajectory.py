@@ -104,6 +104,7 @@ def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[
     """
     mean = x.mean(0)
     _, s, axes = torch.linalg.svd(x - mean, full_matrices=False)
+    # One token, or width 1, has fewer than two axes.
     s, axes = (torch.nn.functional.pad(v, (0,) * (2 * v.dim() - 1) + (2,))[:2] for v in (s, axes))
     # The sign of an axis is arbitrary: its largest entry is made positive.
     largest = axes.take_along_dim(axes.abs().argmax(-1, keepdim=True), -1)
@@ -134,6 +135,7 @@ def _squared_variation(values: Tensor, zero: float) -> Tensor:
 def block_influence(X: States) -> Float[Tensor, "L n"]:
     """Return 1 - cos(x^{l-1}, x^l), as |u - v|^2 / 2 of the unit vectors u and v: near 0 the cosine rounds."""
     norm = norms(X)[..., None]
+    # A state of zero has no direction.
     units = X / torch.where(norm > 0, norm, torch.nan)
     return (steps(units) ** 2).sum(-1) / 2
 

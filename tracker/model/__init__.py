@@ -9,6 +9,7 @@ its arguments, its input and output states, and the keys and values of its atten
 - `huggingface`: the blocks, embeddings and towers that a Hugging Face config declares.
 - `proposals`: the error for a model without blocks, with the lines for `blocks=` that it proposes.
 - `inputs`: prompts, tensors and mappings as checked forward calls; `padding`: read from masks, and confirmed.
+- `records`: what a batch of any form consists of, also in words.
 - `replica`: the copy of the model that runs; `weights`: how it gets the model's weights; `guard`: what it writes stays its own.
 - `recorder`: the hooks that record a pass; `recording`: the recorded calls.
 - `attention`: hooks on a model's attention functions.

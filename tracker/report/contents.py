@@ -84,6 +84,7 @@ def _quantised(
     finite = np.isfinite(flat)
     low = np.where(finite, flat, np.inf).min(1, initial=np.inf)
     high = np.where(finite, flat, -np.inf).max(1, initial=-np.inf)
+    # A part without values has neither low nor span.
     low = np.where(np.isfinite(low), low, 0).astype("<f4")
     # float32 may round below the largest value: the span is a shade wider, so that no value is cut off.
     span = (np.maximum(np.where(np.isfinite(high), high, 0) - low, 0) * (1 + 1e-6)).astype("<f4")
@@ -235,6 +236,7 @@ def _edges(at: xr.Dataset, name: str, _: int) -> dict[str, Any]:
     """Pack the last row and column of matrices with the final norm, (step, 2, layer); the rest is that of the blocks alone."""
     matrices = at[name].transpose("step", *_PAIR).values
     edge = np.stack([matrices[:, -1], matrices[:, :, -1]], 1)
+    # Their corner is on the diagonal, which would widen the range of the codes.
     edge[..., -1] = np.nan
     return {"of": name.partition(NORMED)[0], "edge": pack(edge, 16)}
 
@@ -331,6 +333,7 @@ def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[s
 
 def _directions(ds: xr.Dataset) -> dict[str, Any]:
     """Return words and scores of singular directions by step and block, at few enough steps, and those of random directions."""
+    # Words are text, which no code makes shorter.
     of_step = ds["direction_out_words"].sizes["layer"] * ds.sizes["direction"]
     kept = evenly_spaced(ds.sizes["step"], max(1, DIRECTIONS // of_step))
     at = ds.isel(step=kept)

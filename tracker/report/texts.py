@@ -267,6 +267,7 @@ def findings(contents: Mapping[str, Any]) -> str:
     if len(steps) < 2:
         return ""
     begins = contents["onset"][name][k]
+    # A largest value is there in any curve: without an onset, it may be chance.
     if not np.isfinite(np.array(begins["later"], float)):
         return f"Mis-coupling (K = {k}, mean over pairs of different blocks): onset of coupling {begins['words']}."
     strongest = int((null - value).argmax())

@@ -107,7 +107,8 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
         "differences": differences,
         "across": between,
     }
-    arrays = []  # the large ones, apart from the curves
+    # Apart from the rest, so that a browser reads the curves at once and a large array when it is drawn
+    arrays = []
     for array in carried(data):
         arrays.append(array["codes"])
         array["codes"] = len(arrays) - 1

@@ -123,6 +123,7 @@ class _TensorReplacement(TorchFunctionMode):
 
     def current(self, value: Any) -> Any:
         """Return a tensor's replacement, any other value as it is."""
+        # A replacement may be found at another boundary, and be replaced there.
         while isinstance(value, Tensor) and id(value) in self.replaced:
             value = self.replaced[id(value)][1]
         return value
@@ -205,7 +206,8 @@ class InputDependents(TorchFunctionMode):
         ]
         if self.done or not any(id(value) in self.followed for value in tensors):
             return output
-        if any(value is output for value in tensors):  # in place
+        # In place: the model holds this tensor under other names, which a changed copy would not replace.
+        if any(value is output for value in tensors):
             self.followed[id(output)] = output
             return output
         return (

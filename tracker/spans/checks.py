@@ -116,6 +116,7 @@ class WholeStateCheck:
             error = self.error(l)
             if error <= TOLERANCE[self.dtype]:
                 continue
+            # A pass that differs from the recorded one without noise, or in NaN, says nothing of the boundary.
             if not self.error(l, noise=False) <= TOLERANCE[self.dtype]:
                 raise irreproducible(NOT_REPRODUCED, self.replica.description)
             raise self.failure(l, error)
@@ -147,6 +148,7 @@ class WholeStateCheck:
                 _relative_difference(outputs[i], recorded[i]) for i in self._compared_outputs
             )
         y = self.replica.oriented(output)
+        # What the span adds is often much smaller than the state that it is added to.
         x, recorded = call.x.to(self.device), call.y.to(self.device)
         return (
             float(relative_error(y - x, recorded - x, recorded, self.dtype))
@@ -246,6 +248,7 @@ class WholeStateCheck:
         added: list[Tensor] = []
 
         def add(i: int, value: Tensor) -> Tensor:
+            # Zeros to differentiate by: their gradients show which values the state is computed from.
             added.append(
                 torch.zeros_like(value, memory_format=torch.contiguous_format).requires_grad_()
             )

@@ -152,6 +152,7 @@ class _Recorder:
                     f"the {span[0]} is not the hidden state that the previous span ends with (the {self.spans[i - 1][1]}); "
                     "name spans that each begin with the tensor that the previous one ends with"
                 )
+            # Generators have moved between both ends: the span is no function of its state.
             if self.random[span[0]] != self.random[span[1]]:
                 raise irreproducible(
                     f"the span from {name} draws random numbers", self.replica.description
@@ -160,6 +161,7 @@ class _Recorder:
                 raise UsageError(
                     f"the span from {name} maps {tuple(x.shape)} to {tuple(y.shape)}; a residual block keeps the shape"
                 )
+            # One tensor in memory for the end of a span and the start of the next
             x = calls[-1].y if calls else x
             model = self.replica.module
             calls.append(

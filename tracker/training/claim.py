@@ -50,6 +50,7 @@ def hold(store: Store) -> None:
             f"{store.path} is written by another training ({(path / '.training').read_text()}); choose another save_dir, or "
             "wait until that one has ended and resume it"
         )
+    # For the message of a training that finds it taken
     lock.sign()
     _held[path] = Held(lock)
 
@@ -97,6 +98,7 @@ def open_for_run(
     except OSError as error:
         raise UsageError(f"save_dir can't be used: {error}") from error
     if refusal := claim(store, shared, step, resumed, again):
+        # Only a lock that this call took is given back.
         if earlier is None:
             release(store)
         raise UsageError(refusal)
@@ -148,6 +150,7 @@ def claim(
             warn_caller(
                 f"the run begins again: its {len(aside)} units so far are set aside in {store.path / 'superseded'}"
             )
+        # A later step is reached again, and may then be measured.
         skipped = store.skipped()
         kept = {before: reason for before, reason in skipped.items() if resumed and before <= step}
         if kept != skipped:

@@ -10,10 +10,9 @@ resumed run measures the same inputs, in the form of the given probe or of a bat
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -25,9 +24,10 @@ from tracker.blocks.find import find_blocks
 from tracker.common.errors import LIGHTNING, UsageError, warn_caller
 from tracker.model.boundaries import Boundary
 from tracker.model.description import Blocks, Named
-from tracker.model.guard import SCALARS, is_data
+from tracker.model.guard import SCALARS
 from tracker.model.huggingface import huggingface_owner
 from tracker.model.inputs import Batch, batches, check_tokenizer
+from tracker.model.records import ARRAYS, attributes, describe, is_record, is_texts, named_parts
 from tracker.model.wrappers import names_by_id, unwrap
 from tracker.provenance import digest
 
@@ -112,9 +112,6 @@ def runs(module: nn.Module) -> bool:
     return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
 
 
-ARRAYS = (np.ndarray, np.generic)
-
-
 def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
     """Copy a batch with `change` applied to every tensor, array, list of texts and object that is not taken apart.
 
@@ -153,41 +150,6 @@ def leaves(batch: Any) -> list[Any]:
     return entries
 
 
-def named_parts(batch: Any) -> Mapping[Any, Any]:
-    """Return the entries of a mapping, or the attributes of another record; those of anything else have no names."""
-    return batch if isinstance(batch, Mapping) else attributes(batch) if is_record(batch) else {}
-
-
-def is_texts(value: Any) -> bool:
-    """Whether a value is a list or tuple of texts, without names."""
-    if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
-        return False
-    return bool(value) and all(isinstance(entry, str) for entry in value)
-
-
-def is_record(value: Any) -> bool:
-    """Whether an object is taken apart by its attributes."""
-    if isinstance(value, (Tensor, nn.Module, Enum, type, *ARRAYS, *SCALARS)) or not (
-        held := attributes(value)
-    ):
-        return False
-    return (
-        is_dataclass(value)
-        or isinstance(value, Mapping)
-        or hasattr(value, "to")
-        or is_data(value)
-        or any(isinstance(entry, (Tensor, np.ndarray)) for entry in held.values())
-    )
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, also those in slots."""
-    # A dictionary, None, or a pair of these if the class has slots
-    state: Any = object.__getstate__(value)
-    own, slots = state if isinstance(state, tuple) else (state, None)
-    return (own or {}) | (slots or {})
-
-
 # What is hashed, and what a checkpoint contains.
 
 
@@ -203,6 +165,7 @@ def contents(batch: Any) -> Any:
         plain: Any = next(kind for kind in SCALARS if isinstance(batch, kind))
         return None if batch is None else plain(batch)
     if isinstance(batch, ARRAYS):
+        # As bytes in a tensor, which torch.load reads without running pickled code
         values = np.frombuffer(batch.tobytes(), np.uint8).copy()
         return (
             None
@@ -314,6 +277,7 @@ def resolve(
         )
     if own is not None:
         return own
+    # A checkpoint holds tensors, numbers and text; the types around them are those of a batch.
     form = first_samples(take()) if given is None else given
     if forward is not None and tree_structure(contents(form), is_texts) != tree_structure(
         held, is_texts
@@ -433,27 +397,6 @@ def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
         remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
     failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"
     return f"{failed.rstrip('.')}. {remedy} forward=lambda module, batch: ..."
-
-
-def describe(batch: Any) -> str:
-    """Say what a batch holds: names, shapes and dtypes.
-
-    >>> describe({"ids": torch.zeros(8, 5, dtype=torch.long), "texts": ["a", "b"], "scale": 0.5})
-    '{ids: int64 (8, 5), texts: 2 texts, scale: 0.5}'
-    """
-    if isinstance(batch, (Tensor, *ARRAYS)):
-        return f"{batch.dtype} {tuple(batch.shape)}".removeprefix("torch.")
-    if is_texts(batch):
-        return f"{len(batch)} texts"
-    if isinstance(batch, SCALARS):
-        return shortened(batch)
-    named = [f"{name}: {describe(entry)}" for name, entry in named_parts(batch).items()]
-    if isinstance(batch, dict):
-        return f"{{{', '.join(named)}}}"
-    if isinstance(batch, (tuple, list)):
-        listed = ", ".join(named or map(describe, batch))
-        return f"[{listed}]" if isinstance(batch, list) else f"({listed})"
-    return f"{type(batch).__name__}({', '.join(named)})" if named else type(batch).__name__
 
 
 def _with_tensors(batch: Any, tensors: Sequence[Tensor], changed: Sequence[Tensor]) -> Any:

@@ -133,13 +133,11 @@ class Ranks:
     def _reason(self, reports: list[Report]) -> tuple[str, str, str]:
         """Return why some ranks failed, for the first one's reason: its type and text, and the ranks, if there are several."""
         first, ranks = reports[0], list(dict.fromkeys(report.rank for report in reports))
-        where = (
-            ""
-            if self.count == 1
-            else " on all ranks"
-            if len(ranks) == self.count
-            else f" {', '.join(ranks)}"
-        )
+        where = f" {', '.join(ranks)}"
+        if self.count == 1:
+            where = ""
+        elif len(ranks) == self.count:
+            where = " on all ranks"
         return first.kind, f"{first.kind}{where}: {first.message}", where
 
 

@@ -152,6 +152,7 @@ class TrainingRun:
             self.forget()
         if step > 0 and self.last_checked < 0:
             stored = [] if self.store is None else self.store.steps()
+            # A loop that saved its weights before it called `watch` has not measured this step.
             done = self.store is None or step in stored
             self.load_state_dict(
                 {"served": step - (not done), "measured": step - (not done), "probe": None}
@@ -180,6 +181,7 @@ class TrainingRun:
         try:
             self.target = find_target(module, self.blocks, self.forward)
         except BlocksNotFound:
+            # A function of the probe may need arguments that are not there yet.
             known = self.given_probe is not None and (arguments or not callable(self.given_probe))
             if self.forward is not None or not probes.runs(unwrap(module)) or not (known or take):
                 raise
@@ -329,6 +331,7 @@ class TrainingRun:
             release_memory(device)
             return None
         self.last_measured, self.any_tried, self.any_measured = step, True, True
+        # The store first: units are what can't be had again, and all else is derived from them.
         self._attempt(step, "not stored", self._store, step, unit)
         if self.metrics is not None:
             # An undefined value would make Lightning's EarlyStopping end the run.
@@ -419,6 +422,7 @@ class TrainingRun:
         model, blocks = self.target.model(module), self.target.blocks
         device = together(_measuring_device, device)
         probe, settings, form = self.probe, self.measured, form_of(model)
+        # At an earlier step a model of the same modules and hooks was asked about its blocks.
         if form == self.asked:
             settings = replace(settings, checked=True)
         samples = measure_probe(

@@ -109,6 +109,7 @@ class Overhead:
             self.first, self.first_end = self.last, now
         elif self.last:
             self.last_share = self.last / (now - self.last_end)
+        # A single interval may be short by chance: several in a row are not.
         clearly = self.limit is not None and self.last_share > CLEARLY * self.limit
         self.clearly_above = self.clearly_above + 1 if clearly else 0
         self.total += self.last

@@ -117,6 +117,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Measure at the end of every n-th epoch."""
         n = self.run.every_n_epochs
+        # The Trainer counts epochs in fractions, with rounding.
         if n is not None and round(state.epoch or 0) % n == 0:
             self._reach(args, state, context["model"], force=True)
 

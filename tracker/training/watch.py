@@ -55,6 +55,7 @@ class Watch:
             )
         self.run = TrainingRun(Watch, options, every_n_steps=every_n_steps, probe=probe)
         self.log_to = log_to
+        # A target that is no logger is refused here, and not after hours at the first measurement.
         if log_to is not None:
             logger_of(log_to)
         self.open = False
@@ -86,6 +87,7 @@ class Watch:
         first = not self.open
         if first:
             self._start(step, model, device)
+        # The state from which the loop begins or continues
         force = force or (first and step > self.run.last_measured)
         return self.run.reach(step, lambda: model, device, force=force)
 

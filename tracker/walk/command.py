@@ -171,6 +171,7 @@ def of_worker(walk: Walk, on_gpu: bool) -> Walk:
     changed: dict[str, Any] = {"workers": 0, "address": None, "wandb": "off"}
     for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
         value = getattr(walk, name)
+        # Names of what is built in are no paths, whatever the current directory holds.
         if (
             isinstance(value, (str, Path))
             and value not in ("", "nano", "builtin", *SETS)
@@ -179,6 +180,7 @@ def of_worker(walk: Walk, on_gpu: bool) -> Walk:
             changed[name] = type(value)(Path(value).resolve())
     if walk.files:
         changed["files"] = os.path.abspath(Path(walk.files).expanduser())
+    # Ray shows a worker its own GPU alone, whose index is 0 there.
     if on_gpu and walk.device:
         changed["device"] = "cuda"
     return replace(walk, **changed)

@@ -91,6 +91,7 @@ class WalkProgress:
     def advance(self, line: str) -> None:
         """Count a finished checkpoint; `line` states its result."""
         self.done += 1
+        # From the whole walk: single checkpoints differ in their downloads.
         remaining = (time.perf_counter() - self.started) / self.done * (self.bar.total - self.done)
         left = f"  about {remaining:.0f} s left" if remaining else ""
         self.notify(f"[{self.done}/{self.bar.total}] {line}{left}")
@@ -111,6 +112,7 @@ class WalkProgress:
 
         def count(arrived: int) -> None:
             nonlocal have, reported
+            # Files arrive in several threads.
             with lock:
                 have += arrived
                 bar.update(arrived)
@@ -138,6 +140,7 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
     selection, measurement = plan.selection, plan.measurement
     count, inputs = len(selection.checkpoints), measurement.inputs
     if isinstance(inputs, Mapping):
+        # Single numbers may stand beside the tensors, which are batch first.
         inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0))
     kind = "prompt" if isinstance(inputs[0], str) else "sample"
     print(

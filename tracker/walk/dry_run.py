@@ -108,6 +108,7 @@ def _download_lines(
             directory = snapshot_dir(checkpoint.source, listing.commit, selection.suite.cache_dir)
             to_fetch = missing_files(directory, listing)
             for file in listing.needed:
+                # Revisions share files, of which the cache has one.
                 key = file.blob or (listing.commit, file.name)
                 (lacking if file in to_fetch else present)[key] = file.size
             largest = max(largest, listing.bytes)
@@ -278,6 +279,7 @@ def _with_few_blocks(config: Any, auto: Any, dtype: Any) -> nn.Module:
         if isinstance(value, (list, tuple)) and len(value) == depth:
             setattr(text, name, value[:BLOCKS])
     text.num_hidden_layers = min(BLOCKS, depth)
+    # Weights are drawn, and the caller's generator stays as it is.
     with torch.random.fork_rng():
         return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
 

@@ -116,9 +116,8 @@ class Measurement:
     max_tokens: int | None
     device: "torch.device"
     own_code: bool = False  # whether the user's code loads
-    asked: set[Any] = field(
-        default_factory=set
-    )  # forms of models (`witness.form_of`) that were asked about their blocks
+    # Forms of models (`witness.form_of`) that were asked about their blocks
+    asked: set[Any] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,10 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     )
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": measurement.inputs_digest}
     identity |= measurement.settings.identity(always) | {"max_tokens": walk.max_tokens}
+    # In any order they give the same results.
     if identity["k"]:
         identity["k"] = sorted(set(identity["k"]))
+    # Stages of one training are of one repository.
     identity |= {"suite": suite.name} if suite.checkpoints[0].stage else {}
     if walk.own_code:
         if "<lambda>" in walk.own_code:
@@ -263,6 +264,7 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
             )
         identity |= {"load" if walk.load else "module": walk.own_code, "tokenizer": walk.tokenizer}
     elif walk.tokenizer and walk.inputs is None:
+        # A directory has many paths, and one place.
         directory = Path(walk.tokenizer)
         identity |= {
             "tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer

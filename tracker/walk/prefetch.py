@@ -119,6 +119,7 @@ def prefetch(
             if claim is None:
                 pending.append(checkpoint)
                 continue
+            # Under the claim: another walk may have measured it since this one was planned.
             try:
                 done = store.has(checkpoint.step) and measured_elsewhere(checkpoint.step)
             except BaseException:
@@ -135,6 +136,7 @@ def prefetch(
         return False
 
     try:
+        # One is fetched ahead: more would take more of the disk, and be claimed long before they are measured.
         while pending or coming:
             if not coming and not start_next():
                 for checkpoint in pending:

@@ -162,6 +162,7 @@ def _drawn(name: str, source: PromptSource) -> list[Prompt]:
             f"--prompts {name}: rows of {source.repository} have no {error} any more; give a file"
         ) from error
     candidates = [prompt for prompt in wanted if prompt.text]
+    # The seed is part of what the name of a set stands for: all walks measure the same prompts.
     return random.Random(SEED).sample(candidates, min(source.count, len(candidates)))
 
 
@@ -240,13 +241,8 @@ def _from_json(line: str, i: int, source: str) -> Prompt:
         prompt = entry["prompt"]
         difficulty = entry.get("difficulty")
         drawn_from = entry.get("source")
-    except (
-        ValueError,
-        RecursionError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # numbers and nesting have limits
+    # Of numbers and of nesting, json has limits.
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f'line {i} of {source} is not a JSON object with "prompt": {line[:60]!r}'
         ) from error
@@ -264,6 +260,7 @@ def _from_json(line: str, i: int, source: str) -> Prompt:
 
 
 def _is_finite(number: object) -> bool:
+    # bool is an int; an int may be too large for a float.
     try:
         return type(number) in (int, float) and math.isfinite(number)  # type: ignore[arg-type]
     except OverflowError:

@@ -17,7 +17,7 @@ from checkpoints import integrity, scores
 from checkpoints.copies import load_copy
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
-from tracker.common.text import UNTRAINED, counted, first_line
+from tracker.common.text import UNTRAINED, first_line
 from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
@@ -46,6 +46,7 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
     else:  # of a cache, whose files nobody rewrites
         model, tokenizer = measurement.load(directory)
         digest = integrity.files_digest(directory, selection.listings.get(checkpoint.name))
+    # The weights of an untrained model are drawn in the place of those that were loaded, which say nothing of it.
     trained = checkpoint.seed is None
     if checkpoint.seed is not None:
         model = init_untrained(model, checkpoint.seed)
@@ -91,6 +92,7 @@ def _fingerprint(model: "torch.nn.Module", device: "torch.device") -> Iterator[F
             hashed.result()
         try:
             yield hashed
+        # Weights that are not finite may be the cause; their own message says which tensors.
         except (FloatingPointError, RuntimeError, ValueError):
             hashed.result()
             raise
@@ -109,6 +111,7 @@ def _measure(
     from tracker.devices import is_allocation_failure
     from tracker.jacobians.witness import form_of
     from tracker.measurement import measure
+    from tracker.model.records import describe, is_texts
     from tracker.model.weights import fails_in_forward, weights_memory
 
     device = measurement.device
@@ -132,8 +135,9 @@ def _measure(
         )
     except Exception as error:  # a model's code may raise errors of any type
         if fails_in_forward(error):
+            cut = ", which --max_tokens can cut" if is_texts(measurement.inputs) else ""
             raise UsageError(
-                f"the forward pass of {type(model).__name__} fails on {_describe(measurement.inputs)}: "
+                f"the forward pass of {type(model).__name__} fails on the inputs, {describe(measurement.inputs)}{cut}: "
                 f"{type(error).__name__}: {first_line(error)}"
             ) from error
         if not is_allocation_failure(error):
@@ -144,16 +148,6 @@ def _measure(
         ) from error
     measurement.asked.add(form)
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
-
-
-def _describe(inputs: Any) -> str:
-    """Say what the inputs of a walk are: the number of prompts, or the shapes of tensors."""
-    from torch.utils._pytree import tree_leaves
-
-    shapes = [str(tuple(leaf.shape)) for leaf in tree_leaves(inputs) if hasattr(leaf, "shape")]
-    if not shapes:
-        return f"{counted(len(inputs), 'prompt')}, which --max_tokens can cut"
-    return f"inputs of {'shape' if len(shapes) == 1 else 'shapes'} {', '.join(shapes)}"
 
 
 def with_scores(unit: xr.Dataset, scored: Mapping[str, float]) -> xr.Dataset:

@@ -1,0 +1,234 @@
+"""Blocks of one kind share checks of their code; what one block alone does is found, whichever block it is."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import tracker
+import tracker.jacobians.rows
+from tests.jacobians.test_every_row import Block, D, by_differences, states
+from tracker.common.errors import UsageError
+from tracker.jacobians.kinds import kinds_of
+
+L = 5
+NAMES = [str(l) for l in range(L)]
+DTYPES = ["float32", "float64"]
+
+
+class Gated(Block):
+    """A block whose gate lets in `added(state)`."""
+
+    def __init__(self, added, gate=0.0):
+        super().__init__()
+        self.what, self.gate = [added], nn.Parameter(torch.tensor(gate))
+
+    def forward(self, x):
+        return super().forward(x) + self.gate * self.what[0](x)
+
+
+def gated(added, opened):
+    """Return blocks of which one alone has its gate open."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(Gated(added) for _ in range(L))).eval()
+    blocks[opened].gate.data.fill_(1.0)
+    return blocks
+
+
+def measured(net, x, dtype, **options):
+    return tracker.measure(net, x, dtype=dtype, k=3, blocks=NAMES, keep="jacobian", **options)
+
+
+def codes(change):
+    """Return the kinds of blocks of which `change(block, l)` changed each."""
+    blocks = [Block() for _ in range(4)]
+    for l, block in enumerate(blocks):
+        change(block, l)
+    return kinds_of(blocks)
+
+
+SAME = {
+    "nothing": lambda block, l: None,
+    "number of the block": lambda block, l: setattr(block, "layer_idx", l),
+    "rate": lambda block, l: setattr(block.mlp, "rate", 0.1 * (l + 1)),
+    "configuration": lambda block, l: setattr(block, "config", SimpleNamespace(width=D)),
+    "weights": lambda block, l: nn.init.constant_(block.other.weight, l),
+}
+OTHER = {
+    "window": lambda block, l: setattr(block, "window", 128 * (l % 2)),
+    "flag": lambda block, l: setattr(block, "flag", l == 2),
+    "rate of zero": lambda block, l: setattr(block, "rate", 0.1 * (l == 2)),
+    "flag in a dictionary": lambda block, l: setattr(block, "options", {"mix": l == 2}),
+    "flag in an object": lambda block, l: setattr(block, "config", SimpleNamespace(mix=l == 2)),
+    "member of a set": lambda block, l: setattr(block, "parts", {"a", "b" * (l == 2)}),
+    "class": lambda block, l: setattr(block, "mlp", nn.Identity()) if l == 2 else None,
+    "shape": lambda block, l: setattr(block, "other", nn.Linear(3, 3)) if l == 2 else None,
+    "hook": lambda block, l: block.register_forward_hook(lambda *_: None) if l == 2 else None,
+    "buffer": lambda block, l: block.register_buffer("b", torch.ones(2)) if l == 2 else None,
+    "dtype": lambda block, l: block.half() if l == 2 else None,
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_weights_rates_and_the_number_of_a_block_make_no_kind(name):
+    assert len(set(codes(SAME[name]))) == 1
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_decides_which_code_runs_makes_a_kind(name):
+    assert len(set(codes(OTHER[name]))) == 2
+
+
+def test_an_object_that_contains_itself_has_a_code():
+    def contain(block, l):
+        block.options = {"number": 1}
+        block.options["itself"] = block.options
+
+    assert len(set(codes(contain))) == 1
+
+
+def test_functions_are_told_apart_by_their_code():
+    def one(x):
+        return x
+
+    def other(x):
+        return x + 1
+
+    same, different = ([one] * 4, [one, one, other, one])
+    for functions, kinds in ((same, 1), (different, 2)):
+        for name in ("added", "forward"):
+            found = codes(lambda block, l: setattr(block, name, functions[l]))  # noqa: B023
+            assert len(set(found)) == kinds
+
+
+def test_the_derivative_of_two_blocks_of_a_kind_is_checked(monkeypatch):
+    checked, original = [], tracker.jacobians.rows.derivative_error
+
+    def counted(call, *arguments):
+        checked.append(call.layer)
+        return original(call, *arguments)
+
+    monkeypatch.setattr(tracker.jacobians.rows, "derivative_error", counted)
+    net, drawn = gated(torch.zeros_like, 0), set()
+    for _ in range(6):
+        checked.clear()
+        with torch.no_grad():
+            net[0].mlp[0].weight.mul_(1.01)
+        ds = measured(net, states(4), "float32", final_norm="exclude")
+        first, other = checked
+        assert first == 1
+        named = json.loads(ds.attrs["checked_as"])
+        assert named.keys() == {str(l) for l in range(2, L + 1)} - {str(other)}
+        # Those before the drawn one take the result of the first; the others, the worse of the two.
+        assert set(named.values()) <= {"block 1", f"block {other}"}
+        drawn.add(other)
+    assert len(drawn) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("samples", [2, 6])
+@pytest.mark.parametrize("opened", range(L))
+def test_one_block_alone_that_mixes_samples_is_found(opened, samples, dtype):
+    net = gated(lambda x: x.mean(0, keepdim=True), opened)
+    with pytest.raises(UsageError, match=rf"block {opened + 1} \({opened}\) mixes the samples"):
+        measured(net, states(samples), dtype, witness="off")
+
+
+@pytest.mark.parametrize("opened", range(L))
+def test_one_block_alone_that_mixes_a_little_is_found(opened):
+    net = gated(lambda x: 1e-4 * x.flip(0), opened)
+    with pytest.raises(UsageError, match=rf"block {opened + 1} \({opened}\) mixes the samples"):
+        measured(net, states(4), "float32", witness="off")
+
+
+class Counting(Block):
+    """A block that mixes samples in its second call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls = self.calls % 2 + 1
+        return super().forward(x) + (self.calls == 2) * x.mean(0, keepdim=True)
+
+
+class Looped(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.blocks = nn.ModuleList([block])
+
+    def forward(self, x):
+        return self.blocks[0](self.blocks[0](x))
+
+
+def test_the_second_call_of_a_module_is_no_kind():
+    torch.manual_seed(0)
+    with pytest.raises(UsageError):
+        tracker.measure(Looped(Counting()).eval(), states(4), k=3, blocks=["blocks.0"])
+
+
+class Flagged(Block):
+    def forward(self, x, mix=False):
+        return super().forward(x) + (x.mean(0, keepdim=True) if mix else 0)
+
+
+class WithFlags(nn.Module):
+    def __init__(self, mixing):
+        super().__init__()
+        self.blocks, self.mixing = nn.ModuleList([Flagged() for _ in range(L)]), mixing
+
+    def forward(self, x):
+        for l, block in enumerate(self.blocks):
+            x = block(x, mix=l == self.mixing)
+        return x
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+@pytest.mark.parametrize("mixing", range(L))
+def test_a_flag_among_the_arguments_makes_a_kind(mixing, samples):
+    torch.manual_seed(0)
+    with pytest.raises(UsageError, match=rf"block {mixing + 1} .* mixes the samples"):
+        tracker.measure(WithFlags(mixing).eval(), states(samples), k=3, witness="off")
+
+
+class Wrong(torch.autograd.Function):
+    """sin with a wrong backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("opened", range(L))
+def test_one_block_alone_with_a_wrong_derivative_is_found(opened, dtype):
+    net = gated(Wrong.apply, opened)
+    with pytest.raises(UsageError, match=rf"block {opened + 1} .*autograd does not give"):
+        measured(net, states(2), dtype, witness="off")
+
+
+PATHS = {
+    "mean over tokens": lambda x: x.mean(1, keepdim=True) ** 2,
+    "first token": lambda x: torch.tanh(x[:, :1] * x),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("opened", range(L))
+def test_one_block_alone_with_a_path_through_other_tokens_is_right(opened, path):
+    net, x = gated(PATHS[path], opened), states(3)
+    ds = measured(net, x, "float64", witness="off", tokens=[0, -1])
+    net, state = net.double(), x.double()
+    for l, block in enumerate(net):
+        for i, t in enumerate((0, -1)):
+            expected = by_differences(block, state, 1, t)
+            found = torch.as_tensor(ds.jacobian.values[1, i, l])
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        state = block(state).detach()
