@@ -26,7 +26,7 @@ TESTS: dict[str, str] = {
     "tracker/measures/states.py": "tokenwise post_norm",
     "tracker/measures/single_blocks.py": "of_blocks formulas",
     "tracker/measures/block_products.py": "of_blocks formulas",
-    "tracker/measures/block_halves.py": "halves",
+    "tracker/measures/block_halves.py": "halves formulas",
     "tracker/linalg/krylov.py": "svd",
     "tracker/jacobians/independent.py": "every_row",
     "vit/answers.py": "vit_analysis",
