@@ -230,6 +230,21 @@ def test_the_error_of_differences_from_values():
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize(("allowed", "evaluations"), [(1e-3, 1), (1e-7, 2)])
+def test_one_evaluation_suffices_where_one_sided_differences_agree(allowed, evaluations):
+    """Their error is of the first order in the step, that of two-sided ones of the second."""
+    points = []
+
+    def f(x):
+        points.append(x)
+        return smooth(x)
+
+    found = differ_from_values(f, X, J, True, 1e-4, smooth(X), allowed)
+    assert len(points) == evaluations
+    bounds = (1e-6, 1e-3) if evaluations == 1 else (0, 1e-7)
+    assert (found > bounds[0]).all() and (found < bounds[1]).all()
+
+
 @pytest.fixture(scope="module")
 def at_rows(call):
     """Return the rows of a call, and their Jacobians."""
