@@ -176,7 +176,8 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
         "offdiag_normalized_normed",
     ):
         matrix, null = ds[name].sel(k=k), tracker.null_level(ds, name).sel(k=k)
-        distances = () if name.endswith("_normed") else DISTANCES
+        measured = [n for n in DISTANCES if n < ds.sizes["layer"]]
+        distances = [] if name.endswith("_normed") else measured
         chosen = {"l ≠ l'": apart > 0} | {f"l and l' {n} apart": apart == n for n in distances}
         for words, pairs in chosen.items():
             over = ("token", "layer", "layer_other")

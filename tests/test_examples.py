@@ -101,6 +101,10 @@ def test_the_example_of_smollm2_measures_an_untrained_model_beside_the_trained(s
     assert results.step.values.tolist() == [0, 1] and results.revision[0] == "untrained, seed 0"
     assert results.sizes["position"] == 32
     head, _, *rows = example["table"](results).splitlines()
+    assert not any("nan" in row for row in rows)
+    for n in (1, 2, 4, 8, 16):
+        compared = any(f"l and l' {n} apart" in row for row in rows)
+        assert compared == (n < results.sizes["layer"])
     assert all(row.count("|") == head.count("|") for row in rows)
     values = results.lss.sel(step=1).median("position").values
     (row,) = [row for row in rows if row.startswith("| lss, ")]

@@ -28,17 +28,17 @@ POINTS = (
     "colours show the weight decay."
 )
 CAPTIONS = {
-    "accuracy": f"Test accuracy against coupling (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z), over weight "
-    "decays; below it the reliabilities of coupling and of accuracy. Grey bars are one standard error of an accuracy on so many "
-    "test images.",
-    "loss": f"Test loss against coupling. {POINTS}",
-    "rates": "Coupling against stochastic depth for every weight decay (paper, Figs. 6b and 10). Points are seeds, the line is "
+    "accuracy": f"Test accuracy against {{coupling}} (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z), over "
+    "weight decays; below it the reliabilities of {coupling} and of accuracy. Grey bars are one standard error of an accuracy on "
+    "so many test images.",
+    "loss": f"Test loss against {{coupling}}. {POINTS}",
+    "rates": "{coupling} against stochastic depth for every weight decay (paper, Figs. 6b and 10). Points are seeds, the line is "
     "their mean.",
-    "training": "Coupling over training for each stochastic depth rate, over steps and, where it was recorded, over the loss on "
-    "plain training images. Lines are means over weight decays and seeds, bands their range.",
+    "training": "{coupling} over training for each stochastic depth rate, over steps and, where it was recorded, over the "
+    "loss on plain training images. Lines are means over weight decays and seeds, bands their range.",
     "reliability": "Reliability within stochastic depth rates, with 95 % interval, at one K: the share of the variance of the "
     "decays' means that is not noise of their seeds. Beyond the line at 0.5 decays vary more than that noise.",
-    "which": "Correlation of accuracy with coupling by mis-coupling, K and layer pairs, within stochastic depth rates. A star "
+    "which": "Correlation r with accuracy, by definition, K and layer pairs, within stochastic depth rates. A star "
     "marks p below 0.05 after Holm's correction for all definitions.",
 }
 COUPLING_IS = {
@@ -55,7 +55,7 @@ OF_TESTS = {  # columns of the page, and their headings
     "r": "r [95 % interval]",
     "p": "p",
     "p_holm": "p, corrected",
-    "coupling": "reliability of coupling",
+    "coupling": "reliability of {coupling}",
     "outcome": "reliability of the outcome",
     "detectable": "r found with 80 % power",
     "attainable": "largest r to expect",
@@ -67,7 +67,7 @@ OF_FITS = {
     "rates": "stochastic depth",
     "units": "weight decays",
     "r": "r [95 % interval]",
-    "coupling": "reliability of coupling",
+    "coupling": "reliability of {coupling}",
     "of_outcome": "reliability of the outcome",
     "slope": "slope",
     "p": "p",
@@ -99,8 +99,9 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         The path of the page.
     """
     from tracker.analysis.regression import FEWEST_POINTS
+    from tracker.common.text import capitalised
     from tracker.figures.drawing import css_variables
-    from vit.answers import answers, cautions, exploratory, reliable_measures
+    from vit.answers import answers, cautions, either, exploratory, reliable_measures
     from vit.figures import described
     from vit.results import GRID_FILE, write_grid
     from vit.statistics import (
@@ -108,6 +109,7 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         column,
         correlations,
         named_tests,
+        primary,
         quantities,
         quantity,
         reliabilities,
@@ -127,8 +129,11 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         write_atomic(out / f"{file}.csv", content.to_csv(index=False).encode())
     for key, picture in pictures["light"].items():
         write_atomic(out / f"{key}.png", picture)
+    word = quantity(grid, at)
     shown = {
-        key: _figure(key, picture, pictures["dark"][key])
+        key: _figure(
+            capitalised(CAPTIONS[key].format(coupling=word)), picture, pictures["dark"][key]
+        )
         for key, picture in pictures["light"].items()
     }
     fits = table.loc[(table[list(at)] == list(at.values())).all(axis=1)]
@@ -138,19 +143,19 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         dark=css_variables("dark"),
         title=html.escape(f"Coupling and accuracy: {grid.attrs['data']}"),
         grid=html.escape(_grid(grid, at)),
-        coupling=html.escape(COUPLING_IS[quantity(grid, at)]),
+        coupling=html.escape(COUPLING_IS[word]),
         answers=_items(cautions(grid) + answers(tests)),
         limits=_limits(grid),
         fewest=FEWEST_POINTS,
-        tests=_table(_worded_tests(tests), OF_TESTS, 2),
+        tests=_table(_worded_tests(tests), _headings(OF_TESTS, quantity(grid, primary(grid))), 2),
         outcomes=shown["accuracy"] + shown["loss"],
         rates=shown["rates"],
         training=shown["training"],
         reliable=_items(reliable_measures(reliable)),
         reliability=shown.get("reliability", ""),
-        exploratory=html.escape(exploratory(table)),
+        exploratory=html.escape(exploratory(table, either(quantities(grid).values()))),
         which=shown.get("which", ""),
-        correlations=_fits(fits),
+        correlations=_fits(fits, word),
         cells=_table(cells, headings, 4),
         unfinished=_items(grid.attrs["unfinished"] or ["none"]),
     )
@@ -179,7 +184,7 @@ def _drawn(
             "training": figures.coupling_over_training(grid, at, theme),
         }
         if table["r"].notna().to_numpy().any():
-            drawings["which"] = figures.correlations_with_accuracy(table, at["token"])
+            drawings["which"] = figures.correlations_with_accuracy(grid, table, at["token"])
         if reliable["reliability"].notna().to_numpy().any():
             drawings["reliability"] = figures.reliability_of_measures(reliable, at["k"])
         for key, figure in drawings.items():
@@ -261,15 +266,20 @@ def _worded_fits(fits: "pd.DataFrame") -> "pd.DataFrame":
     return fits.assign(**words)
 
 
-def _fits(fits: "pd.DataFrame") -> str:
+def _fits(fits: "pd.DataFrame", coupling: str) -> str:
     """Return the table of fits and its note as HTML; "" where no fit has an r."""
     if not fits["r"].notna().to_numpy().any():
         return ""
-    return f'<div class="scroll">{_table(_worded_fits(fits), OF_FITS, 3)}</div><p class="note">{NOTE_ON_FITS}</p>'
+    shown = _table(_worded_fits(fits), _headings(OF_FITS, coupling), 3)
+    return f'<div class="scroll">{shown}</div><p class="note">{NOTE_ON_FITS}</p>'
 
 
 def _items(lines: Sequence[str]) -> str:
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+
+
+def _headings(columns: dict[str, str], coupling: str) -> dict[str, str]:
+    return {name: heading.format(coupling=coupling) for name, heading in columns.items()}
 
 
 def _table(table: "pd.DataFrame", headings: dict[str, str], digits: int) -> str:
@@ -281,12 +291,16 @@ def _table(table: "pd.DataFrame", headings: dict[str, str], digits: int) -> str:
     ]
     shown = table[held].set_axis([headings[name] for name in held], axis=1)
     return shown.to_html(
-        index=False, border=0, na_rep="", float_format=lambda value: f"{value:.{digits}g}"
+        index=False,
+        border=0,
+        na_rep="",
+        float_format=lambda value: f"{value:.{digits}g}".replace("-", "−"),
+        classes=["reasons"] if "why" in held else [],
     )
 
 
-def _figure(key: str, light: bytes, dark: bytes) -> str:
-    caption = html.escape(CAPTIONS[key])
+def _figure(caption: str, light: bytes, dark: bytes) -> str:
+    caption = html.escape(caption)
     source, dark_source = (
         f"data:image/png;base64,{base64.b64encode(of).decode()}" for of in (light, dark)
     )

@@ -1,9 +1,10 @@
 """The results of the analysis in words: which questions the trainings answer, and which measures are reliable."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.text import capitalised, counted
-from tracker.measures.registry import BY_NAME
+from tracker.figures.drawing import definition
 from vit.statistics import COUPLING, FEWEST_SEEDS, QUESTIONS, RELIABLE, at_chance, too_few
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     if not any(interval(row, "reliability") for row in rows):
         return ["Unknown: that takes several weight decays with several seeds."]
     outcomes = [row for row in rows if row["variable"] in LABELS]
-    word = " or ".join(sorted({row["variable"] for row in rows} - LABELS.keys()))
+    word = either({row["variable"] for row in rows} - LABELS.keys())
     lines = [
         f"{LABELS[row['variable']]}: {'' if row['reliable'] else 'not '}reliable, {interval(row, 'reliability')}"
         for row in outcomes
@@ -121,11 +122,11 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
         )
     for token, measures in by_measure.items():
         names = [
-            f"{BY_NAME[name].label} ({sum(of)} of {len(of)})"
+            f"{definition(name)} ({sum(of)} of {len(of)})"
             for name, of in measures.items()
             if any(of)
         ]
-        lines.append(f"{word} of the {token}: {', '.join(names) or 'none'} reliable")
+        lines.append(f"{word} of the {token}: {'; '.join(names) or 'none'} reliable")
     lines.append(
         f"Reliable means that the interval is above {RELIABLE}; brackets: for how many choices of K and layer pairs."
     )
@@ -140,14 +141,14 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     return lines
 
 
-def exploratory(table: "pd.DataFrame") -> str:
+def exploratory(table: "pd.DataFrame", coupling: str) -> str:
     """State how many of the rows of `vit.statistics.correlations` are significant, or why none has a test."""
     tested = int(table["p"].notna().to_numpy().sum())
     if not tested:
         reasons = dict.fromkeys(table["why"].tolist())
-        return f"No fit of accuracy or test loss on coupling, because {'; '.join(reasons)}."
+        return f"No fit of accuracy or test loss on {coupling}, because {'; '.join(reasons)}."
     return (
-        f"{tested:,} fits of accuracy and test loss on coupling; {(table['p_holm'] < 0.05).sum():,} have p below 0.05 after "
+        f"{tested:,} fits of accuracy and test loss on {coupling}; {(table['p_holm'] < 0.05).sum():,} have p below 0.05 after "
         "correction for all of them."
     )
 
@@ -155,4 +156,11 @@ def exploratory(table: "pd.DataFrame") -> str:
 def interval(row: dict[str, Any], name: str) -> str:
     """Return a value and its interval as text; "" where it is undefined."""
     value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
-    return f"{value:.2f} [{low:.2f}, {high:.2f}]" if value == value else ""
+    if value != value:
+        return ""
+    return f"{value:z.2f} [{low:z.2f}, {high:z.2f}]".replace("-", "−")  # z: no −0.00
+
+
+def either(words: Iterable[str]) -> str:
+    """Return what the values of a figure or a sentence are, where definitions may differ in it."""
+    return " or ".join(sorted(set(words)))

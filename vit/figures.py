@@ -25,12 +25,12 @@ from tracker.figures.drawing import (
     SURFACE,
     Theme,
     colour_map,
+    definition,
     panels,
     training_axis,
 )
 from tracker.figures.model_comparisons import correlation_heatmap
-from tracker.measures.registry import BY_NAME
-from vit.answers import LABELS, interval
+from vit.answers import LABELS, either, interval
 from vit.statistics import (
     COUPLING,
     RELIABILITY,
@@ -38,6 +38,7 @@ from vit.statistics import (
     couplings,
     final_coupling,
     fit_units,
+    quantities,
     quantity,
     unit_labels,
     unit_means,
@@ -45,6 +46,7 @@ from vit.statistics import (
 
 WIDTH, HEIGHT = 4.4, 2.5  # inches, of a figure and of a row of panels
 LETTERS = 36  # at most, of a line of an axis label
+RATES_PER_ROW = 4  # of a legend
 TICKS = 4  # at most, of rates, in a panel of half the width
 BLUE, ORANGE, GREY = "C0", "C1", f"C{len(SERIES['light'])}"  # of the cycle of colours
 
@@ -82,7 +84,7 @@ def outcome_against_coupling(
         outcome: accuracy or loss.
     """
     rates = sorted(set(grid["drop_path"].values))
-    figure, axes = _panels(len(rates), below=1.0)
+    figure, axes = _panels(len(rates), beside=1.0)
     decays = sorted(set(grid["weight_decay"].values))
     ticks = np.linspace(0, 1, len(decays)) if len(decays) > 1 else np.array([0.5])
     colours, palette = dict(zip(decays, ticks, strict=True)), _palette(theme)
@@ -132,7 +134,7 @@ def outcome_against_coupling(
     figure.supxlabel(coupling_label(grid, at))
     figure.supylabel(capitalised(LABELS[outcome]))
     bar = figure.colorbar(
-        ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="bottom", aspect=40, pad=0.02
+        ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="top", aspect=40, pad=0.04
     )
     bar.ax.set_xticklabels([f"{decay:g}" for decay in decays])
     bar.set_label("weight decay")
@@ -169,7 +171,7 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any], theme: Theme = 
         over_steps.fill_between(
             step, coupling.min("cell"), coupling.max("cell"), color=colour, alpha=0.12, lw=0
         )
-        line = {"color": colour, "marker": "o", "ms": 2, "lw": 1, "label": f"depth rate {rate:g}"}
+        line = {"color": colour, "marker": "o", "ms": 2, "lw": 1, "label": f"{rate:g}"}
         over_steps.plot(step, coupling.mean("cell"), **line)
         for axes in over_loss:
             axes.plot(
@@ -182,19 +184,26 @@ def coupling_over_training(grid: xr.Dataset, at: dict[str, Any], theme: Theme = 
     for axes in (over_steps, *over_loss):
         _mark_zero(axes, grid, at)
         axes.set_ylabel(coupling_label(grid, at))
-    over_steps.legend(ncols=1 + len(rates) // 5)
+    handles = over_steps.get_legend_handles_labels()
+    figure.legend(
+        *handles,
+        loc="outside upper center",
+        ncols=RATES_PER_ROW,
+        title="stochastic depth rate",
+        title_fontsize=7,
+        frameon=False,
+    )
     return figure
 
 
-def correlations_with_accuracy(table: pd.DataFrame, token: str) -> Figure:
-    """Draw r by mis-coupling, K and layer pairs; with several rates, r within rates (`drop_path` "fixed")."""
+def correlations_with_accuracy(grid: xr.Dataset, table: pd.DataFrame, token: str) -> Figure:
+    """Draw r by definition, K and layer pairs; with several rates, r within rates (`drop_path` "fixed")."""
     rows = table[(table["outcome"] == "accuracy") & (table["token"] == token)]
     rates = set(rows["drop_path"])
     rate = "fixed" if "fixed" in rates else rates.pop()
-    words = {name: BY_NAME[name].label for name in set(rows["measure"])}
-    figure = correlation_heatmap(
-        rows.loc[rows["drop_path"] == rate].replace({"measure": words}), "accuracy"
-    )
+    words = {name: definition(name) for name in set(rows["measure"])}
+    shown = rows.loc[rows["drop_path"] == rate].replace({"measure": words})
+    figure = correlation_heatmap(shown, "accuracy", coupling=either(quantities(grid).values()))
     figure.axes[0].set_facecolor("lightgrey")  # where there is no r, under a black text
     return figure
 
@@ -210,7 +219,7 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     of_k = [row for row in rows if row["variable"] not in LABELS and row["k"] == k]
     labels = [LABELS[row["variable"]] for row in outcomes]
     labels += dict.fromkeys(
-        f"{BY_NAME[row['measure']].label}, {PAIR_WORDS[row['pairs']]}" for row in of_k
+        f"{definition(row['measure'])}, {PAIR_WORDS[row['pairs']]}" for row in of_k
     )
     figure, (axes,) = panels(1, size=(WIDTH, 0.9 + 0.24 * len(labels)))
     tokens = list(dict.fromkeys(row["token"] for row in of_k))
@@ -235,7 +244,8 @@ def reliability_of_measures(table: pd.DataFrame, k: int) -> Figure:
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(-0.03, 1.03)
-    axes.set_xlabel(f"Reliability within rates (coupling: K = {k})")
+    coupling = either(row["variable"] for row in of_k)
+    axes.set_xlabel(f"Reliability within rates ({coupling}: K = {k})")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside upper right", ncols=len(tokens))
     return figure
 
@@ -252,7 +262,7 @@ def coupling_label(grid: xr.Dataset, at: dict[str, Any]) -> str:
 
 
 def _words(grid: xr.Dataset, at: dict[str, Any]) -> tuple[str, str]:
-    what = f"{quantity(grid, at)} ({BY_NAME[at['measure']].label})"
+    what = f"{quantity(grid, at)} by {definition(at['measure'])}"
     return what, f"K = {at['k']}, {PAIR_WORDS[at['pairs']]}, {at['token']}"
 
 
@@ -274,12 +284,12 @@ def _few_ticks(panel: Axes) -> None:
     panel.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 3, 4, 5, 10]))
 
 
-def _panels(count: int, below: float = 0.0) -> tuple[Figure, list[Axes]]:
-    """Return a figure of panels that share the y axis, two in a row, with room in inches for a colour bar below them."""
+def _panels(count: int, beside: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """Return a figure of panels that share the y axis, two in a row, with room in inches for a colour bar."""
     columns = min(count, 2)
     rows = -(-count // columns)
     figure, axes = panels(
-        count, per_row=columns, size=(WIDTH / columns, HEIGHT + below / rows), sharey=True
+        count, per_row=columns, size=(WIDTH / columns, HEIGHT + beside / rows), sharey=True
     )
     figure.get_layout_engine().set(wspace=0.1)  # type: ignore[union-attr,call-arg]  # between labels of neighbouring panels
     return figure, axes

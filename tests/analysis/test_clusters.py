@@ -111,7 +111,7 @@ def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     monkeypatch.setattr(drawing, "FEWEST_POINTS", 4)
     figure, table = score_against_coupling(results, Choices(4))
     assert table["cluster"].tolist() == LABELS
-    coupling, score = table["coupling, K = 4"], table["score"]
+    coupling, score = table["coupling by eq. 14, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
     averaged = f"clusters averaged (n = 4):\nR² = {fit.rvalue**2:.2f} ["
     assert (

@@ -6,7 +6,8 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import ttest_1samp
+from scipy.stats import skew, ttest_1samp
+from scipy.stats import t as t_distribution
 
 import tracker
 from tests.analysis.test_regression import assert_covers
@@ -67,11 +68,9 @@ def test_rate_of_false_onsets(pairs, dependence):
 
 def test_coupled_pairs_are_told_from_unrelated_ones():
     random = np.random.default_rng(3)
-    unrelated = random.standard_normal((2000, 15))
-    assert (
-        0.018 <= coupled(unrelated).mean() <= 0.033
-        and 0.04 <= coupled(unrelated, level=0.05).mean() <= 0.06
-    )
+    unrelated = random.standard_normal((20_000, 15))
+    assert 0.019 <= coupled(unrelated).mean() <= 0.025
+    assert 0.039 <= coupled(unrelated, level=0.05).mean() <= 0.05
     assert coupled(unrelated + 2).mean() > 0.99
     some = unrelated + 2
     some[:, 12:] = np.nan
@@ -187,6 +186,35 @@ def test_no_onset_beyond_chance():
         onset(STEPS, noise, pairs=np.random.default_rng(16).standard_normal((9, 15))).words
         == "none beyond chance"
     )
+
+
+@pytest.mark.parametrize("pairs", [6, 15, 66])
+def test_pairs_that_lean_to_a_side_are_not_called_coupled_too_often(pairs):
+    """A t test alone is passed by 4 to 8 % of unrelated models whose pairs lean to the left; of these a fifth or more are out.
+
+    Those that lean to the right pass it in 1 %, and none is added.
+    """
+    draws = np.random.default_rng(5).lognormal(0, 0.5, (20_000, pairs))
+    right = (draws - np.exp(1 / 8)) / draws.std()
+    passed = [
+        ttest_1samp(of, 0, axis=1, alternative="greater").pvalue < 0.025 for of in (-right, right)
+    ]
+    assert 0.04 < passed[0].mean() < 0.08 and passed[1].mean() < 0.013
+    assert coupled(-right).mean() < 0.8 * passed[0].mean()
+    assert not (coupled(right) & ~passed[1]).any()
+    assert coupled(-right / 100 + 1).all(), "a spread that is small beside the mean"
+
+
+def test_of_t_and_its_transformation_the_smaller_decides():
+    """The levels at which they pass, of pairs that lean to the left; undefined pairs are left out."""
+    pairs = 1 - np.random.default_rng(6).lognormal(0, 0.5, 15) / 2
+    n, g, t = 15, skew(pairs, bias=False), ttest_1samp(pairs, 0).statistic
+    transformed = t + g / n**0.5 * (t**2 / 3 + 1 / 6) + g**2 * t**3 / (27 * n)
+    assert g < 0 and transformed < t
+    level = t_distribution.sf(transformed, n - 1)
+    with_undefined = np.append(pairs, [np.nan, np.nan])[None]
+    assert coupled(with_undefined, level=1.01 * level)
+    assert not coupled(with_undefined, level=0.99 * level)
 
 
 @pytest.mark.slow

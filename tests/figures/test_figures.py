@@ -277,6 +277,12 @@ def test_12(one, tmp_path):
     close(
         row[["first", "second"]].values[0], ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0)
     )
+    first, *_ = figure_of("12", one)[0].axes
+    shown = {text.get_text() for text in first.get_legend().get_texts()}
+    drawn_as = {line.get_label(): line.get_xydata() for line in first.lines}
+    assert shown == {"first token", "last token"}
+    at = ds.pca.isel(step=0, prompt=0)
+    close(drawn_as["last token"], at.isel(position=-1).transpose("depth", "component"))
 
 
 @pytest.mark.slow
@@ -435,15 +441,19 @@ def test_of_several_models(several, tmp_path):
     couplings, scores = couplings_and_scores(several)
     for name in ("1a", "7"):
         table = drawn(name, several, tmp_path)
-        close(table[f"coupling, K = {K}"], couplings)
+        close(table[f"coupling by eq. 14, K = {K}"], couplings)
         close(table.score, scores)
-        assert (table[f"coupling, K = {K} low"] <= table[f"coupling, K = {K}"]).all()
+        assert (
+            table[f"coupling by eq. 14, K = {K} low"] <= table[f"coupling by eq. 14, K = {K}"]
+        ).all()
     table = drawn("35", several, tmp_path)
     assert table.blocks.tolist() == [3, 4, 3, 5, 4] and table.width.tolist() == [32, 40, 48, 56, 64]
     table = drawn("8", several, tmp_path)
     assert table["training tokens"].tolist() == [1e6 * (2000 + i) for i in range(5)]
     close(table.score, scores)
-    assert {f"coupling, K = {K}", "coupling, K = 8"} < set(drawn("36", several, tmp_path))
+    assert {f"coupling by eq. 14, K = {K}", "coupling by eq. 14, K = 8"} < set(
+        drawn("36", several, tmp_path)
+    )
 
 
 def with_gsm8k(paths, place, task="gsm8k"):
@@ -520,6 +530,7 @@ def test_table_1(several, tmp_path):
     close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
     figure, _ = figure_of("table1", *several, unscored.path)
     (cells,) = figure.axes[0].tables
+    assert cells[1, 5].get_text().get_text() == "2,000,000,000"
     assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == [
         "unscored",
         "32",
@@ -654,6 +665,10 @@ def test_definitions_by_the_paper_s_convention_are_minus_the_mis_coupling():
     scores = [float(ds.score.mean()) for ds in results.values()]
     close(row.r, stats.linregress(negative, scores).rvalue, rtol=1e-5)
     assert "r of minus mis-coupling and score" in figure.axes[-1].get_ylabel()
+    figure.draw_without_rendering()
+    cells = figure.axes[0].get_window_extent()
+    labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert cells.width > 50 and min(label.x0 for label in labels) >= 0, "one K leaves room for both"
     figure, ours = draw("definitions", results, K)
     assert (
         abs(ours.r[row.Index] - row.r) > 1e-3
@@ -671,7 +686,9 @@ def test_couplings_below_approximate_null_levels_have_no_intervals():
     results = {name: ds.set_coords("tokens_seen") for name, ds in mixed.items()}
     for name in ("1a", "7", "8", "35", "36"):
         figure, table = draw(name, results, K)
-        low, high = (table[f"coupling, K = {K} {end}"].isna().tolist() for end in ("low", "high"))
+        low, high = (
+            table[f"coupling by eq. 14, K = {K} {end}"].isna().tolist() for end in ("low", "high")
+        )
         assert low == high == [True, False, False, False], name
         assert f"{note}: model0." in figure.get_supxlabel().replace("\n", " "), name
     for name, word in (("1b", "coupling"), ("15", "coupling")):
@@ -706,7 +723,7 @@ def test_couplings_below_approximate_null_levels_have_no_intervals():
     "unknown, message",
     [
         ("score", "have no benchmark in common"),
-        ("offdiag_normalized", "3 of 5 results have coupling, K = 4, score"),
+        ("offdiag_normalized", "3 of 5 results have coupling by eq. 14, K = 4, score"),
     ],
 )
 def test_too_few_results_with_scores(unknown, message, several, tmp_path, capsys):

@@ -37,15 +37,17 @@ def changed(shown, values, null=1.0):
 def test_onset_maximum_and_end(shown):
     k = min(shown["ks"])
     assert findings(changed(shown, [1, 0.999, 0.8, 0.93])) == (
-        "Coupling begins between steps 1 and 8 and is strongest at step 8: 0.20 (null level 1.00 − mis-coupling 0.80); at "
-        "the last step, 2,000, it is 0.07 (null level 1.00 − mis-coupling 0.93) "
-        f"(K = {k}, mean over pairs of different blocks)."
+        "Coupling begins between steps 1 and 8 and is strongest at step 8: 0.200 (mis-coupling 0.800, null level 1.000); "
+        "at the last step, 2,000, it is 0.070 (mis-coupling 0.930, null level 1.000) "
+        f"(mis-coupling m_K, K = {k}, mean over pairs of different blocks)."
     )
     assert "last step" not in findings(changed(shown, [1, 0.999, 0.8, 0.7]))
 
 
 def test_no_onset(shown):
-    assert "onset of coupling none" in findings(changed(shown, [1, 1.001, 1, 1.002]))
+    assert "Onset of coupling none beyond chance (mis-coupling m_K" in findings(
+        changed(shown, [1, 1.001, 1, 1.002])
+    )
 
 
 def test_undefined_values_are_left_out(shown):

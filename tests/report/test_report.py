@@ -23,7 +23,7 @@ from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import read_reduced, reduced
 from tracker.analysis.regression import FEWEST_POINTS
 from tracker.figures.selection import draw as draw_figure
-from tracker.measures.registry import MISCOUPLINGS, VARIANTS, headline_names
+from tracker.measures.registry import BY_NAME, MISCOUPLINGS, VARIANTS, headline_names
 from tracker.report.contents import contents
 from tracker.report.write import main, write_report
 from tracker.store import Store, distinct_names
@@ -388,6 +388,10 @@ class TestNumbers:
             for column, part in (("model", ""), ("measure", ""), ("k", "K"), ("step", "step")):
                 values = table[column].unique() if column in table else []
                 assert len(values) != 1 or f"_{part}{values[0]}".replace("/", "-") in name, name
+            title = page.text_content(f"#{figure} h3")
+            measures = set(table.get("measure", ())) & set(VARIANTS)
+            if len(measures) == 1:  # a saved picture has the title, and not the choices
+                assert BY_NAME[measures.pop()].label.lower() in title.lower(), title
         assert len(names) == len(visible), "no file replaces another"
 
     @pytest.mark.slow

@@ -23,8 +23,12 @@ from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
-from vit.answers import answers, cautions, reliable_measures, unanswerable
-from vit.figures import outcome_against_coupling
+from vit.answers import answers, cautions, interval, reliable_measures, unanswerable
+from vit.figures import (
+    correlations_with_accuracy,
+    outcome_against_coupling,
+    reliability_of_measures,
+)
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.results import read_grid, write_grid
 from vit.statistics import (
@@ -129,6 +133,37 @@ def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_
     )
     assert column(quantities(one_unknown), AT).startswith("minus mis-coupling/")
     assert column(quantities(one_unknown), AT | {"k": 30}).startswith("coupling/")
+
+
+def test_figures_and_page_name_what_a_grid_without_levels_holds(tmp_path):
+    grid = noisy_seeds("miscoupling", 0.01)
+    table = correlations(grid)
+    without = grid.assign(null=grid.null * np.nan)
+    mixed = grid.assign(null=grid.null.where(grid.measure == "miscoupling"))
+    for of, word in (
+        (grid, "coupling"),
+        (without, "minus mis-coupling"),
+        (mixed, "coupling or minus mis-coupling"),
+    ):
+        figure = correlations_with_accuracy(of, table, "last patch")
+        assert figure.axes[-1].get_ylabel().startswith(f"Correlation r of {word} and accuracy")
+        (axes,) = reliability_of_measures(reliabilities(of), 10).axes
+        assert axes.get_xlabel() == f"Reliability within rates ({word}: K = 10)"
+        assert axes.get_yticklabels()[-1].get_text().startswith("eq. 14, ")
+    page = write_analysis(without, AT, tmp_path).read_text()
+    for text in (
+        "<figcaption>Minus mis-coupling over training",
+        "<th>reliability of minus mis-coupling</th>",
+        "fits of accuracy and test loss on minus mis-coupling;",
+        "minus mis-coupling by eq. 14, K = 10",
+    ):
+        assert text in page
+    assert "against coupling " not in page and "reliability of coupling" not in page
+
+
+def test_a_value_that_rounds_to_zero_has_no_sign():
+    row = {"r": -0.001, "r_low": -0.7, "r_high": 0.5}
+    assert interval(row, "r") == "0.00 [−0.70, 0.50]"
 
 
 def test_named_questions_are_answered_with_one_uncorrected_test():
@@ -446,7 +481,7 @@ def test_a_significant_answer_compares_the_sign_with_the_expected_one(r, p, text
     for expected in "+-":
         answer = "yes" if expected == "+-"[r < 0] else "the opposite"
         (line,) = answers(pd.DataFrame([row | {"expected": expected}]))
-        assert f": {answer}, r = {r:.2f}" in line and f", {text} (primary test" in line
+        assert f": {answer}, r = {'−' * (r < 0)}0.90" in line and f", {text} (primary test" in line
 
 
 def test_accuracy_at_chance_or_constant_has_a_line():
@@ -506,9 +541,9 @@ def test_reliable_measures_are_listed():
         lines[0].startswith("test accuracy: not reliable, 0.")
         and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
     )
-    assert "mis-coupling, eq. 14 (6 of 6)" in lines[2] and "next study, on new seeds" in lines[-1]
+    assert "; eq. 14 (6 of 6) reliable" in lines[2] and "next study, on new seeds" in lines[-1]
     partly = table.assign(reliable=table.reliable & ~(table.k == 10))
-    assert "mis-coupling, eq. 14 (4 of 6)" in reliable_measures(partly)[2]
+    assert "; eq. 14 (4 of 6) reliable" in reliable_measures(partly)[2]
     nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
     assert (
         "coupling of the class token: none reliable" in nothing
@@ -534,7 +569,7 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     ) == pytest.approx(coupling)
     assert (
         f"<td>{coupling:.4g}</td>" in page
-        and "<th>coupling (mis-coupling, eq. 14), K = 10, l ≠ l', last patch</th>" in page
+        and "<th>coupling by eq. 14, K = 10, l ≠ l', last patch</th>" in page
     )
     assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8

@@ -236,8 +236,8 @@ def subset_fits(table: pd.DataFrame, x: str) -> pd.DataFrame:
             chosen[f"without {name}"] = (table["architecture"] != name).to_numpy()
     # Among models of similar size: size alone may make score and coupling agree.
     middle = table["parameters"].median()
-    chosen[f"parameters up to {middle:.3g}"] = (table["parameters"] <= middle).to_numpy()
-    chosen[f"parameters above {middle:.3g}"] = (table["parameters"] > middle).to_numpy()
+    chosen[f"parameters up to {middle:,.0f}"] = (table["parameters"] <= middle).to_numpy()
+    chosen[f"parameters above {middle:,.0f}"] = (table["parameters"] > middle).to_numpy()
     subsets = {name: table.loc[rows] for name, rows in chosen.items()}
     if (means := cluster_means(table, table["cluster"].to_numpy())) is not None:
         subsets = {"all": table, "all, clusters averaged": means} | subsets

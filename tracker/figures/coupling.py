@@ -36,6 +36,7 @@ from tracker.figures.drawing import (
     at_step,
     banded_line,
     colour_map,
+    definition,
     fitted_line,
     label_y,
     legend_below,
@@ -59,8 +60,8 @@ if TYPE_CHECKING:
 # Of the measures drawn of a single result
 COLOURS = {"miscoupling": BLUE, "offdiag_normalized": ORANGE}
 TRAJECTORY = {
-    "lss": "Line-shape score (1: straight)",
-    "expodistance": "Expodistance (0: exponential growth)",
+    "lss": "Line-shape score\n(1: straight)",
+    "expodistance": "Expodistance\n(0: exponential growth)",
 }
 PER_ROW = 3  # matrices
 SIZE = 4.8, 4.0  # inches, of one matrix
@@ -358,7 +359,8 @@ def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None
             )
         panel.set(aspect="equal", title=at_step(name, ds, i))
         panel.axis("off")
-    axes[0].plot([], [], color=BLUE, lw=2.8, label=f"coupling {top:.2f}; thinner: less")
+    label = f"{coupling_name(_as_package(choices))}: {top:.2f}; thinner: less"
+    axes[0].plot([], [], color=BLUE, lw=2.8, label=label)
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
     return figure, table
 
@@ -465,6 +467,11 @@ def has_approximate_level(ds: xr.Dataset, choices: Choices) -> bool:
 def coupling_word(choices: Choices) -> str:
     """Return what the convention's coupling is called: the word stands for the null level minus the mis-coupling alone."""
     return "minus mis-coupling" if choices.paper else "coupling"
+
+
+def coupling_name(choices: Choices) -> str:
+    """Return the coupling shown, with its definition and K."""
+    return f"{coupling_word(choices)} by {definition(_measure(choices))}, K = {choices.k}"
 
 
 def _coupling_and_null(ds: xr.Dataset, choices: Choices) -> tuple[xr.DataArray, xr.DataArray]:

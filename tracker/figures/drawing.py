@@ -225,6 +225,15 @@ def axis_label(variable: str) -> str:
     return fill(label + ("" if measure.unit == "1" else f" [{measure.unit}]"), LETTERS_OF_LABEL)
 
 
+def definition(variable: str) -> str:
+    """Return the label of a mis-coupling without that word, for figures of coupling.
+
+    >>> definition("offdiag_normalized")
+    'eq. 14'
+    """
+    return BY_NAME[variable].label.removeprefix("mis-coupling").lstrip(", ")
+
+
 def scale_y(axes: "Axes", variable: str) -> None:
     """Give y the scale of a measured variable."""
     if BY_NAME[variable].axis == "logarithmic":

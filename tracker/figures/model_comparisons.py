@@ -41,21 +41,28 @@ from tracker.analysis.regression import (
 )
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
-from tracker.figures.coupling import coupling_of_prompts, coupling_word, has_approximate_level
+from tracker.figures.coupling import (
+    coupling_name,
+    coupling_of_prompts,
+    coupling_word,
+    has_approximate_level,
+)
 from tracker.figures.drawing import (
     APPROXIMATE_LEVEL,
     BLUE,
     DIVERGING,
     GREY,
+    LETTERS_OF_LABEL,
     ORANGE,
     PAIR_WORDS,
     colour_map,
+    definition,
     fit_text,
     fitted_line,
     panels,
 )
 from tracker.measures.declaration import NORMED
-from tracker.measures.registry import BY_NAME, MISCOUPLINGS
+from tracker.measures.registry import MISCOUPLINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,6 +73,7 @@ if TYPE_CHECKING:
 
 BENCHMARK = "gsm8k"
 LETTERS_PER_INCH = 19  # of a note below a figure
+INCHES_PER_LETTER = 0.065  # of a label of 8 points
 
 
 def score_against_coupling(
@@ -166,7 +174,7 @@ def definitions(results: Results, choices: Choices, target: "Axes | None" = None
     couplings = final_couplings(points, below_null=not choices.paper)
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
-    labels = {name: BY_NAME[name].label for name in measures}
+    labels = {name: definition(name) for name in measures}
     figure = correlation_heatmap(
         table.replace({"measure": labels}), "score", target, coupling_word(choices)
     )
@@ -177,18 +185,21 @@ def definitions(results: Results, choices: Choices, target: "Axes | None" = None
 def correlation_heatmap(
     table: pd.DataFrame, y: str, target: "Axes | None" = None, coupling: str = "coupling"
 ) -> "Figure":
-    """Draw r of coupling and y by mis-coupling, layer pairs and K; a star marks corrected p below 0.05.
+    """Draw r of coupling and y by definition, layer pairs and K; a star marks corrected p below 0.05.
 
     Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
 
     Args:
         table: the rows of `statistics.correlations`.
-        coupling: what they hold of a mis-coupling, in words.
+        coupling: what they hold of a definition, in words.
     """
     ks = sorted(set(table.k))
     definitions = list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
     rows = table.set_index(["measure", "pairs", "k"])
-    figure, (axes,) = panels(1, target, size=(2.8 + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)))
+    labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
+    beside = 1.5 + INCHES_PER_LETTER * max(map(len, labels))  # labels, and the bar of colours
+    size = beside + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)
+    figure, (axes,) = panels(1, target, size=size)
     axes.grid(False)
     enough = rows.r.where(rows.n >= FEWEST_POINTS)
     r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
@@ -197,13 +208,12 @@ def correlation_heatmap(
         star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
         colour = "white" if abs(r[i, j]) > 0.6 else "black"
         text = (
-            f"{r[i, j]:.2f}{star}"
+            f"{r[i, j]:z.2f}{star}".replace("-", "−")
             if np.isfinite(r[i, j])
             else f"n = {rows.n[(*definitions[i], ks[j])]}"
         )
         axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
     axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
-    labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
     axes.set_yticks(range(len(definitions)), labels, fontsize=8)
     bar = figure.colorbar(image, ax=axes)
     bar.set_label(f"Correlation r of {coupling} and {y}\n(*: p < 0.05, corrected)")
@@ -244,7 +254,8 @@ def _scatter(
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
             along = np.linspace(x.min(), x.max(), 50)
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
-        panel.set(title=text, xlabel=x_name, ylabel=y_name)
+        x_label, y_label = (fill(label, LETTERS_OF_LABEL) for label in (x_name, y_name))
+        panel.set(title=text, xlabel=x_label, ylabel=y_label)
     _annotate(figure, _in_table(results, table), [note], target)
     return figure, table
 
@@ -320,7 +331,7 @@ def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[s
             return float("nan")
         return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
 
-    name = f"{coupling_word(choices)}, K = {choices.k}"
+    name = coupling_name(choices)
     return name, {
         name: lambda ds: float(of_prompts(ds).mean()),
         f"{name} low": lambda ds: interval(ds, 0),
@@ -389,5 +400,5 @@ def _cell(column: str, value: Any) -> str:
     if column == "score":
         return f"{value:.4f}"
     if column == TRAINING_TOKENS:
-        return f"{value:.4g}"
+        return f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

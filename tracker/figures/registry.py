@@ -268,7 +268,7 @@ _DECLARATIONS = (
     ),
     _against_score(
         "definitions",
-        "Correlation of the score with coupling, by mis-coupling, K and layer pairs",
+        "Correlation of the score with coupling, by definition",
         model_comparisons.definitions,
     ),
     # Not in the paper.

@@ -149,7 +149,8 @@ def by_model(
     figure, axes = panels(len(variables), target)
     rows = []
     for panel, variable in zip(axes, map(choices.variable, variables), strict=True):
-        for i, colour, shift in ((0, BLUE, -0.12), (-1, "black", 0.12))[: 1 + trained]:
+        shown = ((0, BLUE, -0.12), (-1, "black", 0.12)) if trained else ((0, BLUE, 0.0),)
+        for i, colour, shift in shown:
             for x, (name, ds) in enumerate(results.items()):
                 at = ds.isel(step=i)
                 low, middle, high = quartiles(at[variable], ("prompt", "position")).values
@@ -168,7 +169,7 @@ def by_model(
 
 
 def principal_planes(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
-    """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in black.
+    """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in orange.
 
     Raises:
         UsageError: for a result whose first prompt has too few tokens to span a plane.
@@ -186,16 +187,18 @@ def principal_planes(results: Results, _: Choices, target: "Axes | None" = None)
                 f"the first prompt of {name} has too few tokens to span a plane; measure a longer one first"
             )
         plane = plane[positions]
-        for index, (path, colour) in enumerate(
-            zip(plane, [*shades(len(plane))[:-1], "black"], strict=True)
-        ):
+        last = len(plane) - 1
+        colours = [*shades(last), ORANGE]
+        labels = {0: "first token", last: "last token"}
+        for index, (path, colour) in enumerate(zip(plane, colours, strict=True)):
             panel.plot(
                 *path.T,
                 color=colour,
                 lw=0.8,
                 marker=".",
                 ms=2.5,
-                zorder=3 if index == len(plane) - 1 else 2,
+                zorder=3 if index == last else 2,
+                label=labels.get(index),
             )
         panel.set(title=at_step(name, ds, i), xlabel="First principal axis")
         token, depth = np.indices(plane.shape[:2]).reshape(2, -1)
@@ -203,6 +206,7 @@ def principal_planes(results: Results, _: Choices, target: "Axes | None" = None)
         columns = {"position": positions[token], "depth": depth, "first": first, "second": second}
         rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
     label_y(axes, "Second principal axis")
+    legend_below(axes[0])
     return figure, pd.concat(rows, ignore_index=True)
 
 
@@ -218,6 +222,7 @@ def noise_response(results: Results, _: Choices, target: "Axes | None" = None) -
             columns = mean_line(panel, by_prompt, sources(ds), colour, f"after block {depth}")
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
-    label_y(axes, "Cosine similarity to the state without noise")
+        panel.xaxis.set_major_formatter("{x:g}")
+    label_y(axes, "Cosine similarity to the state\nwithout noise")
     legend_below(axes[0])
     return figure, pd.concat(rows, ignore_index=True)

@@ -17,7 +17,7 @@ from tracker.analysis.curves import layers_in_words
 from tracker.analysis.regression import FEWEST_POINTS
 from tracker.common.text import capitalised
 from tracker.figures.coupling import MEASURE
-from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES
+from tracker.figures.drawing import DIVERGING, SEQUENTIAL, SERIES, definition
 from tracker.measures.registry import (
     BY_NAME,
     KINDS,
@@ -75,6 +75,7 @@ def _measure(measure: Measure) -> dict[str, Any]:
     base = measure.base or measure.name
     return {
         "label": measure.label,
+        "definition": definition(measure.name),
         "text": measure.text,
         "base": base,
         "normed": measure.variant == "normed",
@@ -178,13 +179,13 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
         rows += [
-            (f"asked for: {name}", str(value))
+            (f"asked for: {name.replace('_', ' ')}", _worded(value))
             for name, value in store.read_settings().items()
             if value not in (None, {}, [])
         ]
     # Sorted, as files give attributes back in an order of their own.
     rows += [
-        (name.replace("_", " "), str(value))
+        (name.replace("_", " "), _worded(value))
         for name, value in sorted(ds.attrs.items())
         if name != "blocks"
     ]
@@ -246,6 +247,14 @@ def precision_of_arrays(models: Mapping[str, Mapping[str, Any]]) -> str:
     return text
 
 
+def _worded(value: Any) -> str:
+    """Return a setting or an attribute as a reader expects it: lists without brackets, what is empty as "none"."""
+    if isinstance(value, (int, np.integer)):
+        return f"{value:,}"
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "none" if text in ("", "{}") else text
+
+
 def findings(contents: Mapping[str, Any]) -> str:
     """Describe the curve that the page shows first: the first measure, the smallest K, pairs of different blocks.
 
@@ -266,17 +275,18 @@ def findings(contents: Mapping[str, Any]) -> str:
     steps, value, null = steps[defined], value[defined], null[defined]
     if len(steps) < 2:
         return ""
+    of = f"{BY_NAME[name].label}, K = {k}, mean over pairs of different blocks"
     begins = contents["onset"][name][k]
     # A largest value is there in any curve: without an onset, it may be chance.
     if not np.isfinite(np.array(begins["later"], float)):
-        return f"Mis-coupling (K = {k}, mean over pairs of different blocks): onset of coupling {begins['words']}."
+        return f"Onset of coupling {begins['words']} ({of})."
     strongest = int((null - value).argmax())
     text = f"Coupling begins {begins['words'].partition(' (')[0]}"
     text += f" and is strongest at step {steps[strongest]:,}: {_difference(null[strongest], value[strongest])}"
     if strongest < len(steps) - 1:
         text += f"; at the last step, {steps[-1]:,}, it is {_difference(null[-1], value[-1])}"
-    return f"{text} (K = {k}, mean over pairs of different blocks)."
+    return f"{text} ({of})."
 
 
 def _difference(null: float, value: float) -> str:
-    return f"{null - value:.2f} (null level {null:.2f} − mis-coupling {value:.2f})"
+    return f"{null - value:.3f} (mis-coupling {value:.3f}, null level {null:.3f})"

@@ -100,7 +100,7 @@ figures.definitions = {
       kinds = measures.flatMap((measure) => Object.keys(PAIRS).map((pairs) => [measure, pairs]));
     const fit = (measure, pairs, k) => a[measure][k][pairs].fit;
     return {
-      traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m].label}, ${PAIRS[pairs]}`),
+      traces: [heatmap(ks.map((k) => `K = ${k}`), kinds.map(([m, pairs]) => `${MEASURES[m].definition}, ${PAIRS[pairs]}`),
         kinds.map(([m, pairs]) => ks.map((k) => (enough(fit(m, pairs, k)) ? fit(m, pairs, k).r : null))), [-1, 1], "%{y}, %{x}: r = %{z:.3f}", "r", {
           colorscale: SIGNED,
           text: kinds.map(([m, pairs]) => ks.map((k) => (!enough(fit(m, pairs, k)) ? "" :

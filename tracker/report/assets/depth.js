@@ -178,7 +178,7 @@ figures.plane = {
         text: range(depths).map((d) => `depth ${d}`),
         hovertemplate: "%{text}"
       })),
-      layout: { xaxis: { title: { text: "first principal axis" } }, yaxis: { title: { text: "second" } } },
+      layout: { xaxis: { title: { text: "first principal axis" } }, yaxis: { title: { text: "second principal axis" } } },
       table: () => range(paths).flatMap((p) => records({ model: m.name, measure: "pca", step: stepOf(m.plane), path: p + 1 },
         { depth: range(depths), first_axis: path(p, 0), second_axis: path(p, 1) })),
     };

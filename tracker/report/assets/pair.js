@@ -69,7 +69,7 @@ const digits = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "unde
 const alike = (m) => coupled(m) && m.layers === model().layers;
 figures.history = {
   has: figures.matrix.has,
-  title: () => `One pair over training: block ${state.l} in the basis of block ${state.m}`,
+  title: () => `One pair over training: block ${state.l} in the basis of block ${state.m}, ${chosen()}`,
   draw() {
     const curves = shown(alike).map(([m, i]) => {
       const packed = m.matrices[state.measure][state.k],
@@ -127,7 +127,7 @@ figures.absolute = {
 
 figures.distance = {
   has: figures.matrix.has,
-  title: () => `Mis-coupling by the distance between blocks, ${ofMatrix()}`,
+  title: () => `By the distance between blocks: ${chosen()}, ${ofMatrix()}`,
   draw() {
     const m = model(),
       L = m.layers,
@@ -147,7 +147,7 @@ figures.distance = {
 
 figures.layers = {
   has: figures.matrix.has,
-  title: () => `Mis-coupling of each block with all others, ${ofMatrix()}`,
+  title: () => `Each block with all others: ${chosen()}, ${ofMatrix()}`,
   draw() {
     const m = model(),
       L = m.layers,
@@ -182,7 +182,7 @@ function gains(m, index) {
 }
 figures.graph = {
   has: figures.matrix.has,
-  title: () => `Which blocks are coupled, ${ofMatrix()}`,
+  title: () => `Which blocks are coupled: ${chosen()}, ${ofMatrix()}`,
   draw() {
     const m = model(),
       L = m.layers,

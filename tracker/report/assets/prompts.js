@@ -33,7 +33,7 @@ function ofPrompts(id, property, axis, values, hover) {
   figures[id] = {
     has: () => here() && Boolean(model().prompts && values(model().prompts) && (model().prompts.coupling[state
       .measure] || {})[state.k]),
-    title: () => `${ofModel()}Coupling of each prompt against its ${property}, step ${stepName(state.step)}`,
+    title: () => `${ofModel()}Coupling of each prompt against its ${property}: ${chosen()}, step ${stepName(state.step)}`,
     draw() {
       const { texts, coupling } = model().prompts, x = values(model().prompts), y = Array.from(atStep(coupling[
         state.measure][state.k], stepIndex()).values, finite);

@@ -117,7 +117,7 @@ const scatterTask = () => {
 };
 figures.scatter = {
   has: () => data.models.some((m) => coupled(m) && Object.keys(m.score).length),
-  title: () => `Coupling against ${scatterTask()}, a point for each step`,
+  title: () => `Coupling against ${scatterTask()}, a point for each step: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
     const task = scatterTask(),
       scored = shown((m) => coupled(m) && m.score[task]);
