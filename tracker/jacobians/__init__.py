@@ -13,4 +13,5 @@ the full sequence.
 - `checks`: errors of values and derivatives, and their tolerances; samples of a batch that mix.
 - `kinds`: blocks that run the same code, of which two are checked in the full sequence.
 - `independent`: comparison of formed Jacobians with differences of the values.
+- `witness`: comparison of formed Jacobians with what the caller's model itself computes.
 """
