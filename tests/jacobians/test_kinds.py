@@ -1,6 +1,5 @@
 """Blocks of one kind share checks of their code; what one block alone does is found, whichever block it is."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -119,10 +118,11 @@ def test_the_derivative_of_two_blocks_of_a_kind_is_checked(monkeypatch):
         ds = measured(net, states(4), "float32", final_norm="exclude")
         first, other = checked
         assert first == 1
-        named = json.loads(ds.attrs["checked_as"])
-        assert named.keys() == {str(l) for l in range(2, L + 1)} - {str(other)}
-        # Those before the drawn one take the result of the first; the others, the worse of the two.
-        assert set(named.values()) <= {"block 1", f"block {other}"}
+        assert ds.attrs["derivative_checked"] == f"1, {other}"
+        # Those before the drawn one have the error of the first; the others, the larger of the two.
+        errors = ds["diagnostics_derivative_error"].values[0, 0]
+        assert (errors[: other - 1] == errors[0]).all()
+        assert (errors[other:] == max(errors[0], errors[other - 1])).all()
         drawn.add(other)
     assert len(drawn) > 1
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import nan
+from math import isnan, nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -74,19 +74,19 @@ class CheckCache:
     """Results of checks of a replica's recorded blocks, by block and way of calling it.
 
     Attributes:
-        checked_as: layer -> the block of its kind whose derivative was checked in place of its own.
+        derivative_checked: layers whose own derivative was checked.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.recorded_dtype = replica.dtype
-        self.checked_as: dict[int, int] = {}
+        self.derivative_checked: set[int] = set()
         self._blocks = replica.blocks
         self._kinds = kinds_of(replica.blocks)
         self._seed: int | None = None  # of the block that is drawn of each kind
         # By layer, check and way of calling it
         self._results: dict[Any, Any] = {}
-        # By kind and way of calling it: the largest error of a derivative so far, and its layer
-        self._of_kinds: dict[Any, tuple[float, int]] = {}
+        # By kind and way of calling it: the largest error of a derivative so far
+        self._of_kinds: dict[Any, float] = {}
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -97,7 +97,11 @@ class CheckCache:
         self, path: str, row_attention: RowAttention, call: BlockCall, rows: Rows, attached: bool
     ) -> float:
         """Return `checks.derivative_error` of a path, or that of other blocks of the same kind (`_of_kind`)."""
-        check = partial(derivative_error, call, rows, row_attention, attached)
+
+        def check() -> float:
+            self.derivative_checked.add(call.layer)
+            return derivative_error(call, rows, row_attention, attached)
+
         if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
             return check()
         way = ("derivative", path, rows.source is None, way_of_calling(call))
@@ -112,12 +116,10 @@ class CheckCache:
         key = (self._kinds[place], *way)
         known = self._of_kinds.get(key)
         if known is not None and call.layer != self._drawn(key[0], call):
-            error, self.checked_as[call.layer] = known
-            return error
+            return known
         error = check()
-        # An error that is NaN is the largest.
-        if known is None or not error <= known[0]:
-            self._of_kinds[key] = error, call.layer
+        if known is None or error > known or isnan(error):
+            self._of_kinds[key] = error
         return error
 
     def _drawn(self, kind: Hashable, call: BlockCall) -> int:
@@ -220,9 +222,9 @@ class Jacobians:
         self._known_heads: dict[Any, Heads | None] = {}
 
     @property
-    def checked_as(self) -> dict[int, int]:
-        """Layer -> the block of its kind whose derivative was checked in place of its own."""
-        return self._checks.checked_as
+    def derivative_checked(self) -> list[int]:
+        """The layers whose own derivative was checked in the full sequence; others have the error of their kind."""
+        return sorted(self._checks.derivative_checked)
 
     @property
     def _attached(self) -> bool:
