@@ -1,6 +1,5 @@
 """Blocks of one kind share checks of their code; what one block alone does is found, whichever block it is."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -120,10 +119,11 @@ def test_the_derivative_of_two_blocks_of_a_kind_is_checked(monkeypatch):
         ds = measured(net, states(4), "float32", final_norm="exclude")
         first, other = checked
         assert first == 1
-        named = json.loads(ds.attrs["checked_as"])
-        assert named.keys() == {str(l) for l in range(2, L + 1)} - {str(other)}
-        # Those before the drawn one take the result of the first; the others, the worse of the two.
-        assert set(named.values()) <= {"block 1", f"block {other}"}
+        assert ds.attrs["derivative_checked"] == f"1, {other}"
+        # Those before the drawn one have the error of the first; the others, the larger of the two.
+        errors = ds["diagnostics_derivative_error"].values[0, 0]
+        assert (errors[: other - 1] == errors[0]).all()
+        assert (errors[other:] == max(errors[0], errors[other - 1])).all()
         drawn.add(other)
     assert len(drawn) > 1
 
@@ -332,7 +332,7 @@ def test_pairs_of_rows_of_one_block_alone_that_mixes_equal_tokens_are_right(open
     for l, block in enumerate(net):
         block.name = str(l)
     expected = measured(net, x, "float64", **options)
-    assert expected.attrs["checked_as"] == "{}"
+    assert expected.attrs["derivative_checked"] == "1, 2, 3, 4, 5"
     for name in found.data_vars:
         if "tokenwise" in name:
             np.testing.assert_allclose(found[name], expected[name], atol=1e-9)

@@ -1,10 +1,15 @@
 """The first-order expansion of one row's attention against autograd through the attention itself, in float64."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tracker.jacobians.row_attention import HeadProduct, expand
-from tracker.model.attention import Formula
+from tracker.jacobians import row_attention
+from tracker.jacobians.row_attention import HeadProduct, by_formula, by_own_code, expand
+from tracker.jacobians.slicing import NotSliceable, Rows
+from tracker.model.attention import Formula, OriginalAttention
+from tracker.model.recording import AttentionCall
 
 R, H, n, e, f = 3, 4, 6, 5, 7
 
@@ -82,6 +87,129 @@ def test_value_and_jacobian(formula, G, masked):
         )
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def own_code(formula, query, key, value, mask, causal):
+    """A model's own attention: queries (R, H, 1, e) and keys (R, G, n, e)."""
+    share, scale = query.shape[1] // key.shape[1], formula.scale or e**-0.5
+    K, V = (kept.repeat_interleave(share, dim=1) for kept in (key, value))
+    s = scale * query @ K.mT
+    return (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1) @ V
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def live(double):
+    """Queries, keys and values of three rows of one recording and two of another."""
+    return torch.randn(5, H, 1, e), torch.randn(5, 2, 1, e), torch.randn(5, 2, 1, f)
+
+
+@pytest.fixture
+def frozen(double):
+    """Two recordings of other lengths: one causal, of two samples, and one whose only sample has a mask."""
+    long = AttentionCall(torch.randn(2, 2, n, e), torch.randn(2, 2, n, f), None, True)
+    mask = torch.tensor([[True, True, False, True]]).expand(4, 4)
+    short = AttentionCall(torch.randn(1, 2, 4, e), torch.randn(1, 2, 4, f), mask, False)
+    source = torch.tensor([0, 3, 1])
+    return [
+        (long, Rows(torch.tensor([0, 1, 1]), torch.tensor([2, n - 1, 4]), source)),
+        (short, Rows(torch.tensor([0, 0]), torch.tensor([3, 1]))),
+    ]
+
+
+def by_hand(formula, query, key, value, frozen):
+    """Return the attention of each row by itself, its live key and value written into copies of the frozen ones."""
+    rows = [(past, rows.subset(slice(i, i + 1))) for past, rows in frozen for i in range(len(rows))]
+    outputs = []
+    for r, (past, row) in enumerate(rows):
+        b, t, at = int(row.sample), int(row.token), int(row.live)
+        K, V = past.key[b].clone(), past.value[b].clone()
+        K[:, at], V[:, at] = key[r, :, 0], value[r, :, 0]
+        seen = torch.arange(len(K[0])) <= t if past.mask is None else past.mask[t]
+        outputs.append(own_code(formula, query[r : r + 1], K[None], V[None], seen, False))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("method", [by_formula, by_own_code])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("rows", [1, 2, None])
+def test_rows_of_several_recordings(method, scale, rows, live, frozen, monkeypatch):
+    """Also expanded one or two rows at a time, at other positions than their own, and without gradients."""
+    if rows:
+        monkeypatch.setattr(row_attention, "_rows_at_once", lambda *_: rows)
+    formula = Formula(scale)
+    attention = OriginalAttention(partial(own_code, formula), formula)
+    close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+    expected = torch.autograd.functional.jacobian(
+        lambda *given: by_hand(formula, *given, frozen), live
+    )
+    found = torch.autograd.functional.jacobian(
+        lambda *given: method(attention, *given, frozen), live
+    )
+    for one, other in zip(found, expected, strict=True):
+        close(one, other)
+    with torch.no_grad():
+        close(method(attention, *live, frozen), by_hand(formula, *live, frozen))
+
+
+@pytest.mark.parametrize("method", [by_formula, by_own_code])
+def test_the_output_is_what_the_model_expects(method, live, frozen):
+    """Which may hold further results, such as the weights."""
+    formula = Formula()
+    attention = OriginalAttention(
+        lambda *given: (own_code(formula, *given), "weights"), formula, lambda out: (out, "weights")
+    )
+    for given, recorded in ((live, frozen), ([one[:3] for one in live], frozen[:1])):
+        output, weights = method(attention, *given, recorded)
+        torch.testing.assert_close(output, by_hand(formula, *given, recorded), atol=1e-12, rtol=0)
+        assert weights == "weights"
+
+
+def test_products_are_in_the_recorded_dtype(live, frozen):
+    """Under autocast the live tensors may be of another, and products of float32 would be cast."""
+    frozen = [
+        (AttentionCall(past.key.float(), past.value.float(), past.mask, past.causal), rows)
+        for past, rows in frozen
+    ]
+    rough = [given.bfloat16() for given in live]
+    expected = by_hand(Formula(), *(given.float() for given in rough), frozen)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = by_formula(OriginalAttention(torch.add, Formula()), *rough, frozen)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+
+
+def test_without_a_formula_that_is_known(live, frozen):
+    query, key, value = live
+    three = key.repeat(1, 2, 1, 1)[:, :3], value.repeat(1, 2, 1, 1)[:, :3]
+    for formula, given in ((None, (query, key, value)), (Formula(), (query, *three))):
+        with pytest.raises(NotSliceable, match="the formula of its attention is not known"):
+            by_formula(OriginalAttention(torch.add, formula), *given, frozen)
+
+
+def test_only_what_is_asked_for_has_a_derivative(live, frozen):
+    """Of a query alone, a key alone and a value alone, in both modes."""
+    formula = Formula()
+    attention = OriginalAttention(torch.add, formula)
+    for i in range(3):
+
+        def of_one(method, x, i=i):
+            return method(*live[:i], x, *live[i + 1 :], frozen)
+
+        functions = (
+            partial(of_one, partial(by_formula, attention)),
+            partial(of_one, partial(by_hand, formula)),
+        )
+        v, u = torch.randn_like(live[i]), torch.randn(5, H, 1, f)
+        pushed, expected = (torch.func.jvp(g, (live[i],), (v,))[1] for g in functions)
+        torch.testing.assert_close(pushed, expected, atol=1e-12, rtol=0)
+        pulled, expected = (torch.func.vjp(g, live[i])[1](u)[0] for g in functions)
+        torch.testing.assert_close(pulled, expected, atol=1e-12, rtol=0)
 
 
 def test_many_cotangents_are_folded_not_copied():

@@ -1,11 +1,27 @@
-"""The switches of reduced precision: as wanted inside, as they were outside, whichever way the user set them. Norms."""
+"""The switches of reduced precision: as wanted inside, as they were outside, whichever way the user set them.
+
+Roundings inside of code, errors and norms.
+"""
 
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from tracker.linalg.precision import _older, float32_products, frobenius, switches
+from tracker.linalg.precision import (
+    EPSILON,
+    FLOOR,
+    ROUNDED,
+    TOLERANCE,
+    Roundings,
+    _older,
+    float32_products,
+    frobenius,
+    is_finite,
+    relative_error,
+    switches,
+    tolerance,
+)
 
 backends = torch.backends
 
@@ -70,3 +86,72 @@ def test_the_norm_of_a_wide_float32_matrix_equals_that_in_float64():
     A = torch.randn(2, 2048, 2048, generator=torch.Generator().manual_seed(0))
     expected = torch.linalg.matrix_norm(A.double())
     torch.testing.assert_close(frobenius(A).double(), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_the_norm_of_each_matrix_of_a_batch(shape):
+    A = torch.randn(*shape, 4, 5, dtype=torch.float64)
+    torch.testing.assert_close(frobenius(A), torch.linalg.matrix_norm(A))
+
+
+def test_epsilon_is_that_of_the_coarsest_format_of_its_size():
+    for size, dtypes in {
+        8: [torch.float64],
+        4: [torch.float32],
+        2: [torch.float16, torch.bfloat16],
+    }.items():
+        assert EPSILON[size] == max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+DOUBLE, SINGLE = torch.ones(3, dtype=torch.float64), torch.ones(3)
+ROUNDINGS = {  # code, and the bytes to which it rounds; None: it does not
+    "a cast": (lambda: DOUBLE.float(), 4),
+    "a cast to two bytes": (lambda: DOUBLE.half(), 2),
+    "two casts": (lambda: (DOUBLE.bfloat16(), DOUBLE.float()), 2),
+    "of float32": (lambda: SINGLE.bfloat16(), 2),
+    "into a wider one": (lambda: SINGLE.double(), None),
+    "in one dtype": (lambda: SINGLE + SINGLE, None),
+    "to integers": (lambda: DOUBLE.long(), None),
+    "of integers": (lambda: torch.arange(3).float(), None),
+    "a float32 of its own": (lambda: torch.zeros(3), None),
+    "written to a coarser one": (lambda: torch.zeros(3).copy_(DOUBLE), 4),
+    "written to a coarser one by index": (lambda: torch.zeros(3).__setitem__(0, DOUBLE[0]), 4),
+    "in a list": (lambda: torch.stack([DOUBLE, DOUBLE]).split(1)[0].float(), 4),
+    "given in a list": (lambda: torch.cat([SINGLE, SINGLE], out=torch.zeros(6).half()), 2),
+    "by name": (lambda: torch.sum(input=DOUBLE, dim=0, dtype=torch.float32), 4),
+}
+
+
+@pytest.mark.parametrize("what", ROUNDINGS)
+def test_roundings_inside_of_code_are_seen(what):
+    code, least = ROUNDINGS[what]
+    with Roundings() as roundings:
+        code()
+    assert (roundings.seen, roundings.least) == (least is not None, least or 8)
+
+
+def test_tolerances():
+    for dtype, own in TOLERANCE.items():
+        assert tolerance(dtype, False) == own and tolerance(dtype, True) == max(own, ROUNDED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_error_is_that_of_the_worst_row(dtype):
+    reference = torch.tensor([[3.0, 4], [0, 1e-9], [0, 0]], dtype=torch.float64)
+    scale = torch.tensor([[1.0, 0], [0, 2], [0, 0]], dtype=torch.float64)
+    off = torch.tensor([[0.5, 0], [0, 0], [0, 0]], dtype=torch.float64)
+    error = lambda off: float(relative_error(reference + off, reference, scale, dtype))  # noqa: E731
+    assert error(0 * off) == 0  # also of rows of zeros
+    assert error(off) == pytest.approx(0.1)
+    small = torch.tensor([[0.5, 0], [0, FLOOR[dtype]], [0, 0]], dtype=torch.float64)
+    assert error(small) == pytest.approx(0.5)  # relative to a part of the scale, 2
+    large = torch.full((1, 2), 1e30)  # squares overflow float32
+    assert float(relative_error(1.5 * large, large, large, dtype)) == pytest.approx(0.5)
+
+
+def test_what_is_finite():
+    J = torch.zeros(2, 3, 3)
+    assert is_finite(J)
+    for value in (torch.inf, -torch.inf, torch.nan):
+        J[1, 2, 0] = value
+        assert not is_finite(J)

@@ -19,7 +19,7 @@ OF_WHOLE = {
     "witness",
     "inputs_sha256",
     "token_ids_sha256",
-    "checked_as",
+    "derivative_checked",
 }  # attributes that are of all inputs together
 
 

@@ -156,6 +156,82 @@ def test_the_spread_of_a_dataset():
         assert l == m or found.values[p, t, 0, l, m] == pytest.approx(float(expected), rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def earlier():
+    """Results without measured levels, with the Jacobians."""
+    model, inputs = build("gpt_neox")
+    measures = "coupling,vju"
+    ds = tracker.measure(
+        model.double(), inputs, k=(2, 5), dtype="float64", measures=measures, keep="jacobian"
+    )
+    return ds.drop_vars([name for name in ds.data_vars if "_level" in name])
+
+
+def test_formulas_of_a_dataset(earlier):
+    """Against the formula for each pair by itself; a block's own basis is trivial, and not with swapped sides."""
+    d, L = earlier.attrs["width"], earlier.sizes["layer"]
+    found = {name: null_level(earlier, name) for name in MISCOUPLINGS}
+    swapped = null_level(earlier, "offdiag_vju")
+    for p, t, l, m in np.ndindex(earlier.sizes["prompt"], earlier.sizes["token"], L, L):
+        J = torch.from_numpy(earlier.jacobian.values[p, t])
+        for i, k in enumerate((2, 5)):
+            s = torch.linalg.svdvals(J[l])[None, :k]
+            given = s, coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], k)[2], d
+            for name in MISCOUPLINGS:
+                expected = 0.0 if l == m else float(coupling.null_level(name, *given))
+                value = float(found[name].transpose("prompt", "token", "k", ...)[p, t, i, l, m])
+                assert value == pytest.approx(expected, rel=1e-5), name
+            value = float(swapped.transpose("prompt", "token", "k", ...)[p, t, i, l, m])
+            assert value == pytest.approx(float(coupling.null_level("offdiag", *given)), rel=1e-5)
+
+
+def test_the_level_by_the_other_norm_is_read_from_singular_values():
+    """Measured with that of the release, with the dimensions of what it is the level of."""
+    model, inputs = build("gpt_neox")
+    ds = tracker.measure(model, inputs, k=(2, 5))
+    s = ds.singular_value.astype(float)
+    for k in (2, 5):
+        first = s.sel(rank=slice(1, k))
+        ratio = (first**2).sum("rank") ** 0.5 / first.sum("rank")
+        expected = null_level(ds, "miscoupling_release").sel(k=k) * ratio
+        found = null_level(ds, "miscoupling_release_trace").sel(k=k)
+        xr.testing.assert_allclose(found, expected.transpose(*found.dims))
+    undefined = null_level(ds.assign(singular_value=0 * s), "miscoupling_release_trace")
+    assert undefined.where(undefined.layer != undefined.layer_other).isnull().all()
+
+
+def test_singular_values_of_all_ranks_are_needed(earlier):
+    for ranks in ([0, 1, 2, 3], [1, 2, 3, 4]):
+        some = earlier.isel(rank=ranks)
+        with pytest.raises(UsageError, match="a null level needs rank 1 to 5"):
+            null_level(some, "offdiag")
+    few = earlier.isel(rank=[0, 1], k=[0])
+    xr.testing.assert_equal(null_level(few, "offdiag"), null_level(earlier, "offdiag").isel(k=[0]))
+
+
+def test_what_a_level_is_read_from_is_named(earlier):
+    model, inputs = build("gpt_neox")
+    ds = tracker.measure(model, inputs, k=3)
+    for name in ("miscoupling_release", "miscoupling_release_trace"):
+        part = ["singular_value"] * name.endswith("trace")
+        chosen = ds[[name, "miscoupling_release_level", *part]]
+        xr.testing.assert_equal(null_level(chosen, name), null_level(ds, name))
+        needed = ", ".join(["miscoupling_release_level", *part])
+        with pytest.raises(UsageError, match=f"the null level of {name} needs {needed}, which"):
+            null_level(ds[[name]], name)
+    with pytest.raises(UsageError, match="needs miscoupling_level, which this part"):
+        null_level(earlier[["miscoupling", "singular_value", "isotropic"]], "miscoupling")
+
+
+def test_the_spread_is_known_up_to_a_ninth_of_the_width():
+    model, inputs = build("gpt_neox")  # of width 32
+    ds = tracker.measure(model, inputs, k=(2, 3, 4))
+    assert null_spread(ds.sel(k=[2, 3])).sizes["k"] == 2
+    with pytest.raises(UsageError, match="the spread holds for K <= d / 9, and K = 4, d = 32"):
+        null_spread(ds)
+    assert null_spread(ds.sel(k=[3]).assign_attrs(width=27)).notnull().any()
+
+
 def test_names_that_have_no_level():
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=3)

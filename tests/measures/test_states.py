@@ -1,8 +1,46 @@
-"""Measures of the states: what is undefined."""
+"""Measures of the states: the response to noise, token by token, and what is undefined."""
 
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
 import torch
 
-from tracker.measures.states import _cosine
+from tests.jacobians.measured import CPU
+from tests.models import build
+from tracker.blocks.find import find_blocks
+from tracker.linalg.transfer import drawn
+from tracker.measures.states import NOISE, _cosine, noise_similarity, warn_of_missing_unembedding
+from tracker.model.global_state import preserve_global_state
+from tracker.model.inputs import batches
+from tracker.model.recorder import record
+from tracker.model.replica import Replica
+
+
+def test_noise_on_the_tokens_of_a_sample():
+    """All levels scale one draw of the sample; padding gets none."""
+    model, inputs = build("gpt_neox")
+    (batch,) = batches(model, inputs, None, None)
+    valid, seeds = [range(7), [0, 2, 3]], [3, 5]
+    with preserve_global_state(CPU):
+        replica = Replica(model, find_blocks(model), torch.float64, CPU)
+        recording = record(replica, batch.arguments, batch.keywords)
+        calls = recording.calls
+        found = noise_similarity(replica, replace(recording, sample_seeds=seeds), valid)
+        assert found.shape == (len(NOISE), len(calls) + 1, 2, 7)
+        for i, level in enumerate(NOISE):
+            x = calls[0].x.clone()
+            for b, at in enumerate(valid):
+                for t, noise in zip(at, drawn((len(at), x.shape[-1]), seeds[b]), strict=True):
+                    x[b, t] += level * noise * calls[0].x[b, t].square().mean().sqrt()
+            for depth in range(len(calls) + 1):
+                clean = calls[depth].x if depth < len(calls) else calls[-1].y
+                cosine = (x * clean).sum(-1) / x.norm(dim=-1) / clean.norm(dim=-1)
+                torch.testing.assert_close(found[i, depth], cosine)
+                if depth < len(calls):
+                    with replica.materialize(calls[depth].block):
+                        x = calls[depth](x)
 
 
 def test_the_cosine_with_a_state_of_zero_is_undefined():
@@ -11,3 +49,15 @@ def test_the_cosine_with_a_state_of_zero_is_undefined():
     expected = torch.tensor([[torch.nan, (4 * 3 + 4 * 4) / (32**0.5 * 5)]])
     torch.testing.assert_close(first, expected, equal_nan=True)
     torch.testing.assert_close(same, torch.tensor([[torch.nan, 1.0]]), equal_nan=True)
+
+
+@pytest.mark.parametrize("head", [None, "head"])
+@pytest.mark.parametrize("logits", [None, 50])
+@pytest.mark.parametrize("asked", ["entropy", "all", "coupling"])
+def test_a_warning_where_all_leaves_out_the_entropy_of_a_language_model(head, logits, asked):
+    recording = SimpleNamespace(head=head, logits=logits)
+    settings = SimpleNamespace(measures=(asked,), includes=lambda name: asked in ("all", name))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        warn_of_missing_unembedding(recording, settings)
+    assert len(seen) == (head is None and logits is not None and asked == "all")

@@ -5,6 +5,9 @@
 The sample depends on `--seed` and on each mutant's text alone, so that a change elsewhere in the file leaves it as it is. A
 mutant is killed by a failing test, an error at import, a crash, or a test that takes ten times as long as the longest of its
 file. This process imports torch and transformers, and forks children for each mutant, which import `tracker` anew: 1 s, not 8.
+
+To know which tests reach a line, they are run once with coverage. All fast tests take minutes; those of the file (`own_tests`)
+come first, and the others are run for the mutants that these let through.
 """
 
 import argparse
@@ -29,7 +32,7 @@ import coverage
 import pytest
 
 from tests.fork_server import PRELOADED
-from tests.mutants.known import FILES, KNOWN, OPEN
+from tests.mutants.known import FILES, KNOWN, TESTS
 from tests.mutants.made import mutants
 
 DIRECTORIES = ("linalg", "jacobians", "measures", "analysis", "vit")  # of tests
@@ -138,8 +141,21 @@ def in_child(task: Callable, sender) -> None:
         sys.exit(KILLED)
 
 
-def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.CoverageData]]:
-    """Return for each test file the seconds of its fast tests and what they reach, kept in `build`."""
+def own_tests(file: str) -> list[Path]:
+    """Return the files of tests that are written for a file."""
+    names = [Path(file).stem, *TESTS.get(file, "").split()]
+    return sorted({one for name in names for one in all_tests(f"test_{name}*.py")})
+
+
+def all_tests(pattern: str = "test_*.py") -> list[Path]:
+    """Return the files of tests that may kill mutants."""
+    return sorted(one for name in DIRECTORIES for one in Path("tests", name).glob(pattern))
+
+
+def reached_by_tests(
+    paths: list[Path], jobs: int
+) -> dict[str, tuple[dict[str, float], coverage.CoverageData]]:
+    """Return for each file of tests the seconds of its fast ones and what they reach, kept in `build`."""
     sources = [one for name in ("tracker", "vit", "tests") for one in Path(name).rglob("*.py")]
     common = [
         one for one in sorted(sources) if not {"mutants", "test_"} & {*one.parts, one.name[:5]}
@@ -147,9 +163,7 @@ def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.Co
     stamp = hashlib.sha256(b"".join(one.read_bytes() for one in common))
     files, tasks = {}, {}
     STORE.mkdir(parents=True, exist_ok=True)
-    for path in sorted(
-        one for name in DIRECTORIES for one in Path("tests", name).glob("test_*.py")
-    ):
+    for path in paths:
         of_file = stamp.copy()
         of_file.update(path.read_bytes())
         files[str(path)] = store = STORE / f"{path.stem}-{of_file.hexdigest()[:16]}"
@@ -169,14 +183,16 @@ def reached_by_tests(jobs: int) -> dict[str, tuple[dict[str, float], coverage.Co
 def choose_tests(file: str, lines: set[int], most: float, reached) -> dict[str, list[str]]:
     """Return the quickest tests that reach lines, at most so many seconds of them, those of the package's directory first.
 
-    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach.
+    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach, and so do
+    those written for the file, which may read what it defines without reaching a line.
     """
-    found = []
+    found, own = [], own_tests(file)
     for path, (seconds, data) in reached.items():
         by_line = data.contexts_by_lineno(os.path.abspath(file))
         covering = {test for line in lines for test in by_line.get(line, ())} & {*seconds}
         text = Path(path).read_text()
         shared = covering and ("@cache" in text or 'scope="module"' in text)
+        shared = shared or Path(path) in own
         elsewhere = Path(path).parent.name != Path(file).parent.name
         found += [
             ((elsewhere, test not in covering, seconds[test]), path, test)
@@ -201,34 +217,38 @@ def main() -> None:
     given = parser.parse_args()
     file = given.file
     if file == "day":
-        explained = [one for one in FILES if one not in OPEN]
-        file = explained[date.today().toordinal() % len(explained)]
+        file = FILES[date.today().toordinal() % len(FILES)]
     os.environ["CI"] = "true"  # Hypothesis then draws the same examples each time
     for module in PRELOADED:
         if not module.startswith(("tracker", "vit")):
             import_module(module)
-    reached = reached_by_tests(given.jobs)
-
     made = mutants(file)
     order = {text: hashlib.sha256(f"{given.seed}{text}".encode()).digest() for text in made}
     sample = sorted((text for text in made if (given.only or "") in text), key=order.get)
     sample = sample[: given.count]
     known = {} if given.only else KNOWN.get(file, {})
+    left = [text for text in sample if text not in known]
+    print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(left)} are known")
     module = file.removesuffix(".py").replace("/", ".")
-    limits = {name: SLOWER * max([2, *of.values()]) for name, (of, _) in reached.items()}
-    tasks, killers = {}, Counter()
-    for text in [one for one in sample if one not in known]:
-        _, lines, compiled = made[text]
-        tests = choose_tests(file, lines, given.seconds, reached)
-        tasks[text] = partial(try_mutant, compiled(), module, tests, limits, killers)
-    print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(tasks)} are known")
-    survived = 0
-    for text, seconds, by in fork_each(tasks, given.jobs):
-        survived += not by
-        killers[by.partition("::")[0]] += 1
-        print(f"{by or 'SURVIVED'}, {seconds:.0f} s: line {made[text][0]}, {text}", flush=True)
-    print(f"{file}: {len(tasks)} mutants run, {survived} survived")
-    sys.exit(survived > 0)
+    own = own_tests(file)
+    for tests_of, paths in (("its own", own), ("other", [p for p in all_tests() if p not in own])):
+        reached = reached_by_tests(paths if left else [], given.jobs)
+        limits = {name: SLOWER * max([2, *of.values()]) for name, (of, _) in reached.items()}
+        tasks, killers, survivors = {}, Counter(), []
+        for text in left:
+            _, lines, compiled = made[text]
+            tests = choose_tests(file, lines, given.seconds, reached)
+            tasks[text] = partial(try_mutant, compiled(), module, tests, limits, killers)
+        for text, seconds, by in fork_each(tasks, given.jobs):
+            survivors += [text] if not by else []
+            killers[by.partition("::")[0]] += 1
+            by = by or f"not by {tests_of} tests"
+            print(f"{by}, {seconds:.0f} s: line {made[text][0]}, {text}", flush=True)
+        left = survivors
+    for text in left:
+        print(f"SURVIVED: line {made[text][0]}, {text}")
+    print(f"{file}: {len(sample)} mutants, {len(left)} survived")
+    sys.exit(bool(left))
 
 
 if __name__ == "__main__":

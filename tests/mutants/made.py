@@ -57,7 +57,7 @@ def variants(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_left(node: ast.AST) -> bool:
-    """Whether a node is left as it is, for the reasons in `mutants_known`."""
+    """Whether a node is left as it is, for the reasons in `tests.mutants.known`."""
     if isinstance(node, NOT_MUTATED) or getattr(node, "arg", None) in KEYWORDS:
         return True
     if isinstance(node, ast.expr):

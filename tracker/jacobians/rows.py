@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import nan
+from math import isnan, nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -75,19 +75,19 @@ class CheckCache:
     """Results of checks of a replica's recorded blocks, by block and way of calling it.
 
     Attributes:
-        checked_as: layer -> the block of its kind whose derivative was checked in place of its own.
+        derivative_checked: layers whose own derivative was checked.
     """
 
     def __init__(self, replica: Replica) -> None:
         self.recorded_dtype = replica.dtype
-        self.checked_as: dict[int, int] = {}
+        self.derivative_checked: set[int] = set()
         self._blocks = replica.blocks
         self._kinds = kinds_of(replica.blocks)
         self._seed: int | None = None  # of the block that is drawn of each kind
         # By layer, check and way of calling it
         self._results: dict[Any, Any] = {}
-        # By kind and way of calling it: the largest error of a derivative so far, and its layer
-        self._of_kinds: dict[Any, tuple[float, int]] = {}
+        # By kind and way of calling it: the largest error of a derivative so far
+        self._of_kinds: dict[Any, float] = {}
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -108,31 +108,40 @@ class CheckCache:
         Args:
             allowed: the largest error of values that is not returned in place of it.
         """
-        of = (call, rows, row_attention, attached)
-        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
-            return derivative_error(*of)
-        way = ("derivative", path, rows.source is None, way_of_calling(call))
-        return self._once((call.layer, *way), lambda: self._of_kind(way, of, allowed))
 
-    def _of_kind(self, way: tuple[Any, ...], of: tuple[Any, ...], allowed: float) -> float:
+        def check() -> float:
+            self.derivative_checked.add(call.layer)
+            return derivative_error(call, rows, row_attention, attached)
+
+        def of_another(known: float) -> float:
+            # One block alone may mix tokens where others of its kind do not, such as one whose gate is open.
+            beside = error_beside(call, rows, row_attention, attached)
+            return known if beside <= allowed else beside
+
+        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
+            return check()
+        way = ("derivative", path, rows.source is None, way_of_calling(call))
+        return self._once((call.layer, *way), lambda: self._of_kind(way, call, check, of_another))
+
+    def _of_kind(
+        self,
+        way: tuple[Any, ...],
+        call: BlockCall,
+        check: Callable[[], float],
+        of_another: Callable[[float], float],
+    ) -> float:
         """Return the error of a block that is the first or the drawn one of its kind, else the larger error of these."""
-        call = of[0]
         place = call.layer - 1
         # The calls of one module again, and spans, are checked one by one: what they run may depend on what ran before.
         if place >= len(self._blocks) or self._blocks[place] is not call.block:
-            return derivative_error(*of)
+            return check()
         key = (self._kinds[place], *way)
         known = self._of_kinds.get(key)
         if known is not None and call.layer != self._drawn(key[0], call):
-            # In every block: one may mix tokens where others do not, such as one whose gate is open.
-            if not (beside := error_beside(*of)) <= allowed:
-                return beside
-            error, self.checked_as[call.layer] = known
-            return error
-        error = derivative_error(*of)
-        # An error that is NaN is the largest.
-        if known is None or not error <= known[0]:
-            self._of_kinds[key] = error, call.layer
+            return of_another(known)
+        error = check()
+        if known is None or error > known or isnan(error):
+            self._of_kinds[key] = error
         return error
 
     def _drawn(self, kind: Hashable, call: BlockCall) -> int:
@@ -235,9 +244,9 @@ class Jacobians:
         self._known_heads: dict[Any, Heads | None] = {}
 
     @property
-    def checked_as(self) -> dict[int, int]:
-        """Layer -> the block of its kind whose derivative was checked in place of its own."""
-        return self._checks.checked_as
+    def derivative_checked(self) -> list[int]:
+        """The layers whose own derivative was checked in the full sequence; others have the error of their kind."""
+        return sorted(self._checks.derivative_checked)
 
     @property
     def _attached(self) -> bool:

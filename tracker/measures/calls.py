@@ -285,14 +285,13 @@ def measure_calls(
     notes["independent_checks"] = {
         layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()
     }
-    notes["checked_as"] = {
-        layer: f"block {other}" for layer, other in sorted(jacobians.checked_as.items())
-    }
     if settings.includes("halves"):
         notes["without_halves"] = jacobians.without_halves
     for sample in samples:
         sample.attributes[ATTRIBUTE] = equal
         sample.notes = notes
+        checked = ", ".join(map(str, jacobians.derivative_checked))
+        sample.attributes["derivative_checked"] = checked or "none"
         sample.attributes["witness"] = str(jacobians.witness or "not asked")
         sample.decode = None  # samples are sent between processes
     return samples

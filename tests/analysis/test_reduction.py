@@ -1,0 +1,212 @@
+"""What is kept of a unit for pages and summaries, against plain NumPy over the Dataset, where prompts differ in length."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import tracker
+from tests.models import Size, neox, padded
+from tests.stores import stored
+from tracker.analysis.null_levels import null_level
+from tracker.analysis.reduction import (
+    PATHS,
+    has_approximate_level,
+    read_miscouplings,
+    read_reduced,
+    reduced,
+)
+from tracker.measures.registry import KINDS, MISCOUPLINGS, VARIANTS
+from tracker.store import open_results
+
+LENGTHS = (9, 5)
+MEASURES = "all,tokenwise"
+
+
+@pytest.fixture(scope="module")
+def ds():
+    options = {"k": [2, 12], "tokens": [0, -1], "pair_tokens": 3}
+    return tracker.measure(neox(size=Size(depth=4)), padded(*LENGTHS), measures=MEASURES, **options)
+
+
+@pytest.fixture(scope="module")
+def unit(ds):
+    return reduced(ds)
+
+
+def test_couplings(ds, unit):
+    apart = ds.layer.values[:, None] != ds.layer_other.values
+    for name in VARIANTS:
+        values, level = ds[name].astype(float), null_level(ds, name)
+        for part, of in (("matrix", values), ("level", level)):
+            expected = of.mean(("prompt", "token"))
+            xr.testing.assert_allclose(unit[f"{name}_{part}"], expected, rtol=1e-6)
+        gain = (level - values).values[..., apart].mean((1, -1))  # (prompt, token, k, ...)
+        found = (
+            unit[f"{name}_coupling_by_prompt"].sel(pairs="mean_offdiag").transpose("prompt", "k")
+        )
+        np.testing.assert_allclose(found, gain, rtol=1e-5, atol=1e-7)
+
+
+def below_median(values, pooled):
+    """Return how many values of a prompt are below the median beyond half of them."""
+    middle = np.median(pooled)
+    return (values < middle).sum() + 0.5 * (values == middle).sum() - 0.5 * len(values)
+
+
+def test_what_an_interval_of_a_median_needs(ds):
+    values = ds.lss.values.copy()
+    values[1, 2] = values[0, 3]  # equal values
+    values[0, 0] = np.nan
+    some = reduced(ds.assign(lss=ds.lss.copy(data=values)))
+    by_prompt = [of[~np.isnan(of)] for of in values]
+    pooled = np.concatenate(by_prompt)
+    np.testing.assert_allclose(
+        some.lss_percentiles, np.percentile(pooled, np.arange(101)), rtol=1e-6
+    )
+    expected = [below_median(of, pooled) * 2 / len(pooled) for of in by_prompt]
+    np.testing.assert_allclose(some.lss_below, expected)
+    one = values.copy()
+    one[1, 1:] = np.nan  # a single value, or none
+    none = np.where(np.arange(2)[:, None] == 1, np.nan, values)
+    for values, prompts in ((one, 2), (none, 1)):
+        some = reduced(ds.assign(lss=ds.lss.copy(data=values)))
+        by_prompt = [of[~np.isnan(of)] for of in values]
+        pooled = np.concatenate(by_prompt)
+        expected = [below_median(of, pooled) * prompts / len(pooled) for of in by_prompt]
+        expected = [e if len(of) else np.nan for e, of in zip(expected, by_prompt, strict=True)]
+        np.testing.assert_allclose(some.lss_below, expected)
+    undefined = reduced(ds.assign(lss=ds.lss * np.nan))
+    assert undefined.lss_below.isnull().all() and undefined.lss_percentiles.isnull().all()
+
+
+def test_quartiles_by_depth(ds, unit):
+    for name, axes in (("jacobian_gain", (0, 1)), ("entropy", (0, 2)), ("norm", (0, 2))):
+        found = unit[f"{name}_by_depth"].sel(statistic=["q25", "median", "q75"])
+        expected = np.nanquantile(ds[name].values.astype(float), (0.25, 0.5, 0.75), axis=axes)
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_matrices_and_singular_values(ds, unit):
+    expected = abs(ds.matrix).mean(("prompt", "token"))
+    np.testing.assert_allclose(unit.matrix_absolute, expected, rtol=1e-5)
+    ranks = [1, 2, 5, 10]
+    assert unit["rank"].values.tolist() == ranks
+    expected = np.median(ds.singular_value.sel(rank=ranks).values.astype(float), axis=(0, 1))
+    np.testing.assert_allclose(unit.singular_value_median, expected, rtol=1e-6)
+    for size, kept in ((5, [1, 2, 5]), (60, [1, 2, 5, 10, 20, 30, 50])):
+        some = ds[["singular_value"]].isel(rank=np.arange(size) % 12)
+        found = reduced(some.assign_coords(rank=range(1, size + 1)))
+        assert found["rank"].values.tolist() == kept
+    assert "rank" not in reduced(ds[["norm"]]).dims
+
+
+def test_directions_are_those_of_the_first_prompt_at_its_first_token(ds, unit):
+    for name in ("direction_out_words", "direction_in_score"):
+        np.testing.assert_array_equal(unit[name], ds[name].values[0, 0])
+
+
+def test_token_pairs(ds, unit):
+    middle = 1  # of the pairs of blocks (1, 2), (2, 3) and (3, 4), (2, 3) is in the middle
+    for kind in KINDS:
+        for name in MISCOUPLINGS:
+            values = ds[f"{kind}_{name}"].values.astype(float)
+            found = unit[f"{kind}_{name}_matrix"].values
+            np.testing.assert_allclose(found, values.mean(0), rtol=1e-6)
+        A, s = ds[f"{kind}_matrix"].values, ds[f"{kind}_singular_value"].values
+        expected = [abs(A[p, middle]) / s[p, middle, :, 0][:, None, None, None] for p in (0, 1)]
+        np.testing.assert_allclose(unit[f"{kind}_absolute"], np.mean(expected, axis=0), rtol=1e-5)
+    np.testing.assert_array_equal(unit.pair_position, ds.pair_position)
+    assert not [name for name in unit if "gain_matrix" in name]
+
+
+def test_states(ds, unit):
+    assert unit.length.values.tolist() == [*LENGTHS]
+    np.testing.assert_array_equal(unit.pca_paths, ds.pca.values[0])
+    assert unit.path.values.tolist() == ds.position.values.tolist()
+    shorter = reduced(ds.isel(prompt=[1, 0]))  # of the first prompt, which has fewer tokens now
+    assert shorter.path.values.tolist() == [*range(LENGTHS[1])]
+    np.testing.assert_array_equal(shorter.pca_paths, ds.pca.values[1][:, : LENGTHS[1]])
+    similar = ds.noise_similarity.values.astype(float)
+    expected = np.stack([np.nanmean(similar[:, :, at], axis=-1).mean(0) for at in (1, -1)], -1)
+    np.testing.assert_allclose(unit.noise_similarity_ends, expected, rtol=1e-6)
+    assert unit.end.values.tolist() == [1, ds.sizes["depth"] - 1]
+    assert "noise_similarity_ends" not in reduced(ds.isel(depth=[0])[["noise_similarity"]])
+
+
+def test_paths_of_many_tokens(ds):
+    position = np.arange(3 * PATHS)
+    pca = np.stack([position, -position], -1)[None, None].astype(float)
+    many = {"prompt": [0], "depth": [0], "position": 0 * position}
+    some = ds[["pca"]].isel(many).assign_coords(position=position)
+    found = reduced(some.assign(pca=(some.pca.dims, pca)))
+    chosen = found.path.values
+    assert len(chosen) == PATHS and (chosen[0], chosen[-1]) == (0, 3 * PATHS - 1)
+    assert set(np.diff(chosen)) <= {3, 4}
+    np.testing.assert_array_equal(found.pca_paths.values[0, :, 1], -chosen)
+
+
+def test_certificates(ds):
+    planted = dict.fromkeys(("residual", "value_error", "derivative_error", "sliced", "complete"))
+    for i, name in enumerate(planted):
+        values = np.full((2, 2, 4), 1.0)
+        values[0, 1, 2] = 0.0 if name in ("sliced", "complete") else 3.0 + i
+        if name == "residual":
+            values[1, 0, :2] = np.nan  # no Jacobian there
+        planted[name] = (("prompt", "token", "layer"), values)
+    found = reduced(ds.assign({f"diagnostics_{name}": of for name, of in planted.items()}))
+    assert found.jacobians_count.values.tolist() == [3, 3, 4, 4]
+    for name in ("sliced", "complete"):
+        assert found[f"{name}_count"].values.tolist() == [3, 3, 3, 4]
+    largest = [float(found[f"{name}_max"]) for name in [*planted][:3]]
+    assert largest == [3.0, 4.0, 5.0]
+    assert "jacobians_count" not in reduced(ds.drop_vars("diagnostics_sliced"))
+
+
+def test_what_is_kept_as_it_is(ds, unit):
+    assert {"prompt_text", "diagnostics_undefined"} <= set(unit.variables)
+    scored = reduced(ds.assign(score=((), 0.5)))
+    assert float(scored.score) == 0.5 and unit.attrs.items() > ds.attrs.items()
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_steps_give_the_same_values_as_units(earlier, tmp_path):
+    """Also where one of them is of an earlier version, whose null levels are of formulas."""
+    unit = tracker.measure(neox(), padded(*LENGTHS), k=[2, 4])
+    levels = [name for name in unit.data_vars if "_level" in name]
+    first = unit.drop_vars(levels if earlier else [])
+    store = stored(tmp_path, {0: first, 1: unit})
+    alone = [reduced(first), reduced(unit)]
+    found, whole = read_reduced(store.path), reduced(open_results(store.path))
+    for step, expected in enumerate(alone):
+        for name, values in expected.data_vars.items():
+            for of in (found, whole):
+                one = of[name].isel(step=step) if "step" in of[name].dims else of[name]
+                if one.dtype.kind == "f":
+                    one = one.transpose(*values.dims)
+                    np.testing.assert_allclose(one, values, rtol=1e-6, atol=1e-9)
+    for name in ("miscoupling", "offdiag"):
+        approximate = name == "offdiag" and earlier
+        assert has_approximate_level(whole, name) == approximate, name
+        assert has_approximate_level(alone[0], name) == approximate, name
+        assert not has_approximate_level(alone[1], name)
+
+
+def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
+    stored(tmp_path, dict.fromkeys((0, 8), ds))
+    read = read_miscouplings(tmp_path)
+    assert read.sizes == {"step": 2, "token": 2, "measure": 5, "k": 2, "pairs": 3}
+    assert not read.approximate.any()
+    distance = abs(ds.layer.values[:, None] - ds.layer_other.values)
+    for pairs, counted in (
+        ("mean", distance >= 0),
+        ("mean_offdiag", distance > 0),
+        ("mean_adjacent", distance == 1),
+    ):
+        for name in MISCOUPLINGS:
+            for part, of in (("miscoupling", ds[name]), ("null", null_level(ds, name))):
+                expected = of.values.astype(float)[..., counted].mean((0, -1))  # (token, k)
+                found = read[part].sel(pairs=pairs, measure=name, step=8).transpose("token", "k")
+                np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert read_miscouplings(tmp_path, ["offdiag", "unknown"]).measure.values.tolist() == [
+        "offdiag"
+    ]

@@ -1,0 +1,257 @@
+"""What of a block's arguments and masks belongs to a row, or to a window of tokens, written out row by row."""
+
+from collections import OrderedDict
+from dataclasses import replace
+from inspect import BoundArguments
+
+import pytest
+import torch
+
+from tests.jacobians.measured import recorded
+from tests.models import build, tokens
+from tracker.jacobians.slicing import (
+    NotSliceable,
+    Rows,
+    concatenate_argument,
+    cut_windows,
+    mask_rows,
+    slice_argument,
+)
+from tracker.model.recording import AttentionCall
+
+B, n, H = 3, 5, 2
+ROWS = Rows(torch.tensor([2, 0, 2, 1]), torch.tensor([4, 1, 3, 4]))
+PLACES = [*zip(ROWS.sample.tolist(), ROWS.token.tolist(), strict=True)]
+AT_ONE_TOKEN = Rows(torch.tensor([0, 2]), torch.tensor([3, 3]))
+
+
+def numbers(*shape):
+    """Return a tensor of different numbers."""
+    return torch.arange(torch.Size(shape).numel()).view(shape) + 1.0
+
+
+@pytest.fixture(scope="module")
+def call():
+    _, ((call, *_),) = recorded(build("gpt_neox")[0], [tokens(B, n)])
+    return call
+
+
+def with_argument(call, name, value):
+    """Return a call with another argument beside the state."""
+    arguments = OrderedDict({call.state: call.x, name: value})
+    return replace(call, arguments=BoundArguments(call.arguments.signature, arguments))
+
+
+def test_rows_of_states():
+    X, source = numbers(B, n, 7), torch.tensor([0, 1, 2, 0])
+    of_sources = Rows(ROWS.sample, ROWS.token, source)
+    assert len(ROWS) == 4 and ROWS.live is ROWS.token and of_sources.live is source
+    assert torch.equal(ROWS.select(X), torch.stack([X[b, t] for b, t in PLACES]))
+    assert torch.equal(of_sources.select(X), ROWS.select(X))
+    expected = torch.stack([X[b, s] for (b, _), s in zip(PLACES, source.tolist(), strict=True)])
+    assert torch.equal(of_sources.select_sources(X), expected)
+    some = of_sources.subset(torch.tensor([3, 0]))
+    assert (some.sample.tolist(), some.token.tolist(), some.source.tolist()) == (
+        [1, 2],
+        [4, 4],
+        [0, 0],
+    )
+    assert ROWS.subset(slice(1)).source is None
+    at = ROWS.on(X.device)
+    assert ROWS.on(X.device) is at  # copied once
+    later = at.subset(slice(1, 3))
+    found = [indices.tolist() for indices in (later.sample, later.token, later.live)]
+    assert found == [[0, 2], [1, 3], [1, 3]]
+
+
+def test_groups_hold_each_sample_once():
+    samples = torch.tensor([1, 0, 1, 1, 2, 0])
+    groups = [*Rows(samples, torch.arange(6)).disjoint_groups()]
+    assert [index.tolist() for index, _ in groups] == [[0, 1, 4], [2, 5], [3]]
+    for index, group in groups:
+        assert torch.equal(group.token, index) and torch.equal(group.sample, samples[index])
+
+
+@pytest.mark.parametrize("shape", [(B, n), (B, n, 2), (B, n, 2, 2), (1, n, 2), (2 * n, n)])
+def test_what_is_given_by_token(call, shape):
+    value = numbers(*shape)
+    expected = torch.stack([value[b if len(value) > 1 else 0, t] for b, t in PLACES])[:, None]
+    assert torch.equal(slice_argument("position_ids", value, call, ROWS), expected)
+    for kind in (tuple, list):
+        both = slice_argument("position_embeddings", kind([value, -value]), call, ROWS)
+        assert type(both) is kind
+        assert torch.equal(both[0], expected) and torch.equal(both[1], -expected)
+    nested = slice_argument("kwargs", {"position_ids": value, "use_cache": False}, call, ROWS)
+    assert torch.equal(nested["position_ids"], expected) and nested["use_cache"] is False
+
+
+def test_what_is_given_by_token_for_all_samples(call):
+    value = numbers(n)
+    found = slice_argument("cache_position", value, call, AT_ONE_TOKEN)
+    assert torch.equal(found, value[3:4])
+    alone = slice_argument("cache_position", value, call, AT_ONE_TOKEN.subset(slice(1)))
+    assert torch.equal(alone, found)
+    with pytest.raises(NotSliceable, match="'cache_position'"):
+        slice_argument("cache_position", value, call, ROWS)
+
+
+MASKS = {  # by shape and name: the shape of what is left of it
+    ((B, 1, n, n), "attention_mask"): (4, 1, 1, 1),
+    ((1, H, n, n), "attn_mask"): (4, H, 1, 1),
+    ((B, n), "src_key_padding_mask"): (4, 1),
+    ((B, n), "attention_mask"): (4, 1),
+    ((n, n), "src_key_padding_mask"): (4, 1),
+    ((n, n), "src_mask"): (1, 1),
+}
+
+
+@pytest.mark.parametrize(("shape", "name"), MASKS)
+def test_masks_of_single_rows_have_their_samples_and_length_one(call, shape, name):
+    mask = numbers(*shape)
+    found = slice_argument(name, mask, call, ROWS)
+    assert found.shape == MASKS[shape, name]
+    first = mask.flatten(1)[:, 0]  # masks of two axes; of four, that of the first head
+    samples = [b if shape[0] > 1 else 0 for b, _ in PLACES]
+    assert torch.equal(found.flatten(1)[:, 0], first[samples] if len(found) > 1 else first[:1])
+
+
+UNKNOWN = {  # how they divide can't be told
+    "of one row": ("position_ids", numbers(B)),
+    "of another length": ("position_ids", numbers(B, n + 1)),
+    "a list of another length": ("position_ids", [numbers(B, n + 1)]),
+    "an unknown name": ("memory", numbers(B, n)),
+    "an unknown name in a list": ("memory", [numbers(B, n)]),
+    "a mask of three axes": ("attention_mask", numbers(B, n, n)),
+    "a mask of another length": ("attention_mask", numbers(B, 1, n, n + 1)),
+    "masks in a list": ("attention_mask", [numbers(B, 1, n, n)]),
+}
+
+
+@pytest.mark.parametrize("what", UNKNOWN)
+def test_what_can_not_be_divided_is_named(call, what):
+    name, value = UNKNOWN[what]
+    with pytest.raises(NotSliceable, match=f"'{name}' divides into rows is not known"):
+        slice_argument(name, value, call, ROWS)
+    with pytest.raises(NotSliceable, match=f"'{name}' divides into rows is not known"):
+        cut_windows(with_argument(call, name, value), ROWS, 2)
+
+
+def test_arguments_without_tensors_are_left(call):
+    value = {"use_cache": True, "sizes": [1, 2]}
+    assert slice_argument("options", value, call, ROWS) == value
+    cut, _ = cut_windows(with_argument(call, "options", value), ROWS, 2)
+    assert cut.arguments.arguments["options"] == value
+
+
+def test_arguments_of_several_recordings():
+    parts, sizes = [numbers(2, 3), -numbers(1, 3)], [2, 1]
+    together = torch.cat(parts)
+    assert torch.equal(concatenate_argument("a", parts, sizes), together)
+    shared = numbers(1, 3)
+    assert concatenate_argument("a", [shared, shared.clone()], sizes) is shared
+    assert concatenate_argument("a", [None, None], sizes) is None
+    assert concatenate_argument("a", ["x", "x"], sizes) == "x"
+    for kind in (tuple, list):
+        found = concatenate_argument("a", [kind([part, 1]) for part in parts], sizes)
+        assert type(found) is kind and torch.equal(found[0], together) and found[1] == 1
+    (found,) = concatenate_argument("a", [{"b": part} for part in parts], sizes).values()
+    assert torch.equal(found, together)
+
+
+DIFFERENT = {
+    "shapes": [numbers(2, 3), numbers(1, 4)],
+    "a shared tensor's values": [numbers(3, 3), -numbers(3, 3)],
+    "shared tensors' shapes": [numbers(3, 3), numbers(4, 3)],
+    "types": [numbers(2, 3), None],
+    "numbers": [1, 2],
+    "keys": [{"b": 1}, {"c": 1}],
+    "lengths": [(1,), (1, 1)],
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_arguments_that_differ_in_more_than_rows(what):
+    with pytest.raises(NotSliceable, match="'a' differs between samples"):
+        concatenate_argument("a", DIFFERENT[what], [2, 1])
+
+
+@pytest.mark.parametrize(
+    "shape", [(B, 1, n, n), (1, H, n, n), (B, H, n, n + 2), (B, 1, 1, n), (1, 1, 1, n), (n, n)]
+)
+def test_a_row_of_a_recorded_mask(shape):
+    mask, key = numbers(*shape), numbers(B, H, n, 2)
+    found = mask_rows(AttentionCall(key, key, mask, False), ROWS.on(mask.device))
+    whole = mask.view(*[1] * (4 - mask.dim()), *shape).expand(B, -1, n, -1)
+    expected = torch.stack([whole[b, :, t : t + 1, :n] for b, t in PLACES])
+    assert torch.equal(found, expected)
+
+
+def test_a_recorded_attention_without_a_mask():
+    key, at = numbers(B, H, n, 2), ROWS.on(torch.device("cpu"))
+    assert mask_rows(AttentionCall(key, key, None, False), at) is None
+    expected = torch.tensor([[[[s <= t for s in range(n)]]] for _, t in PLACES])
+    assert torch.equal(mask_rows(AttentionCall(key, key, None, True), at), expected)
+    with pytest.raises(NotSliceable, match="attention mask of type str"):
+        mask_rows(AttentionCall(key, key, "causal", False), at)
+
+
+def windows_of(value, starts, width, axes):
+    """Return for each row the part of its sample in its window, along some axes of the sample."""
+    parts = []
+    for (b, _), start in zip(PLACES, starts, strict=True):
+        part = value[b if len(value) > 1 else 0]
+        for axis in axes:
+            part = part.narrow(axis, start, width)
+        parts.append(part)
+    return torch.stack(parts)
+
+
+WINDOWS = {  # an argument, and the axes of a sample that are cut; none: the value of the samples as it is
+    "by token": ("position_ids", numbers(B, n), [0]),
+    "by token, shared": ("position_ids", numbers(1, n, 2), [0]),
+    "padding": ("src_key_padding_mask", numbers(B, n), [0]),
+    "padding of as many samples": ("src_key_padding_mask", numbers(n, n), [0]),
+    "padding by another name": ("attention_mask", numbers(B, n), [0]),
+    "mask": ("attention_mask", numbers(B, 1, n, n), [1, 2]),
+    "mask, shared": ("attn_mask", numbers(1, H, n, n), [1, 2]),
+    "mask for all queries": ("attn_mask", numbers(B, 1, 1, n), [2]),
+}
+
+
+@pytest.mark.parametrize("what", WINDOWS)
+@pytest.mark.parametrize("width", [1, 2, 3, n + 3])
+def test_windows_that_end_at_rows(call, what, width):
+    name, value, axes = WINDOWS[what]
+    key, v = numbers(B, H, n, 3), numbers(1, H, n, 2)
+    mask = numbers(B, 1, n, n)
+    given = replace(
+        with_argument(call, name, value),
+        attention=[AttentionCall(key, v, mask, True), AttentionCall(v, key, None, False)],
+    )
+    cut, moved = cut_windows(given, ROWS, width)
+    width = min(width, n)
+    starts = [max(0, t - width + 1) for _, t in PLACES]
+    assert moved.sample.tolist() == [0, 1, 2, 3]
+    assert moved.token.tolist() == [t - s for (_, t), s in zip(PLACES, starts, strict=True)]
+    assert torch.equal(cut.x, windows_of(call.x, starts, width, [0]))
+    assert torch.equal(cut.arguments.arguments[name], windows_of(value, starts, width, axes))
+    assert cut.arguments.arguments[call.state] is call.x  # replaced when the call is run
+    first, second = cut.attention
+    for seen, whole in ((first.key, key), (first.value, v), (second.key, v), (second.value, key)):
+        assert torch.equal(seen, windows_of(whole, starts, width, [1]))
+    assert torch.equal(first.mask, windows_of(mask, starts, width, [1, 2]))
+    assert second.mask is None and (first.causal, second.causal) == (True, False)
+
+
+def test_what_has_no_batch_axis_is_cut_where_all_rows_have_one_window(call):
+    ids, mask = numbers(n), numbers(n, n)
+    both = with_argument(call, "kwargs", {"cache_position": (ids,), "src_mask": mask})
+    for rows in (AT_ONE_TOKEN, AT_ONE_TOKEN.subset(slice(1))):
+        cut, moved = cut_windows(both, rows, 2)
+        found = cut.arguments.arguments["kwargs"]
+        assert moved.token.tolist() == [1] * len(rows)
+        assert torch.equal(found["cache_position"][0], ids[2:4])
+        assert torch.equal(found["src_mask"], mask[2:4, 2:4])
+    for name, value in (("cache_position", ids), ("src_mask", mask)):
+        with pytest.raises(NotSliceable, match=name):
+            cut_windows(with_argument(call, name, value), ROWS, 2)
