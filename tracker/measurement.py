@@ -262,7 +262,7 @@ def _why_not_measurable(
         with prepare(
             model, blocks, [batch], device, settings.torch_dtype, settings.tokens
         ) as replica:
-            cache = CheckCache(replica)
+            cache = CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             for call in recording.calls:

@@ -11,7 +11,6 @@ the full sequence.
 - `slicing`: token rows, and the parts of a block's arguments and of attention masks that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.
 - `checks`: errors of values and derivatives, and their tolerances; samples of a batch that mix.
-- `kinds`: blocks that run the same code, of which two are checked in the full sequence.
 - `independent`: comparison of formed Jacobians with differences of the values.
 - `witness`: comparison of formed Jacobians with what the caller's model itself computes.
 """

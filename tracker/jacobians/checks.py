@@ -8,7 +8,7 @@
   cut, the sequence is a window of the recorded one that ends at the row: the check compares code and weights, which are the
   same on any sequence. Cost: WINDOW rows for each, where one Jacobian costs d. A block with several attentions is compared in
   the full sequence at every requested row: a path from a row to another and back is not in every window.
-- beside: in blocks that share the derivative check of their kind, the rows alone give the full sequence's output where these
+- beside: in all blocks of a class but the first, the rows alone give the full sequence's output where these
   rows have other states, in the same windows; differences of the rows' own values say the rest (`independent`).
 - mixing: the samples of a batch do not depend on each other, or Jacobians would depend on what else is in the batch.
 
@@ -48,7 +48,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tracker.common.errors import UsageError
-from tracker.jacobians.kinds import code_of_value
 from tracker.jacobians.restriction import (
     RowAttention,
     evaluating_full_sequence,
@@ -268,12 +267,10 @@ def require_finite(finite: bool, call: BlockCall) -> None:
 
 
 def way_of_calling(call: BlockCall) -> Hashable:
-    """Return what besides the block decides which code runs: final norm, dtype, plain arguments, and attention masks."""
-    arguments = tuple(
-        (name, code_of_value(value)) for name, value in call.arguments.arguments.items()
-    )
+    """Return what of a block's call a check holds for: final norm, dtype, arguments and attention masks."""
+    types = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)
-    return call.final_norm is None, call.x.dtype, arguments, attention
+    return call.final_norm is None, call.x.dtype, types, attention
 
 
 NARROWEST = 2  # tokens of a window

@@ -6,17 +6,17 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-Values and differences of them (`independent`) are compared at every requested row; the derivative in the full sequence in two
-blocks of each kind (`kinds`), once for each way of calling it.
+Values and differences of them (`independent`) are compared at every requested row; the derivative in the full sequence in the
+first block of each class and way of calling it, and values beside the recorded states in the others.
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import isnan, nan
+from math import nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -44,7 +44,6 @@ from tracker.jacobians.independent import (
     differ_from_values,
     settle,
 )
-from tracker.jacobians.kinds import kinds_of
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
@@ -65,7 +64,6 @@ from tracker.linalg.precision import FAST, float32_products, is_finite, relative
 from tracker.linalg.transfer import read, to_device
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica
-from tracker.provenance import digest
 from tracker.spans.calls import NOT_SLICEABLE, SpanCall
 
 Result = TypeVar("Result")
@@ -78,16 +76,13 @@ class CheckCache:
         derivative_checked: layers whose own derivative was checked.
     """
 
-    def __init__(self, replica: Replica) -> None:
-        self.recorded_dtype = replica.dtype
+    def __init__(self, recorded_dtype: torch.dtype) -> None:
+        self.recorded_dtype = recorded_dtype
         self.derivative_checked: set[int] = set()
-        self._blocks = replica.blocks
-        self._kinds = kinds_of(replica.blocks)
-        self._seed: int | None = None  # of the block that is drawn of each kind
         # By layer, check and way of calling it
         self._results: dict[Any, Any] = {}
-        # By kind and way of calling it: the largest error of a derivative so far
-        self._of_kinds: dict[Any, float] = {}
+        # By class and way of calling it: the error of the derivative in the first block
+        self._of_classes: dict[Any, float] = {}
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
         if key not in self._results:
@@ -103,53 +98,31 @@ class CheckCache:
         attached: bool,
         allowed: float,
     ) -> float:
-        """Return `checks.derivative_error` of a path, or that of other blocks of the same kind (`_of_kind`).
+        """Return `checks.derivative_error` of a path: the first block of a class is checked, and others have its
+        error where values agree (`checks.error_beside`).
 
         Args:
-            allowed: the largest error of values that is not returned in place of it.
+            allowed: the largest error.
         """
 
         def check() -> float:
             self.derivative_checked.add(call.layer)
             return derivative_error(call, rows, row_attention, attached)
 
-        def of_another(known: float) -> float:
-            # One block alone may mix tokens where others of its kind do not, such as one whose gate is open.
-            beside = error_beside(call, rows, row_attention, attached)
-            return known if beside <= allowed else beside
-
         if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
             return check()
         way = ("derivative", path, rows.source is None, way_of_calling(call))
-        return self._once((call.layer, *way), lambda: self._of_kind(way, call, check, of_another))
+        of_class = (type(call.block), *way)
 
-    def _of_kind(
-        self,
-        way: tuple[Any, ...],
-        call: BlockCall,
-        check: Callable[[], float],
-        of_another: Callable[[float], float],
-    ) -> float:
-        """Return the error of a block that is the first or the drawn one of its kind, else the larger error of these."""
-        place = call.layer - 1
-        # The calls of one module again, and spans, are checked one by one: what they run may depend on what ran before.
-        if place >= len(self._blocks) or self._blocks[place] is not call.block:
-            return check()
-        key = (self._kinds[place], *way)
-        known = self._of_kinds.get(key)
-        if known is not None and call.layer != self._drawn(key[0], call):
-            return of_another(known)
-        error = check()
-        if known is None or error > known or isnan(error):
-            self._of_kinds[key] = error
-        return error
+        def error() -> float:
+            if of_class not in self._of_classes:
+                self._of_classes[of_class] = check()
+                return self._of_classes[of_class]
+            # One block alone may mix tokens where others of its class do not, such as one whose gate is open.
+            beside = error_beside(call, rows, row_attention, attached)
+            return self._of_classes[of_class] if beside <= allowed else beside
 
-    def _drawn(self, kind: Hashable, call: BlockCall) -> int:
-        """Return the layer that is drawn of a kind beside its first, anew where weights or inputs are others."""
-        if self._seed is None:
-            self._seed = int(digest([call.y[:1, :1].cpu()])[:8], 16)
-        _, *others = [l for l, other in enumerate(self._kinds, 1) if other == kind]
-        return others[self._seed % len(others)]
+        return self._once((call.layer, *way), error)
 
     def reproduces_recorded_output(self, call: BlockCall) -> bool:
         """Return `checks.reproduces_recorded_output`."""
@@ -239,13 +212,13 @@ class Jacobians:
         self.witness: Witness | None = None  # the caller's model, asked about one recorded call
         # Layer -> why its attention and MLP were not measured apart
         self.without_halves: dict[int, str] = {}
-        self._checks = CheckCache(replica)
+        self._checks = CheckCache(replica.dtype)
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
 
     @property
     def derivative_checked(self) -> list[int]:
-        """The layers whose own derivative was checked in the full sequence; others have the error of their kind."""
+        """The layers whose own derivative was checked in the full sequence; others have the error of their class."""
         return sorted(self._checks.derivative_checked)
 
     @property
