@@ -177,8 +177,10 @@ def _error_beside_at(
     call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool
 ) -> tuple[Tensor, bool]:
     x = rows.select_sources(call.x)
-    step = BESIDE * x.square().mean(-1, keepdim=True).sqrt()
-    x = x + step * standard_normal(x.shape, x)
+    # Squares of large states overflow float32
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    step = BESIDE * norm / x.shape[-1] ** 0.5
+    x = x + step.to(x.dtype) * standard_normal(x.shape, x)
     with torch.no_grad():
         with evaluating_rows():
             y = restrict([(call, rows)], row_attention, attached)(x)
