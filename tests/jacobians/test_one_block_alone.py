@@ -9,7 +9,7 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.jacobians.test_every_row import CLOSE, Block, D, by_differences, states
+from tests.jacobians.test_every_row import CLOSE, Block, D, Wrong, by_differences, states
 from tracker.common.errors import UsageError
 
 L = 5
@@ -123,18 +123,6 @@ def test_a_flag_among_the_arguments_that_mixes_samples_is_found(mixing, samples)
         tracker.measure(WithFlags(mixing).eval(), states(samples), k=3, witness="off")
 
 
-class Wrong(torch.autograd.Function):
-    """sin with a wrong backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return torch.sin(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return 0.5 * g
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("opened", range(L))
 def test_one_block_alone_with_a_wrong_derivative_is_found(opened, dtype):
@@ -173,15 +161,7 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("opened", range(L))
 def test_one_block_alone_with_a_path_through_other_tokens_is_right(opened, path):
-    net, x = gated(PATHS[path], opened), states(3)
-    ds = measured(net, x, "float64", witness="off", tokens=[0, -1])
-    net, state = net.double(), x.double()
-    for l, block in enumerate(net):
-        for i, t in enumerate((0, -1)):
-            expected = by_differences(block, state, 1, t)
-            found = torch.as_tensor(ds.jacobian.values[1, i, l])
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-        state = block(state).detach()
+    assert_right(gated(PATHS[path], opened), states(3), "float64")
 
 
 def equal_tokens():

@@ -268,7 +268,7 @@ def require_finite(finite: bool, call: BlockCall) -> None:
         )
 
 
-def way_of_calling(call: BlockCall) -> Hashable:
+def way_of_calling(call: BlockCall) -> tuple[Hashable, ...]:
     """Return what of a block's call a check holds for: final norm, dtype, arguments and attention masks."""
     types = tuple((name, type(value).__name__) for name, value in call.arguments.arguments.items())
     attention = tuple((a.mask is None, a.causal) for a in call.attention)

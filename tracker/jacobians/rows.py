@@ -98,8 +98,9 @@ class CheckCache:
         attached: bool,
         allowed: float,
     ) -> float:
-        """Return `checks.derivative_error` of a path: the first block of a class is checked, and others have its
-        error where values agree (`checks.error_beside`).
+        """Return `checks.derivative_error` of a path.
+
+        The first block of a class is checked, and others have its error where values agree (`checks.error_beside`).
 
         Args:
             allowed: the largest error.
@@ -137,8 +138,9 @@ class CheckCache:
         """
         if len(call.x) == 1:
             return
-        key = (call.layer, "mixing", way_of_calling(call))
-        # In every block: one may mix them where others of its kind do not, such as one whose gate is open.
+        _, *way = way_of_calling(call)  # with or without the final norm
+        key = (call.layer, "mixing", *way)
+        # In every block: one may mix them where others of its class do not, such as one whose gate is open.
         if mixing := self._once(key, lambda: find_mixing(call, rows)):
             raise UsageError(
                 f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
