@@ -302,11 +302,10 @@ def test_value_errors():
 def test_samples_that_run():
     """The one that is asked about and another, or all where the call does not divide."""
     ids = torch.arange(20).view(4, 5)
-    (batch,) = batches(Model().eval(), ids, None, None)
-    recording = SimpleNamespace(
-        calls=[SimpleNamespace(x=torch.arange(4.0).view(4, 1, 1))], seed=None
-    )
-    passes = _Passes(SimpleNamespace(model=Model()), batch, recording, False)
+    model = Model().eval()
+    (batch,) = batches(model, ids, None, None)
+    replica = Replica(model, find_blocks(model), torch.float32, CPU)
+    passes = _Passes(replica, batch, record(replica, batch.arguments, batch.keywords), False)
     assert not passes.divided and passes.at == 0
     for sample, at in enumerate([(0, 2, 0), (1, 3, 0), (2, 4, 0), (2, 4, 1)]):
         passes.choose(sample)

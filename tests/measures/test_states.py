@@ -2,15 +2,16 @@
 
 import warnings
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.jacobians.measured import CPU
+from tests.jacobians.test_witness import IDS, Model
 from tests.models import build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
+from tracker.measures.options import settings_from
 from tracker.measures.states import NOISE, _cosine, noise_similarity, warn_of_missing_unembedding
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
@@ -51,13 +52,24 @@ def test_the_cosine_with_a_state_of_zero_is_undefined():
     torch.testing.assert_close(same, torch.tensor([[torch.nan, 1.0]]), equal_nan=True)
 
 
+@pytest.fixture(scope="module")
+def recorded():
+    """A pass of a model without a known head, which returns states."""
+    model = Model()
+    (batch,) = batches(model, IDS, None, None)
+    with preserve_global_state(CPU):
+        replica = Replica(model, find_blocks(model), torch.float32, CPU)
+        return record(replica, batch.arguments, batch.keywords)
+
+
 @pytest.mark.parametrize("head", [None, "head"])
 @pytest.mark.parametrize("logits", [None, 50])
 @pytest.mark.parametrize("asked", ["entropy", "all", "coupling"])
-def test_a_warning_where_all_leaves_out_the_entropy_of_a_language_model(head, logits, asked):
-    recording = SimpleNamespace(head=head, logits=logits)
-    settings = SimpleNamespace(measures=(asked,), includes=lambda name: asked in ("all", name))
+def test_a_warning_where_all_leaves_out_the_entropy_of_a_language_model(
+    recorded, head, logits, asked
+):
+    recording = replace(recorded, unembedding=head, logits=logits)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        warn_of_missing_unembedding(recording, settings)
+        warn_of_missing_unembedding(recording, settings_from({"measures": asked}, "measure"))
     assert len(seen) == (head is None and logits is not None and asked == "all")

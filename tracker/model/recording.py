@@ -94,7 +94,7 @@ class AttentionCall:
 
     key: Tensor
     value: Tensor
-    mask: Tensor | None
+    mask: Any  # as the model made it: a tensor, None, or an object of the attention's own, such as a BlockMask
     causal: bool
 
 
