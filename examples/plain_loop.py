@@ -76,8 +76,9 @@ def main(random: bool) -> None:
 
 def show(metrics: dict[str, float], step: int) -> None:
     """Print the headline; a run of W&B takes the same arguments: `wandb.log(metrics, step=step)`."""
-    if "coupling/mean_offdiag" in metrics:
-        measured, null = metrics["coupling/mean_offdiag"], metrics["coupling/mean_offdiag_null"]
+    if "miscoupling/mean_offdiag" in metrics:
+        measured = metrics["miscoupling/mean_offdiag"]
+        null = metrics["miscoupling/mean_offdiag_null"]
         straight, growth = (
             metrics[f"trajectory/{name}/median"] for name in ("lss", "expodistance")
         )

@@ -70,7 +70,7 @@ def main() -> None:
     )
     print(f"accuracy {trainer.callback_metrics['accuracy']:.3f}")
     measured, null = (
-        trainer.callback_metrics[f"coupling/mean_offdiag{suffix}"] for suffix in ("", "_null")
+        trainer.callback_metrics[f"miscoupling/mean_offdiag{suffix}"] for suffix in ("", "_null")
     )
     print(
         f"mean mis-coupling of two blocks {measured:.3f}; null level {null:.3f}; 0 is perfect coupling"

@@ -76,7 +76,7 @@ def build(entity: str, project: str, name: str, ks: Sequence[int]) -> "Workspace
         name=name,
         sections=[
             _headlines(min(ks)),
-            _measures("Coupling", ks, is_open=True),
+            _measures("Mis-coupling", ks, is_open=True),
             _measures("Trajectory", ks, is_open=True),
             _scores(),
             _heatmaps(ks),
@@ -184,7 +184,7 @@ def _heatmaps(ks: Sequence[int]) -> "Section":
         [
             MediaBrowser(
                 title=f"Mis-coupling of layer pairs, K = {k}",
-                media_keys=[f"coupling/heatmap/k{k}"],
+                media_keys=[f"miscoupling/heatmap/k{k}"],
                 gallery_axis="step",
             )
             for k in ks
@@ -196,10 +196,10 @@ def _cost() -> "Section":
     return _section(
         "Cost of measuring (training runs)",
         [
-            _lines("Seconds that a measurement took", ["coupling/seconds"]),
+            _lines("Seconds that a measurement took", ["cost/seconds"]),
             _lines(
                 "Share of the time since the last measurement that measuring took (0.01: 1 %)",
-                ["coupling/share"],
+                ["cost/share"],
             ),
         ],
     )

@@ -247,7 +247,7 @@ def test_what_a_part_lacks_is_named(ds):
     rows, expected = (tracker.summary(of).loc["miscoupling"] for of in (with_level, ds))
     pd.testing.assert_frame_equal(rows, expected, check_categorical=False)
     assert_same(tracker.plot(with_level), tracker.plot(ds))
-    assert "coupling/undefined" not in tracker.scalars(with_level)
+    assert "diagnostics/undefined" not in tracker.scalars(with_level)
     with pytest.raises(
         UsageError,
         match=r"same blocks along layer \[1, 2\] and layer_other \[1, 2, 3, 4\]; select both",

@@ -54,16 +54,16 @@ def test_medians_over_tokens_and_prompts(ds):
 
 def test_scalars_are_the_curve_points_under_flat_names(ds):
     flat, points = scalars(ds), curves(ds)
-    assert flat["coupling/miscoupling/k4/mean_offdiag"] == float(
+    assert flat["miscoupling/miscoupling/k4/mean_offdiag"] == float(
         points.miscoupling.sel(k=4, pairs="mean_offdiag")
     )
     assert flat["trajectory/lss/median"] == float(points.lss.sel(statistic="median"))
     assert all(isinstance(value, float) for value in flat.values())
-    below = flat["coupling/miscoupling_null/k4/mean"] - flat["coupling/miscoupling/k4/mean"]
+    below = flat["miscoupling/miscoupling_null/k4/mean"] - flat["miscoupling/miscoupling/k4/mean"]
     assert flat["coupling/miscoupling_coupling/k4/mean"] == below
-    assert "coupling/undefined" not in flat
+    assert "diagnostics/undefined" not in flat
     for end in ("", "_null"):
-        assert flat[MEAN_OFFDIAG + end] == flat[f"coupling/miscoupling{end}/k2/mean_offdiag"]
+        assert flat[MEAN_OFFDIAG + end] == flat[f"miscoupling/miscoupling{end}/k2/mean_offdiag"]
 
 
 @pytest.mark.slow

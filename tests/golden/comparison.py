@@ -12,7 +12,7 @@ import xarray as xr
 
 # Attributes, coordinates, columns, metrics and JSON entries that differ between two runs with equal numbers, or between two
 # versions of the package.
-VARYING = {"created", "seconds", "witness", "coupling/seconds", "coupling/share", "tracker_version"}
+VARYING = {"created", "seconds", "witness", "cost/seconds", "cost/share", "tracker_version"}
 
 
 class Part(NamedTuple):

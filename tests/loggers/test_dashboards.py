@@ -91,7 +91,7 @@ class TestReplay:
             assert len(points) > 100
             for name, value in points.items():
                 assert row[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
-            assert row["coupling/heatmap/k2._type"] == "image-file"
+            assert row["miscoupling/heatmap/k2._type"] == "image-file"
         assert [row["training/suspect"] for row in rows] == [0, 1, 0]
 
     @pytest.mark.slow
@@ -162,7 +162,8 @@ def scalars_logged(among: list[dict]) -> list[str]:
     return [
         name
         for name in row
-        if name.startswith(("coupling/", "trajectory/", "tokens/")) and "." not in name
+        if name.startswith(("coupling/", "miscoupling/", "trajectory/", "tokens/"))
+        and "." not in name
     ]
 
 
@@ -199,7 +200,7 @@ class TestWorkspace:
             s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]
         }
         assert list(sections) == [
-            "Headline numbers, K = 2", "Coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise",
+            "Headline numbers, K = 2", "Mis-coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise",
             "Jacobians", "Cost of measuring (training runs)", "The ViT grid"
         ]  # fmt: skip
         logged = {name for row in of("history", replayed) for name in row["item"]}
@@ -215,14 +216,14 @@ class TestWorkspace:
             assert set(config.get("mediaKeys", [])) <= media, panel
             if panel["viewType"] == "Run History Line Plot":
                 assert config["xAxis"] == AXIS and config["xLogScale"]
-        coupling = [panel["config"]["metrics"] for panel in sections["Coupling"]]
+        miscoupling = [panel["config"]["metrics"] for panel in sections["Mis-coupling"]]
         assert [
-            "coupling/miscoupling/k2/mean_offdiag",
-            "coupling/miscoupling_null/k2/mean_offdiag",
-        ] in coupling
-        assert len(coupling) == 4
+            "miscoupling/miscoupling/k2/mean_offdiag",
+            "miscoupling/miscoupling_null/k2/mean_offdiag",
+        ] in miscoupling
+        assert len(miscoupling) == 4
         first = [panel["config"]["metrics"] for panel in sections["Headline numbers, K = 2"]]
-        assert ["coupling/mean_offdiag", "coupling/mean_offdiag_null"] in first
+        assert ["miscoupling/mean_offdiag", "miscoupling/mean_offdiag_null"] in first
         assert {name for metrics in first for name in metrics} == {
             n for n in headline_names(k=2) if n in logged
         }

@@ -1,6 +1,7 @@
 """The protocol of loggers: one more logger takes one file and one line, and receives what the store has."""
 
 import json
+import re
 import sys
 from unittest.mock import MagicMock
 
@@ -56,14 +57,14 @@ def test_the_choices_of_metrics(row):
     names = {log: set(select_metrics(row, log).scalars) for log in ("headline", "workspace", "all")}
     assert names["headline"] < names["workspace"] < names["all"] == set(row.scalars)
     assert names["headline"] == {name for name in headline_names(2) if name in row.scalars}
-    assert {"trajectory/lss/q25", "coupling/miscoupling_null/k4/mean_offdiag"} <= names[
+    assert {"trajectory/lss/q25", "miscoupling/miscoupling_null/k4/mean_offdiag"} <= names[
         "workspace"
     ] - names["headline"]
     assert (
         not [name for name in names["workspace"] if name.endswith("/mean")]
         and len(names["workspace"]) < 40
     )
-    few = select_metrics(row, ["trajectory/lss/*", "score/piqa", "coupling/undefined"])
+    few = select_metrics(row, ["trajectory/lss/*", "score/piqa", "diagnostics/undefined"])
     assert (
         set(few.scalars)
         == {f"trajectory/lss/{part}" for part in ("q25", "median", "q75")}
@@ -71,6 +72,37 @@ def test_the_choices_of_metrics(row):
     )
     with pytest.raises(UsageError, match="no metric is named 'trajectory/lsss/\\*'"):
         select_metrics(row, ["trajectory/lsss/*"])
+
+
+def test_sections_of_names_say_what_the_numbers_are(row):
+    """Coupling is a null level minus a mis-coupling; both of these have a section of their own."""
+    assert row.scalars.keys() >= {
+        "coupling/miscoupling_coupling/k2/mean",
+        "miscoupling/offdiag/k4/mean",
+    }
+    for name, value in row.scalars.items():
+        section, _, rest = name.partition("/")
+        assert (section == "coupling") == ("_coupling/" in rest), name
+        if section == "coupling":
+            null, own = (
+                row.scalars[f"mis{name}".replace("_coupling/", part)] for part in ("_null/", "/")
+            )
+            assert value == null - own, name
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("coupling/mean_offdiag", "miscoupling/mean_offdiag"),
+        ("coupling/offdiag_normalized_null/k2/mean", "miscoupling/offdiag_normalized_null/k2/mean"),
+        ("coupling/mean_offdiag*", "miscoupling/mean_offdiag"),
+        ("coupling/seconds", "cost/seconds"),
+        ("coupling/undefined", "diagnostics/undefined"),
+    ],
+)
+def test_a_name_that_is_no_metric_is_answered_with_similar_names(row, old, new):
+    with pytest.raises(UsageError, match=f"'{re.escape(old)}'; similar names are {new}, "):
+        select_metrics(row, [old], ("cost/seconds",))
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def watched(directory: Path, faults: dict[int, tuple[str, Fault]], **options) ->
     finally:
         for each in patches:
             each.stop()
-    metric = runner.callback_metrics.get("coupling/mean_offdiag")
+    metric = runner.callback_metrics.get("miscoupling/mean_offdiag")
     return {
         "state": result,
         "error": error,

@@ -639,13 +639,13 @@ def test_bad_settings(options, message):
 @pytest.mark.slow
 def test_early_stopping_and_checkpoints_monitor_metrics(tmp_path):
     def stop_below_zero(**options):
-        return EarlyStopping("coupling/mean_offdiag", patience=1, min_delta=100.0, **options)
+        return EarlyStopping("miscoupling/mean_offdiag", patience=1, min_delta=100.0, **options)
 
     watch = Watch(2)
     keep = ModelCheckpoint(
         tmp_path,
-        "{step}-{coupling/mean_offdiag:.4f}",
-        monitor="coupling/mean_offdiag",
+        "{step}-{miscoupling/mean_offdiag:.4f}",
+        monitor="miscoupling/mean_offdiag",
         save_top_k=1,
     )
     runner = trainer(
@@ -653,11 +653,11 @@ def test_early_stopping_and_checkpoints_monitor_metrics(tmp_path):
     )
     fit(runner)
     assert runner.current_epoch == 2  # nothing improves by 100, and the patience is one epoch
-    assert float(runner.callback_metrics["coupling/mean_offdiag"]) == pytest.approx(
-        scalars(watch.units[16])["coupling/miscoupling/k2/mean_offdiag"], rel=1e-6
+    assert float(runner.callback_metrics["miscoupling/mean_offdiag"]) == pytest.approx(
+        scalars(watch.units[16])["miscoupling/miscoupling/k2/mean_offdiag"], rel=1e-6
     )
     best = min(
-        scalars(watch.units[step])["coupling/miscoupling/k2/mean_offdiag"] for step in (8, 16)
+        scalars(watch.units[step])["miscoupling/miscoupling/k2/mean_offdiag"] for step in (8, 16)
     )
     assert keep.best_model_score == pytest.approx(best, rel=1e-6)
 
@@ -674,7 +674,7 @@ def test_undefined_values_do_not_end_the_training():
         return module
 
     watch = Watch(steps=[0])
-    stop = EarlyStopping("coupling/mean_offdiag", check_finite=True, strict=False)
+    stop = EarlyStopping("miscoupling/mean_offdiag", check_finite=True, strict=False)
     runner = trainer([watch, stop], max_steps=-1, max_epochs=2)
     fit(runner, make)
     assert runner.global_step == 16 and watch.units[0].miscoupling.isnull().all()
@@ -694,31 +694,32 @@ def test_csv_and_tensorboard(tmp_path):
     for name, value in scalars(watch.units[4]).items():
         logged = {event.step: event.value for event in events.Scalars(f"val/{name}")}
         assert set(logged) == {0, 4, 8} and logged[4] == pytest.approx(value, rel=1e-6, nan_ok=True)
-    assert {e.step for e in events.Images("val/coupling/heatmap/k2")} == {0, 4, 8}
-    assert {e.step for e in events.Scalars("val/coupling/seconds")} == {0, 4, 8}
+    assert {e.step for e in events.Images("val/miscoupling/heatmap/k2")} == {0, 4, 8}
+    assert {e.step for e in events.Scalars("val/cost/seconds")} == {0, 4, 8}
     table = (Path(loggers[0].log_dir) / "metrics.csv").read_text().splitlines()
-    assert "val/coupling/mean_offdiag" in table[0].split(",")
+    assert "val/miscoupling/mean_offdiag" in table[0].split(",")
 
 
 HEADLINES = {
-    "coupling/mean_offdiag",
-    "coupling/mean_offdiag_null",
+    "miscoupling/mean_offdiag",
+    "miscoupling/mean_offdiag_null",
     "coupling/miscoupling_coupling/k2/mean_offdiag",
     "coupling/offdiag_normalized_coupling/k2/mean_offdiag",
-    "coupling/miscoupling/k2/mean_adjacent",
-    "coupling/offdiag_normalized/k2/mean_offdiag",
-    "coupling/offdiag_normalized_null/k2/mean_offdiag",
+    "miscoupling/miscoupling/k2/mean_adjacent",
+    "miscoupling/offdiag_normalized/k2/mean_offdiag",
+    "miscoupling/offdiag_normalized_null/k2/mean_offdiag",
     "trajectory/lss/median",
     "trajectory/expodistance/median",
     "trajectory/alpha_mean/median",
     "trajectory/update_ratio/median",
 }
-COST = {"coupling/seconds", "coupling/share"}
+COST = {"cost/seconds", "cost/share"}
+OWN_SECTIONS = ("coupling/", "miscoupling/", "cost/", "trajectory/")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "log", ["headline", "all", ["coupling/mean_offdiag", "trajectory/*/median"]], ids=str
+    "log", ["headline", "all", ["miscoupling/mean_offdiag", "trajectory/*/median"]], ids=str
 )
 def test_the_metrics_that_a_csv_file_gets(log, tmp_path):
     """By default 13, of the smallest K; the store and the metrics of other callbacks have all in each case."""
@@ -731,7 +732,7 @@ def test_the_metrics_that_a_csv_file_gets(log, tmp_path):
     everything = set(scalars(watch.units[4]))
     medians = {name for name in everything if re.fullmatch("trajectory/.*/median", name)}
     expected = {"headline": HEADLINES, "all": everything}.get(
-        str(log), {"coupling/mean_offdiag", *medians}
+        str(log), {"miscoupling/mean_offdiag", *medians}
     )
     assert columns == expected | COST | {"epoch", "step", "loss", "val_loss"}
     assert len(HEADLINES | COST) == 13 and len(everything) > 100
@@ -749,9 +750,10 @@ def test_unusable_choices_of_metrics(log, message):
 
 def test_a_name_that_is_no_metric_is_refused_at_the_first_measurement():
     with pytest.raises(
-        UsageError, match=r"no metric is named 'trajectory/lsss/\*'; log='all' logs all"
+        UsageError,
+        match=r"no metric is named 'trajectory/lsss/\*'; similar names are trajectory/lss/",
     ):
-        fit(trainer([Watch(4, log=["coupling/seconds", "trajectory/lsss/*"])]))
+        fit(trainer([Watch(4, log=["cost/seconds", "trajectory/lsss/*"])]))
 
 
 @pytest.mark.slow
@@ -762,7 +764,7 @@ def test_wandb_by_default(tmp_path):
     wandb.finish()
     found = records(offline_run(tmp_path))
     rows = [row["item"] for row in of("history", found)]
-    logged = {name for row in rows for name in row if name.startswith(("coupling/", "trajectory/"))}
+    logged = {name for row in rows for name in row if name.startswith(OWN_SECTIONS)}
     assert {name for name in logged if "heatmap" not in name} == HEADLINES | COST
     metrics = {metric.get("name"): metric for metric in of("metric", found)}
     for name in HEADLINES | COST:
@@ -784,9 +786,9 @@ def test_wandb(tmp_path):
         (logged,) = (row for row in rows if row.get("training/step") == step)
         for name, value in scalars(unit).items():
             assert logged[name] == pytest.approx(value, rel=1e-12, nan_ok=True), name
-        assert logged["coupling/heatmap/k2._type"] == "image-file"
+        assert logged["miscoupling/heatmap/k2._type"] == "image-file"
     metrics = {metric.get("name"): metric for metric in of("metric", found)}
-    headline, quartile = metrics["coupling/mean_offdiag"], metrics["trajectory/lss/q25"]
+    headline, quartile = metrics["miscoupling/mean_offdiag"], metrics["trajectory/lss/q25"]
     assert headline["step_metric"] == quartile["step_metric"] == "training/step"
     assert (
         headline["summary"] == {"min": True, "last": True} and "hidden" not in headline["options"]

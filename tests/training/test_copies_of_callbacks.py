@@ -87,7 +87,7 @@ def test_of_a_run_of_transformers(tmp_path):
             schedule.func,
             schedule.args,
         ) and not made.run.loggers
-    assert any("coupling/mean_offdiag" in entry for entry in run.state.log_history)
+    assert any("miscoupling/mean_offdiag" in entry for entry in run.state.log_history)
 
 
 @pytest.mark.slow

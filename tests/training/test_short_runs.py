@@ -52,7 +52,7 @@ def test_a_development_run_writes_no_store(tmp_path, batches):
 
 def test_a_development_run_shows_errors():
     with pytest.raises(UsageError, match="no metric is named"):
-        fit(trainer([Watch(2, log=["coupling/no_such"])], fast_dev_run=True))
+        fit(trainer([Watch(2, log=["miscoupling/no_such"])], fast_dev_run=True))
 
 
 TUNERS = {

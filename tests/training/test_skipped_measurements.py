@@ -194,7 +194,7 @@ def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
     with pytest.warns(UserWarning, match="step 4 is not measured"):
         fit(trainer([watch], logger=logger))
     assert (
-        "coupling/skipped"
+        "diagnostics/skipped"
         in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
     )
     page = write_report(tmp_path / "store", tmp_path / "page.html").read_text()

@@ -169,7 +169,7 @@ def test_metrics_reach_the_trainer(tmp_path):
     trainer.add_callback(callback)
     trainer.train()
     assert [int(unit.step) for unit in logs] == [0, 6, 12]
-    history = [row for row in trainer.state.log_history if "coupling/mean_offdiag" in row]
+    history = [row for row in trainer.state.log_history if "miscoupling/mean_offdiag" in row]
     assert [row["step"] for row in history] == [0, 6, 12] and 12 <= len(history[0]) < 20
 
 

@@ -45,7 +45,7 @@ def in_transformers(directory, model, probe):
     runner = make(directory, report_to=["wandb"], logging_steps=1)
     runner.add_callback(tracker.TransformersCallback(trainer=runner, probe=probe, **OPTIONS))
     runner.train()
-    history = [row for row in runner.state.log_history if "val/coupling/mean_offdiag" in row]
+    history = [row for row in runner.state.log_history if "val/miscoupling/mean_offdiag" in row]
     assert [row["step"] for row in history] == [0, 2, 4, 6]
 
 
@@ -85,9 +85,9 @@ def test_the_three_log_the_same_metrics_over_the_same_axes(tmp_path):
     programs = {"lightning": in_lightning, "transformers": in_transformers, "watch": in_a_loop}
     found = {name: logged(train, tmp_path / name)[:2] for name, train in programs.items()}
     axes, rows = found["watch"]
-    assert {f"val/coupling/heatmap/k{k}" for k in (2, 4)} | {
-        "val/coupling/mean_offdiag",
-        "val/coupling/share",
+    assert {f"val/miscoupling/heatmap/k{k}" for k in (2, 4)} | {
+        "val/miscoupling/mean_offdiag",
+        "val/cost/share",
     } < axes.keys()
     assert (
         all(axis["step_metric"] == AXIS for name, axis in axes.items() if name != AXIS)
@@ -100,8 +100,8 @@ def test_the_three_log_the_same_metrics_over_the_same_axes(tmp_path):
             measured = {key for key in row if key.startswith(("val/", AXIS))}
             assert {key for key in other if key.startswith(("val/", AXIS))} == measured, name
             assert not any(key.startswith("train/val") for key in other), name
-        first = rows[0]["val/coupling/mean_offdiag"]
-        other = other_rows[0]["val/coupling/mean_offdiag"]
+        first = rows[0]["val/miscoupling/mean_offdiag"]
+        other = other_rows[0]["val/miscoupling/mean_offdiag"]
         assert first == pytest.approx(other, rel=1e-5), name
 
 
@@ -123,7 +123,7 @@ def test_no_row_of_a_loop_is_lost(tmp_path, step_of, watched_first):
         1.0 + step for step in range(STEPS + 1)
     ]
     assert [row[AXIS] for row in ours] == [0, 2, 4, 6]
-    assert all("val/coupling/mean_offdiag" in row and "val/coupling/seconds" in row for row in ours)
+    assert all("val/miscoupling/mean_offdiag" in row and "val/cost/seconds" in row for row in ours)
 
 
 @pytest.mark.slow
@@ -136,8 +136,8 @@ def test_the_prefix_of_a_logger_of_lightning(tmp_path):
         metric.get("name"): metric for metric in of("metric", records(offline_run(tmp_path)))
     }
     assert (
-        metrics["mine-coupling/mean_offdiag"]["step_metric"]
-        == metrics["mine-coupling/heatmap/k2"]["step_metric"]
+        metrics["mine-miscoupling/mean_offdiag"]["step_metric"]
+        == metrics["mine-miscoupling/heatmap/k2"]["step_metric"]
         == AXIS
     )
 
@@ -151,7 +151,8 @@ def test_a_logger_of_lightning_in_a_loop(tmp_path):
     logger.finalize("success")
     events = EventAccumulator(logger.log_dir).Reload().Tags()
     assert (
-        events["images"] == ["coupling/heatmap/k2"] and "coupling/mean_offdiag" in events["scalars"]
+        events["images"] == ["miscoupling/heatmap/k2"]
+        and "miscoupling/mean_offdiag" in events["scalars"]
     )
 
 

@@ -39,10 +39,10 @@ def test_training_is_bit_identical(tmp_path):
     after = tracker.measure(found.model, tokens(), k=K)
     np.testing.assert_array_equal(Store(tmp_path).read(6).miscoupling, after.miscoupling)
     assert (
-        rows[6]["coupling/mean_offdiag"]
-        == tracker.scalars(Store(tmp_path).read(6))["coupling/mean_offdiag"]
+        rows[6]["miscoupling/mean_offdiag"]
+        == tracker.scalars(Store(tmp_path).read(6))["miscoupling/mean_offdiag"]
     )
-    assert 10 < len(rows[6]) < 20 and rows[6]["coupling/seconds"] > 0
+    assert 10 < len(rows[6]) < 20 and rows[6]["cost/seconds"] > 0
 
 
 def test_what_a_call_returns():

@@ -335,7 +335,7 @@ class TestCommandLine:
             assert field in text, field
         rows = [row["item"] for row in of("history", found)]
         assert any("test/accuracy" in row for row in rows)
-        assert any("coupling/mean_offdiag" in row for row in rows)
+        assert any("miscoupling/mean_offdiag" in row for row in rows)
 
 
 @pytest.mark.slow

@@ -232,15 +232,15 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
                 for pairs in ("mean", "mean_offdiag", "mean_adjacent"):
                     shown = page["curves"][measure][k][pairs]
                     assert shown["value"][i] == pytest.approx(
-                        row[f"coupling/{measure}/k{k}/{pairs}"], rel=1e-12
+                        row[f"miscoupling/{measure}/k{k}/{pairs}"], rel=1e-12
                     )
                     assert shown["null"][i] == pytest.approx(
-                        row[f"coupling/{measure}_null/k{k}/{pairs}"], rel=1e-12
+                        row[f"miscoupling/{measure}_null/k{k}/{pairs}"], rel=1e-12
                     )
         assert page["trajectory"]["lss"]["median"][i] == pytest.approx(
             row["trajectory/lss/median"], rel=1e-12
         )
-        assert row["coupling/heatmap/k4._type"] == "image-file"
+        assert row["miscoupling/heatmap/k4._type"] == "image-file"
 
 
 INTERRUPTED_BY_AN_IMPORT = """

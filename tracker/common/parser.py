@@ -20,7 +20,7 @@ CLUSTERS_HELP = (
 )
 LOG_HELP = (
     "metrics that loggers receive: headline (about a dozen numbers), workspace (also what the saved workspace of W&B draws), "
-    "all, or names with commas between them, such as coupling/mean_offdiag,trajectory/*"
+    "all, or names with commas between them, such as miscoupling/mean_offdiag,trajectory/*"
 )
 
 NUMBERS = {"int": "a whole number", "float": "a number"}

@@ -7,6 +7,7 @@ of the caller is a logger too (`FunctionLogger`). `select_metrics` reduces a row
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, cast, get_args
 
@@ -88,7 +89,7 @@ class Row:
             for k in means["k"].values.tolist()
         }
         return {
-            f"coupling/heatmap/k{k}": picture
+            f"miscoupling/heatmap/k{k}": picture
             for k, picture in coupling_pictures(means, nulls).items()
         }
 
@@ -180,7 +181,7 @@ def check_log(log: Log) -> Log:
     if not named or not log or not all(isinstance(name, str) for name in log):
         raise UsageError(
             f"log={log!r}; choose 'headline' (about a dozen numbers), 'workspace' (also what the saved workspace of W&B draws), "
-            "'all', or a list of metrics such as ['coupling/mean_offdiag', 'trajectory/*']"
+            "'all', or a list of metrics such as ['miscoupling/mean_offdiag', 'trajectory/*']"
         )
     return tuple(log)
 
@@ -197,7 +198,7 @@ def parse_log(text: str) -> Log:
     if unknown := [name for name in names if "/" not in name and "*" not in name]:
         raise UsageError(
             f"--log {unknown[0] or text!r}; choose from {', '.join(get_args(LogChoice))}, or give names of metrics with commas "
-            "between them, such as coupling/mean_offdiag,trajectory/*"
+            "between them, such as miscoupling/mean_offdiag,trajectory/*"
         )
     return check_log(names)
 
@@ -224,9 +225,11 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
         known = any(fnmatchcase(name, pattern) for name in (*row.scalars, *others))
         # What only some steps have is no mistake of a name.
         if not known and not pattern.startswith(SOMETIMES):
+            candidates = [*row.scalars, *others, UNDEFINED_COUNT]
+            similar = get_close_matches(pattern, candidates, n=3, cutoff=0)
             raise UsageError(
-                f"log={list(log)!r}: no metric is named {pattern!r}; log='all' logs all, and "
-                "tracker.scalars(unit) returns them"
+                f"log={list(log)!r}: no metric is named {pattern!r}; similar names are {', '.join(similar)}; log='all' logs all, "
+                "and tracker.scalars(unit) returns them"
             )
     names = tuple(
         name for name in row.scalars if any(fnmatchcase(name, pattern) for pattern in log)

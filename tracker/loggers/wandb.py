@@ -204,7 +204,7 @@ class WandbRun:
             reinit="create_new",  # a run that this process has open, of a notebook, stays as it is
             settings=run_settings(),
         )
-        for metric in ("training/suspect", "coupling/heatmap/*"):
+        for metric in ("training/suspect", "miscoupling/heatmap/*"):
             self.run.define_metric(metric, step_metric=AXIS)
         self.run.define_metric("training/tokens", hidden=True)
 

@@ -53,7 +53,7 @@ from torch.linalg import vector_norm
 
 from tracker.linalg.precision import frobenius
 from tracker.linalg.svd import above_rounding
-from tracker.measures.declaration import COUPLING, MINOR, NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.declaration import MINOR, MISCOUPLING, NORMED, OURS, WITH_NORM, Measure
 
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
@@ -241,9 +241,9 @@ def _declared() -> tuple[Measure, ...]:
             curve="pairs",
             null=True,
             counted=True,
-            metric=f"coupling/{name}",
+            metric=f"miscoupling/{name}",
             logged=("", "_q25", "_q75", "_null", "_coupling"),
-            dashboard=COUPLING if "" in shown else "",
+            dashboard=MISCOUPLING if "" in shown else "",
             text=definition.text,
             formula=f"{definition.equation}, {OF_PAIRS}",
             reference=definition.reference,
@@ -254,7 +254,7 @@ def _declared() -> tuple[Measure, ...]:
             name=f"{name}{NORMED}",
             variant="normed",
             label=f"{definition.label}, {WITH_NORM}",
-            metric=f"coupling/{name}{NORMED}",
+            metric=f"miscoupling/{name}{NORMED}",
             logged=("", "_null") if "" in shown else (),
             dashboard=MINOR if "normed" in shown else "",
             text=f"{definition.text} Here the last block includes the final norm, as in the paper.",
@@ -267,7 +267,7 @@ def _declared() -> tuple[Measure, ...]:
             variant="vju",
             label=f"{definition.label}, sides swapped",
             option="vju",
-            metric=f"coupling/{name}_vju",
+            metric=f"miscoupling/{name}_vju",
             logged=("", "_null"),
             dashboard=MINOR if "vju" in shown else "",
             text=f"{definition.text} Here A = V′ᵀ J U′, the sides of the basis swapped.",

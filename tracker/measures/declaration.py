@@ -14,7 +14,7 @@ DIAGNOSTICS = "diagnostics_"
 NORMED = "_normed"  # ends the names of variables that include the final norm
 WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
 # Sections of the W&B dashboard
-COUPLING, JACOBIANS, MINOR = "Coupling", "Jacobians", "Tokens, entropy, noise"
+MISCOUPLING, JACOBIANS, MINOR = "Mis-coupling", "Jacobians", "Tokens, entropy, noise"
 # Dimensions.
 POSITION = ("position",)
 BLOCK = ("layer", "position")
@@ -89,11 +89,13 @@ class Measure:
             part: one of `logged`.
             labels: of the point, along the dimensions of the curve.
 
-        >>> Measure("offdiag", (), "off-diagonal", metric="coupling/offdiag").point("_null", k=10, pairs="mean")
-        'coupling/offdiag_null/k10/mean'
+        >>> Measure("offdiag", (), "off-diagonal", metric="miscoupling/offdiag").point("_null", k=10, pairs="mean")
+        'miscoupling/offdiag_null/k10/mean'
         """
+        # What a mis-coupling is below its null level is coupling
+        metric = self.metric.removeprefix("mis") if part == "_coupling" else self.metric
         return "/".join(
-            [f"{self.metric}{part}", *(point_label(dim, label) for dim, label in labels.items())]
+            [f"{metric}{part}", *(point_label(dim, label) for dim, label in labels.items())]
         )
 
 

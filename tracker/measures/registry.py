@@ -85,10 +85,10 @@ MEASURES: tuple[Measure, ...] = (
 BY_NAME = {measure.name: measure for measure in MEASURES}
 DIMS = {measure.name: measure.dims for measure in MEASURES}
 
-MEAN_OFFDIAG = "coupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
-MEAN_OFFDIAG_NULL = "coupling/mean_offdiag_null"
+MEAN_OFFDIAG = "miscoupling/mean_offdiag"  # the mis-coupling off the diagonal, for the smallest K
+MEAN_OFFDIAG_NULL = "miscoupling/mean_offdiag_null"
 LSS = BY_NAME["lss"].point(statistic="median")
-UNDEFINED_COUNT = "coupling/undefined"
+UNDEFINED_COUNT = "diagnostics/undefined"
 
 _NORMALIZED, _K = BY_NAME["offdiag_normalized"], "{k}"
 

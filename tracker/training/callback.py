@@ -30,7 +30,7 @@ class CouplingCallback(Callback):
     """Measure block coupling, line-shape score and expodistance at chosen steps of any Lightning run.
 
     The training is bit for bit the same as without the callback. About a dozen headline numbers (`log`), and pictures of the
-    coupling matrices, go to every logger of the run; all numbers go to `trainer.callback_metrics` (`coupling/mean_offdiag` and
+    coupling matrices, go to every logger of the run; all numbers go to `trainer.callback_metrics` (`miscoupling/mean_offdiag` and
     the rest, for EarlyStopping or ModelCheckpoint), and with `save_dir` to a store that `tracker.open_results` and
     `python -m tracker.report` can read during the training.
     Under DDP the ranks share the probe's samples; with sharded weights (ModelParallelStrategy) each rank measures all.

@@ -44,8 +44,8 @@ from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measur
 from tracker.training.schedule import Overhead
 from tracker.version import SCHEMA
 
-COST = ("coupling/seconds", "coupling/share")
-SKIPPED = "coupling/skipped"
+COST = ("cost/seconds", "cost/share")
+SKIPPED = "diagnostics/skipped"
 Metrics = Callable[[Mapping[str, float]], None]
 
 
