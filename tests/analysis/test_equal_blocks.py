@@ -224,16 +224,16 @@ def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path)
     coupling = np.mean([below.values[..., l, m] for l, m in COUNTED], 0)
     last, chosen = results["looped"].isel(step=-1), Choices(K)
     np.testing.assert_allclose(coupling_of_prompts(last, chosen), coupling.mean(1), rtol=1e-5)
-    _, table = over_training(results, chosen)
+    _, table = over_training(results, chosen, None)
     np.testing.assert_allclose(table["coupling"], coupling.mean(), rtol=1e-5)
-    _, edges = layer_graph(results, chosen)
+    _, edges = layer_graph(results, chosen, None)
     shown = edges.dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
     assert shown == [[l + 1, m + 1] for l, m in COUNTED if l < m]
-    _, table = by_layer(results, chosen)
+    _, table = by_layer(results, chosen, None)
     values = below.mean(("prompt", "token")).values
     means = [np.mean([values[l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
     np.testing.assert_allclose(table["coupling"], means, rtol=1e-5)
-    heatmaps(results, chosen)
+    heatmaps(results, chosen, None)
     page = contents(reduced(results["looped"]))
     l, m = page["most_coupled"]["offdiag_normalized"][K]
     assert (l - m) % 3

@@ -11,6 +11,7 @@ from tests.stores import stored
 from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_layers, scalars, sources
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
+from tracker.common.errors import UsageError
 from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
 from tracker.model.inputs import Batch
 from tracker.store import open_results
@@ -50,6 +51,12 @@ def test_medians_over_tokens_and_prompts(ds):
             assert float(points[name].sel(statistic=statistic)) == pytest.approx(
                 np.quantile(ds[name].values, q), rel=1e-6
             )
+
+
+def test_a_text_is_the_name_of_one_measure(ds):
+    assert curves(ds, "lss").identical(curves(ds, ["lss"]))
+    with pytest.raises(UsageError, match="'lsss' is no measure; similar names are lss, "):
+        curves(ds, "lsss")
 
 
 def test_scalars_are_the_curve_points_under_flat_names(ds):

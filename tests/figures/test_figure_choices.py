@@ -132,6 +132,17 @@ def test_blocks_are_chosen(course):
     assert INTEGERS("9-11,3,-1") == [9, 10, 11, 3, -1]
 
 
+@pytest.mark.parametrize("layers", [12, "12", [12]])
+def test_one_block_is_given_as_a_number_or_a_text(course, layers):
+    with pytest.raises(UsageError, match="layer 12 was not measured in all results"):
+        tracker.plot(course, "3", layers=layers)
+
+
+def test_what_names_no_blocks(course):
+    with pytest.raises(UsageError, match="^layers='last'; give whole numbers with commas"):
+        tracker.plot(course, "3", layers="last")
+
+
 def test_one_block_is_chosen_that_is_compared_with_another():
     ds = tracker.measure(
         neox(size=Size(32, L)), tokens(1), k=K, measures="coupling,matrices,tokenwise"

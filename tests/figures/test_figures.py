@@ -93,7 +93,11 @@ def drawn(name, results, out):
     )
     for suffix in ("pdf", "png", "csv"):
         assert (out / f"{ALIASES.get(name, name)}.{suffix}").stat().st_size > 0
-    return pd.read_csv(out / f"{ALIASES.get(name, name)}.csv")
+    table = pd.read_csv(out / f"{ALIASES.get(name, name)}.csv")
+    assert not [column for column in table if column.startswith("Unnamed")], (
+        "all columns have names"
+    )
+    return table
 
 
 def figure_of(name, *paths):

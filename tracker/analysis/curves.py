@@ -49,12 +49,12 @@ SAMPLES = ("prompt", "token")
 ACROSS = ("layer", "pair_token", "pair_token_other")  # the dimensions of pairs of tokens
 
 
-def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
+def curves(results: Result, measures: str | Sequence[str] = USUAL) -> xr.Dataset:
     """Return the curve points of a result, with or without a `step` dimension.
 
     Args:
         results: a Dataset of `measure` or `open_results`, or a part of one; or a store or its directory.
-        measures: names of measures that have a curve; those that the results lack are left out.
+        measures: the name of a measure that has a curve, or several; those that the results lack are left out.
 
     Returns:
         For each measure `m` of layer pairs: `m` (k, pairs), `m_q25`, `m_q75`, `m_null`, and
@@ -67,9 +67,10 @@ def curves(results: Result, measures: Sequence[str] = USUAL) -> xr.Dataset:
         UsageError: for what is no result, for a part of one without what a curve needs, and for a name of no measure.
     """
     results = opened(results)
-    require_names(measures, BY_NAME, "measure")
+    names = [measures] if isinstance(measures, str) else measures
+    require_names(names, BY_NAME, "measure")
     out: dict[str, xr.Variable] = {}
-    for name in measures:
+    for name in names:
         reduction = BY_NAME[name].curve
         if name in results and reduction is not None and _has_last(results, BY_NAME[name]):
             parts = REDUCTIONS[reduction](results, BY_NAME[name])

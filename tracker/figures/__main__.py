@@ -136,7 +136,7 @@ def _save(name: str, figure: "Figure", table: "pd.DataFrame", out: Path) -> None
     out.mkdir(parents=True, exist_ok=True)
     figure.savefig(out / f"{name}.pdf")
     figure.savefig(out / f"{name}.png", dpi=150)
-    table.to_csv(out / f"{name}.csv")
+    table.to_csv(out / f"{name}.csv", index=False)
     print(out / f"{name}.png")
 
 

@@ -72,7 +72,7 @@ HALF = 0.5  # of the largest coupling
 AGAINST = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 
 
-def heatmaps(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def heatmaps(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw the matrix of pairs of blocks of each result, in the same colours: mis-coupling m_K, unless another is chosen."""
     k, measure = choices.k, choices.measure or choices.variable("miscoupling")
     shown, tables = {}, []
@@ -82,8 +82,8 @@ def heatmaps(results: Results, choices: Choices, target: "Axes | None" = None) -
         matrix, level = (values.mean(SAMPLES) for values in (at[measure], null_level(at, measure)))
         null = float(where_counted(level, ds).mean())
         shown[f"{at_step(name, ds, i)}\n{_title(matrix, k)}"] = matrix, null
-        tables.append(matrix.to_dataframe().assign(result=name))
-    return _heatmaps(shown, target), pd.concat(tables)
+        tables.append(matrix.to_dataframe().reset_index().assign(result=name))
+    return _heatmaps(shown, target), pd.concat(tables, ignore_index=True)
 
 
 def coupling_pictures(matrices: xr.DataArray, nulls: Mapping[int, float]) -> dict[int, np.ndarray]:
@@ -120,9 +120,7 @@ def _title(matrix: xr.DataArray, k: int) -> str:
     return f"{BY_NAME[str(matrix.name)].label}, K = {k}"
 
 
-def _heatmaps(
-    shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None" = None
-) -> "Figure":
+def _heatmaps(shown: Mapping[str, tuple[xr.DataArray, float]], target: "Axes | None") -> "Figure":
     """Draw matrices of one measure, with their null levels, by title."""
     figure, places = panels(len(shown), target, min(len(shown), PER_ROW), SIZE)
     matrices = [(_where_defined(matrix), null) for matrix, null in shown.values()]
@@ -201,7 +199,7 @@ def _range(matrix: np.ndarray, null: float) -> tuple[float, float]:
     return min(values, default=0.0), max(values, default=1.0)
 
 
-def training_curves(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def training_curves(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw mis-coupling with its null level, LSS and expodistance over training, with quartile bands.
 
     Several results are drawn over each other, each in its colour. Unless a measure is chosen, mis-coupling m_K is shown and, of a
@@ -266,7 +264,7 @@ def training_curves(results: Results, choices: Choices, target: "Axes | None" = 
     return figure, pd.concat(tables, ignore_index=True)
 
 
-def over_training(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def over_training(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw the mean coupling over prompts with its interval, that of unrelated blocks, and the onset (Fig. 1b)."""
     figure, axes = panels(len(results), target, sharey=True)
     rows = []
@@ -321,7 +319,7 @@ def _mark_onset(panel: "Axes", began: Onset) -> None:
     )
 
 
-def layer_graph(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def layer_graph(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw blocks as nodes on a circle; width and opacity of an edge show their coupling, the mean of both directions."""
     shown = [(name, ds, i) for name, ds in results.items() for i in _around_onset(ds, choices)]
     figure, axes = panels(len(shown), target)
@@ -380,7 +378,7 @@ def _around_onset(ds: xr.Dataset, choices: Choices) -> list[int]:
     return sorted({before, half, count - 1})
 
 
-def by_layer(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def by_layer(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw the mean coupling of each layer with all others after the last step, one line per result."""
     figure, (axes,) = panels(1, target)
     rows = []
@@ -411,7 +409,7 @@ def by_layer(results: Results, choices: Choices, target: "Axes | None" = None) -
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_prompt(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def by_prompt(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
     word = coupling_word(choices)
     tables = {

@@ -58,7 +58,7 @@ class MatrixGrid:
 
 
 def matrix_grid(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str
+    results: Results, choices: Choices, target: "Axes | None", *, variable: str
 ) -> "Plotted":
     """Draw |A| of the first prompt at the first and the last step.
 
@@ -161,7 +161,7 @@ def _show(panel: "Axes", picture: np.ndarray, ticks: np.ndarray, labels: np.ndar
 def singular_values(
     results: Results,
     choices: Choices,
-    target: "Axes | None" = None,
+    target: "Axes | None",
     *,
     step: Literal["first", "last"],
 ) -> "Plotted":
@@ -203,7 +203,7 @@ def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> dict[int, np.ndarray]:
     return drawn
 
 
-def spectra(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def spectra(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
     """Draw singular values of the product of blocks 1 to l against l, and the exponents of all blocks.
 
     At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
@@ -254,7 +254,7 @@ HALVES = {"attention": "attention", "mlp": "MLP"}
 TICKS = 10  # at most, along an axis
 
 
-def residual_alignment(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def residual_alignment(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
     """Draw |U^T J V| of both halves of an early, a middle and a late block, of the first prompt, at the last step.
 
     U and V are the block's singular vectors. Colours are relative to the largest singular value of the block.

@@ -77,7 +77,7 @@ INCHES_PER_LETTER = 0.065  # of a label of 8 points
 
 
 def score_against_coupling(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, exponential: bool = False
+    results: Results, choices: Choices, target: "Axes | None", *, exponential: bool = False
 ) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
     coupling, properties = _coupling_and_score(results, choices)
@@ -86,7 +86,7 @@ def score_against_coupling(
 
 
 def score_against_coupling_by_k(
-    results: Results, choices: Choices, target: "Axes | None" = None
+    results: Results, choices: Choices, target: "Axes | None"
 ) -> "Plotted":
     """Draw the score against coupling for every K that all results have (Fig. 36)."""
     ks = shared(results, "k")
@@ -99,9 +99,7 @@ def score_against_coupling_by_k(
     return _scatter(results, properties, shown, target, _note_on_levels(results, choices))
 
 
-def score_against_sizes(
-    results: Results, choices: Choices, target: "Axes | None" = None
-) -> "Plotted":
+def score_against_sizes(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(name, "score") for name in (*SIZES, coupling)]
@@ -114,9 +112,7 @@ def score_against_sizes(
     return figure, table
 
 
-def against_training_tokens(
-    results: Results, choices: Choices, target: "Axes | None" = None
-) -> "Plotted":
+def against_training_tokens(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
@@ -124,7 +120,7 @@ def against_training_tokens(
     return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target, note)
 
 
-def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
     """Draw the score on GSM8K against the mean score over the benchmarks that all results have, GSM8K included (Fig. 31).
 
     Raises:
@@ -144,7 +140,7 @@ def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None" =
     return _scatter(results, properties, [("mean score", task)], target)
 
 
-def subsets(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def subsets(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
     coupling, properties = _coupling_and_score(results, choices)
     table = _properties(
@@ -166,7 +162,7 @@ def subsets(results: Results, choices: Choices, target: "Axes | None" = None) ->
     return figure, fits
 
 
-def definitions(results: Results, choices: Choices, target: "Axes | None" = None) -> "Plotted":
+def definitions(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
@@ -224,7 +220,7 @@ def _scatter(
     results: Results,
     properties: Mapping[str, Property],
     shown: Sequence[tuple[str, str]],
-    target: "Axes | None" = None,
+    target: "Axes | None",
     note: str = "",
     exponential: bool = False,
 ) -> "Plotted":
@@ -340,7 +336,7 @@ def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[s
     }
 
 
-def table_of_models(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def table_of_models(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
     """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
     The mean is over the benchmarks that all results with scores have.

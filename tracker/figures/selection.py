@@ -17,6 +17,7 @@ from tracker.analysis.across_models import Results, shared
 from tracker.analysis.doubts import describe_differences
 from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError, require, warn_caller
+from tracker.common.values import INTEGERS, ValueTypeError
 from tracker.figures.choices import Axis, Choices, Convention
 from tracker.figures.drawing import STYLE
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
@@ -222,7 +223,7 @@ def plot(
     measure: str | None = None,
     k: int | None = None,
     step: int | None = None,
-    layers: Sequence[int] | None = None,
+    layers: int | Sequence[int] | None = None,
     axis: Axis = "auto",
     convention: Convention = "package",
     ax: "Axes | None" = None,
@@ -251,7 +252,7 @@ def plot(
 
     Raises:
         UsageError: for an unknown figure, for one for which the results do not suffice (the message states what they
-            lack), for a measure, K or step that was not measured, and for results that were measured by
+            lack), for a measure, K, step or block that was not measured, and for results that were measured by
             different conventions, in other figures.
         ImportError: without the extra `report`.
     """
@@ -266,6 +267,10 @@ def plot(
         raise UsageError(
             f"ax is a {type(ax).__name__}; give matplotlib axes, as from plt.subplots()"
         )
+    try:
+        layers = None if layers is None else INTEGERS(layers)
+    except ValueTypeError as error:
+        raise UsageError(f"layers={error}") from None
     if name is None:
         name = "curves" if all(ds.sizes["step"] > 1 for ds in several.values()) else "heatmap"
     chosen = {

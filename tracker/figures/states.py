@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def over_training(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, variable: str
+    results: Results, choices: Choices, target: "Axes | None", *, variable: str
 ) -> "Plotted":
     """Draw medians and quartiles against the training step, one line per result."""
     figure, (axes,) = panels(1, target)
@@ -55,7 +55,7 @@ def over_training(
 def at_layers(
     results: Results,
     choices: Choices,
-    target: "Axes | None" = None,
+    target: "Axes | None",
     *,
     variable: str,
     sign: Literal[1, -1] = 1,
@@ -96,7 +96,7 @@ def at_layers(
 
 
 def by_depth(
-    results: Results, choices: Choices, target: "Axes | None" = None, *, variables: Sequence[str]
+    results: Results, choices: Choices, target: "Axes | None", *, variables: Sequence[str]
 ) -> "Plotted":
     """Draw medians and quartiles against depth, one line for each of at most four steps; null levels are dotted."""
     shown = [
@@ -140,7 +140,7 @@ def by_depth(
 def by_model(
     results: Results,
     choices: Choices,
-    target: "Axes | None" = None,
+    target: "Axes | None",
     *,
     variables: Sequence[str],
     trained: bool = True,
@@ -168,7 +168,7 @@ def by_model(
     return figure, pd.DataFrame(rows)
 
 
-def principal_planes(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def principal_planes(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
     """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in orange.
 
     Raises:
@@ -210,7 +210,7 @@ def principal_planes(results: Results, _: Choices, target: "Axes | None" = None)
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def noise_response(results: Results, _: Choices, target: "Axes | None" = None) -> "Plotted":
+def noise_response(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
     """Draw the cosine similarity of noisy to clean states after the first and the last block, at the last step."""
     figure, axes = panels(len(results), target, sharey=True)
     rows = []
