@@ -108,6 +108,25 @@ def test_unrelated_blocks_have_no_coupling():
     )
 
 
+def test_blocks_that_lack_the_same_direction_are_not_wholly_unrelated():
+    """Eq. 13 of blocks P J P, where P removes one direction, is above its level by a factor of d / (d - 1).
+
+    A level of rotations that leave this direction as it is, those of the other d - 1, has no such offset.
+    """
+    d, K, count, blocks = 16, 6, 150, 4
+    generator = torch.Generator().manual_seed(5)
+    J = torch.randn(count, blocks, d - 1, d - 1, generator=generator, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.randn(d, d - 1, generator=generator, dtype=torch.float64))[0]
+    apart, offsets = ~torch.eye(blocks, dtype=torch.bool), {}
+    for width, of_width in ((d - 1, J), (d, basis @ J @ basis.mT)):
+        values, levels = values_of(of_width, K)["offdiag"], levels_of(of_width, (K,))["offdiag"]
+        by_model = (values / levels[:, 0])[:, apart].mean(1) - 1
+        assert float(by_model.std()) / count**0.5 < 0.004
+        offsets[width] = float(by_model.mean())
+    assert offsets[d - 1] == pytest.approx(0, abs=0.012)
+    assert offsets[d] == pytest.approx(1 / (d - 1), abs=0.012)
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=4, max_size=4),
