@@ -15,8 +15,17 @@ from tracker.measures.trajectory import DECLARED as TRAJECTORY
 from tracker.store import Store
 from tracker.version import SCHEMA
 
-# Attributes that differ between two runs with the same numbers. In a resumed store, the convention comes from the store.
-VOLATILE = ("created", "seconds", "final_norm_reason", "witness")
+# What differs between two runs with the same numbers. In a resumed store, the convention comes from the store, and which blocks
+# are checked in full depends on what a process has measured.
+VOLATILE = ("created", "seconds", "final_norm_reason", "witness", "derivative_checked")
+CHECKS = ("diagnostics_derivative_error", "diagnostics_derivative_error_normed")
+
+
+def lasting(results: xr.Dataset) -> xr.Dataset:
+    """Return results without what differs between two runs with the same numbers."""
+    kept = results.drop_vars((*VOLATILE, *CHECKS), errors="ignore")
+    kept.attrs = {name: value for name, value in kept.attrs.items() if name not in VOLATILE}
+    return kept
 
 
 def generated(

@@ -114,16 +114,37 @@ def measure(
         TypeError: for an unknown option.
         FloatingPointError: if a block overflows or returns NaN; the message names it.
     """
-    started = time.perf_counter()
     settings = with_kept(settings_from(options, "measure", signature(measure).parameters), keep)
+    if not dry_run:
+        return measure_with(
+            settings, model, inputs, tokenizer, device, blocks, max_tokens, progress
+        )
+    check_model(model)
+    calls = batches(model, inputs, tokenizer, max_tokens)
+    with _prepared(model, blocks, calls, settings, _device(model, device)) as replica:
+        return estimate(replica, calls, settings)
+
+
+def measure_with(
+    settings: Settings,
+    model: nn.Module,
+    inputs: Any,
+    tokenizer: Callable[..., Mapping[str, Tensor]] | None = None,
+    device: torch.device | str | None = None,
+    blocks: Named | Blocks | None = None,
+    max_tokens: int | None = None,
+    progress: bool | None = None,
+) -> xr.Dataset:
+    """Measure as `measure` does, with settings that may be those of a later measurement."""
+    started = time.perf_counter()
     check_model(model)
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
-    with _prepared(model, blocks, calls, settings, device) as replica:
-        if dry_run:
-            return estimate(replica, calls, settings)
-        with progress_bar(progress) as shown:
-            samples = measure_calls(replica, calls, settings, shown)
+    with (
+        _prepared(model, blocks, calls, settings, device) as replica,
+        progress_bar(progress) as shown,
+    ):
+        samples = measure_calls(replica, calls, settings, shown)
     return to_dataset(samples, model, replica.description, settings, device, inputs, started)
 
 

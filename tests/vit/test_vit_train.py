@@ -14,7 +14,7 @@ import xarray as xr
 
 import tracker
 from tests import processes
-from tests.stores import VOLATILE
+from tests.stores import lasting
 from tests.wandb_runs import of, offline_run, records
 from tracker.store import Store
 from vit import cells, grid
@@ -64,10 +64,7 @@ def assert_same_training(a: Path, b: Path):
     for name, value in weights(a).items():
         assert torch.equal(value, weights(b)[name]), name
     units = [tracker.open_results(directory / "coupling") for directory in (a, b)]
-    for unit in units:
-        for name in VOLATILE:
-            unit.attrs.pop(name, None)
-    xr.testing.assert_identical(*(unit.drop_vars(VOLATILE, errors="ignore") for unit in units))
+    xr.testing.assert_identical(*map(lasting, units))
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import read_reduced, reduced
 from tracker.common.errors import CheckpointError, UsageError
 from tracker.loggers.protocol import Row
+from tracker.measures.earlier import Earlier
 from tracker.measures.options import settings_from
 from tracker.report import write_report
 from tracker.report.contents import carried, contents
@@ -79,7 +80,16 @@ def test_prompts_that_the_model_does_not_take_may_be_cut(monkeypatch):
     monkeypatch.setattr(type(model.gpt_neox), "forward", lambda *_, **__: 1 / 0)
     tokenizer = lambda text, **_: {"input_ids": torch.tensor([[len(text), 1]])}  # noqa: E731
     measurement = Measurement(
-        settings_from({"k": 4}, ""), 2**30, None, ["a", "bc"], "", {}, None, device
+        settings_from({"k": 4}, ""),
+        2**30,
+        None,
+        ["a", "bc"],
+        "",
+        {},
+        None,
+        device,
+        False,
+        Earlier(),
     )
     said = "fails on the inputs, 2 texts, which --max_tokens can cut: ZeroDivisionError"
     with pytest.raises(UsageError, match=said):
@@ -236,7 +246,8 @@ def test_row_has_the_values_of_the_whole_unit():
         "training/tokens": 3000,
     }
     assert row.miscoupling.nbytes < whole.nbytes / 20
-    xr.testing.assert_equal(row.miscoupling, whole["miscoupling"].mean(("prompt", "token")))
+    expected = whole["miscoupling"].astype(float).mean(("prompt", "token"))
+    xr.testing.assert_equal(row.miscoupling, expected)
 
 
 def remeasure(ready, path: Path, done) -> None:

@@ -138,10 +138,11 @@ def is_approximate(results: xr.Dataset, name: str) -> bool:
 
 def _is_measured(results: xr.Dataset, name: str) -> bool:
     """Whether the null level was measured wherever the mis-coupling is defined: not at steps of an earlier version."""
-    level = level_variable(name)
-    return level in results and not bool(
-        (results.variables[level].isnull() & results.variables[name].notnull()).any()
-    )
+    if (level := level_variable(name)) not in results:
+        return False
+    measured = results.variables[name]
+    levels = results.variables[level].transpose(*measured.dims).values
+    return not (np.isnan(levels) & ~np.isnan(measured.values)).any()
 
 
 def null_spread(results: Result, name: str = "miscoupling") -> xr.DataArray:

@@ -39,11 +39,12 @@ def counted_pairs(results: xr.Dataset) -> xr.Variable:
             f"pairs of blocks need the same blocks along layer {listed} and layer_other {others}; select both alike: "
             "results.sel(layer=[1, 2], layer_other=[1, 2])"
         )
-    layer, other = (_modules(results, dim) for dim in ("layer", "layer_other"))
-    of_two_modules = layer != other
+    modules, layers = _modules(results, "layer").values, np.array(listed)
+    of_two_modules = modules[:, None] != modules
     # Neighbours are pairs at distance 1, and the diagonal is at 0.
-    distance = abs(results.variables["layer"] - results.variables["layer_other"])
-    return distance * of_two_modules if of_two_modules.any() else distance
+    distance = abs(layers[:, None] - layers)
+    counted = distance * of_two_modules if of_two_modules.any() else distance
+    return xr.Variable(("layer", "layer_other"), counted)
 
 
 def where_counted(matrices: xr.DataArray, results: xr.Dataset) -> xr.DataArray:

@@ -12,7 +12,7 @@ first block of each class and way of calling it, and values beside the recorded 
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -72,12 +72,17 @@ Result = TypeVar("Result")
 class CheckCache:
     """Results of checks of a replica's recorded blocks, by block and way of calling it.
 
+    Args:
+        recorded_dtype: the dtype of the recordings.
+        checked: layers that an earlier measurement of the same code checked, and this one need not.
+
     Attributes:
         derivative_checked: layers whose own derivative was checked.
     """
 
-    def __init__(self, recorded_dtype: torch.dtype) -> None:
+    def __init__(self, recorded_dtype: torch.dtype, checked: Collection[int] = ()) -> None:
         self.recorded_dtype = recorded_dtype
+        self.checked = set(checked)
         self.derivative_checked: set[int] = set()
         # By layer, check and way of calling it
         self._results: dict[Any, Any] = {}
@@ -89,6 +94,12 @@ class CheckCache:
             self._results[key] = check()
         return self._results[key]
 
+    def check_again(self, layer: int) -> bool:
+        """Check a layer in full from now on; return whether it was to be left out."""
+        left_out = layer in self.checked
+        self.checked.discard(layer)
+        return left_out
+
     def derivative_error(
         self,
         path: str,
@@ -97,8 +108,8 @@ class CheckCache:
         rows: Rows,
         attached: bool,
         allowed: float,
-    ) -> float:
-        """Return `checks.derivative_error` of a path.
+    ) -> float | None:
+        """Return `checks.derivative_error` of a path; None for a block that need not be checked.
 
         The first block of a class is checked, and others have its error where values agree (`checks.error_beside`).
 
@@ -112,6 +123,8 @@ class CheckCache:
 
         if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
             return check()
+        if call.layer in self.checked:
+            return None
         way = ("derivative", path, rows.source is None, way_of_calling(call))
         of_class = (type(call.block), *way)
 
@@ -136,7 +149,7 @@ class CheckCache:
         Raises:
             UsageError: if the block mixes them.
         """
-        if len(call.x) == 1:
+        if len(call.x) == 1 or call.layer in self.checked:
             return
         _, *way = way_of_calling(call)  # with or without the final norm
         key = (call.layer, "mixing", *way)
@@ -154,7 +167,8 @@ class CheckResults:
 
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
-    derivative_error: float  # NaN for the full sequence, which is the reference
+    # NaN for the full sequence, which is the reference, and for a block that an earlier measurement checked
+    derivative_error: float
     # Of each row, against differences of values; NaN where they were not used
     independent_errors: tuple[float, ...]
 
@@ -193,6 +207,7 @@ class Jacobians:
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
         derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach`
             as the identity.
+        checked: as in `CheckCache`.
     """
 
     def __init__(
@@ -202,6 +217,7 @@ class Jacobians:
         memory: int = 1 << 30,
         advance: Callable[[int], None] = lambda _: None,
         derivative: Derivative = "checked",
+        checked: Collection[int] = (),
     ) -> None:
         self.replica = replica
         self.precision: Precision = precision
@@ -214,7 +230,7 @@ class Jacobians:
         self.witness: Witness | None = None  # the caller's model, asked about one recorded call
         # Layer -> why its attention and MLP were not measured apart
         self.without_halves: dict[int, str] = {}
-        self._checks = CheckCache(replica.dtype)
+        self._checks = CheckCache(replica.dtype, checked)
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
 
@@ -294,8 +310,14 @@ class Jacobians:
                 return list(
                     zip(J.split([len(rows) for _, rows in selections]), checks, strict=True)
                 )
-            except NotSliceable as why:
+            except (NotSliceable, UsageError) as why:
+                # What is left out for a block that an earlier measurement checked may be the reason.
+                again = self._checks.check_again(call.layer)
+                if not again and not isinstance(why, NotSliceable):
+                    raise
                 reason = str(why)
+            if again:
+                return self._formed(dtype, selections)
             if len(selections) == 1:
                 return [self._full(*selections[0], reason)]
         return [result for selection in selections for result in self._formed(dtype, [selection])]
@@ -448,9 +470,9 @@ class Jacobians:
             error = self._checks.derivative_error(
                 path, PATHS[path], call, rows, self._attached, allowed
             )
-            if not error <= allowed:
+            if error is not None and not error <= allowed:
                 raise _check_failed("derivative", error, call.x.dtype, block.rounded)
-            derivative_errors.append(error)
+            derivative_errors.append(nan if error is None else error)
         return value_errors, derivative_errors
 
     def _by_path(

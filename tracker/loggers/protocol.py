@@ -15,6 +15,7 @@ import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import SAMPLES, headlines, scalars_by_step
+from tracker.analysis.variables import in_float64, labelled, mean
 from tracker.common.errors import UsageError
 from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, panel_metrics
 from tracker.store import Store
@@ -46,8 +47,10 @@ class Row:
     def from_curve(cls, curve: xr.Dataset) -> "list[Row]":
         """Reduce units along `step`, each as `from_unit`, in a fraction of the time."""
         # Without the variables, of which each selection of a step would take time
-        coordinates = curve[[]].assign_coords(curve.coords)
-        means = curve["miscoupling"].mean(SAMPLES) if "miscoupling" in curve else None
+        coordinates = curve.coords.to_dataset()
+        means = None
+        if "miscoupling" in curve:
+            means = labelled(mean(in_float64(curve, "miscoupling"), SAMPLES), curve)
         return [
             cls._of_step(
                 coordinates.isel(step=i), values, None if means is None else means.isel(step=i)

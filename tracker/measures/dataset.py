@@ -58,8 +58,9 @@ def undefined_values(
             if dim in expected:
                 has_value = expected[dim]
                 rest = [size for other, size in values.sizes.items() if other not in has_value.dims]
-                count = int(has_value.sum()) * prod(rest)
-                counts[measure.name] = values.isnull() & has_value, count
+                count = int(has_value.values.sum()) * prod(rest)
+                undefined = xr.Variable(values.dims, np.isnan(values.values))
+                counts[measure.name] = undefined & has_value, count
     return counts
 
 
@@ -70,10 +71,11 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
     most = {}
     for name, (undefined, total) in counts.items():
         # A variation over depth has no value where nothing varies: that is no fault of the measurement.
-        if 2 * int(undefined.sum()) > total and (varies or not name.startswith(VARIATIONS)):
+        if 2 * int(undefined.values.sum()) > total and (varies or not name.startswith(VARIATIONS)):
             most[name] = undefined, total
     sentences = []
-    if "norm" in dataset and (infinite := dataset.variables["norm"] == np.inf).any():
+    infinite = dataset.variables["norm"] == np.inf if "norm" in dataset else None
+    if infinite is not None and infinite.values.any():
         first = int(infinite.any([dim for dim in infinite.dims if dim != "depth"]).values.argmax())
         where = f"after block {first} ({blocks[first - 1]})" if first else "before block 1"
         total = int(dataset.variables["norm"].notnull().sum())
@@ -81,7 +83,9 @@ def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, 
             f"{int(infinite.sum())} of {total} norms of states are infinite, first {where}"
         )
     if most:
-        listed = [f"{int(nan.sum())} of {total} of {name}" for name, (nan, total) in most.items()]
+        listed = [
+            f"{int(nan.values.sum())} of {total} of {name}" for name, (nan, total) in most.items()
+        ]
         rest = f" and most of {len(listed) - NAMED} more measures" if len(listed) > NAMED else ""
         by_layer = [undefined for undefined, _ in most.values() if "layer" in undefined.dims]
         first = ""
@@ -134,9 +138,9 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
             group = REST
         return group, option, in_registry.get(name, len(in_registry))
 
-    ordered = dataset[sorted(map(str, dataset.data_vars), key=place)].copy()
-    # Selecting variables drops attributes of the Dataset, and coordinates whose dimensions none of them has.
-    ordered = ordered.assign_attrs(dataset.attrs).assign_coords(dataset.coords)
+    names = sorted(map(str, dataset.data_vars), key=place)
+    variables = {name: dataset.variables[name].copy(deep=False) for name in names}
+    ordered = xr.Dataset(variables, dataset.coords.copy(), dataset.attrs)
     for name, values in ordered.variables.items():
         if described := _described(name):
             added = described.label, described.unit, described.formula, described.reference
@@ -246,8 +250,9 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     dataset = xr.Dataset(variables, coordinates)
     basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
     undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
-    counts = [int(values.sum()) for values, _ in undefined.values()]
-    dataset[UNDEFINED] = xr.DataArray(counts, {"quantity": list(undefined)}, "quantity")
+    counts = [int(values.values.sum()) for values, _ in undefined.values()]
+    quantities = xr.Dataset({UNDEFINED: ("quantity", counts)}, {"quantity": list(undefined)})
+    dataset = dataset.merge(quantities)
     dataset.attrs = {**first.attributes, "random_draws": int(drew)}
     for name in first.notes:
         notes = {layer: text for sample in samples for layer, text in sample.notes[name].items()}

@@ -5,7 +5,7 @@ documentation, flags and forms of values from `Options`. `Settings` has the valu
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -233,9 +233,8 @@ class Settings:
     pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
-    # Of a training run alone: whether a model with the same modules and hooks was measured at an earlier step, and so was asked
-    # about its blocks, which reach its output.
-    checked: bool = False
+    # Of a later measurement of a run or walk: the blocks that need no full check; None for the first (`measures.earlier`)
+    checked: Set[int] | None = None
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -25,9 +24,9 @@ from torch import nn
 from tracker.analysis.summary import summary
 from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
-from tracker.jacobians.witness import form_of
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
 from tracker.measurement import find_on_inputs, to_dataset
+from tracker.measures.earlier import Earlier
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.model.proposals import BlocksNotFound
@@ -98,7 +97,7 @@ class TrainingRun:
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
         self.continues = False  # whether it has measured a step in an earlier training
-        self.asked: Any = None  # the form of the model that was measured last
+        self.earlier = Earlier()
         self.target: Target | None = None
         # Of the present training:
         self.overhead = Overhead(self.max_overhead)
@@ -333,7 +332,7 @@ class TrainingRun:
         self.last_measured, self.any_tried, self.any_measured = step, True, True
         # The store first: units are what can't be had again, and all else is derived from them.
         self._attempt(step, "not stored", self._store, step, unit)
-        if self.metrics is not None:
+        if self.metrics is not None and row is not None:
             # An undefined value would make Lightning's EarlyStopping end the run.
             self.metrics(
                 {
@@ -373,12 +372,14 @@ class TrainingRun:
 
     # Where results go.
 
-    def _row(self, unit: xr.Dataset) -> Row:
-        """Return the row of a unit.
+    def _row(self, unit: xr.Dataset) -> Row | None:
+        """Return the row of a unit; None if nothing on this rank takes it.
 
         Raises:
             UsageError: if a name in `log` is no metric.
         """
+        if self.metrics is None and not self.loggers:
+            return None
         row = Row.from_unit(unit)
         self._chosen(row)
         return row
@@ -387,8 +388,10 @@ class TrainingRun:
         """Return the row with the metrics to log."""
         return select_metrics(row, self.log, (*COST, SKIPPED))
 
-    def _log(self, row: Row) -> None:
+    def _log(self, row: Row | None) -> None:
         """Log the chosen metrics, and the pictures."""
+        if row is None:
+            return
         logged = self._chosen(row)
         for logger in self.loggers:
             if self.ranks.rank == 0:
@@ -421,10 +424,7 @@ class TrainingRun:
         started = time.perf_counter()
         model, blocks = self.target.model(module), self.target.blocks
         device = together(_measuring_device, device)
-        probe, settings, form = self.probe, self.measured, form_of(model)
-        # At an earlier step a model of the same modules and hooks was asked about its blocks.
-        if form == self.asked:
-            settings = replace(settings, checked=True)
+        probe, settings = self.probe, self.earlier.spare(self.measured, model)
         samples = measure_probe(
             self.ranks,
             together,
@@ -436,10 +436,10 @@ class TrainingRun:
             device,
             self._is_first,
         )
-        self.asked = form
         unit = together(
             to_dataset, samples, model, blocks, settings, device, contents(probe), started
         )
+        self.earlier.add(model, unit)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

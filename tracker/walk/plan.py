@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from reprlib import repr as shortened
@@ -24,6 +24,7 @@ from tracker.walk.prompts import load_prompts, prompts_digest
 if TYPE_CHECKING:
     import torch
 
+    from tracker.measures.earlier import Earlier
     from tracker.measures.settings import Settings
     from tracker.store import Store
 
@@ -115,9 +116,8 @@ class Measurement:
     prompt_labels: dict[str, list]  # coordinates along `prompt`: difficulty, prompt_source
     max_tokens: int | None
     device: "torch.device"
-    own_code: bool = False  # whether the user's code loads
-    # Forms of models (`witness.form_of`) that were asked about their blocks
-    asked: set[Any] = field(default_factory=set)
+    own_code: bool  # whether the user's code loads
+    earlier: "Earlier"
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,7 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
 def _measurement(walk: Walk) -> Measurement:
     import torch
 
+    from tracker.measures.earlier import Earlier
     from tracker.measures.options import settings_from
     from tracker.provenance import usable_device
 
@@ -190,7 +191,16 @@ def _measurement(walk: Walk) -> Measurement:
     settings = settings_from(walk.options, "walk")
     budget = walk.options.get("memory_budget")
     return Measurement(
-        settings, budget, load, inputs, digest, labels, walk.max_tokens, device, bool(walk.own_code)
+        settings,
+        budget,
+        load,
+        inputs,
+        digest,
+        labels,
+        walk.max_tokens,
+        device,
+        bool(walk.own_code),
+        Earlier(),
     )
 
 

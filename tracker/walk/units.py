@@ -109,29 +109,26 @@ def _measure(
     """
     from tracker.blocks.find import find_blocks
     from tracker.devices import is_allocation_failure
-    from tracker.jacobians.witness import form_of
-    from tracker.measurement import measure
+    from tracker.measurement import measure_with
     from tracker.model.records import describe, is_texts
     from tracker.model.weights import fails_in_forward, weights_memory
 
     device = measurement.device
     blocks = find_blocks(model)
-    if (form := form_of(model)) in measurement.asked:
-        settings = replace(settings, witness="off")
     budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
         # Otherwise the weights stay memory-mapped in their files and are loaded block by block
         if resident:
             model.to(device)
-        unit = measure(
+        unit = measure_with(
+            measurement.earlier.spare(replace(settings, memory_budget=budget), model),
             model,
             measurement.inputs,
-            tokenizer=tokenizer,
-            device=device,
-            blocks=blocks,
-            max_tokens=measurement.max_tokens,
+            tokenizer,
+            device,
+            blocks,
+            measurement.max_tokens,
             progress=False,  # the walk shows its own
-            **replace(settings, memory_budget=budget).as_options(),
         )
     except Exception as error:  # a model's code may raise errors of any type
         if fails_in_forward(error):
@@ -146,7 +143,7 @@ def _measure(
             f"memory runs out with a budget of {budget / 1e9:.3g} GB beside the weights ({first_line(error)}); give a "
             "smaller --memory_budget"
         ) from error
-    measurement.asked.add(form)
+    measurement.earlier.add(model, unit)
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
 
 
