@@ -556,7 +556,7 @@ def test_blocks_are_to_be_named_if_a_model_returns_nothing_that_shows_them(kind)
 class Pooled(nn.Module):
     """An image model that says nothing of where its class token stands, nor of whether it is read."""
 
-    def __init__(self, at: int, reads: int | None):
+    def __init__(self, at: int | None, reads: int | None):
         super().__init__()
         self.patch, self.cls_token = (
             nn.Conv2d(3, WIDTH, 8, 8),
@@ -569,7 +569,8 @@ class Pooled(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         x = self.patch(images).flatten(2).transpose(1, 2)
         token = self.cls_token.expand(len(x), -1, -1)
-        x = self.encoder(torch.cat([token, x] if self.at == 0 else [x, token], 1))
+        states = {0: [token, x], 4: [x, token], None: [x]}[self.at]
+        x = self.encoder(torch.cat(states, 1))
         return self.head(x[:, 1:].mean(1) if self.reads is None else x[:, self.reads])
 
 
@@ -583,6 +584,10 @@ def test_a_class_token_is_confirmed_by_what_reaches_the_output():
         UsageError, match=r"cls_token enters the first block at position 4, not at 0 alone"
     ):
         tracker.measure(Pooled(4, 4), images(1), k=2)
+    with pytest.raises(
+        UsageError, match="first block at no position, not at 0 alone.*or positions"
+    ):
+        tracker.measure(Pooled(None, None), images(1), k=2)
     found = find_blocks(Pooled(4, 4), class_token=4)
     assert (tracker.measure(Pooled(4, 4), images(1), blocks=found, k=2).token_position == 4).all()
     for choice in ("last", "cls", "all", [0, 1]):

@@ -85,10 +85,10 @@ def _check_class_token_position(replica: Replica, batch: Batch, token: int) -> N
     changed = (before != after).any(-1).any(0).nonzero().squeeze(-1).tolist()
     if changed != [token]:
         where = "at no position" if not changed else f"at position {', '.join(map(str, changed))}"
-        other = f"; or blocks=find_blocks(model, class_token={changed[0]})"
+        alone = len(changed) == 1
+        other = f"; or blocks=find_blocks(model, class_token={changed[0]})" if alone else ""
         raise UsageError(
-            f"the class token {parameter} enters the first block {where}, not at {token} alone. {REMEDY}"
-            f"{other if len(changed) == 1 else ''}"
+            f"the class token {parameter} enters the first block {where}, not at {token} alone. {REMEDY}{other}"
         )
 
 
