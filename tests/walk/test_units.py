@@ -245,7 +245,7 @@ def test_row_has_the_values_of_the_whole_unit():
         "training/suspect": 1,
         "training/tokens": 3000,
     }
-    assert row.miscoupling.nbytes < whole.nbytes / 20
+    assert row.miscoupling.nbytes < whole.nbytes / 20 and row.miscoupling.name == "miscoupling"
     expected = whole["miscoupling"].astype(float).mean(("prompt", "token"))
     xr.testing.assert_equal(row.miscoupling, expected)
 

@@ -50,7 +50,8 @@ class Row:
         coordinates = curve.coords.to_dataset()
         means = None
         if "miscoupling" in curve:
-            means = labelled(mean(in_float64(curve, "miscoupling"), SAMPLES), curve)
+            of_pairs = mean(in_float64(curve, "miscoupling"), SAMPLES)
+            means = labelled(of_pairs, curve).rename("miscoupling")
         return [
             cls._of_step(
                 coordinates.isel(step=i), values, None if means is None else means.isel(step=i)
