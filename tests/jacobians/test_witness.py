@@ -504,6 +504,14 @@ def test_the_copy_answers_for_a_model_that_cannot_run():
     )
 
 
+def _form_with_hook(model, factor):
+    """Return the form of a model with a hook that is gone afterwards, so that the next one may lie at its address."""
+    handle = model.blocks[1].register_forward_hook(lambda *_: factor)
+    form = form_of(model)
+    handle.remove()
+    return form
+
+
 def test_a_form_changes_with_modules_and_hooks():
     torch.manual_seed(0)
     model = Model()
@@ -515,5 +523,6 @@ def test_a_form_changes_with_modules_and_hooks():
     assert form_of(model) != first
     handle.remove()
     assert form_of(model) == first
+    assert _form_with_hook(model, 1) != _form_with_hook(model, 2)
     model.blocks[1].mlp = nn.Sequential(nn.Linear(D, D))
     assert form_of(model) != first

@@ -694,12 +694,15 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def form_of(model: nn.Module) -> Any:
-    """Return what the model is made of, without its weights: the classes and the hooks of its modules, by name."""
+    """Return what the model is made of, without its weights: the classes and the hooks of its modules, by name.
+
+    Hooks are told apart by their keys, too, which torch gives once: another one may lie where a removed one lay.
+    """
     parts = (
         (name, type(part), *(vars(part)[kind] for kind in HOOKS))
         for name, part in model.named_modules()
     )
     return tuple(
-        (name, cls, *(tuple(map(id, hooks.values())) for hooks in both))
+        (name, cls, *(tuple((key, id(hook)) for key, hook in hooks.items()) for hooks in both))
         for name, cls, *both in parts
     )
