@@ -114,3 +114,17 @@ def test_a_copy_keeps_the_type_of_its_probe():
         made = copy(callback)
         made.run.settle_probe(lambda: None, None, None)
         assert isinstance(made.probe, Pair) and torch.equal(made.probe.x, x)
+
+
+def test_a_copy_knows_nothing_of_the_models_that_were_measured():
+    class Local(torch.nn.TransformerEncoderLayer):
+        """A class that no other process finds."""
+
+    torch.manual_seed(0)
+    layers = (Local(8, 2, 16, batch_first=True, norm_first=True) for _ in range(2))
+    watch = tracker.Watch(1, k=2, probe=torch.randn(2, 4, 8), blocks=["0", "1"])
+    net = torch.nn.Sequential(*layers).eval()
+    watch(0, net)
+    assert watch(1, net).attrs["witness"] == "not asked"
+    for copy in COPIES.values():
+        assert copy(watch)(2, net).attrs["witness"] != "not asked"

@@ -111,12 +111,13 @@ class TrainingRun:
         self.measured = self.settings  # the settings that continue the store
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy, or another process, has of this object: all but the groups, loggers and trainer of a training."""
+        """Return what a copy, or another process, has of this object: all but the groups, loggers and models of a training."""
         apart = {
             "ranks": Ranks(),
             "loggers": (),
             "metrics": None,
             "held": None,
+            "earlier": Earlier(),  # by classes, which may be local, and addresses in this process
             "probe": None,
             "held_probe": self._probe_contents(),
         }
