@@ -129,6 +129,12 @@ def test_bad_arguments(options, message):
         tracker.Watch(**options)
 
 
+def test_a_name_that_is_no_metric_is_refused_where_nothing_is_logged():
+    watch = tracker.Watch(1, k=K, probe=tokens(), log=["miscoupling/no_such"])
+    with pytest.raises(UsageError, match="no metric is named"):
+        watch(0, neox())
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_that_fabric_has_set_up(compiled):
     model = neox()

@@ -379,7 +379,8 @@ class TrainingRun:
         Raises:
             UsageError: if a name in `log` is no metric.
         """
-        if self.metrics is None and not self.loggers:
+        # Names are checked where nothing is logged, too.
+        if self.metrics is None and not self.loggers and isinstance(self.log, str):
             return None
         row = Row.from_unit(unit)
         self._chosen(row)
