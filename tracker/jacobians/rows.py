@@ -86,7 +86,7 @@ class CheckCache:
         self.derivative_checked: set[int] = set()
         # By layer, check and way of calling it
         self._results: dict[Any, Any] = {}
-        # By class and way of calling it: the error of the derivative in the first block
+        # By class and way of calling it: the error of the derivative in the first block that has a small one
         self._of_classes: dict[Any, float] = {}
 
     def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
@@ -111,7 +111,7 @@ class CheckCache:
     ) -> float | None:
         """Return `checks.derivative_error` of a path; None for a block that need not be checked.
 
-        The first block of a class is checked, and others have its error where values agree (`checks.error_beside`).
+        The first block of a class that passes is checked, and others have its error where values agree (`checks.error_beside`).
 
         Args:
             allowed: the largest error.
@@ -130,8 +130,11 @@ class CheckCache:
 
         def error() -> float:
             if of_class not in self._of_classes:
-                self._of_classes[of_class] = check()
-                return self._of_classes[of_class]
+                own = check()
+                # What is no rounding may be of this block alone, such as one whose gate is open.
+                if own <= tolerance(call.x.dtype, rounded=True):
+                    self._of_classes[of_class] = own
+                return own
             # One block alone may mix tokens where others of its class do not, such as one whose gate is open.
             beside = error_beside(call, rows, row_attention, attached)
             return self._of_classes[of_class] if beside <= allowed else beside
