@@ -1,5 +1,7 @@
 """What a later measurement of a run leaves out, and what it still finds."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -55,7 +57,7 @@ def test_blocks_are_checked_in_turn(asked):
         due = everything if step == 0 else [l for l in everything if (l + step) % TURNS == 0]
         assert sorted(set(asked["mixing"])) == due
         assert sorted(asked["derivative"]) == due
-        assert asked["model"] == ["check_reachability", "Witness"] * (step == 0)
+        assert asked["model"] == ["check_reachability", "Witness"] * (step % TURNS == 0)
         errors = unit["diagnostics_derivative_error"].values[0, 0]
         assert [l for l in everything if errors[l - 1] == errors[l - 1]] == due
         for found in asked.values():
@@ -76,9 +78,9 @@ def test_other_hooks_are_another_model(asked):
             found.clear()
 
 
-def test_measures_of_states_alone_ask_the_model_once(asked):
-    for step, _ in watched(gated(torch.zeros_like, 0), range(3), measures="trajectory"):
-        assert asked["model"] == ["check_reachability", "Witness"], step
+def test_measures_of_states_alone_ask_the_model_as_often(asked):
+    for step, _ in watched(gated(torch.zeros_like, 0), STEPS, measures="trajectory"):
+        assert len(asked["model"]) == 2 * (1 + step // TURNS)
 
 
 @pytest.mark.parametrize("opened", range(L))
@@ -95,17 +97,40 @@ def test_a_block_that_begins_to_mix_samples_is_found(opened, size, within):
             watch(step, net)
 
 
-class MeanOfTokens(Block):
-    """Its values and their differences at single rows of equal tokens are those of the full sequence."""
+class Beside(nn.Sequential):
+    """Give each block what the model computes from its state, through a gate."""
+
+    def __init__(self):
+        super().__init__(*(Taking() for _ in range(L)))
+        self.gate = nn.Parameter(torch.tensor(0.0))
 
     def forward(self, x):
-        return super().forward(x) + x.mean(1, keepdim=True)
+        for l in range(L):
+            x = self[l](x, self.gate * x.tanh())
+        return x
 
 
-def test_a_block_in_the_full_sequence_stays_there():
+class Taking(Block):
+    def forward(self, x, beside):
+        return super().forward(x) + beside
+
+
+def test_a_path_beside_the_blocks_that_opens_is_found():
     torch.manual_seed(0)
-    net = nn.Sequential(*(Block() for _ in range(L))).eval()
-    net[2] = MeanOfTokens().eval()
+    net = Beside().eval()
+    watch = tracker.Watch(every_n_steps=1, probe=states(4), k=3, blocks=NAMES)
+    watch(0, net)
+    net.gate.data.fill_(1.0)
+    with pytest.warns(UserWarning, match="by another way than the block's first argument"):
+        for step in range(1, 1 + TURNS):
+            watch(step, net)
+    assert list(watch.skipped.reasons) == [TURNS]
+
+
+@pytest.mark.parametrize("opened", [0, 2])
+def test_a_block_in_the_full_sequence_stays_there_alone(opened):
+    """Values and their differences at single rows of equal tokens are those of the full sequence."""
+    net = gated(lambda x: x.mean(1, keepdim=True), opened)
     x = states(4)[:, :1].expand(-1, 6, -1)
-    fallbacks = {unit.attrs["fallbacks"] for _, unit in watched(net, STEPS, x)}
-    assert len(fallbacks) == 1 and '"3"' in fallbacks.pop()
+    for _, unit in watched(net, STEPS, x):
+        assert list(json.loads(unit.attrs["fallbacks"])) == [str(opened + 1)]

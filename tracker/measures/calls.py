@@ -230,7 +230,7 @@ def jacobians_of(replica: Replica, settings: Settings, progress: Progress) -> Ja
         settings.memory(4),
         progress.advance,
         settings.derivative,
-        settings.checked or (),
+        settings.checked,
     )
 
 
@@ -263,11 +263,11 @@ def measure_calls(
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
             # After recording, whose errors are clearer.
-            if settings.checked is None:
+            if settings.asks_model:
                 check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             # At every step of a training: a block whose projections begin at zero shows itself later.
             check_chain(replica, recording, batch)
-            if settings.witness == "model" and settings.checked is None:
+            if settings.witness == "model" and settings.asks_model:
                 valid = [sample.valid for sample in of_batch]
                 jacobians.witness = Witness(replica, batch, recording, rows, valid)
                 # Else its answers are judged when Jacobians are formed.

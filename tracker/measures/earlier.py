@@ -1,10 +1,11 @@
 """What earlier measurements of a run or walk spare a later one.
 
 Models of the same modules and hooks run the same code. The first one that a process measures is asked about all its blocks
-(`witness`, `reachability`), and each block is checked in full. Of the later ones, blocks are checked in full in turn, one in
-`TURNS` at each measurement: whether samples mix, and the derivative in the full sequence. What training opens in a block, such as
-a gate that is zero at first, is found within `TURNS` measurements. Blocks that were measured over the full sequence are checked
-at each, since these checks choose that path. Every row keeps its value and its J v against differences of its values.
+(`witness`, `reachability`), and each block is checked in full. Of the later ones, every `TURNS`-th is asked, and blocks are
+checked in full in turn, one in `TURNS` at each measurement: whether samples mix, and the derivative in the full sequence. What
+training opens, such as a gate that is zero at first, in a block or beside it, is found within `TURNS` measurements. Blocks that
+were measured over the full sequence are checked at each, since these checks choose that path. Every row keeps its value and its
+J v against differences of its values.
 """
 
 import json
@@ -28,11 +29,10 @@ class Earlier:
         self._of_forms: dict[Any, tuple[int, frozenset[int]]] = {}
 
     def spare(self, settings: Settings, model: nn.Module) -> Settings:
-        """Return the settings of a model's measurement, with the blocks that need no full check."""
+        """Return the settings of a model's measurement, with what need not be checked."""
         count, checked = self._of_forms.get(form_of(model), (0, frozenset()))
-        if not count:
-            return settings
-        return replace(settings, checked=frozenset(l for l in checked if (l + count) % TURNS))
+        spared = frozenset(l for l in checked if (l + count) % TURNS)
+        return replace(settings, checked=spared, asks_model=count % TURNS == 0)
 
     def add(self, model: nn.Module, measured: xr.Dataset) -> None:
         """Note that a model was measured."""

@@ -164,7 +164,7 @@ class Options(TypedDict, total=False):
         Witness,
         "model",
         "model runs the caller's model itself on one sample, three times and with its hooks, and compares the Jacobian of each "
-        "block with what it computes there; a training and a walk do so at their first measurement. off leaves this out.",
+        "block with what it computes there; a training and a walk do so at every fourth measurement. off leaves this out.",
     ]
     memory_budget: Annotated[
         int | str,
@@ -233,8 +233,9 @@ class Settings:
     pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
-    # Of a later measurement of a run or walk: the blocks that need no full check; None for the first (`measures.earlier`)
-    checked: Set[int] | None = None
+    # Of a later measurement of a run or walk (`measures.earlier`): the blocks that need no full check; whether the model is asked
+    checked: Set[int] = frozenset()
+    asks_model: bool = True
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":
