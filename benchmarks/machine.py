@@ -64,9 +64,7 @@ def linear_shapes(block: nn.Module) -> list[tuple[int, int]]:
     return [(m.out_features, m.in_features) for m in block.modules() if isinstance(m, nn.Linear)]
 
 
-def gemm_seconds(
-    layers: list[tuple[int, int]], d: int, device: str, precision: Precision = "float32"
-) -> float:
+def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str, precision: Precision) -> float:
     """Time the matrix products of d cotangents in one block, in seconds: (d, outputs) @ (outputs, inputs) for each layer.
 
     Each layer is timed with PyTorch's default and with `tracker.linalg.linear`; the faster one counts. Both multiply in the

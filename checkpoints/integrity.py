@@ -203,7 +203,7 @@ def files_digest(
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def weight_files(directory: Path, own_code: bool = False) -> list[Path]:
+def weight_files(directory: Path, own_code: bool) -> list[Path]:
     """List the weight files of a directory: those that transformers reads.
 
     Of a directory that the user's code loads, only this code knows what it reads: all files in it and below are listed, except

@@ -30,7 +30,7 @@ Notify = Callable[[str], None]
 class Attempts:
     """The attempts at one request; `notify` receives why each further one is made, and `stop` ends a pause."""
 
-    def __init__(self, subject: str, notify: Notify = print, stop: threading.Event | None = None):
+    def __init__(self, subject: str, notify: Notify, stop: threading.Event | None = None):
         self.subject, self.notify, self.stop = subject, notify, stop or threading.Event()
         self.restart()
 
@@ -83,7 +83,7 @@ class Attempts:
             raise Unreachable(f"stopped while waiting for {self.subject}") from error
 
 
-def with_retries(ask: Callable[[], T], subject: str, notify: Notify = print) -> T:
+def with_retries(ask: Callable[[], T], subject: str, notify: Notify) -> T:
     """Call `ask`, a function of huggingface_hub, and again after transient errors.
 
     Raises:

@@ -1,6 +1,6 @@
-"""The states of a model's blocks and their Jacobians, by central differences in complete passes of the model itself."""
+"""Jacobians by central differences: of a block in full sequences, or of all, with the states, in complete passes of a model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,50 @@ from torch import Tensor, nn
 import tracker
 
 SAMPLE, TOKEN = 0, 2
+
+
+def by_differences(
+    f: Callable[[Tensor], Tensor], x: Tensor, at: tuple[int | slice, int], h: float = 1e-5
+) -> Tensor:
+    """Return J - I of a function of states at one row of x, or at a token of all samples, which do not mix."""
+
+    def moved(step: Tensor) -> Tensor:
+        y = x.clone()
+        y[at] += step
+        return f(y)[at]
+
+    I = torch.eye(x.shape[-1], dtype=x.dtype)
+    with torch.no_grad():
+        columns = [(moved(h * step) - moved(-h * step)) / (2 * h) for step in I]
+    return torch.stack(columns, -1) - I
+
+
+def assert_right(
+    ds: xr.Dataset,
+    blocks: nn.Sequential,
+    x: Tensor,
+    atol: float,
+    positions: Any = (-1,),
+    h: float = 1e-5,
+) -> None:
+    """Assert that all Jacobians at these positions are those by differences in float64.
+
+    Args:
+        atol: relative to the largest entry of each Jacobian.
+        positions: as `tokens=` of the measurement.
+    """
+    blocks, x = blocks.double(), x.double()
+    found = torch.from_numpy(ds.jacobian.values).double()
+    positions = range(x.shape[1]) if positions == "all" else positions
+    assert found.shape[1] == len(positions)
+    for l, block in enumerate(blocks):
+        for i, t in enumerate(positions):
+            expected = by_differences(block, x, (slice(None), t), h)
+            largest = expected.abs().amax((1, 2), keepdim=True)
+            torch.testing.assert_close(
+                found[:, i, l] / largest, expected / largest, atol=atol, rtol=0
+            )
+        x = block(x).detach()
 
 
 def _first(output: Any) -> Tensor:

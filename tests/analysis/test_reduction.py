@@ -192,10 +192,15 @@ def test_steps_give_the_same_values_as_units(earlier, tmp_path):
 
 
 def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
-    stored(tmp_path, dict.fromkeys((0, 8), ds))
+    doubled = ds.assign({name: 2 * ds[name] for name in MISCOUPLINGS})
+    store = stored(tmp_path, {0: doubled.assign_attrs(created="another day"), 8: ds})
     read = read_miscouplings(tmp_path)
     assert read.sizes == {"step": 2, "token": 2, "measure": 5, "k": 2, "pairs": 3}
+    # When steps were measured differs between the cells of a grid
+    assert read.coords.keys() <= read.sizes.keys()
     assert not read.approximate.any()
+    first, last = read.miscoupling
+    np.testing.assert_allclose(first, 2 * last, rtol=1e-6)
     distance = abs(ds.layer.values[:, None] - ds.layer_other.values)
     for pairs, counted in (
         ("mean", distance >= 0),
@@ -210,3 +215,8 @@ def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
     assert read_miscouplings(tmp_path, ["offdiag", "unknown"]).measure.values.tolist() == [
         "offdiag"
     ]
+    with pytest.raises(FileNotFoundError):
+        read_miscouplings(tmp_path / "none")
+    store.file(9).write_bytes(store.file(0).read_bytes()[:5000])
+    with pytest.raises(ValueError, match="step00000009.nc is damaged"):
+        read_miscouplings(tmp_path)

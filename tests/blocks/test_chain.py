@@ -1,18 +1,13 @@
 """The whole chain of blocks, or a reason: lists of several classes, and blocks outside their list."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
 
 import tracker
-from tests.blocks.test_home_made import measured_as_by_brute_force
+from tests.blocks.test_home_made import K, lines, measured_as_by_brute_force, refusal
 from tests.home_made import MLP, SA, Flat, PreNorm
 from tests.models import VOCABULARY, WIDTH, images, neox, tokens
-from tracker.common.errors import UsageError
-
-K = 4
 
 
 class Attending(nn.Module):
@@ -102,16 +97,6 @@ def model(kinds: str, container: str = "ModuleList", before: str = "", after: st
     outside = [[(f"{part}{i}", KINDS[kind]()) for i, kind in enumerate(named)] for part, named in
                (("first", before), ("last", after))]  # fmt: skip
     return LM(LISTS[container]([KINDS[kind]() for kind in kinds]), *outside).double().eval()
-
-
-def refusal(network, inputs=None, **keywords) -> str:
-    with pytest.raises(UsageError) as error:
-        tracker.measure(network, tokens() if inputs is None else inputs, k=K, **keywords)
-    return str(error.value)
-
-
-def lines(message: str):
-    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
 
 
 @pytest.mark.parametrize("kinds", ["AACC", "ACCA", "CCCA", "ACAC", "CAAA", "AOOA", "FCFC", "FFCF"])

@@ -89,10 +89,6 @@ def test_projections_that_start_at_zero_hide_nothing():
     assert ds.attrs["blocks"] == "blocks.0, blocks.1, blocks.2"
 
 
-def argument(line: str):
-    return eval(line.removeprefix("blocks="))
-
-
 def refusal(model, inputs=None, **keywords):
     with pytest.raises(UsageError) as error:
         tracker.measure(model, tokens() if inputs is None else inputs, k=K, **keywords)
@@ -100,7 +96,7 @@ def refusal(model, inputs=None, **keywords):
 
 
 def lines(message):
-    return [argument(line) for line in re.findall(r"^  (blocks=.*?)  #", message, re.MULTILINE)]
+    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
 
 
 def test_several_chains_are_offered_not_chosen_from():

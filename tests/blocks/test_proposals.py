@@ -11,22 +11,11 @@ from torch import nn
 
 import tracker
 from tests import home_made
+from tests.blocks.test_home_made import K, lines, refusal
 from tests.home_made import VOCABULARY
 from tests.models import WIDTH, tokens
 from tests.sweep import of_packages
 from tracker.common.errors import UsageError
-
-K = 2
-
-
-def refusal(model, inputs=None) -> str:
-    with pytest.raises(UsageError) as error:
-        tracker.measure(model, tokens() if inputs is None else inputs, k=K)
-    return str(error.value)
-
-
-def lines(message: str):
-    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
 
 
 class Model(nn.Module):

@@ -1,7 +1,4 @@
-"""Every requested row is compared with differences of its own values: faults of single rows are found, sound rows are measured.
-
-Jacobians are compared with central differences of the block in float64.
-"""
+"""Every requested row is compared with differences of its own values: faults of single rows are found, sound ones measured."""
 
 import json
 import warnings
@@ -13,6 +10,8 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
+from tests.central_differences import assert_right, by_differences
+from tests.jacobians.test_independent import StraightThrough
 from tracker.common.errors import UsageError
 
 D = 16
@@ -49,34 +48,6 @@ def states(samples=1, n=6):
 
 def measured(net, x, dtype="float64", **options):
     return tracker.measure(net, x, dtype=dtype, k=3, blocks=["0", "1"], keep="jacobian", **options)
-
-
-def by_differences(block, x, sample, t, h=1e-5):
-    """Return J - 1 of a block at a token by central differences of the block on full sequences."""
-    x, J = x.double(), torch.zeros(D, D, dtype=torch.float64)
-    with torch.no_grad():
-        for i in range(D):
-            ends = [x.clone(), x.clone()]
-            for end, sign in zip(ends, (1, -1), strict=True):
-                end[sample, t, i] += sign * h
-            J[:, i] = (block(ends[0]) - block(ends[1]))[sample, t] / (2 * h)
-    return J - torch.eye(D)
-
-
-def assert_right(ds, net, x, atol, positions=(-1,), h=1e-5):
-    """Assert that all Jacobians at these positions are those by differences."""
-    net, x = net.double(), x.double()
-    positions = range(x.shape[1]) if positions == "all" else positions
-    assert ds.sizes["token"] == len(positions)
-    for l, block in enumerate(net):
-        for sample in range(len(x)):
-            for token, t in enumerate(positions):
-                found = torch.as_tensor(ds.jacobian.values[sample, token, l]).double()
-                expected = by_differences(block, x, sample, t, h)
-                torch.testing.assert_close(
-                    found, expected, atol=atol * float(expected.abs().max()), rtol=0
-                )
-        x = block(x).detach()
 
 
 class Wrong(torch.autograd.Function):
@@ -326,9 +297,8 @@ def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(
         found = float(errors.isel(layer=l).max())
         assert size == pytest.approx(found, rel=0.1)
         J = torch.as_tensor(ds.jacobian.values[0, -1, l]).double()
-        true = by_differences(
-            net.double()[l], x.double() if l == 0 else net[0](x.double()).detach(), 0, -1
-        )
+        net = net.double()
+        true = by_differences(net[l], net[:l](x.double()), (0, -1))
         assert size == pytest.approx(float((J - true).norm() / true.norm()), rel=1) and size > 0.1
         net = net.float()
     with warnings.catch_warnings():
@@ -338,21 +308,11 @@ def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(
     assert_right(ds, net, x, CLOSE[dtype], positions, h=1e-6)
 
 
-class RoundedInward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return (8 * x).round() / 8
-
-    @staticmethod
-    def backward(ctx, g):
-        return g
-
-
 HIDING = {
     ".data": lambda mlp, x: mlp(x.data),
     "numpy()": lambda mlp, x: mlp(torch.from_numpy(x.detach().numpy())),
     "item()": lambda mlp, x: mlp(x) * x[0, -1].norm().item(),
-    "function RoundedInward": lambda mlp, x: RoundedInward.apply(mlp(x)),
+    "a function": lambda mlp, x: StraightThrough.apply(mlp(x)),
 }
 
 

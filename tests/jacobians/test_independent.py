@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tracker
+from tests.central_differences import assert_right
 from tests.models import FAMILIES, build
 from tracker.common.errors import UsageError
 from tracker.jacobians.independent import _error, differ_from_values
@@ -178,22 +179,6 @@ def assert_known(ds, how):
     )
 
 
-def by_differences(net, l, t):
-    """Return J_tt of block l in float64, for the first sample, by central differences."""
-    x = STATES.double()
-    net = net.double()
-    with torch.no_grad():
-        for block in net[:l]:
-            x = block(x)
-        J = torch.zeros(D, D, dtype=torch.float64)
-        for i in range(D):
-            ahead, behind = x.clone(), x.clone()
-            ahead[0, t, i] += 1e-5
-            behind[0, t, i] -= 1e-5
-            J[:, i] = (net[l](ahead) - net[l](behind))[0, t] / 2e-5
-    return J - torch.eye(D, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_refused_and_named(name, dtype):
@@ -279,9 +264,7 @@ def test_code_that_does_not_run_in_float64_is_compared_in_float32(name):
 )
 def test_blocks_that_switch_gradients_off_are_measured_as_what_they_compute(net):
     net = net()
-    J = torch.as_tensor(measured(net).jacobian.values)
-    for l in range(2):
-        torch.testing.assert_close(J[0, 0, l], by_differences(net, l, 5), atol=1e-8, rtol=0)
+    assert_right(measured(net), net, STATES, 1e-8)
 
 
 @pytest.mark.parametrize("name", ["wrong backward", "data"])

@@ -9,7 +9,8 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.jacobians.test_every_row import CLOSE, Block, D, Wrong, by_differences, states
+from tests.central_differences import assert_right
+from tests.jacobians.test_every_row import CLOSE, Block, D, Wrong, states
 from tracker.common.errors import UsageError
 
 L = 5
@@ -161,7 +162,7 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("opened", range(L))
 def test_one_block_alone_with_a_path_through_other_tokens_is_right(opened, path):
-    assert_right(gated(PATHS[path], opened), states(3), "float64")
+    assert_measured_right(gated(PATHS[path], opened), states(3), "float64")
 
 
 def equal_tokens():
@@ -169,16 +170,9 @@ def equal_tokens():
     return states(3)[:, :1].repeat(1, 6, 1)
 
 
-def assert_right(net, x, dtype, tokens=(0, -1)):
-    """Assert that the Jacobians of a sample are those by differences of each block in the full sequence."""
-    ds = measured(net, x, dtype, witness="off", tokens=tokens)
-    net, state = net.double(), x.double()
-    for l, block in enumerate(net):
-        for i, t in enumerate(tokens):
-            expected = by_differences(block, state, 1, t)
-            found = torch.as_tensor(ds.jacobian.values[1, i, l]).double()
-            torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE[dtype])
-        state = block(state).detach()
+def assert_measured_right(net, x, dtype):
+    ds = measured(net, x, dtype, witness="off", tokens=[0, -1])
+    assert_right(ds, net, x, CLOSE[dtype], [0, -1])
     return ds
 
 
@@ -195,7 +189,7 @@ OF_EQUAL_TOKENS = {
 @pytest.mark.parametrize("path", OF_EQUAL_TOKENS)
 @pytest.mark.parametrize("opened", range(L))
 def test_one_block_alone_that_mixes_equal_tokens_is_right(opened, path, dtype):
-    ds = assert_right(gated(OF_EQUAL_TOKENS[path], opened), equal_tokens(), dtype)
+    ds = assert_measured_right(gated(OF_EQUAL_TOKENS[path], opened), equal_tokens(), dtype)
     assert str(opened + 1) in json.loads(ds.attrs["fallbacks"])
 
 
@@ -225,7 +219,7 @@ SPECIAL = {2}
 def test_blocks_of_a_class_whose_code_reads_what_differs_are_right(reads):
     torch.manual_seed(0)
     net = nn.Sequential(*(Numbered(READS[reads], l) for l in range(L))).eval()
-    assert_right(net, equal_tokens(), "float64")
+    assert_measured_right(net, equal_tokens(), "float64")
 
 
 @pytest.mark.parametrize("opened", range(L))

@@ -4,6 +4,7 @@ model stays as it was.
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracker
+from tests.central_differences import by_differences
 from tests.models import FAMILIES, build
 from tests.plain import CausalAttention
 from tracker.common.errors import UsageError
@@ -174,17 +176,6 @@ FAULTS = {
 }
 
 
-def true_jacobian(model: Model, l: int, x: Tensor, at: tuple[int, int]) -> Tensor:
-    """Return J - I of a step of the model at one row, by central differences of the whole step."""
-    J = torch.zeros(D, D, dtype=torch.float64)
-    for i in range(D):
-        ahead, behind = x.clone(), x.clone()
-        ahead[*at, i] += 1e-5
-        behind[*at, i] -= 1e-5
-        J[:, i] = (model.step(l, ahead) - model.step(l, behind))[at] / 2e-5
-    return J - torch.eye(D)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_what_reaches_a_block_by_another_way_is_refused_or_measured_right(fault, dtype):
@@ -253,7 +244,7 @@ def test_proposed_spans_give_the_true_jacobian(fault):
         x = model.embedding(IDS)
         for l in range(3):
             J = torch.from_numpy(ds.jacobian.values[1, 0, l])
-            assert torch.allclose(J, true_jacobian(model, l, x, (1, -1)), atol=1e-7)
+            assert torch.allclose(J, by_differences(partial(model.step, l), x, (1, -1)), atol=1e-7)
             x = model.step(l, x)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import tracker
 from tests.central_differences import assert_measured_as_it_runs
+from tests.jacobians.test_rows import Stack
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.replica import Replica
@@ -47,17 +48,6 @@ class Block(nn.Module):
 
     def through_mlp(self, x, sign=1.0):
         return sign * self.mlp(x)
-
-
-class Model(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def recursive(block):
@@ -125,7 +115,7 @@ KEPT = {
 
 def model_of(keep, seed=0):
     torch.manual_seed(seed)
-    return Model([Block(keep) for _ in range(2)])
+    return Stack([Block(keep) for _ in range(2)])
 
 
 INPUTS = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -148,7 +138,7 @@ def test_functions_run_the_copies(name):
     np.testing.assert_allclose(seen.jacobian, expected.jacobian, atol=1e-12)
 
 
-class Net(Model):
+class Net(Stack):
     """A model that reaches its blocks through what it keeps."""
 
     def __init__(self, keep):

@@ -209,6 +209,13 @@ def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
 Row = list[float | str]
 
 
+def _row(value: float, null_level: float, ends: list[float], over: str, answer: str) -> Row:
+    """Return a row of the table: without an interval, not what it is over; without a value, no answer."""
+    over = "" if np.isnan(ends).any() else over
+    answer = UNDEFINED_VALUE if np.isnan(value) else answer
+    return [value, null_level, null_level - value, *ends, over, answer]
+
+
 @dataclass(frozen=True)
 class _Cell:
     """A value, its null level, and what its interval and its answer are of.
@@ -232,21 +239,13 @@ class _Cell:
         """Return the row of the table."""
         _, error, df = clustered_mean(self.by_prompt, self.clusters)
         margin = float(t_margin(error, df))
-        coupling = self.null_level - self.value
         if self.percentiles is None:
+            coupling = self.null_level - self.value
             ends = [coupling - margin, coupling + margin]
         # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
         else:
             ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
-        answer = UNDEFINED_VALUE if np.isnan(self.value) else self.answer
-        return [
-            self.value,
-            self.null_level,
-            coupling,
-            *ends,
-            "" if np.isnan(ends).any() else self.over,
-            answer,
-        ]
+        return _row(self.value, self.null_level, ends, self.over, self.answer)
 
     @property
     def over(self) -> str:
@@ -294,8 +293,7 @@ class _Cell:
         margin = float(t_margin(error, df))
         ends = [middle - margin, middle + margin]
         over = " and ".join(dict.fromkeys([self.over] if paired else [self.over, other.over]))
-        answer = UNDEFINED_VALUE if np.isnan(value) else ""
-        return [value, null_level, coupling, *ends, "" if np.isnan(ends).any() else over, answer]
+        return _row(value, null_level, ends, over, "")
 
 
 Cells = dict[tuple[str, str], _Cell]  # by measure and of what

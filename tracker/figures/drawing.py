@@ -265,7 +265,7 @@ def banded_line(
 
 
 def quartile_line(
-    axes: "Axes", values: xr.DataArray, along: str, color: Any, label: str | None = None
+    axes: "Axes", values: xr.DataArray, along: str, color: Any, label: str | None
 ) -> dict[str, np.ndarray]:
     """Draw the median and quartiles over all dimensions but `along`, and return them as columns of a table."""
     spread = quartiles(values, tuple(str(dim) for dim in values.dims if dim != along))
@@ -302,7 +302,7 @@ def fitted_line(
     x: np.ndarray,
     y: np.ndarray,
     fit: Mapping[str, float],
-    corrected: float | None = None,
+    corrected: float | None,
 ) -> str:
     """Draw the straight line of `regression.linear_fit`, and return its R^2, interval and p as text.
 

@@ -95,9 +95,7 @@ def derivative_error(
     return _largest_error(call, rows, at)
 
 
-def error_beside(
-    call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool = False
-) -> float:
+def error_beside(call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool) -> float:
     """Return the relative difference of values between single rows and the full sequence, where these rows have other states.
 
     It is checked at the rows of `derivative_error`. Rows that follow the full sequence, and whose J v is that of their values,

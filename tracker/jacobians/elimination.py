@@ -229,11 +229,8 @@ class Elimination:
         Raises:
             NotSliceable: if the block's code raises on sequences of length one.
         """
-        self._x, self._known_heads, self._memory = (
-            x.detach().clone().requires_grad_(),
-            known_heads,
-            memory,
-        )
+        self._x = x.detach().clone().requires_grad_()
+        self._known_heads, self._memory = known_heads, memory
         self._merged = 0  # bytes of the merged layers
         self._nodes: list[Layer | Attention] = []
         f = run(partial(by_formula, evaluate=self._attention))

@@ -355,20 +355,18 @@ class Witness:
         least = min(answer.bytes, J.itemsize)
         (given,) = to_device(J.device, torch.stack([answer.u, answer.v]).to(J.dtype))
         JTu, Jv = _plain(torch.stack([J.mT @ given[0], J @ given[1]]))
-        allowed = DERIVATIVE[least if exact else 2] + ROUNDINGS * EPSILON[least] * _ratio(
-            answer.u, JTu
-        )
-        error = _ratio(answer.gradient - answer.u - JTu, JTu)
-        if gradients and call.layer == 1:
-            self._require_no_way_beside(call, answer, JTu)
-        if gradients and not error <= allowed:
-            if not error <= ROUNDED * self._rounding_of_gradient(call.layer, answer, JTu):
-                raise self._other_derivative(
-                    call, f"J^T u by its backward pass differs by {error:.1e}"
-                )
-            self.unsteady[call.layer] = error
-        elif gradients:
-            self.errors["derivative"] = max(self.errors["derivative"], error)
+        if gradients:
+            if call.layer == 1:
+                self._require_no_way_beside(call, answer, JTu)
+            rounding = ROUNDINGS * EPSILON[least] * _ratio(answer.u, JTu)
+            error = _ratio(answer.gradient - answer.u - JTu, JTu)
+            if error <= DERIVATIVE[least if exact else 2] + rounding:
+                self.errors["derivative"] = max(self.errors["derivative"], error)
+            elif error <= ROUNDED * self._rounding_of_gradient(call.layer, answer, JTu):
+                self.unsteady[call.layer] = error
+            else:  # also where it is NaN
+                why = f"J^T u by its backward pass differs by {error:.1e}"
+                raise self._other_derivative(call, why)
         if answer.difference is not None and differences:
             self._judge_differences(call, answer, Jv, least, exact)
 

@@ -154,9 +154,7 @@ def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
     return S > d * torch.finfo(S.dtype).eps * S[..., :1]
 
 
-def top_singular_triplets(
-    J: Float[Tensor, "B d d"], K: int, method: Method = "auto", memory: int = MEMORY
-) -> Triplets:
+def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "auto") -> Triplets:
     """Return the K largest singular triplets of each matrix.
 
     Args:
@@ -164,19 +162,18 @@ def top_singular_triplets(
         K: number of triplets.
         method: "full" decomposition; "krylov", iteration, with full decomposition only of matrices without a certificate
             or too small for K triplets; "auto", the one that is expected to cost less.
-        memory: bytes that a batch and its temporary arrays may take on an accelerator.
 
     Raises:
         ValueError: if an entry of J is not finite (LAPACK would return wrong numbers without an error).
     """
-    return triplets_of_each([J], K, method, memory)[0]
+    return triplets_of_each([J], K, method, MEMORY)[0]
 
 
 def triplets_of_each(
     Js: Sequence[Float[Tensor, "_ d d"]],
     K: int,
-    method: Method = "auto",
-    memory: int = MEMORY,
+    method: Method,
+    memory: int,
     advance: Advance = lambda _: None,
 ) -> list[Triplets]:
     """Return the same for several batches of matrices of one size.
@@ -185,6 +182,7 @@ def triplets_of_each(
     as far as `memory` allows.
 
     Args:
+        memory: bytes that a batch and its temporary arrays may take on an accelerator.
         advance: called with numbers of matrices as they are decomposed.
     """
     device = Js[0].device

@@ -393,7 +393,6 @@ def _replace_forward(module: nn.Module, new: nn.Module) -> None:
 
 def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules outside a block that its functions, hooks and containers hold; of a model around it, no other blocks."""
-    # In this order on all ranks, which gather weights together
     # In this order on all ranks, which gather weights together.
     inside = dict.fromkeys(block.modules())
     attributes = [

@@ -197,9 +197,7 @@ def is_plain(tensor: Tensor) -> bool:
     )
 
 
-def plain_tensor(
-    module: nn.Module, name: str, tensor: Tensor, gather: Gather = gather_alone
-) -> Tensor:
+def plain_tensor(module: nn.Module, name: str, tensor: Tensor, gather: Gather) -> Tensor:
     """Return the full, dequantised, detached value of a module's parameter or buffer.
 
     Args:

@@ -35,7 +35,7 @@ TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed 
 
 
 def pack(
-    values: np.ndarray, bits: int = 16, parts: int = 1, budget: int | None = None
+    values: np.ndarray, bits: int, parts: int = 1, budget: int | None = None
 ) -> dict[str, Any]:
     """Pack an array whose first axis is steps, JSON-able.
 
@@ -246,8 +246,8 @@ def _packed(
     name: str,
     dims: Sequence[str],
     bits: int,
-    parts: int = 1,
-    budget: int | None = None,
+    parts: int,
+    budget: int | None,
 ) -> dict:
     return pack(ds[name].transpose("step", *dims).values, bits, parts, budget)
 

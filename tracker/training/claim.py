@@ -77,7 +77,7 @@ def open_for_run(
     shared: Mapping[str, Any],
     step: int,
     resumed: bool,
-    own: Held | None = None,
+    own: Held | None,
 ) -> Settings:
     """Claim a store, if there is one; return the settings that continue it.
 

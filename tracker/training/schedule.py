@@ -87,7 +87,7 @@ class Overhead:
         limit: the share of the run's time above which the user is warned; None: never.
     """
 
-    def __init__(self, limit: float | None = None) -> None:
+    def __init__(self, limit: float | None) -> None:
         self.limit = limit
         self.warned = False
         self.last_end = self.last_start = time.perf_counter()
