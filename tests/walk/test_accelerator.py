@@ -96,7 +96,7 @@ def test_weights_stay_on_the_device_if_they_and_the_budget_fit_what_is_free(pret
 
 def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypatch):
     measuring, hashed = threading.Event(), threading.Event()
-    fingerprint, measure = integrity.fingerprint, measurement.measure
+    fingerprint, measure = integrity.fingerprint, measurement.measure_with
 
     def hash_meanwhile(*tensors_and_buffers):
         assert measuring.wait(300), "the measurement waits for the fingerprint"
@@ -110,7 +110,7 @@ def test_fingerprint_is_computed_while_the_device_measures(checkpoint, monkeypat
         return measure(*arguments, **options)
 
     monkeypatch.setattr(integrity, "fingerprint", hash_meanwhile)
-    monkeypatch.setattr(measurement, "measure", measure_meanwhile)
+    monkeypatch.setattr(measurement, "measure_with", measure_meanwhile)
     measured = units.measure_checkpoint(*checkpoint)
     assert measured.fingerprint.item() == fingerprint(
         load_model(checkpoint[-1]).state_dict().items()

@@ -92,11 +92,11 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
 def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, monkeypatch, capsys):
     calls = []
 
-    def scarce(*arguments, **options):
-        calls.append(options["memory_budget"])
+    def scarce(settings, *arguments, **options):
+        calls.append(settings.memory_budget)
         raise MemoryError("Unable to allocate 8.00 GiB")
 
-    monkeypatch.setattr(measurement, "measure", scarce)
+    monkeypatch.setattr(measurement, "measure_with", scarce)
     assert pythia.main(walker.arguments("--steps", "0,1,2,4", "--memory_budget", "50MB")) == 2
     assert calls == [50_000_000] * 3
     assert capsys.readouterr().err == (
