@@ -10,12 +10,13 @@ from torch import nn
 
 import tracker
 from tests.central_differences import assert_measured_as_it_runs
-from tests.model.test_held_functions import INPUTS, KEPT, Block, Model
+from tests.jacobians.test_rows import Stack
+from tests.model.test_held_functions import INPUTS, KEPT, Block
 
 D = INPUTS.shape[-1]
 
 
-class Adapted(Model):
+class Adapted(Stack):
     """A model whose hooks are part of its function: positions before some modules, adapters after."""
 
     def __init__(self, register):
@@ -151,7 +152,7 @@ class Recorder:
         return output
 
 
-class Recording(Model):
+class Recording(Stack):
     def __init__(self):
         torch.manual_seed(0)
         super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
