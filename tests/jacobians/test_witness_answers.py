@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import tracker
 from tests.central_differences import by_differences
 from tests.jacobians.measured import CPU
 from tests.jacobians.test_witness import IDS, Block, D, GateOfTheFirst, Mixing, Model
@@ -343,3 +345,26 @@ def test_what_was_computed_from_the_first_state_beside_the_block(make):
 def test_a_step_of_a_state_of_zeros_is_that_of_length_one(found):
     answer = found[0].answers[1]
     assert replace(answer, size=0.0).step(FIRST) * answer.v.norm() == pytest.approx(STEPS[8][FIRST])
+
+
+class Kinked(Block):
+    """A block with a ReLU whose argument is 0 at one state."""
+
+    at = torch.zeros(D)
+
+    def forward(self, x):
+        return super().forward(x) + F.relu((x - self.at).sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_state_at_a_kink_is_no_disagreement(seed):
+    """Central differences of any step are the mean of two derivatives there."""
+    ids = torch.randint(30, (1, N), generator=torch.Generator().manual_seed(seed))
+    torch.manual_seed(seed)
+    model = Model(Kinked).eval()
+    x = model.embedding(ids)
+    for block in model.blocks:
+        block.at = x[0, -1].detach()
+        x = block(x)
+    ds = tracker.measure(model, ids, k=4, tokens="last")
+    assert ds.attrs["witness"].startswith("agrees") and "converge" not in ds.attrs["witness"]

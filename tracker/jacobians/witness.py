@@ -311,11 +311,13 @@ class Witness:
             passes.run(begin, end, max(asked))
         return dict(zip(ends, _plain(torch.stack([*ends.values()])), strict=True))
 
-    def _central_difference(self, l: int, step: int) -> Float[Tensor, " d"]:
-        """Ask for J v of one block by two passes, with its state alone moved."""
+    def _differences_alone(
+        self, l: int, step: int
+    ) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+        """Ask for J v of one block by the differences to both sides, with its state alone moved."""
         answer = self.answers[l]
         ahead, behind = (self._moved({l: answer}, step, sign)[l] for sign in (1, -1))
-        return (ahead - behind) / (2 * answer.step(step))
+        return (ahead - answer.y) / answer.step(step), (answer.y - behind) / answer.step(step)
 
     # Judging.
 
@@ -406,22 +408,27 @@ class Witness:
         rounding = ROUNDINGS * EPSILON[answer.bytes] * (1 + answer.growth) * _ratio(answer.v, Jv)
         exactly = DIFFERENCES[least] if exact else DERIVATIVE[2]
 
+        def error(difference: Tensor) -> float:
+            return _ratio(difference - answer.v - Jv, Jv)
+
         def agrees(difference: Tensor, step: int, steps: int) -> bool:
-            error = errors[step] = _ratio(difference - answer.v - Jv, Jv)
-            agreed = error <= exactly + rounding / (steps * STEPS[answer.bytes][step])
+            found = error(difference)
+            agreed = found <= exactly + rounding / (steps * STEPS[answer.bytes][step])
             if agreed:
-                self.errors["differences"] = max(self.errors["differences"], error)
+                self.errors["differences"] = max(self.errors["differences"], found)
             return agreed
 
-        errors: dict[int, float] = {}
         alone: dict[int, Tensor] = {}  # with this block's state alone moved
         assert answer.difference is not None
         if agrees(answer.difference, FIRST, 1):
             return
         for step in ORDER:
-            alone[step] = self._central_difference(call.layer, step)
-            if agrees(alone[step], step, 2):
+            ahead, behind = self._differences_alone(call.layer, step)
+            alone[step] = (ahead + behind) / 2
+            # At a kink, such as a ReLU's, J is that of one side.
+            if agrees(alone[step], step, 2) or agrees(ahead, step, 1) or agrees(behind, step, 1):
                 return
+        errors = {step: error(difference) for step, difference in alone.items()}
         for step in (0, 1):
             apart = _ratio(alone[step] - alone[step + 1], Jv)
             if apart <= CONVERGED * min(errors[step], errors[step + 1]):
