@@ -129,11 +129,11 @@ def measure_with(
     settings: Settings,
     model: nn.Module,
     inputs: Any,
-    tokenizer: Callable[..., Mapping[str, Tensor]] | None = None,
-    device: torch.device | str | None = None,
-    blocks: Named | Blocks | None = None,
-    max_tokens: int | None = None,
-    progress: bool | None = None,
+    tokenizer: Callable[..., Mapping[str, Tensor]] | None,
+    device: torch.device | str | None,
+    blocks: Named | Blocks | None,
+    max_tokens: int | None,
+    progress: bool | None,
 ) -> xr.Dataset:
     """Measure as `measure` does, with settings that may be those of a later measurement."""
     started = time.perf_counter()
