@@ -232,6 +232,34 @@ def test_kinks_are_no_disagreement():
     assert ds.attrs["independent_checks"] == "{}" and ds.diagnostics_independent_error.max() < 3e-3
 
 
+class Kinked(Block):
+    """A block with some ReLUs whose arguments are 0 at one state, but for rounding."""
+
+    def __init__(self, units):
+        super().__init__(lambda mlp, x: mlp(x))
+        self.units, self.out, self.at = units, nn.Linear(units, D, bias=False), torch.zeros(D)
+
+    def forward(self, x):
+        x = super().forward(x)
+        arguments = (x - self.at) @ self.mlp.weight[: self.units].mT
+        return x + self.out(arguments.relu())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("units", "how"), [(1, None), (D, "forward mode")])
+def test_a_state_at_a_kink_is_no_disagreement(units, how, seed):
+    """Central differences of any step are the mean of two derivatives there, and J is that of one side for each unit."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(Kinked(units) for _ in range(2))).double().eval()
+    x = states = STATES.double()
+    with torch.no_grad():
+        for block in net:
+            block.at = Block.forward(block, x)[0, -1]
+            x = block(x)
+    ds = tracker.measure(net, states, k=3, tokens="last", dtype="float64")
+    assert_known(ds, how)
+
+
 SMALL = {
     "wrong backward",
     "wrong backward, right forward mode",

@@ -206,17 +206,53 @@ def test_differences_converge_if_they_are_ten_times_closer_to_each_other(apart, 
     size = V.norm(dim=-1, keepdim=True)
     direction = V.flip(0)
     direction = 0.1 * size * direction / direction.norm(dim=-1, keepdim=True)
-    differences = [V + 5 * direction, V + apart * direction, V]
     steps = [torch.full((R, 1), h).double() for h in STEPS[8]]
-    found = _converge(differences, errors, steps, X, V, 8)
+
+    def converge(differences, errors=errors, y=X, v=V, kink=0.0):
+        return _converge(differences, errors, [kink * torch.ones(R)] * 3, steps, y, v, 8)
+
+    found = converge([V + 5 * direction, V + apart * direction, V])
     assert found.tolist() == [converged] * R
     # Where rounding is as large as the error, equal differences prove nothing
-    assert not _converge([V, V, V], errors, steps, 1e9 * X, V, 8).any()
-    assert _converge([V, V, V], errors, steps, X, V, 8).all()
-    assert not _converge([V, V, V], [0 * error for error in errors], steps, X, V, 8).any()
+    assert not converge([V, V, V], y=1e9 * X).any()
+    assert converge([V, V, V]).all()
+    assert not converge([V, V, V], [0 * error for error in errors]).any()
+    # At a kink they are the mean of two derivatives, which are further apart than J is from it, by 0.2 in the second step
+    assert not converge([V, V, V], kink=0.21).any()
+    assert converge([V, V, V], kink=0.19).all()
     # Small differences are compared with a part of v, which a step of |x| cannot resolve
     tiny = [1e-8 * (1 + share) * 100 * V for share in (5, apart, 0)]
-    assert _converge(tiny, errors, steps, X, 100 * V, 8).all()
+    assert converge(tiny, v=100 * V).all()
+
+
+def kinked(x):
+    """`smooth`, and units whose arguments are 0 in the first row and 0.5 in the others."""
+    arguments = products(x - X) + 0.5 * torch.tensor([[0], [1], [1]])
+    return smooth(x) + arguments.relu() @ W[0].to(x.dtype)
+
+
+def test_at_a_kink_forward_mode_has_to_agree(call):
+    """There J is the derivative to one side of some units, and to the other side of others."""
+    found = judged(call, kinked, tangent=torch.zeros(R).double())
+    assert (found.method, found.reason) == ("forward mode", "differences do not converge")
+    assert found.error < 1e-12
+    wrong = torch.zeros(R).double()
+    wrong[0] = 0.01
+    with pytest.raises(Disagreement, match="from forward mode"):
+        judged(call, kinked, tangent=wrong)
+    # A fault larger than the kink is refused, and any one in the rows that are not at it
+    for row, off in enumerate((10, 0.01, 0.01)):
+        planted = torch.zeros(R, 1)
+        planted[row] = off
+        with pytest.raises(Disagreement, match="from differences of values"):
+            judged(call, kinked, off=planted)
+
+
+def test_a_difference_to_one_side_is_enough(call):
+    """Of one unit at its kink, J is the derivative to one side: a ReLU's is 0 at 0."""
+    one = lambda x: smooth(x) + (x - X)[:, :1].relu()  # noqa: E731
+    found = judged(call, one)
+    assert (found.method, found.reason) == ("differences", "") and found.error < ALLOWED[8]
 
 
 def test_the_error_of_differences_from_values():

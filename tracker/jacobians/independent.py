@@ -16,6 +16,9 @@ agree then is settled by a linearization of its own, with several steps: for ran
 
 - A block is refused only if differences converge: those of two steps are ten times closer to each other than to J, and further
   from J than rounding explains. At single rows that is not enough: the full sequence must say the same.
+- At a kink, such as a ReLU whose argument is 0, the differences to both sides converge to two derivatives. J may be that to
+  one side, or of some units to the one and of others to the other side. So a block is not refused if these two are further
+  apart than J is from their mean.
 - If they do not converge, as with weights so large that every step crosses a jump, forward mode must agree with reverse mode.
 - What `detach` holds constant is constant by the model's definition. A disagreement that goes away where `detach` is the
   identity is accepted, and reported with its size; `derivative="values"` measures with `detach` as the identity.
@@ -276,25 +279,33 @@ def _judge(
     error = partial(_error, u=u, v=v, g=g, residual=residual)
     precision = min(x.itemsize, roundings.least)
     steps = [_step(x, step) for step in STEPS.get(precision, ())]
-    differences = [_differences(f, x, v, h) for h in steps]
-    errors = [error(one) for one in differences]
+    differences = [_differences(f, x, block.y, v, h) for h in steps]
+    errors = [error(one.central) for one in differences]
     by_values = (
-        torch.stack(errors).nan_to_num(torch.inf).amin(0)
-        if errors
-        else torch.full((len(x),), torch.inf)
+        torch.stack([torch.full((len(x),), torch.inf), *errors]).nan_to_num(torch.inf).amin(0)
     )
-    right = by_values <= ALLOWED.get(precision, 0.0)
-    wrong = ~right & _converge(differences, errors, steps, block.y, v, precision)
+    allowed = ALLOWED.get(precision, 0.0)
+    if not bool((by_values <= allowed).all()):
+        of_sides = [error(side) for one in differences for side in (one.ahead, one.behind)]
+        for of_side in of_sides:
+            by_values = torch.where(by_values <= allowed, by_values, torch.fmin(by_values, of_side))
+    right = by_values <= allowed
+    kinks = [
+        (_norm(one.ahead - one.behind) / _size(one.central, u, v, g, residual)).cpu()
+        for one in differences
+    ]
+    central = [one.central for one in differences]
+    wrong = ~right & _converge(central, errors, kinks, steps, block.y, v, precision)
     forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
     if wrong.any():
         seen, explained = _explained_by_detach(f, x, u, v, residual, differences)
-        if not bool((explained <= ALLOWED[precision])[wrong].all()):
+        if not bool((explained <= allowed)[wrong].all()):
             raise _refusal(
                 call, forward[wrong], by_values[wrong], sorted({*seen, *_custom_functions(f, x)})
             )
     unknown = ~right & ~wrong
-    allowed = tolerance(x.dtype, roundings.seen) if errors else FAST
-    if block.tangent is not None and not bool((forward <= allowed)[unknown].all()):
+    of_forward = tolerance(x.dtype, roundings.seen) if errors else FAST
+    if block.tangent is not None and not bool((forward <= of_forward)[unknown].all()):
         raise _refusal(call, forward[unknown], torch.zeros(1), sorted(_custom_functions(f, x)))
     if wrong.any():
         size = float(by_values[wrong].max())
@@ -333,28 +344,53 @@ def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> fl
     return float((_norm(g - expected).square().sum(0).sqrt() / sizes).max())
 
 
+@dataclass(frozen=True)
+class Differences:
+    """D v at each row by differences of one step, ahead and behind: (f(x + h v) - y) / h and (y - f(x - h v)) / h."""
+
+    ahead: Float[Tensor, "R d"]
+    behind: Float[Tensor, "R d"]
+
+    @property
+    def central(self) -> Float[Tensor, "R d"]:
+        """(f(x + h v) - f(x - h v)) / 2h."""
+        return (self.ahead + self.behind) / 2
+
+
 def _converge(
     differences: Sequence[Tensor],
     errors: Sequence[Tensor],
+    kinks: Sequence[Tensor],
     steps: Sequence[Tensor],
     y: Tensor,
     v: Tensor,
     precision: int,
 ) -> Bool[Tensor, " R"]:
-    """Whether, in each row, the differences of two steps agree with each other, and rounding does not explain it."""
+    """Whether, in each row, the differences of two steps agree with each other, and neither rounding nor a kink explains it.
+
+    Args:
+        differences: D v by central differences, for each step.
+        errors: of D v, for each step.
+        kinks: how far apart the differences to both sides are, relative to what errors are relative to.
+    """
     found = torch.zeros(len(y), dtype=torch.bool)
     epsilon = EPSILON.get(precision, EPSILON[2])  # numbers of one byte have none of their own
-    for (larger, smaller), errors_of_both, (_, h) in zip(
-        pairwise(differences), pairwise(errors), pairwise(steps), strict=True
-    ):
+    of_steps = zip(differences, errors, kinks, steps, strict=True)
+    for (larger, of_larger, _, _), (smaller, of_smaller, kink, h) in pairwise(of_steps):
         size = torch.maximum(_norm(smaller), FLOOR[v.dtype] * _norm(v))
         apart = torch.maximum(_norm(larger - smaller), epsilon * _norm(y) / h.squeeze(-1)) / size
-        found |= CLOSER * apart.cpu() <= torch.minimum(*errors_of_both)
+        error = torch.minimum(of_larger, of_smaller)
+        found |= (CLOSER * apart.cpu() <= error) & (kink <= error)
     return found
 
 
 def _explained_by_detach(
-    f: RowFunction, x: Tensor, u: Tensor, v: Tensor, residual: bool, differences: Sequence[Tensor]
+    f: RowFunction,
+    x: Tensor,
+    u: Tensor,
+    v: Tensor,
+    residual: bool,
+    differences: Sequence[Differences],
 ) -> tuple[set[str], Float[Tensor, " R"]]:
     """Return what hides values from autograd, and the error of differences where `detach` is the identity."""
     seen = WithoutDetach()
@@ -368,7 +404,8 @@ def _explained_by_detach(
         g = linearize(attached, x).pullback(u)
         errors += [
             _error(one, u, v, g, residual).nan_to_num(torch.inf)
-            for one in differences
+            for of_step in differences
+            for one in (of_step.central, of_step.ahead, of_step.behind)
             if DETACH in seen.names
         ]
     except FAILURES as error:  # `detach().numpy()`, among others
@@ -380,15 +417,21 @@ def _error(
     derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
 ) -> Float[Tensor, " R"]:
     """Return the error of D v in each row, relative to D v without the identity, from products with u."""
+    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(
+        -1, dtype=torch.float64
+    )
+    return (difference.square().mean(0).sqrt() / _size(derivative, u, v, g, residual)).cpu()
+
+
+def _size(
+    derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
+) -> Float[Tensor, " R"]:
+    """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
     # |J^T u| has the size of |J|_F, as |J v| has.
     size = torch.maximum(
         _norm(derivative - residual * v), _norm(g - residual * u).square().mean(0).sqrt()
     )
-    size = torch.maximum(size, FLOOR[v.dtype] * _norm(v))
-    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(
-        -1, dtype=torch.float64
-    )
-    return (difference.square().mean(0).sqrt() / size).cpu()
+    return torch.maximum(size, FLOOR[v.dtype] * _norm(v))
 
 
 _norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -404,10 +447,10 @@ def _step(x: Tensor, relative: float) -> Float[Tensor, "R 1"]:
 
 
 def _differences(
-    f: RowFunction, x: Tensor, v: Tensor, h: Float[Tensor, "R 1"]
-) -> Float[Tensor, "R d"]:
+    f: RowFunction, x: Tensor, y: Tensor, v: Tensor, h: Float[Tensor, "R 1"]
+) -> Differences:
     with torch.no_grad():
-        return (f(x + h * v) - f(x - h * v)) / (2 * h)
+        return Differences((f(x + h * v) - y) / h, (y - f(x - h * v)) / h)
 
 
 def _refusal(

@@ -418,20 +418,24 @@ class Witness:
                 self.errors["differences"] = max(self.errors["differences"], found)
             return agreed
 
-        alone: dict[int, Tensor] = {}  # with this block's state alone moved
+        # With this block's state alone moved: their mean, and how far apart those to both sides are
+        alone: dict[int, Tensor] = {}
+        kinks: dict[int, float] = {}
         assert answer.difference is not None
         if agrees(answer.difference, FIRST, 1):
             return
         for step in ORDER:
             ahead, behind = self._differences_alone(call.layer, step)
             alone[step] = (ahead + behind) / 2
-            # At a kink, such as a ReLU's, J is that of one side.
+            kinks[step] = _ratio(ahead - behind, Jv)
+            # At a kink, such as a ReLU's, J is that of one side, or of each for some units.
             if agrees(alone[step], step, 2) or agrees(ahead, step, 1) or agrees(behind, step, 1):
                 return
         errors = {step: error(difference) for step, difference in alone.items()}
         for step in (0, 1):
             apart = _ratio(alone[step] - alone[step + 1], Jv)
-            if apart <= CONVERGED * min(errors[step], errors[step + 1]):
+            error_of_both = min(errors[step], errors[step + 1])
+            if apart <= CONVERGED * error_of_both and kinks[step + 1] <= error_of_both:
                 raise self._other_derivative(
                     call, f"J v by differences of its values differs by {errors[step]:.1e}"
                 )
