@@ -13,6 +13,7 @@ from tracker.jacobians.independent import (
     DETACHED,
     PROBES,
     STEPS,
+    Differences,
     Disagreement,
     _amplified_rounding,
     _converge,
@@ -209,7 +210,8 @@ def test_differences_converge_if_they_are_ten_times_closer_to_each_other(apart, 
     steps = [torch.full((R, 1), h).double() for h in STEPS[8]]
 
     def converge(differences, errors=errors, y=X, v=V, kink=0.0):
-        return _converge(differences, errors, [kink * torch.ones(R)] * 3, steps, y, v, 8)
+        both = [Differences(h, D, D) for h, D in zip(steps, differences, strict=True)]
+        return _converge(both, errors, [kink * torch.ones(R)] * 3, y, v, 8)
 
     found = converge([V + 5 * direction, V + apart * direction, V])
     assert found.tolist() == [converged] * R

@@ -276,47 +276,31 @@ def _judge(
     """Compare reverse mode with differences of several steps and with forward mode."""
     u, v = standard_normal((PROBES, *x.shape), x), standard_normal(x.shape, x, seed=1)
     g = block.pullback(u)
-    error = partial(_error, u=u, v=v, g=g, residual=residual)
     precision = min(x.itemsize, roundings.least)
-    steps = [_step(x, step) for step in STEPS.get(precision, ())]
-    differences = [_differences(f, x, block.y, v, h) for h in steps]
-    errors = [error(one.central) for one in differences]
-    by_values = (
-        torch.stack([torch.full((len(x),), torch.inf), *errors]).nan_to_num(torch.inf).amin(0)
-    )
-    allowed = ALLOWED.get(precision, 0.0)
-    if not bool((by_values <= allowed).all()):
-        of_sides = [error(side) for one in differences for side in (one.ahead, one.behind)]
-        for of_side in of_sides:
-            by_values = torch.where(by_values <= allowed, by_values, torch.fmin(by_values, of_side))
-    right = by_values <= allowed
-    kinks = [
-        (_norm(one.ahead - one.behind) / _size(one.central, u, v, g, residual)).cpu()
-        for one in differences
-    ]
-    central = [one.central for one in differences]
-    wrong = ~right & _converge(central, errors, kinks, steps, block.y, v, precision)
+    products = {"u": u, "v": v, "g": g, "residual": residual}
+    error, size = partial(_error, **products), partial(_size, **products)
+    values = _compare_with_values(f, x, block.y, v, error, size, precision)
+    wrong = ~values.agree & values.converge
     forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
     if wrong.any():
-        seen, explained = _explained_by_detach(f, x, u, v, residual, differences)
-        if not bool((explained <= allowed)[wrong].all()):
+        seen, explained = _explained_by_detach(f, x, u, v, residual, values.differences)
+        if not bool((explained <= ALLOWED[precision])[wrong].all()):
             raise _refusal(
-                call, forward[wrong], by_values[wrong], sorted({*seen, *_custom_functions(f, x)})
+                call, forward[wrong], values.error[wrong], sorted({*seen, *_custom_functions(f, x)})
             )
-    unknown = ~right & ~wrong
-    of_forward = tolerance(x.dtype, roundings.seen) if errors else FAST
-    if block.tangent is not None and not bool((forward <= of_forward)[unknown].all()):
+    unknown = ~values.agree & ~wrong
+    allowed = tolerance(x.dtype, roundings.seen) if values.differences else FAST
+    if block.tangent is not None and not bool((forward <= allowed)[unknown].all()):
         raise _refusal(call, forward[unknown], torch.zeros(1), sorted(_custom_functions(f, x)))
     if wrong.any():
-        size = float(by_values[wrong].max())
-        return Independent(
-            DETACHED, size, f"its code detaches tensors, which changes J v by {size:.1e}"
-        )
-    if right.all():
-        return Independent("differences", float(by_values.max()))
+        largest = float(values.error[wrong].max())
+        reason = f"its code detaches tensors, which changes J v by {largest:.1e}"
+        return Independent(DETACHED, largest, reason)
+    if values.agree.all():
+        return Independent("differences", float(values.error.max()))
     reason = (
         "differences do not converge"
-        if errors
+        if values.differences
         else "it computes in 16 bits, too coarse for differences"
     )
     if block.tangent is None:
@@ -324,6 +308,61 @@ def _judge(
             "none", nan, f"{reason}, and there is no forward mode: {block.no_tangent}"
         )
     return Independent("forward mode", float(forward[unknown].max()), reason)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """D v at each row by differences of one step, ahead and behind: (f(x + h v) - y) / h and (y - f(x - h v)) / h."""
+
+    h: Float[Tensor, "R 1"]
+    ahead: Float[Tensor, "R d"]
+    behind: Float[Tensor, "R d"]
+
+    @property
+    def central(self) -> Float[Tensor, "R d"]:
+        """(f(x + h v) - f(x - h v)) / 2h."""
+        return (self.ahead + self.behind) / 2
+
+
+@dataclass(frozen=True)
+class ByValues:
+    """How reverse mode compares with differences of some steps, none for numbers that are too coarse for them."""
+
+    differences: Sequence[Differences]
+    # The least of all steps; where no central difference agrees, also of those to one side
+    error: Float[Tensor, " R"]
+    agree: Bool[Tensor, " R"]
+    converge: Bool[Tensor, " R"]  # and what they converge to is not what reverse mode gives
+
+
+def _compare_with_values(
+    f: RowFunction,
+    x: Float[Tensor, "R d"],
+    y: Float[Tensor, "R d"],
+    v: Float[Tensor, "R d"],
+    error: Callable[[Tensor], Tensor],
+    size: Callable[[Tensor], Tensor],
+    precision: int,
+) -> ByValues:
+    """Compare reverse mode with differences of the steps for a precision, in bytes.
+
+    Args:
+        y: f(x).
+        error: the error of D v in each row.
+        size: what it is relative to.
+    """
+    allowed = ALLOWED.get(precision, 0.0)
+    differences = [_differences(f, x, y, v, _step(x, step)) for step in STEPS.get(precision, ())]
+    errors = [error(one.central) for one in differences]
+    least = torch.full((len(x),), torch.inf)
+    for of_step in errors:
+        least = torch.fmin(least, of_step)
+    if not bool((least <= allowed).all()):
+        for side in (side for one in differences for side in (one.ahead, one.behind)):
+            least = torch.where(least <= allowed, least, torch.fmin(least, error(side)))
+    kinks = [(_norm(one.ahead - one.behind) / size(one.central)).cpu() for one in differences]
+    converge = _converge(differences, errors, kinks, y, v, precision)
+    return ByValues(differences, least, least <= allowed, converge)
 
 
 def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: bool) -> float:
@@ -344,41 +383,28 @@ def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> fl
     return float((_norm(g - expected).square().sum(0).sqrt() / sizes).max())
 
 
-@dataclass(frozen=True)
-class Differences:
-    """D v at each row by differences of one step, ahead and behind: (f(x + h v) - y) / h and (y - f(x - h v)) / h."""
-
-    ahead: Float[Tensor, "R d"]
-    behind: Float[Tensor, "R d"]
-
-    @property
-    def central(self) -> Float[Tensor, "R d"]:
-        """(f(x + h v) - f(x - h v)) / 2h."""
-        return (self.ahead + self.behind) / 2
-
-
 def _converge(
-    differences: Sequence[Tensor],
+    differences: Sequence[Differences],
     errors: Sequence[Tensor],
     kinks: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    y: Tensor,
-    v: Tensor,
+    y: Float[Tensor, "R d"],
+    v: Float[Tensor, "R d"],
     precision: int,
 ) -> Bool[Tensor, " R"]:
     """Whether, in each row, the differences of two steps agree with each other, and neither rounding nor a kink explains it.
 
     Args:
-        differences: D v by central differences, for each step.
-        errors: of D v, for each step.
-        kinks: how far apart the differences to both sides are, relative to what errors are relative to.
+        differences: for each step.
+        errors: of the central ones, for each step.
+        kinks: how far apart those to both sides are, for each step, relative to what errors are relative to.
     """
     found = torch.zeros(len(y), dtype=torch.bool)
     epsilon = EPSILON.get(precision, EPSILON[2])  # numbers of one byte have none of their own
-    of_steps = zip(differences, errors, kinks, steps, strict=True)
-    for (larger, of_larger, _, _), (smaller, of_smaller, kink, h) in pairwise(of_steps):
-        size = torch.maximum(_norm(smaller), FLOOR[v.dtype] * _norm(v))
-        apart = torch.maximum(_norm(larger - smaller), epsilon * _norm(y) / h.squeeze(-1)) / size
+    of_steps = zip(differences, errors, kinks, strict=True)
+    for (larger, of_larger, _), (smaller, of_smaller, kink) in pairwise(of_steps):
+        size = torch.maximum(_norm(smaller.central), FLOOR[v.dtype] * _norm(v))
+        rounding = epsilon * _norm(y) / smaller.h.squeeze(-1)
+        apart = torch.maximum(_norm(larger.central - smaller.central), rounding) / size
         error = torch.minimum(of_larger, of_smaller)
         found |= (CLOSER * apart.cpu() <= error) & (kink <= error)
     return found
@@ -450,7 +476,7 @@ def _differences(
     f: RowFunction, x: Tensor, y: Tensor, v: Tensor, h: Float[Tensor, "R 1"]
 ) -> Differences:
     with torch.no_grad():
-        return Differences((f(x + h * v) - y) / h, (y - f(x - h * v)) / h)
+        return Differences(h, (f(x + h * v) - y) / h, (y - f(x - h * v)) / h)
 
 
 def _refusal(
