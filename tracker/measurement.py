@@ -31,6 +31,7 @@ from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
 from tracker.measures.calls import measure_calls, record_call
 from tracker.measures.dataset import Sample, assemble, labelled
+from tracker.measures.earlier import naming_steps
 from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
@@ -225,13 +226,14 @@ def _prepared(
     device: torch.device,
 ) -> Iterator[Replica]:
     """Prepare the model; if blocks are not found, then or later, try those that the error proposes, and raise what came of it."""
-    try:
-        with prepare(
-            model, blocks, calls, device, settings.torch_dtype, settings.tokens
-        ) as replica:
-            yield replica
-    except BlocksNotFound as error:
-        raise _tried(error, model, calls[0], settings, device) from error.__cause__
+    with naming_steps(settings.spared):
+        try:
+            with prepare(
+                model, blocks, calls, device, settings.torch_dtype, settings.tokens
+            ) as replica:
+                yield replica
+        except BlocksNotFound as error:
+            raise _tried(error, model, calls[0], settings, device) from error.__cause__
 
 
 def _tried(

@@ -120,11 +120,28 @@ def test_a_path_beside_the_blocks_that_opens_is_found():
     net = Beside().eval()
     watch = tracker.Watch(every_n_steps=1, probe=states(4), k=3, blocks=NAMES)
     watch(0, net)
+    for step in range(1, 1 + TURNS):
+        watch(step, net)
     net.gate.data.fill_(1.0)
     with pytest.warns(UserWarning, match="by another way than the block's first argument"):
-        for step in range(1, 1 + TURNS):
+        for step in range(1 + TURNS, 1 + 2 * TURNS):
             watch(step, net)
-    assert list(watch.skipped.reasons) == [TURNS]
+    (reason,) = watch.skipped.reasons.values()
+    assert list(watch.skipped.reasons) == [2 * TURNS]
+    named = ", ".join(map(str, range(1 + TURNS, 2 * TURNS)))
+    assert f" This was not checked at steps {named}, whose results may be wrong." in reason
+
+
+def test_nothing_is_doubted_that_was_checked():
+    """At the first measurement everything is checked, and at the second its values show the fault."""
+    net = gated(lambda x: x.flip(0), 1)
+    net[1].gate.data.zero_()
+    watch = tracker.Watch(every_n_steps=1, probe=states(4), k=3, blocks=NAMES)
+    watch(0, net)
+    net[1].gate.data.fill_(1.0)
+    with pytest.warns(UserWarning, match="mixes the samples") as caught:
+        watch(1, net)
+    assert "not checked at" not in str(caught[0].message)
 
 
 @pytest.mark.parametrize("opened", [0, 2])

@@ -233,9 +233,11 @@ class Settings:
     pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
-    # Of a later measurement of a run or walk (`measures.earlier`): the blocks that need no full check; whether the model is asked
+    # Of a later measurement of a run or walk (`measures.earlier`): blocks that need no full check; whether the model is asked;
+    # steps before it that were measured without some of its checks
     checked: Set[int] = frozenset()
     asks_model: bool = True
+    spared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":

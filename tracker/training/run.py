@@ -441,7 +441,7 @@ class TrainingRun:
         unit = together(
             to_dataset, samples, model, blocks, settings, device, contents(probe), started
         )
-        self.earlier.add(model, unit)
+        self.earlier.add(model, unit, step)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

@@ -54,6 +54,7 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
         unit, resident = _measure(
             measurement, output.store.continued(measurement.settings), model, tokenizer
         )
+    measurement.earlier.add(model, unit, checkpoint.step)
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=(checkpoint.revision or "") if trained else f"{UNTRAINED}{checkpoint.seed}",
@@ -143,7 +144,6 @@ def _measure(
             f"memory runs out with a budget of {budget / 1e9:.3g} GB beside the weights ({first_line(error)}); give a "
             "smaller --memory_budget"
         ) from error
-    measurement.earlier.add(model, unit)
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
 
 
