@@ -135,14 +135,10 @@ def test_a_jump_beside_a_row_convicts_nothing(distance, dtype):
 
     net = network(block=Routed)
     ds = measured(net, x, dtype)
-    if distance < 1e-9:  # every step crosses the jump
-        assert (
-            "forward mode: differences do not converge"
-            in json.loads(ds.attrs["independent_checks"])["1"]
-        )
-        x[0, -1, 0] = -1e-3
-    else:
-        assert ds.attrs["independent_checks"] == "{}"
+    # Where every step ahead crosses the jump, the difference behind agrees.
+    assert ds.attrs["independent_checks"] == "{}"
+    if distance < 1e-9:
+        x[0, -1, 0] = -1e-3  # for the central differences of this test
     assert_right(ds, net, x, 1e-3, h=1e-9)
 
 

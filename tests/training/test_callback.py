@@ -1,7 +1,9 @@
 """Tests of the callback in real Lightning runs: training is unchanged and measurements equal those of `tracker.measure`."""
 
+import os
 import re
 import resource
+import socket
 import subprocess
 import threading
 import warnings
@@ -377,6 +379,24 @@ def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedP
     return processes.run("tests.lightning_runs", *arguments, cold=cold)
 
 
+def run_ranks(*arguments: object) -> None:
+    """Run two ranks to their ends as torchrun does, which starts both; without its processes Lightning would start the second."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        processes.start(
+            "tests.lightning_runs",
+            *(*arguments, "--devices", 2),
+            env={**os.environ, **meeting, "NODE_RANK": "0", "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory) -> Path:
     """Directory of an uninterrupted run in one process."""
@@ -407,10 +427,7 @@ def test_terminated_while_measuring_and_resumed(uninterrupted, tmp_path):
 )
 def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
     """Compare with measurements of the run's own checkpoints: two ranks train on other batches than one process."""
-    ran = run_process(
-        "--out", tmp_path, "--strategy", strategy, "--devices", 2, "--samples", samples
-    )
-    assert ran.returncode == 0, ran.stderr
+    run_ranks("--out", tmp_path, "--strategy", strategy, "--samples", samples)
     store = Store(tmp_path / "store")
     assert store.steps() == [0, 2, 4, 6, 8]
     probe = torch.randn(samples, 6, 8, generator=torch.Generator().manual_seed(1))
@@ -431,8 +448,7 @@ def test_training_on_two_ranks_is_bit_identical(tmp_path, strategy):
     for kind in ("watched", "plain"):
         out = tmp_path / kind
         flags = ["--plain"] if kind == "plain" else []
-        ran = run_process("--out", out, "--strategy", strategy, "--devices", 2, "--random", *flags)
-        assert ran.returncode == 0, ran.stderr
+        run_ranks("--out", out, "--strategy", strategy, "--random", *flags)
         assert (out / "store").exists() == (kind == "watched")
         (file,) = out.glob("*step=8.ckpt")
         trained.append(torch.load(file, weights_only=False))
