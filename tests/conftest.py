@@ -101,6 +101,14 @@ class Walker:
         given = ["--model", model, "--prompts", str(self.prompts), "--k", "4,8", "--device", "cpu"]
         return [*given, "--out", str(self.directory / "out"), "--wandb", "off", *more]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of a walk's process."""
+        hub = {"HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1"}
+        own = {"HOME": str(self.directory), "NETRC": str(self.directory / "netrc")}
+        inherited = {name: value for name, value in os.environ.items() if name != "WANDB_API_KEY"}
+        return inherited | hub | own
+
     def start(
         self,
         *arguments: str,
@@ -111,12 +119,7 @@ class Walker:
         **environment: str,
     ):
         """Start a walk, after statements if there are any."""
-        settings = {**os.environ, "HF_HUB_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1"}
-        settings.pop("WANDB_API_KEY", None)
-        settings |= {
-            "HOME": str(self.directory),
-            "NETRC": str(self.directory / "netrc"),
-        } | environment
+        settings = self.environment | environment
         given = self.arguments("--wandb", wandb, *arguments, model=model)
         if before:
             code = f"{before}\nimport sys\nfrom tracker.pythia import main\nsys.exit(main({given}))"

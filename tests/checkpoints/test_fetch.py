@@ -586,7 +586,11 @@ def test_killed_downloads_are_completed(fetcher):
         fetcher.server.faults.clear()
         fetcher.server.fail("GET .*model.safetensors", pause=pause, times=1000)
         with process(fetcher, "step0", "step1", "step2", "step4") as running:
-            while running.poll() is None and not (sent.is_set() and begun(fetcher.cache)):
+            while running.poll() is None and not sent.is_set():
+                time.sleep(0.01)
+            # What was sent is written soon, unless it was the last of its file
+            late = time.monotonic() + 1
+            while time.monotonic() < late and not begun(fetcher.cache):
                 time.sleep(0.01)
             running.kill()
             killed.set()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tracker
+from tests import processes
 from tracker import pythia
 from tracker.common.files import Lock
 from tracker.store import Store
@@ -54,25 +55,48 @@ def contents(store: Store) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(store.units.glob("step*.nc"))}
 
 
-@pytest.mark.slow(60)
-@pytest.mark.parametrize("refusal", ["ENOLCK", "ENOTSUP", "EINVAL"])
-def test_a_walk_without_locks_keeps_the_units_of_a_store(walker, refusing, refusal):
-    def walk(*arguments):
-        failing = {"LD_PRELOAD": refusing, "FLOCK_ERROR": str(getattr(errno, refusal))}
-        return walker.run(*arguments, cold=True, **failing)
+WALKS = """
+import errno, os
+from tracker.pythia import main
 
-    status, _, err = walk("--steps", "1,2,4")
-    assert status == 0, err
-    store = Store(walker.directory / "out")
-    measured = contents(store)
-    assert len(measured) == 3
-    status, _, err = walk("--steps", "2,4,8")
-    assert status == 0 and "damaged" not in err, err
-    assert store.steps() == [1, 2, 4, 8]
-    assert {
-        name: content for name, content in contents(store).items() if name in measured
-    } == measured
-    assert tracker.open_results(store).step.values.tolist() == [1, 2, 4, 8]
+for refusal, arguments in {walks}:
+    os.environ["FLOCK_ERROR"] = str(getattr(errno, refusal))
+    assert main(arguments) == 0, refusal
+    print("walked", flush=True)
+    input()
+"""
+
+
+@pytest.mark.slow(60)
+def test_walks_without_locks_keep_the_units_of_a_store(walker, refusing):
+    """Each error of a file system without locks; two walks over other steps of one store."""
+    refusals = ("ENOLCK", "ENOTSUP", "EINVAL")
+    stores = {refusal: Store(walker.directory / refusal) for refusal in refusals}
+    walks = [
+        (refusal, walker.arguments("--out", str(stores[refusal].path), "--steps", steps))
+        for refusal in refusals
+        for steps in ("1,2,4", "2,4,8")
+    ]
+    process = processes.start(
+        "tests.statements",
+        WALKS.format(walks=walks),
+        env={**walker.environment, "LD_PRELOAD": refusing},
+        cold=True,
+        stdin=subprocess.PIPE,
+    )
+    for refusal in refusals:
+        store = stores[refusal]
+        processes.wait_for_line(process, "walked")
+        measured = contents(store)
+        assert len(measured) == 3
+        print(file=process.stdin, flush=True)
+        processes.wait_for_line(process, "walked")
+        assert store.steps() == [1, 2, 4, 8]
+        assert contents(store).items() > measured.items()
+        assert tracker.open_results(store).step.values.tolist() == [1, 2, 4, 8]
+        print(file=process.stdin, flush=True)
+    _, err = process.communicate()
+    assert process.returncode == 0 and "damaged" not in err, err
 
 
 @pytest.mark.slow
