@@ -1,9 +1,7 @@
 """Tests of the callback in real Lightning runs: training is unchanged and measurements equal those of `tracker.measure`."""
 
-import os
 import re
 import resource
-import socket
 import subprocess
 import threading
 import warnings
@@ -380,19 +378,7 @@ def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedP
 
 
 def run_ranks(*arguments: object) -> None:
-    """Run two ranks to their ends as torchrun does, which starts both; without its processes Lightning would start the second."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        processes.start(
-            "tests.lightning_runs",
-            *(*arguments, "--devices", 2),
-            env={**os.environ, **meeting, "NODE_RANK": "0", "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+    ranks = processes.start_ranks("tests.lightning_runs", *arguments, "--devices", 2)
     errors = [rank.communicate(timeout=300)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
 
