@@ -1,5 +1,7 @@
 """Singular triplets and their certificate, which must tell the truth about planted faults."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -455,3 +457,11 @@ def test_products_are_never_in_reduced_precision(monkeypatch):
     finally:
         torch.set_float32_matmul_precision(before)
     assert seen == {"highest"}
+
+
+def test_singular_values_that_rounding_explains_do_not_determine_their_vectors():
+    """Rounding leaves d eps s_1, whatever the number of matrices."""
+    t = top_singular_triplets(torch.cat([planted(FLAT)] * 2), 3)
+    edge = 160 * torch.finfo(torch.float64).eps
+    S = torch.tensor([[1.0, 2 * edge, edge / 2], [4.0, 8 * edge, 2 * edge]], dtype=torch.float64)
+    assert replace(t, S=S).determined.tolist() == [[True, True, False]] * 2

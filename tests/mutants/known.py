@@ -95,7 +95,14 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/linalg/eigenvectors.py": {
         "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 0, 1)": "LAPACK overwrites it",
+        "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 1, 0)": "the same",
+        "_decompose: ctypes.c_int(0) -> ctypes.c_int(1)": "the same",
+        "_decompose: scalar(0) -> scalar(1) (2)": "the same",
         "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2)": "one -1 of two asks for the sizes",
+        "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2) (2)": "the same",
+        "_decompose: 2 * count -> 3 * count": "a larger workspace",
+        "_decompose.run: of_work.value > 0 -> of_work.value >= 0": "it is -1 or the size of a workspace",
+        "_decompose.run: of_work.value > 0 -> of_work.value > 1": "the same",
     },
     "tracker/measures/block_products.py": {
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
@@ -117,6 +124,14 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/linalg/svd.py": {
         "_by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
+        "_by_squares: torch.where(enough[..., None], S, 1) -> torch.where(enough[..., None], S, 2)": "of matrices whose certificate is not used",
+        "_by_eigenvectors: S[..., -1] > SQUARABLE * S[..., 0] -> S[..., -1] >= SQUARABLE * S[..., 0]": "real numbers, equal never",
+        "_by_eigenvectors: error <= OF_FULL * TOLERANCE[J.dtype] -> error < OF_FULL * TOLERANCE[J.dtype]": "the same",
+        "_by_golub_kahan: error > tolerance -> error >= tolerance": "the same",
+        "_by_golub_kahan: tolerance / 2 -> tolerance * 2": "what does not converge is decomposed in full",
+        "_certified: torch.frexp(largest).exponent.to(J.dtype) - 1 -> torch.frexp(largest).exponent.to(J.dtype) + 1": "any power of two near it does",
+        "_orthogonal_columns: squares.flip(-1).clamp_min(0) -> squares.flip(-1).clamp_min(1)": "of accelerators, for widths at which squares of the scaled J are above 1",
+        "_with_signs: t.V * sign -> t.V / sign": "a sign is its own inverse",
     },
     "tracker/jacobians/independent.py": {
         "_amplified_rounding: 1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2) -> 1 - torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2)": "normal numbers are symmetric",
