@@ -26,9 +26,18 @@ from tracker.linalg.precision import (
 backends = torch.backends
 
 
+def convolutions() -> bool | None:
+    """Return the older switch of convolutions; None where it can't be read beside the newer ones."""
+    try:
+        return backends.cudnn.allow_tf32
+    except RuntimeError:
+        return None
+
+
 def states() -> list:
     return [
         _older(),
+        convolutions(),
         backends.fp32_precision,
         [switch.fp32_precision for switch in switches()],
     ]
@@ -68,6 +77,8 @@ def test_as_wanted_inside_and_as_it_was_outside(setting, precision):
         with pytest.raises(KeyError), float32_products(precision):
             inside = {switch.fp32_precision for switch in switches()}
             assert inside <= ({"ieee", "none"} if precision == "ieee" else {"tf32"})
+            # A block's code may read the older switch
+            assert convolutions() == (precision == "tf32") or before[1] is None
             raise KeyError
         assert states() == before
 
@@ -104,6 +115,15 @@ def test_epsilon_is_that_of_the_coarsest_format_of_its_size():
 
 
 DOUBLE, SINGLE = torch.ones(3, dtype=torch.float64), torch.ones(3)
+
+
+def overridable(function):
+    """Make a function one operation of what it is given, as those of PyTorch are."""
+    return lambda *given: torch.overrides.handle_torch_function(function, given, *given)
+
+
+two_results = overridable(lambda x: (x, x.float()))
+writes_nothing = overridable(lambda x, y: None)
 ROUNDINGS = {  # code, and the bytes to which it rounds; None: it does not
     "a cast": (lambda: DOUBLE.float(), 4),
     "a cast to two bytes": (lambda: DOUBLE.half(), 2),
@@ -118,6 +138,8 @@ ROUNDINGS = {  # code, and the bytes to which it rounds; None: it does not
     "written to a coarser one by index": (lambda: torch.zeros(3).__setitem__(0, DOUBLE[0]), 4),
     "in a list": (lambda: torch.stack([DOUBLE, DOUBLE]).split(1)[0].float(), 4),
     "given in a list": (lambda: torch.cat([SINGLE, SINGLE], out=torch.zeros(6).half()), 2),
+    "one of two results": (lambda: two_results(DOUBLE), 4),
+    "of what another argument holds": (lambda: writes_nothing(DOUBLE, SINGLE), None),
     "by name": (lambda: torch.sum(input=DOUBLE, dim=0, dtype=torch.float32), 4),
 }
 

@@ -148,6 +148,8 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/linalg/krylov.py": {
         "block_lanczos.reached: residual <= tolerance * S[..., :1] * S -> residual < tolerance * S[..., :1] * S": "a zero matrix takes all steps then, and gives the same",
+        "block_golub_kahan.reached: residual <= tolerance * S[..., :1] -> residual < tolerance * S[..., :1]": "the same",
+        "basis_fits: basis_size(d, K) >= K + 2 * BLOCK -> basis_size(d, K) > K + 2 * BLOCK": "which of two methods is used",
         "_restarted: slice(0, 0) -> slice(1, 0)": "both are empty, and of the start nothing else is read",
     },
     "tracker/measures/states.py": {
