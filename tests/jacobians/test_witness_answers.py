@@ -231,6 +231,27 @@ def test_a_difference_to_one_side_is_enough(found, side, monkeypatch):
     assert not witness.undecided and witness.errors["differences"] < 1e-9
 
 
+@pytest.mark.parametrize(("apart", "refused"), [(1.1, False), (0.9, True)])
+def test_a_fault_is_larger_than_a_kink(found, apart, refused, monkeypatch):
+    """The differences to both sides are `apart` times as far from each other as J v is from their mean, and all steps agree."""
+    witness, model = found
+    answer, J = witness.answers[2], jacobian(witness, model, 2)
+    true = answer.v + J @ answer.v
+    off = answer.u * (J @ answer.v).norm() / answer.u.norm()
+    across = answer.v.flip(0) - answer.v.flip(0) @ off / (off @ off) * off
+    across = across * off.norm() / across.norm()
+    sides = [true + off + sign * apart / 2 * across for sign in (1, -1)]
+    monkeypatch.setattr(witness, "_differences_alone", lambda l, step: sides)
+    monkeypatch.setattr(witness, "undecided", [])
+    monkeypatch.setattr(answer, "difference", true + off)
+    if refused:
+        with pytest.raises(UsageError, match="J v by differences of its values differs by"):
+            judged(witness, 2, J)
+    else:
+        judged(witness, 2, J)
+    assert witness.undecided == ([] if refused else [2])
+
+
 class SecondBlock(Block):
     def f(self, x):
         return super().f(x).bfloat16().to(x)
@@ -356,6 +377,22 @@ def test_what_was_computed_from_the_first_state_beside_the_block(make):
         (gradient,) = torch.autograd.grad(product, given)
     assert answer.beside == pytest.approx(float(gradient[row].norm()))
     assert (witness.answers[2].beside > 0) == (make is Mixing)
+
+
+@pytest.mark.parametrize(("of_later", "refused"), [(0.0, True), (1.0, False)])
+def test_what_block_1_alone_takes_from_its_state_is_another_way(
+    found, of_later, refused, monkeypatch
+):
+    """What the next block takes, too, is a constant, such as the first state that all blocks are given."""
+    witness, model = found
+    answer, J = witness.answers[1], jacobian(witness, model, 1)
+    monkeypatch.setattr(answer, "beside", 0.25 * float((J.mT @ answer.u).norm()))
+    monkeypatch.setattr(witness.answers[2], "beside", of_later)
+    if refused:
+        with pytest.raises(UsageError, match=r"before the block began is 2\.5e-01 \(relative\)"):
+            judged(witness, 1, J)
+    else:
+        judged(witness, 1, J)
 
 
 def test_a_step_of_a_state_of_zeros_is_that_of_length_one(found):

@@ -149,9 +149,19 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/jacobians/witness.py": {
         "Witness._rounding_of_gradient: _ratio(again - answer.gradient, JTu) > DERIVATIVE[answer.bytes] -> _ratio(again - answer.gradient, JTu) >= DERIVATIVE[answer.bytes]": "real numbers, equal never",
+        "Witness._judge_differences: apart <= CONVERGED * min(errors[step], errors[step + 1]) -> apart < CONVERGED * min(errors[step], errors[step + 1])": "real numbers, equal never",
+        "Witness._require_no_way_beside: answer.beside > most -> answer.beside >= most": "the same",
+        "Witness._judge_differences: agrees(behind, step, 1) -> agrees(behind, step, 2)": "a margin: how many roundings of y a difference has",
+        "Witness._pass_backward: torch.empty(0) -> torch.empty(1)": "a place for the first state",
         "Witness._ask: min(len(tokens), ROWS) - 1 -> min(len(tokens), ROWS) + 1": "how many more rows are tried",
         "Witness.__init__: int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16) -> int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 17)": "another seed",
         "Witness.__init__: digest([recording.calls[-1].y[:1, :1].cpu()])[:8] -> digest([recording.calls[-1].y[:1, :1].cpu()])[:9]": "another seed",
+    },
+    "tracker/jacobians/row_attention.py": {
+        "_FirstOrder.backward.summed: of_heads.unflatten(1, (ctx.groups, -1)).sum(2) -> of_heads.unflatten(1, (ctx.groups, -1)).sum(3)": "autograd adds up a gradient that has more rows than its tensor",
+    },
+    "tracker/jacobians/slicing.py": {
+        "Rows: field(default_factory=dict, init=False, repr=False, compare=False) -> field(default_factory=dict, init=False, repr=False, compare=True)": "no rows are compared",
     },
     "tracker/linalg/precision.py": {
         "frobenius: torch.linalg.vector_norm(A, dim=-1) -> torch.linalg.vector_norm(A, dim=-2)": "the sum over a column is as short",
