@@ -94,6 +94,7 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/measures/trajectory.py": {
         "_squared_variation: mean.abs() > zero -> mean.abs() >= zero": "a mean of 0 gives 0 / 0, which is NaN, too",
+        "default_width: L >= 20 -> L > 20": "the other formula gives 11 for 20 as well",
         "default_width: L >= 20 -> L >= 21": "the other formula gives 11 for 20 as well",
     },
     "tracker/linalg/eigenvectors.py": {

@@ -73,7 +73,7 @@ class Earlier:
 
 @contextmanager
 def naming_steps(spared: Sequence[int]) -> Iterator[None]:
-    """Let an error name the steps whose measurements have not been checked for it.
+    """Let an error name the steps whose measurements were not checked for all that this one is.
 
     Raises:
         UsageError: the same, with these steps at the end of its first line.
@@ -83,7 +83,7 @@ def naming_steps(spared: Sequence[int]) -> Iterator[None]:
     except UsageError as error:
         if spared:
             finding, *lines = str(error).split("\n")
-            steps = f"step{'s' * (len(spared) > 1)} {join_names(spared)}"
-            finding += f" This was not checked at {steps}, whose results may be wrong."
+            steps = f"Step{'s' * (len(spared) > 1)} {join_names(spared)}"
+            finding += f" {steps}, measured with fewer checks, may have this fault, too."
             error.args = ("\n".join([finding, *lines]),)
         raise
