@@ -12,7 +12,13 @@ from tests.models import build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
 from tracker.measures.options import settings_from
-from tracker.measures.states import NOISE, _cosine, noise_similarity, warn_of_missing_unembedding
+from tracker.measures.states import (
+    NOISE,
+    _cosine,
+    _principal_axes,
+    noise_similarity,
+    warn_of_missing_unembedding,
+)
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
 from tracker.model.recorder import record
@@ -73,3 +79,13 @@ def test_a_warning_where_all_leaves_out_the_entropy_of_a_language_model(
         warnings.simplefilter("always")
         warn_of_missing_unembedding(recording, settings_from({"measures": asked}, "measure"))
     assert len(seen) == (head is None and logits is not None and asked == "all")
+
+
+@pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (3, 3)])
+def test_principal_axes_are_those_of_states_without_padding(lengths):
+    y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = _principal_axes(y, [range(n) for n in lengths])
+    for n, x, mean, axes in zip(lengths, y, *found, strict=True):
+        torch.testing.assert_close(mean, x[:n].mean(0))
+        expected = torch.linalg.svd(x[:n] - mean).Vh[:2].mT
+        assert ((axes * expected).sum(0).abs() - 1).abs().max() < 1e-9

@@ -23,7 +23,11 @@ FILES = (  # that decide numbers
 # The tests of a file are those named after it, and for some files others that were written for them.
 TESTS: dict[str, str] = {
     "tracker/measures/coupling.py": "null_levels formulas",
-    "tracker/measures/states.py": "tokenwise post_norm",
+    "tracker/measures/states.py": "formulas tokenwise post_norm",
+    "tracker/measures/trajectory.py": "formulas",
+    "tracker/measures/directions.py": "formulas",
+    "tracker/measures/tokenwise.py": "formulas",
+    "tracker/measures/depthwise.py": "formulas",
     "tracker/measures/single_blocks.py": "of_blocks formulas",
     "tracker/measures/block_products.py": "of_blocks formulas",
     "tracker/measures/block_halves.py": "halves formulas",
@@ -180,6 +184,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
         "measure_states: settings.memory(16) -> settings.memory(17)": "the same",
+        "measure_states: settings.memory(16) // (per_token * settings.torch_dtype.itemsize) -> settings.memory(16) % (per_token * settings.torch_dtype.itemsize)": "the same",
+        "measure_states: max(1, settings.memory(16) // (per_token * settings.torch_dtype.itemsize)) -> max(2, settings.memory(16) // (per_token * settings.torch_dtype.itemsize))": "the same",
+        "measure_states: max(1, together // n) -> max(2, together // n)": "the same",
         "measure_states: slice(1) -> slice(2) (2)": "of these logits the number of columns alone is read",
     },
     "vit/answers.py": {
