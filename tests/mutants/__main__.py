@@ -142,14 +142,14 @@ def in_child(task: Callable, sender) -> None:
 
 
 def own_tests(file: str) -> list[Path]:
-    """Return the files of tests that are written for a file."""
+    """Return the files of tests that are written for a file, wherever they are."""
     names = [Path(file).stem, *TESTS.get(file, "").split()]
-    return sorted({one for name in names for one in all_tests(f"test_{name}*.py")})
+    return sorted({one for name in names for one in Path("tests").rglob(f"test_{name}*.py")})
 
 
-def all_tests(pattern: str = "test_*.py") -> list[Path]:
+def all_tests() -> list[Path]:
     """Return the files of tests that may kill mutants."""
-    return sorted(one for name in DIRECTORIES for one in Path("tests", name).glob(pattern))
+    return sorted(one for name in DIRECTORIES for one in Path("tests", name).glob("test_*.py"))
 
 
 def reached_by_tests(

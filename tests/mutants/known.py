@@ -23,7 +23,7 @@ FILES = (  # that decide numbers
 # The tests of a file are those named after it, and for some files others that were written for them.
 TESTS: dict[str, str] = {
     "tracker/measures/coupling.py": "null_levels formulas",
-    "tracker/measures/states.py": "formulas tokenwise post_norm",
+    "tracker/measures/states.py": "formulas measure tokenwise post_norm",
     "tracker/measures/trajectory.py": "formulas",
     "tracker/measures/directions.py": "formulas",
     "tracker/measures/tokenwise.py": "formulas",
@@ -32,6 +32,7 @@ TESTS: dict[str, str] = {
     "tracker/measures/block_products.py": "of_blocks formulas",
     "tracker/measures/block_halves.py": "halves formulas",
     "tracker/linalg/krylov.py": "svd",
+    "tracker/jacobians/checks.py": "replay",
     "tracker/jacobians/independent.py": "every_row",
     "vit/answers.py": "vit_analysis",
     "vit/statistics.py": "vit_analysis",
