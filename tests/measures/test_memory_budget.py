@@ -6,13 +6,13 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-BUDGET = 192 << 20
+BUDGET = 108 << 20
 OPTIONS = {"k": 4, "final_norm": "exclude"}
 CASES = {  # with more bytes of Jacobians than the budget
     "wide": {
-        "width": 1024,
+        "width": 768,
         "blocks": 2,
-        "prompts": 32,
+        "prompts": 29,
         "n": 16,
         "tokens": "last",
         "measures": "coupling",
@@ -20,13 +20,13 @@ CASES = {  # with more bytes of Jacobians than the budget
     "narrow": {
         "width": 96,
         "blocks": 8,
-        "prompts": 16,
-        "n": 64,
+        "prompts": 12,
+        "n": 48,
         "tokens": "all",
         "measures": "coupling",
     },
     "in a file": {
-        "width": 1024,
+        "width": 768,
         "blocks": 26,
         "prompts": 2,
         "n": 16,
@@ -36,7 +36,7 @@ CASES = {  # with more bytes of Jacobians than the budget
     "across tokens": {
         "width": 192,
         "blocks": 3,
-        "prompts": 20,
+        "prompts": 14,
         "n": 24,
         "tokens": "last",
         "measures": "tokenwise",

@@ -116,6 +116,9 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/measures/block_products.py": {
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
     },
+    "tracker/measures/single_blocks.py": {
+        "departure: torch.where(zero[..., None, None], 0, _unit(J.double())) -> torch.where(zero[..., None, None], 1, _unit(J.double()))": "of a matrix of zeros, where nothing is defined",
+    },
     "tracker/measures/directions.py": {
         "in_words.texts: ids.reshape(-1, ids.shape[-1]) -> ids.reshape(-2, ids.shape[-1])": "NumPy takes any negative length as the missing one",
     },
