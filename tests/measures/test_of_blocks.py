@@ -63,6 +63,16 @@ def test_products_of_rank_one_factors():
     assert found["lyapunov_exponent"].isnan().sum() == 5
 
 
+def test_exponents_of_what_rounding_leaves_are_undefined():
+    """Rounding leaves d eps of the largest value, whatever the number of products."""
+    edge = 40 * torch.finfo(torch.float64).eps
+    S = torch.ones(2, 40, dtype=torch.float64)
+    S[:, -2:] = torch.tensor([2 * edge, edge / 2])
+    found = block_products.lyapunov_exponents(S, 2)
+    assert found.isnan().sum(-1).tolist() == [1, 1] and found[:, -1].isnan().all()
+    assert float(found[0, -2]) == pytest.approx(float(np.log(2 * edge) / 2))
+
+
 def symmetric_share(J):
     moments = coupling.moments(J, J.abs().amax((-2, -1)))
     return single_blocks.symmetric_share(moments, J.shape[-1])

@@ -114,7 +114,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "_decompose.run: of_work.value > 0 -> of_work.value > 1": "the same",
     },
     "tracker/measures/block_products.py": {
+        "depths: max(1, count - 1) -> max(2, count - 1)": "at count = 2 there are two blocks, and 1.5 is rounded to 2",
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
+    },
+    "tracker/measures/block_halves.py": {
+        "half_values: s[:, 0] -> s[:, 1]": "a number of the size of J, so that squares do not underflow",
     },
     "tracker/measures/single_blocks.py": {
         "departure: torch.where(zero[..., None, None], 0, _unit(J.double())) -> torch.where(zero[..., None, None], 1, _unit(J.double()))": "of a matrix of zeros, where nothing is defined",
