@@ -185,6 +185,28 @@ def test_results_side_by_side(store, tmp_path):
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
 
 
+def test_the_pair_of_results_side_by_side_is_that_of_the_more_coupled_one(store, tmp_path):
+    weaker = generated(tmp_path / "weaker", [10], layers=5, prompts=6, seed=1)
+    for results in ([store, weaker], [weaker, store]):
+        notes = " ".join(tracker.summary(results).attrs["notes"])
+        assert f"have the largest coupling by miscoupling in {store.name}." in notes
+
+
+def test_notes_hold_for_any_of_several_results():
+    ds = tracker.measure(neox(size=Size(depth=4)), tokens(3), k=2, measures="coupling")
+    coupled = ds.assign(miscoupling=ds.miscoupling_level - 0.3)
+    one = coupled.isel(prompt=[0])
+    shared = coupled.assign_attrs(equal_blocks="one module: 1 3; one module: 2 4")
+    for other, said in (
+        (one, "a t test over the pairs of blocks and the samples."),
+        (shared, "All pairs of the same two modules are one pair of it."),
+    ):
+        for results in ({"a": coupled, "b": other}, {"a": other, "b": coupled}):
+            assert said in repr(tracker.summary(results))
+        alone = repr(tracker.summary({"a": one, "b": one}))
+        assert said not in alone and "a t test over the pairs of blocks." in alone
+
+
 def test_names_of_results_in_a_list(store):
     ds = tracker.measure(neox(), tokens(2), k=4)
     results = tracker.summary([ds, ds]).index.get_level_values("result")
@@ -243,6 +265,21 @@ def test_prompts_without_a_value_do_not_change_the_interval_of_a_median():
     row = undefined.loc["lss", "median of tokens"]
     assert_ends(row, left_out.loc["lss", "median of tokens"][["low", "high"]].astype(float))
     assert row.low < row.value < row.high
+
+
+def test_a_median_moves_with_the_shares_below_it_by_the_slope_of_the_quantiles():
+    """The slope is taken over a percentile to both sides if the shares do not differ: here 3, and 100 beyond."""
+    shares = np.arange(101) / 100
+    away = np.abs(shares - 0.5)
+    quantiles = np.sign(shares - 0.5) * (
+        3 * np.minimum(away, 0.01) + 100 * np.maximum(away - 0.01, 0)
+    )
+    alike, apart = np.full(4, 0.1), np.array([0.1, 0.1, -0.1, -0.1])
+    linear = lambda below: _Cell(0.0, np.nan, below, None, "prompt", quantiles).linear()  # noqa: E731
+    np.testing.assert_allclose(linear(alike), -3 * alike)
+    error = stats.sem(apart)
+    slope = (3 * 0.01 + 100 * (error - 0.01)) / error
+    np.testing.assert_allclose(linear(apart), -slope * apart)
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0])
@@ -319,6 +356,34 @@ def test_where_there_is_no_test():
     assert table.loc["miscoupling", "all pairs"].answer == "undefined"
     assert table.loc["lss", "median of tokens"].answer == "undefined"
     assert table.loc["miscoupling", "all pairs"].over == ""
+
+
+def test_the_level_of_a_test_is_one_sided_and_shared_by_the_steps(store, monkeypatch):
+    asked = []
+
+    def coupled(pairs, prompts, clusters, level):
+        asked.append(round(level, 9))
+        return [True]
+
+    monkeypatch.setattr("tracker.analysis.summary.coupled", coupled)
+    tracker.summary(store)
+    # Of each definition at the first step, at that of the largest coupling of four, and at the last
+    assert {*asked} == {0.025, 0.025 / 4}
+    assert asked.count(0.025) == 2 * asked.count(0.025 / 4)
+
+
+def test_two_steps_have_a_first_and_a_last(store):
+    ds = open_results(store).isel(step=[0, 2])
+    assert tracker.summary(ds).attrs["title"].endswith("; the first and the last of 2 steps")
+
+
+def test_paths_alone_are_summarised_from_what_is_reduced(store):
+    ds = open_results(store)
+    paths = ds[[name for name in ds.data_vars if name.startswith(("lss", "expodistance"))]]
+    table = summary_of_reduced({"toy": reduced(paths)})
+    assert table.index.get_level_values("measure").unique().tolist() == ["lss", "expodistance"]
+    expected = float(np.nanmedian(ds.lss.sel(step=0)))
+    assert table.loc["lss", "median of tokens", "0"].value == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_can_not_be_summarised(tmp_path):
