@@ -213,8 +213,8 @@ def test_of_t_and_its_transformation_the_smaller_decides():
     assert g < 0 and transformed < t
     level = t_distribution.sf(transformed, n - 1)
     with_undefined = np.append(pairs, [np.nan, np.nan])[None]
-    assert coupled(with_undefined, level=1.01 * level)
-    assert not coupled(with_undefined, level=0.99 * level)
+    assert coupled(with_undefined, level=1.0001 * level)
+    assert not coupled(with_undefined, level=0.9999 * level)
 
 
 @pytest.mark.slow

@@ -130,6 +130,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "mean_levels: max(ks) ** 2 -> max(ks) * 2": "rows at once, which change no number",
         "_coordinates: ROUNDINGS * k -> ROUNDINGS / k": "a margin above rounding",
     },
+    "tracker/analysis/onset.py": {
+        "coupled: np.where(several, parts, 1) -> np.where(several, parts, 2)": "where it is not used",
+        "coupled: of_prompts > 0 -> of_prompts >= 0": "an error of 0 adds nothing",
+        "pairs_of_blocks: matrices.shape[-1] -> matrices.shape[-2]": "as many blocks along both axes",
+    },
     "tracker/analysis/summary.py": {
         "_of_dataset: with_steps(result, 0) -> with_steps(result, 1)": "a single step is not named",
     },
