@@ -129,6 +129,21 @@ def test_no_exponential_through_values_of_both_signs():
     assert np.isnan(exponential_fit(np.array([np.nan, 1, 2, 3, 4]), np.arange(1.0, 6))["b"])
 
 
+def test_no_exponential_without_spread():
+    x = np.arange(5.0)
+    for fit in (exponential_fit(x, np.full(5, 2.0)), exponential_fit(np.ones(5), x + 1)):
+        assert np.isnan([fit["a"], fit["b"], fit["r2"]]).all()
+    assert exponential_fit(x, 1 + x / 4)["r2"] > 0.9
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_interval_of_points_on_a_line_is_a_point():
+    for slope in (2.0, -2.0):
+        fit = linear_fit(np.arange(9.0), slope * np.arange(9.0))
+        assert fit["r_low"] == fit["r_high"] == np.sign(slope)
+        assert fit["r2_low"] == fit["r2_high"] == 1 and fit["p"] < 1e-9
+
+
 def test_coverage_of_the_interval_of_the_mean():
     """The bootstrap percentiles used before covered it in 0.84 of simulations with 6 prompts."""
     random = np.random.default_rng(7)
@@ -303,6 +318,11 @@ def test_detectable_correlation_has_the_power_that_it_states():
     for df in (5, 30, 200):
         assert power_of_correlation(detectable_correlation(df), df) == pytest.approx(0.8)
     assert np.isnan([detectable_correlation(1), power_of_correlation(0.5, 1)]).all()
+
+
+def test_power_is_defined_from_two_degrees_of_freedom_on():
+    assert np.isnan([detectable_correlation(1), power_of_correlation(0.5, 1)]).all()
+    assert 0.9 < detectable_correlation(2) < 1 and 0 < power_of_correlation(0.5, 2) < 1
 
 
 def test_values_that_are_constant_but_for_rounding_have_no_correlation():

@@ -135,6 +135,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "coupled: of_prompts > 0 -> of_prompts >= 0": "an error of 0 adds nothing",
         "pairs_of_blocks: matrices.shape[-1] -> matrices.shape[-2]": "as many blocks along both axes",
     },
+    "tracker/analysis/regression.py": {
+        "_fit_centred: x @ y -> y @ x": "a product of two vectors",
+        "exponential_fit: y[0] -> y[1]": "signs differ from that of either value, or none does",
+    },
     "tracker/analysis/summary.py": {
         "_of_dataset: with_steps(result, 0) -> with_steps(result, 1)": "a single step is not named",
     },
