@@ -135,6 +135,10 @@ KNOWN: dict[str, dict[str, str]] = {
         "coupled: of_prompts > 0 -> of_prompts >= 0": "an error of 0 adds nothing",
         "pairs_of_blocks: matrices.shape[-1] -> matrices.shape[-2]": "as many blocks along both axes",
     },
+    "tracker/analysis/reduction.py": {
+        "_states: results.variables['norm'].isel(depth=0) -> results.variables['norm'].isel(depth=1)": "the same positions have values at all depths",
+        "_of_median: prompts > 0 -> prompts >= 0": "0 / 0 is undefined, too",
+    },
     "tracker/analysis/regression.py": {
         "_fit_centred: x @ y -> y @ x": "a product of two vectors",
         "exponential_fit: y[0] -> y[1]": "signs differ from that of either value, or none does",
