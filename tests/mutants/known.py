@@ -215,6 +215,8 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "vit/statistics.py": {
         "reliabilities: table['reliability_low'] > RELIABLE -> table['reliability_low'] >= RELIABLE": "real numbers, equal never",
+        "_additive: 1e-20 * (values ** 2).sum(0) -> 1e-20 / (values ** 2).sum(0)": "a margin above rounding",
+        "_additive: (values ** 2).sum -> (values ** 2).mean": "the same",
         "_additive: ((values - design @ effects) ** 2).sum -> ((values - design @ effects) ** 2).mean": "only ratios of them are used",
     },
 }

@@ -261,6 +261,45 @@ def test_coupling_at_equal_loss_is_read_off_the_curve():
     assert last.p.isna().all() and set(last.why) == {"the values were not recorded"}
 
 
+def test_each_block_has_its_own_loss():
+    """Of a weight decay and seed, the largest loss at the end; a cell may begin below it, or reach it at once."""
+    grid = synthetic_grid()
+    loss = grid.training_loss + 2 * grid.weight_decay  # training losses and decays
+    loss = loss.transpose("cell", "step").copy()
+    loss[0], loss[1] = 0.05, [9, 0.01, 0.01, 0.01, 0.01, 0.01]
+    values = (0 * grid.miscoupling).transpose("cell", "step", ...) + (2.3 - loss)
+    grid = grid.assign(
+        training_loss=loss, miscoupling=0.95 + values.transpose(*grid.miscoupling.dims)
+    )
+    last = loss.isel(step=-1)
+    expected = np.array([last[grid.weight_decay == decay].max() for decay in grid.weight_decay])
+    assert len(np.unique(expected)) == 8
+    expected[0] = 0.05
+    np.testing.assert_allclose(coupling_at_equal_loss(grid, AT), expected - 2.3)
+
+
+def test_means_of_a_whole_grid_are_plain_means():
+    grid, values = with_seeds(3, effect=0.5), np.random.default_rng(0).standard_normal((192, 2))
+    by_seed = values.reshape(3, 8, 8, 2)
+    np.testing.assert_allclose(unit_means(grid, values, "drop_path"), by_seed.mean((0, 2)))
+
+
+def test_the_table_of_cells_is_in_the_order_of_their_settings():
+    grid = synthetic_grid()
+    table = cell_table(grid.isel(cell=np.random.default_rng(0).permutation(64)))
+    assert table.index.tolist() == list(range(64)) and table.weight_decay.is_monotonic_increasing
+
+
+def test_the_primary_token_is_the_last_patch_where_it_was_measured():
+    grid = synthetic_grid()
+    for tokens, chosen in (
+        ([0, 1], "last patch"),
+        ([1, 0], "last patch"),
+        ([0], "class token"),
+    ):
+        assert primary(grid.isel(token=tokens))["token"] == chosen
+
+
 def planted(
     random, settings: float, noise: float, columns: int, seeds: int = 3
 ) -> tuple[xr.Dataset, np.ndarray]:
