@@ -211,6 +211,9 @@ KNOWN: dict[str, dict[str, str]] = {
         "measure_states: slice(1) -> slice(2) (2)": "of these logits the number of columns alone is read",
     },
     "vit/answers.py": {
+        "_answer: p_value < 0.0001 -> p_value <= 0.0001": "real numbers, equal never",
+        "_answer: p_value < 0.05 -> p_value <= 0.05": "the same",
+        "_answer: row['attainable'] < row['detectable'] -> row['attainable'] <= row['detectable']": "the same",
         "_answer: row['r'] > 0 -> row['r'] >= 0": "r = 0 is never significant",
     },
     "vit/statistics.py": {

@@ -23,7 +23,14 @@ from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
-from vit.answers import answers, cautions, interval, reliable_measures, unanswerable
+from vit.answers import (
+    answers,
+    cautions,
+    exploratory,
+    interval,
+    reliable_measures,
+    unanswerable,
+)
 from vit.figures import (
     correlations_with_accuracy,
     outcome_against_coupling,
@@ -523,6 +530,24 @@ def test_a_significant_answer_compares_the_sign_with_the_expected_one(r, p, text
         assert f": {answer}, r = {'−' * (r < 0)}0.90" in line and f", {text} (primary test" in line
 
 
+@pytest.mark.parametrize(("p", "answer"), [(0.049, "yes"), (0.051, "not significantly")])
+def test_significant_is_below_5_percent(p, answer):
+    row = named_tests(with_seeds(3, effect=0.5)).iloc[0].to_dict()
+    row |= {"r": 0.5, "p": p, "why": "", "expected": "+", "attainable": 0.9, "detectable": 0.4}
+    assert f": {answer}, r = 0.50" in answers(pd.DataFrame([row]))[0]
+
+
+def test_fits_without_a_test_are_not_counted():
+    table = pd.DataFrame(
+        {"p": [0.01, np.nan, 0.2], "p_holm": [0.02, np.nan, 0.2], "why": ["", "few", ""]}
+    )
+    assert exploratory(table, "coupling").startswith(
+        "2 fits of accuracy and test loss on coupling; 1 have p below 0.05"
+    )
+    untested = exploratory(table.assign(p=np.nan, why="few"), "coupling")
+    assert untested == "No fit of accuracy or test loss on coupling, because few."
+
+
 def test_accuracy_at_chance_or_constant_has_a_line():
     grid = with_seeds(2, effect=0)
     assert cautions(grid) == []
@@ -588,6 +613,8 @@ def test_reliable_measures_are_listed():
         "coupling of the class token: none reliable" in nothing
         and "needs more seeds" in nothing[-1]
     )
+    unknown = table.assign(reliability=table.reliability.where(table.index > 0))
+    assert reliable_measures(unknown)[1] == lines[1]
     assert reliable_measures(reliabilities(synthetic_grid())) == [
         "Unknown: that takes several weight decays with several seeds."
     ]
