@@ -128,7 +128,12 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/measures/rotations.py": {
         "mean_levels: max(ks) ** 2 -> max(ks) * 2": "rows at once, which change no number",
+        "_Controls.__init__: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
         "_coordinates: ROUNDINGS * k -> ROUNDINGS / k": "a margin above rounding",
+    },
+    "tracker/analysis/null_levels.py": {
+        "_of_pairs.read: values.values.reshape(-1, *values.shape[len(sample):]) -> values.values.reshape(-2, *values.shape[len(sample):])": "NumPy takes any negative length as the missing one",
+        "_of_pairs: max(1, AT_ONCE // (s[0].numel() * bases)) -> max(2, AT_ONCE // (s[0].numel() * bases))": "samples at once, which change no number",
     },
     "tracker/analysis/onset.py": {
         "coupled: np.where(several, parts, 1) -> np.where(several, parts, 2)": "where it is not used",
