@@ -123,6 +123,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/measures/single_blocks.py": {
         "departure: torch.where(zero[..., None, None], 0, _unit(J.double())) -> torch.where(zero[..., None, None], 1, _unit(J.double()))": "of a matrix of zeros, where nothing is defined",
     },
+    "tracker/measures/depthwise.py": {
+        "_couplings: plan.memory // 2 -> plan.memory // 3": "memory, which changes no number",
+        "_measures: max(1, AT_ONCE // A[0].numel()) -> max(2, AT_ONCE // A[0].numel())": "rows at once, which change no number",
+        "_groups: free == 0 -> free != 0": "the same",
+    },
     "tracker/measures/directions.py": {
         "in_words.texts: ids.reshape(-1, ids.shape[-1]) -> ids.reshape(-2, ids.shape[-1])": "NumPy takes any negative length as the missing one",
     },
