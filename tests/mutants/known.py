@@ -123,6 +123,11 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/measures/single_blocks.py": {
         "departure: torch.where(zero[..., None, None], 0, _unit(J.double())) -> torch.where(zero[..., None, None], 1, _unit(J.double()))": "of a matrix of zeros, where nothing is defined",
     },
+    "tracker/measures/tokenwise.py": {
+        "_measuring_order: basis > l -> basis >= l": "no block is its own basis",
+        "_measuring_order: any((basis > l for l, basis in basis_layers.items())) -> all((basis > l for l, basis in basis_layers.items()))": "all are on the same side",
+        "_layers: (link[0] == link[1]) == same -> (link[0] == link[1]) != same": "the other kind of links first",
+    },
     "tracker/measures/depthwise.py": {
         "_couplings: plan.memory // 2 -> plan.memory // 3": "memory, which changes no number",
         "_measures: max(1, AT_ONCE // A[0].numel()) -> max(2, AT_ONCE // A[0].numel())": "rows at once, which change no number",
