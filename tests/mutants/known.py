@@ -188,6 +188,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "tracker/jacobians/independent.py": {
         "_judge: explained <= ALLOWED[precision] -> explained < ALLOWED[precision]": "real numbers, equal never",
         "_refusal: float(error.max()) > 1e-09 -> float(error.max()) >= 1e-09": "the same",
+        "differ_from_values: f: RowFunction, x: Float[Tensor, 'R d'], J: Float[Tensor, 'R d d'], residual: bool, step: float, y: Float[Tensor, 'R d'] | None=None, allowed: float=0.0 -> f: RowFunction, x: Float[Tensor, 'R d'], J: Float[Tensor, 'R d d'], residual: bool, step: float, y: Float[Tensor, 'R d'] | None=None, allowed: float=1.0": "it is read where y is given, and then it is given, too",
         "differ_from_values.error: residual * v -> residual / v": "signs, which are their own inverses",
         "_amplified_rounding: 1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2) -> 1 - torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2)": "normal numbers are symmetric",
     },
