@@ -41,6 +41,7 @@ def test_every_option_has_an_example():
         "keep",
         "checked",
         "asks_model",
+        "spared",
     }, "add to `Settings` the type of the value"
 
 
