@@ -23,6 +23,7 @@ from tracker.jacobians.row_attention import by_formula
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import Linearization
 from tracker.linalg.precision import FLOOR
+from tracker.model.recording import BlockCall
 
 FOUR = torch.randint(30, (4, 7), generator=torch.Generator().manual_seed(3))
 
@@ -116,11 +117,11 @@ def test_derivatives_by_other_samples(call, leak):
         assert float(size.removesuffix(")")) == pytest.approx(2 * leak, rel=0.5)
 
 
-class Called:
+class Called(BlockCall):
     """A call whose samples take a part of what the others' last tokens are."""
 
     def __init__(self, x, share):
-        self.x, self.share, self.states = x, share, []
+        self.__dict__.update(x=x, share=share, states=[])
 
     def __call__(self, x):
         self.states.append(x)
