@@ -48,7 +48,7 @@ class Earlier:
 
     def spare(self, settings: Settings, model: nn.Module) -> Settings:
         """Return the settings of a model's measurement, with what need not be checked."""
-        past = self._past(model)
+        past = self._of_forms.get(form_of(model), _Past())
         return replace(
             settings,
             checked=frozenset(l for l in past.checked if (l + past.count) % TURNS),
@@ -58,17 +58,15 @@ class Earlier:
 
     def add(self, model: nn.Module, measured: xr.Dataset, step: int) -> None:
         """Note that a model was measured."""
-        past = self._past(model)
+        form = form_of(model)
+        past = self._of_forms.get(form, _Past())
         full_sequences = map(int, json.loads(measured.attrs["fallbacks"]))
         layers = range(1, measured.sizes.get("layer", 0) + 1)
         # The first measurement spares nothing.
         spared = (*past.spared, step)[1 - TURNS :] if past.count else ()
-        self._of_forms[form_of(model)] = _Past(
+        self._of_forms[form] = _Past(
             past.count + 1, frozenset(layers) - set(full_sequences), spared
         )
-
-    def _past(self, model: nn.Module) -> _Past:
-        return self._of_forms.get(form_of(model), _Past())
 
 
 @contextmanager
