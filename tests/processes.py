@@ -76,31 +76,6 @@ def run(
     return subprocess.CompletedProcess([module, *arguments], process.returncode, out, err)
 
 
-def start_ranks(
-    module: str, *arguments: object, env: Mapping[str, str] | None = None
-) -> "list[subprocess.Popen[str] | Forked]":
-    """Start two ranks of one machine, as torchrun does; else Lightning starts the second one as a fresh interpreter."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **(os.environ if env is None else env),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "NODE_RANK": "0",
-    }
-    return [
-        start(
-            module,
-            *arguments,
-            env={**environment, "LOCAL_RANK": str(rank)},
-            start_new_session=True,
-        )
-        for rank in range(2)
-    ]
-
-
 def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
     """Read what a process prints until it prints a line; if it ends without it, raise with what it wrote of its errors."""
     assert process.stdout

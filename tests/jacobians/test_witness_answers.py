@@ -178,6 +178,17 @@ DIFFER = {  # what differences of the three steps are beside the true one, and w
 }
 
 
+def assert_refused_or_undecided(witness, J, refused, monkeypatch):
+    """Assert that differences which J v does not agree with refuse block 2, or leave it undecided."""
+    monkeypatch.setattr(witness, "undecided", [])
+    if refused:
+        with pytest.raises(UsageError, match="J v by differences of its values differs by"):
+            judged(witness, 2, J)
+    else:
+        judged(witness, 2, J)
+    assert witness.undecided == ([] if refused else [2])
+
+
 @pytest.mark.parametrize("what", DIFFER)
 def test_differences_convict_only_if_two_steps_agree(found, what, monkeypatch):
     witness, model = found
@@ -187,14 +198,8 @@ def test_differences_convict_only_if_two_steps_agree(found, what, monkeypatch):
     off = answer.u * (J @ answer.v).norm() / answer.u.norm()
     given = lambda l, step: (true + shares[step] * off,) * 2  # noqa: E731
     monkeypatch.setattr(witness, "_differences_alone", given)
-    monkeypatch.setattr(witness, "undecided", [])
     monkeypatch.setattr(answer, "difference", true + 9 * off)
-    if refused:
-        with pytest.raises(UsageError, match="J v by differences of its values differs by"):
-            judged(witness, 2, J)
-    else:
-        judged(witness, 2, J)
-    assert witness.undecided == ([] if refused else [2])
+    assert_refused_or_undecided(witness, J, refused, monkeypatch)
 
 
 @pytest.mark.parametrize("right", [0, 1, 2])
@@ -242,14 +247,8 @@ def test_a_fault_is_larger_than_a_kink(found, apart, refused, monkeypatch):
     across = across * off.norm() / across.norm()
     sides = [true + off + sign * apart / 2 * across for sign in (1, -1)]
     monkeypatch.setattr(witness, "_differences_alone", lambda l, step: sides)
-    monkeypatch.setattr(witness, "undecided", [])
     monkeypatch.setattr(answer, "difference", true + off)
-    if refused:
-        with pytest.raises(UsageError, match="J v by differences of its values differs by"):
-            judged(witness, 2, J)
-    else:
-        judged(witness, 2, J)
-    assert witness.undecided == ([] if refused else [2])
+    assert_refused_or_undecided(witness, J, refused, monkeypatch)
 
 
 class SecondBlock(Block):

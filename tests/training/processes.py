@@ -10,8 +10,13 @@ from tests import processes
 from tracker.report import write_report
 
 
-def run_on_two_ranks(module: str, directory: Path) -> None:
-    """Run `python -m MODULE DIRECTORY` as two ranks, which must succeed."""
+def run_on_two_ranks(module: str, *arguments: object, rank: str = "RANK") -> None:
+    """Run `python -m MODULE ARGUMENTS` as two ranks, which must succeed.
+
+    Args:
+        rank: the variable that a rank reads its number from. Lightning's is LOCAL_RANK, without which it starts the second rank
+            itself, as a fresh interpreter.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -23,9 +28,9 @@ def run_on_two_ranks(module: str, directory: Path) -> None:
     }
     ranks = [
         processes.start(
-            module, directory, env={**common, "RANK": str(rank)}, stdout=subprocess.DEVNULL
+            module, *arguments, env={**common, rank: str(number)}, stdout=subprocess.DEVNULL
         )
-        for rank in range(2)
+        for number in range(2)
     ]
     try:
         for process in ranks:

@@ -27,6 +27,7 @@ from tests import processes
 from tests.conftest import TINY
 from tests.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
 from tests.stores import lasting
+from tests.training.processes import run_on_two_ranks
 from tests.wandb_runs import of, offline_run, records
 from tracker import measurement
 from tracker.analysis.curves import scalars
@@ -378,9 +379,7 @@ def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedP
 
 
 def run_ranks(*arguments: object) -> None:
-    ranks = processes.start_ranks("tests.lightning_runs", *arguments, "--devices", 2)
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    run_on_two_ranks("tests.lightning_runs", *arguments, "--devices", 2, rank="LOCAL_RANK")
 
 
 @pytest.fixture(scope="module")
