@@ -250,13 +250,6 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
             for level in ds.noise.values[-2:]:
                 similarity = ds.noise_similarity.sel(depth=depth, noise=level).mean("position")
                 yield f"noise_similarity, noise of {level:g}, after block {depth}", similarity, None
-    for name in filter(ds.data_vars.__contains__, ("direction_out_score", "direction_in_score")):
-        above = ds[name] > ds[f"{name}_null"]
-        yield (
-            f"share of {name} above the null level",
-            above.mean(("token", "layer", "direction")),
-            None,
-        )
 
 
 def table(ds: xr.Dataset) -> str:

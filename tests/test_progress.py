@@ -32,7 +32,7 @@ METHODS = {
     },
     "in a file, of blocks": {
         "memory_budget": 20_000,
-        "measures": ["coupling", "products", "depth_use", "directions"],
+        "measures": ["coupling", "products", "depth_use"],
     },
     "tokens": {"tokens": [0, 3, -1]},
     "tokenwise": {"measures": ["tokenwise"], "pair_tokens": 3},

@@ -32,17 +32,13 @@ NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length, relative to that
 
 @dataclass(eq=False)
 class Block:
-    """A block's Jacobian at a token, the state x that enters it and what it adds, f; the Jacobians of its halves.
-
-    `logits` is their derivative by the token's last state.
-    """
+    """A block's Jacobian at a token, the state x that enters it and what it adds, f; the Jacobians of its halves."""
 
     J: np.ndarray
     x: np.ndarray
     f: np.ndarray
     ks: Sequence[int]
     halves: Mapping[str, np.ndarray]
-    logits: np.ndarray | None
 
     def __post_init__(self):
         self.U, self.s, Vh = np.linalg.svd(self.J)
@@ -97,7 +93,7 @@ class Sample:
         J = oracle.jacobian(l, self.b, source, token).detach().numpy()
         halves = self._halves(l, source) if self.halves and source == token else {}
         x, f = self.X[l, token], self.X[l + 1, token] - self.X[l, token]
-        return Block(J, x, f, self.ks, halves, self._logits(token))
+        return Block(J, x, f, self.ks, halves)
 
     def _halves(self, l: int, t: int) -> dict[str, np.ndarray]:
         """Return the Jacobians of a block in which the output of the other half is the constant that it has."""
@@ -112,14 +108,6 @@ class Sample:
             found[half] = self.oracle.jacobian(l, self.b, t, t).detach().numpy()
             hooks.remove()
         return found
-
-    def _logits(self, t: int) -> np.ndarray | None:
-        if self.unembedding is None:
-            return None
-        norm, head = self.norm or nn.Identity(), self.unembedding
-        return (
-            torch.func.jacrev(lambda x: head(norm(x)))(self.oracle.last[self.b, t]).detach().numpy()
-        )
 
     @cached_property
     def compared(self) -> list[int]:
@@ -247,28 +235,6 @@ def in_directions(b: Block, half: str) -> np.ndarray:
     return b.U[:, : b.least].T @ b.halves[half] @ b.V[:, : b.least]
 
 
-def along(b: Block, side: str, value: Callable[[np.ndarray], Any], undefined: Any) -> list:
-    """Return a value of the logits along u_k, or v_k, with the sign of the larger score of u_k."""
-    found = []
-    for u, v in zip(b.U.T[: min(5, b.K)], b.V.T, strict=False):
-        z = b.logits @ u
-        sign = 1 if score(z) >= score(-z) else -1
-        found.append(
-            value(sign * (b.logits @ (u if side == "out" else v)))
-            if b.determined(b.K)
-            else undefined
-        )
-    return found
-
-
-def score(z: np.ndarray) -> float:
-    return (z.max() - z.mean()) / z.std()
-
-
-def words(z: np.ndarray) -> str:
-    return ", ".join(f"#{i}" for i in np.argsort(-z)[:5])
-
-
 OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "singular_value": lambda b: b.s[: b.K],
     "isotropic": lambda b: np.trace(b.J) / b.d,
@@ -316,11 +282,6 @@ for half, other in (("attention", "mlp"), ("mlp", "attention")):
         f"{half}_miscoupling_null": lambda b, mutual=mutual: mutual(b, levels_of_halves),
         f"{half}_matrix": lambda b, half=half: in_directions(b, half),
     }
-for side in ("out", "in"):
-    OF_BLOCKS[f"direction_{side}_score"] = partial(
-        along, side=side, value=score, undefined=math.nan
-    )
-    OF_BLOCKS[f"direction_{side}_words"] = partial(along, side=side, value=words, undefined="")
 
 
 # Of the blocks at a token, from the first to one or from one to the last.
@@ -598,29 +559,10 @@ def noise_similarity(sample: Sample) -> np.ndarray:
     return np.array(found)
 
 
-def random_logits(sample: Sample) -> list[np.ndarray]:
-    """Return the logits along 256 random directions at each token, whose last state the block's number does not change."""
-    directions = sample.drawn(256, sample.X.shape[-1])
-    return [directions @ sample.block(0, t, t).logits.T for t in sample.tokens]
-
-
-def random_score(sample: Sample, signs: Sequence[int]) -> list[float]:
-    scores = (
-        [max(score(sign * z) for sign in signs) for z in of_token]
-        for of_token in random_logits(sample)
-    )
-    return [np.quantile(of_token, 0.95) for of_token in scores]
-
-
 OF_SAMPLES: dict[str, Callable[[Sample], Any]] = {
     "entropy": entropy,
     "pca": principal_plane,
     "noise_similarity": noise_similarity,
-    "direction_out_score_null": partial(random_score, signs=(1, -1)),
-    "direction_in_score_null": partial(random_score, signs=(1,)),
-    "direction_random_words": lambda sample: [
-        [words(of_token[0])] for of_token in random_logits(sample)
-    ],
     "lyapunov_exponent": exponents,
     "diagnostics_sliced": lambda sample: np.full((len(sample.tokens), sample.L), sample.sliced),
     "token_position": lambda sample: sample.tokens,

@@ -94,16 +94,10 @@ def test_padding_changes_no_draw():
     ids = inputs_of([0, 1])["inputs"]
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    how = {"measures": ["coupling", "noise", "directions"], "dtype": "float64", "k": 3}
+    how = {"measures": ["coupling", "noise"], "dtype": "float64", "k": 3}
     together = tracker.measure(model, {"input_ids": ids, "attention_mask": mask}, **how)
     positions = {"position_ids": torch.arange(3, ids.shape[1])[None]}
     alone = tracker.measure(model, {"input_ids": ids[1:, 3:], **positions}, **how)
     np.testing.assert_allclose(
         together.noise_similarity[1, ..., 3:], alone.noise_similarity[0], atol=1e-8
-    )
-    np.testing.assert_allclose(
-        together.direction_out_score_null[1], alone.direction_out_score_null[0], atol=1e-8
-    )
-    assert not np.allclose(
-        together.direction_out_score_null[0], together.direction_out_score_null[1], atol=1e-3
     )

@@ -202,16 +202,11 @@ GROW = [
 OF_STATES = [
     name
     for name in BY_NAME
-    if BY_NAME[name].option in ("trajectory", "entropy", "pca", "products", "directions", "noise")
+    if BY_NAME[name].option in ("trajectory", "entropy", "pca", "products", "noise")
 ]
 DRAWN = dict.fromkeys(
     (
-        *(
-            "noise_similarity",
-            "direction_out_score_null",
-            "direction_in_score_null",
-            "direction_random_words",
-        ),
+        "noise_similarity",
         *(name for name in BY_NAME if "_level" in name),
     )
 )

@@ -18,7 +18,7 @@ CALLS = DEPTH + 1  # the blocks, and the last one with the final norm
 ONE = WIDTH**2 * 8  # bytes of one block's Jacobian at one row, in float64
 OPTIONS = {"k": (3, 6), "tokens": "last", "svd": "full", "dtype": "float64", "witness": "off"}
 OF_ALL = {
-    "measures": ("coupling", "vju", "products", "normality", "depth_use", "directions"),
+    "measures": ("coupling", "vju", "products", "normality", "depth_use"),
     "keep": "jacobian",
 }
 

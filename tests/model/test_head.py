@@ -140,17 +140,6 @@ def test_all_without_a_head_that_is_a_module_leaves_out_entropy_with_a_warning(h
     assert "entropy" in named
 
 
-def test_an_unembedding_that_the_pass_shows_gives_words():
-    model, inputs = FOUND["linear, tied"].eval(), tokens(2, 7)
-    options = dict(measures=["coupling", "directions"], k=2, dtype="float64")
-    found, named = (
-        tracker.measure(model, inputs, blocks=find_blocks(model, unembedding=name), **options)
-        for name in (None, "logits")
-    )
-    np.testing.assert_array_equal(found.direction_out_words, named.direction_out_words)
-    assert "direction_out_words" in tracker.measure(model, inputs, measures="all", k=2)
-
-
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_heads_of_many_forms_are_recognised(head, dtype):

@@ -5,7 +5,7 @@ FILES = (  # that decide numbers
     *(
         f"tracker/measures/{name}.py"
         for name in (
-            "coupling trajectory states single_blocks block_products block_halves directions tokenwise depthwise rotations"
+            "coupling trajectory states single_blocks block_products block_halves tokenwise depthwise rotations"
         ).split()
     ),
     *(
@@ -25,7 +25,6 @@ TESTS: dict[str, str] = {
     "tracker/measures/coupling.py": "null_levels formulas",
     "tracker/measures/states.py": "formulas measure tokenwise post_norm",
     "tracker/measures/trajectory.py": "formulas",
-    "tracker/measures/directions.py": "formulas",
     "tracker/measures/tokenwise.py": "formulas",
     "tracker/measures/depthwise.py": "formulas",
     "tracker/measures/single_blocks.py": "of_blocks formulas",
@@ -132,9 +131,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "_couplings: plan.memory // 2 -> plan.memory // 3": "memory, which changes no number",
         "_measures: max(1, AT_ONCE // A[0].numel()) -> max(2, AT_ONCE // A[0].numel())": "rows at once, which change no number",
         "_groups: free == 0 -> free != 0": "the same",
-    },
-    "tracker/measures/directions.py": {
-        "in_words.texts: ids.reshape(-1, ids.shape[-1]) -> ids.reshape(-2, ids.shape[-1])": "NumPy takes any negative length as the missing one",
     },
     "tracker/measures/rotations.py": {
         "mean_levels: max(ks) ** 2 -> max(ks) * 2": "rows at once, which change no number",

@@ -83,11 +83,6 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
     # Signs of singular vectors are arbitrary, so entries of A differ in sign between prompts.
     if "matrix" in results:
         summary["matrix_absolute"] = mean(abs(results.variables["matrix"]), SAMPLES)
-    summary |= {  # of the first prompt at its first measured token
-        measure.name: results.variables[measure.name].isel(prompt=0, token=0)
-        for measure in MEASURES
-        if measure.option == "directions" and measure.name in results
-    }
     summary |= _tokenwise(results) | _certificates(results)
     summary |= {name: results.variables[name] for name in KEPT if name in results}
     parts = [_singular_values(results), _states(results)]

@@ -24,7 +24,6 @@ from tracker.jacobians.witness import Witness
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
-from tracker.measures.directions import in_words
 from tracker.measures.equal_blocks import ATTRIBUTE, NONE, equal_blocks
 from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
@@ -156,7 +155,6 @@ def record_call(
     # The blocks may take more positions than the prompt has tokens.
     if len(batch.token_texts) == n:
         samples[0].token_texts = batch.token_texts
-    samples[0].decode = batch.decode
     if batch.ids is not None:
         for sample, ids in zip(samples, batch.ids.cpu().numpy(), strict=True):
             sample.ids = ids
@@ -298,7 +296,6 @@ def measure_calls(
         checked = ", ".join(map(str, jacobians.derivative_checked))
         sample.attributes["derivative_checked"] = checked or "none"
         sample.attributes["witness"] = str(jacobians.witness or "not asked")
-        sample.decode = None  # samples are sent between processes
     return samples
 
 
@@ -329,7 +326,7 @@ def _measure_jacobians(
         of_rows = [of_call[b] for _, rows, of_call in pending for b in rows.sample.tolist()]
         # One row after another: a group's Jacobians are freed before those of the next are formed.
         for sample, values in zip(of_rows, depthwise_couplings(jacobians, rows, plan), strict=True):
-            sample.add_token(in_words(values, sample.decode))
+            sample.add_token(values)
 
 
 def _steps(rows: Rows, samples: Sequence[Sample], settings: Settings, plan: Plan) -> int:

@@ -6,7 +6,7 @@ of a measure are undefined.
 """
 
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -161,7 +161,7 @@ def _described(name: Hashable) -> Measure | Coordinate | None:
     return BY_NAME.get(str(name)) or COORDINATES.get(str(name))
 
 
-FROM_ONE = ("layer", "layer_other", "rank", "exponent", "direction", "row", "column", "component")
+FROM_ONE = ("layer", "layer_other", "rank", "exponent", "row", "column", "component")
 
 
 @dataclass
@@ -177,7 +177,6 @@ class Sample:
         notes: attribute of the Dataset -> layer -> text. `fallbacks`: why its Jacobians were evaluated over the full sequence;
             `independent_checks`: what agrees with its Jacobian where differences of values do not or can't be used;
             `without_halves`: why its attention and MLP were not measured apart.
-        decode: token ids -> text, while the sample is measured.
         random_seed: of the random numbers that the sample's forward pass drew; None if it drew none.
         basis_layers: block l -> basis block l', across tokens.
         digest: a hash of its inputs, without padding; 0 where they are not known by themselves.
@@ -194,7 +193,6 @@ class Sample:
     basis_layers: dict[int, int] = field(default_factory=dict)
     token_texts: Sequence[str] = ()
     ids: np.ndarray | None = None
-    decode: Callable[[list[int]], str] | None = None
     random_seed: int | None = None
     digest: int = 0
 

@@ -173,10 +173,6 @@ COORDINATES = {
     ),
     "rank": Coordinate("rank of the singular value", "k = 1, …, K; 1 is the largest"),
     "exponent": Coordinate("rank of the exponent", "k = 1, …, d; 1 is the largest"),
-    "direction": Coordinate(
-        "rank of the singular direction", "k = 1, 2, …; 1 is that of the largest singular value"
-    ),
-    "random": Coordinate("number of the random direction", "0, 1, …"),
     "row": Coordinate("row of A", "1, …, K", "paper, eq. 10"),
     "column": Coordinate("column of A", "1, …, K", "paper, eq. 10"),
     "output": Coordinate("component of the block's output", "0, …, d − 1"),

@@ -32,7 +32,6 @@ from tracker.measures.block_halves import half_values
 from tracker.measures.block_products import Products
 from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers, overlap
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
-from tracker.measures.directions import LastStates, heads, measure_directions
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import Plan, measured_calls
 from tracker.measures.rotations import frames, mean_levels, turned
@@ -81,10 +80,7 @@ def _couplings(
         values |= {
             f"{name}{end}": value for name, value in spectra(chosen, plan.ks, SPECTRA).items()
         }
-    head = heads(group) if "directions" in measures else None
-    values |= measure_blocks(
-        layers[:L], blocks[:L], measures, head, plan.memory // 2, halves, min(plan.ks)
-    )
+    values |= measure_blocks(layers[:L], blocks[:L], measures, halves, min(plan.ks))
     # All arrays of a device in one copy, which waits for it once.
     arrays = to_arrays(values)
     for end, chosen in of_calls.items():
@@ -267,8 +263,6 @@ def measure_blocks(
     layers: Sequence[Layer],
     blocks: Sequence[Sequence[CallRows]],
     choices: Sequence[str],
-    head: LastStates | None,
-    memory: int,
     halves: HalfJacobians | None,
     K: int,
 ) -> dict[str, Tensor]:
@@ -276,8 +270,6 @@ def measure_blocks(
 
     Args:
         blocks: the recorded calls of each block, with the rows of each.
-        head: the model's head, for the words of directions.
-        memory: bytes that logits may take.
         halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
     # Rows of states are selected, and Jacobians formed again, only where a measure needs them.
@@ -302,8 +294,6 @@ def measure_blocks(
         if products is not None:
             products.add(l, block.J)
     values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}
-    if head is not None and "directions" in choices:
-        values |= measure_directions(head, [layer.triplets for layer in layers], memory)
     # The products to the last block begin there, so they need the Jacobians a second time, in the other order.
     if products is not None:
         values |= products.values(lambda l: layers[l - 1].jacobian())

@@ -98,7 +98,7 @@ class Cost:
 
 ROWS = 4  # token rows at most that are timed together
 BRIEF = 2.0  # seconds below which a timing is repeated, as libraries start up in the first
-NOT_TIMED = ("products", "directions", "tokenwise")
+NOT_TIMED = ("products", "tokenwise")
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 
 T = TypeVar("T")
@@ -213,7 +213,7 @@ def _seconds_of_blocks(case: _Case) -> float:
         blocks = [[(call, rows)] * repeats for call in calls]
         layers = layers_of(jacobians, blocks, plan)
         pairs(layers, plan.ks, plan.measures, [layers[0].triplets] * plan.of_row)
-        measure_blocks(layers, blocks, choices, None, plan.memory // 2, halves, min(plan.ks))
+        measure_blocks(layers, blocks, choices, halves, min(plan.ks))
 
     # The first and the last block may be unlike the others.
     first, *others = _from_the_middle(case.recording)

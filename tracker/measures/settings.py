@@ -55,12 +55,6 @@ CHOICES = (
         of_jacobians="products",
     ),
     Choice(
-        "directions",
-        "words that the singular directions of each block stand for, by the unembedding",
-        needs="coupling",
-        of_jacobians="products",
-    ),
-    Choice(
         "halves",
         "attention and MLP of each block apart, where its modules show them",
         needs="coupling",

@@ -92,16 +92,15 @@ def measure_states(
         valid: the positions of each sample that are not padding.
 
     Raises:
-        UsageError: if entropy or words for directions are requested by name and the model has no unembedding.
+        UsageError: if entropy is requested by name and the model has no unembedding.
     """
     device, head = replica.device, recording.head
     # Only where it was named: "all" measures what the model has.
-    for name in ("entropy", "directions"):
-        if head is None and name in settings.measures:
-            raise UsageError(
-                f"measures={name!r}, but no unembedding was found in this model: name the module that maps a hidden state to "
-                "logits, blocks=find_blocks(model, unembedding=...)"
-            )
+    if head is None and "entropy" in settings.measures:
+        raise UsageError(
+            "measures='entropy', but no unembedding was found in this model: name the module that maps a hidden state to "
+            "logits, blocks=find_blocks(model, unembedding=...)"
+        )
     _, n, d = recording.calls[0].x.shape
     scalars = d
     requested: list[StateMeasure] = []

@@ -4,7 +4,7 @@ Prompts are never padded: each has its own forward pass.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as shortened
 from typing import Any
@@ -46,7 +46,6 @@ class Batch:
     token_texts: Sequence[str] = ()  # of a prompt's tokens, if their tokenizer has `decode`
     ids: Tensor | None = None  # (B, n) token ids
     special: SpecialTokens = SpecialTokens()
-    decode: Callable[[list[int]], str] | None = None  # token ids -> text, of a prompt's tokenizer
 
     def by_sample(self) -> "list[Batch]":
         """Return one forward call for each sample."""
@@ -287,9 +286,7 @@ def _prompt(
     decode = getattr(tokenizer, "decode", None)
     texts = [decode([token]) for token in ids[0].tolist()] if decode else ()
     batch = _batch(model, arguments, keywords, ids, None, [prompt])
-    return replace(
-        batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer), decode=decode
-    )
+    return replace(batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer))
 
 
 def _batch(

@@ -111,7 +111,6 @@ def _base64(values: np.ndarray) -> str:
     return base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
 
 
-DIRECTIONS = 10_000  # directions at most whose words are carried, over all steps and blocks
 # Bytes at most, of each kind in all
 MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000
 
@@ -183,7 +182,6 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "plane": _packed(ds, "pca_paths", ("path", "depth", "component"), 16, 1, PATHS)
         if "pca_paths" in ds
         else None,
-        "directions": _directions(ds) if "direction_out_words" in ds else None,
         "noise": _noise(ds) if "noise_similarity_ends" in ds else None,
     }
     return data
@@ -329,26 +327,6 @@ def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[s
             ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3
         )
     return data
-
-
-def _directions(ds: xr.Dataset) -> dict[str, Any]:
-    """Return words and scores of singular directions by step and block, at few enough steps, and those of random directions."""
-    # Words are text, which no code makes shorter.
-    of_step = ds["direction_out_words"].sizes["layer"] * ds.sizes["direction"]
-    kept = evenly_spaced(ds.sizes["step"], max(1, DIRECTIONS // of_step))
-    at = ds.isel(step=kept)
-    parts = {
-        f"{part}_{of}": at[f"direction_{part}_{of}"].transpose("step", "layer", "direction").values
-        for part in ("out", "in")
-        for of in ("words", "score")
-    }
-    nulls = {f"{part}_null": at[f"direction_{part}_score_null"].values for part in ("out", "in")}
-    words = [texts[0] for texts in at["direction_random_words"].transpose("step", "random").values]
-    return {
-        "steps": kept,
-        "random": jsonable(words),
-        **{name: jsonable(values) for name, values in (parts | nulls).items()},
-    }
 
 
 def _token_layers(ds: xr.Dataset) -> dict[str, Any]:

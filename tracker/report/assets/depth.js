@@ -79,12 +79,11 @@ for (const chart of data.texts.charts) {
   figures[chart.id] = of(chart);
 }
 
-// A table of texts and numbers; `faint` tells which cells are grey.
-function listing(id, head, lines, faint = () => false) {
-  const cell = (text, row, column) => element("td", { className: [/^(< )?[-\d.e]+$/.test(text) && "number", faint(row, column) &&
-    "faint"].filter(Boolean).join(" ") }, String(text));
+// A table of texts and numbers.
+function listing(id, head, lines) {
+  const cell = (text) => element("td", { className: /^[-\d.e]+$/.test(text) ? "number" : "" }, String(text));
   const table = element("table", {}, element("thead", {}, element("tr", {}, ...head.map((text) => element("th", { scope: "col" },
-    text)))), element("tbody", {}, ...lines.map((line, i) => element("tr", {}, ...line.map((text, j) => cell(text, i, j))))));
+    text)))), element("tbody", {}, ...lines.map((line) => element("tr", {}, ...line.map(cell)))));
   table.setAttribute("aria-labelledby", `${id}-title`);
   return table;
 }
@@ -107,32 +106,6 @@ figures.used = {
     };
   },
 };
-
-// Words that the singular directions of the chosen block stand for, beside those of a random direction.
-figures.words = {
-  has: () => Boolean(model().directions),
-  title: () => `${ofModel()}Words for the directions of block ${state.l}, step ${stepName(wordsStep())}`,
-  draw() {
-    const d = model().directions,
-      i = wordsAt(),
-      of = (name) => d[name][i][state.l - 1],
-      round = (value) => (value === null ? "" : value.toFixed(1)),
-      ks = range(of("out_words").length, 1),
-      nulls = { out: d.out_null[i], in: d.in_null[i] };
-    const chance = (row, column) => column > 0 && (row === ks.length || !(of(column < 3 ? "out_score" : "in_score")[row] >=
-      nulls[column < 3 ? "out" : "in"]));
-    return {
-      element: listing("words", ["k", "output direction uₖ", "score", "input direction vₖ", "score"], [...ks.map((k, row) => [k,
-          of("out_words")[row], round(of("out_score")[row]), of("in_words")[row], round(of("in_score")[row])]),
-        ["random", d.random[i], `< ${round(nulls.out)}`, "", `< ${round(nulls.in)}`]], chance),
-      table: () => records({ model: model().name, step: wordsStep(), layer: state.l }, { direction: ks, out_words: of("out_words"),
-        out_score: of("out_score"), out_score_null: ks.map(() => nulls.out), in_words: of("in_words"), in_score: of("in_score"),
-        in_score_null: ks.map(() => nulls.in) }),
-    };
-  },
-};
-const wordsStep = () => model().steps[model().directions.steps[wordsAt()]];
-const wordsAt = () => Math.max(0, model().directions.steps.findLastIndex((step) => step <= stepIndex()));
 
 figures.singular = {
   has: () => Boolean(model().singular),
