@@ -5,16 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xarray as xr
 
-from tracker.analysis.null_levels import level_variable, null_level
-from tracker.measures.coupling import BY_ROTATIONS
+from tracker.analysis.null_levels import OF_JACOBIANS
+from tracker.measures.coupling import BY_ROTATIONS, Moments, Overlap, level_name, null_levels
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.measures.trajectory import DECLARED as TRAJECTORY
 from tracker.store import Store
 from tracker.version import SCHEMA
 
+WIDTH = 64  # of the models
 # What differs between two runs with the same numbers. In a resumed store, the convention comes from the store, and which blocks
 # are checked in full depends on what a process has measured.
 VOLATILE = ("created", "seconds", "final_norm_reason", "witness", "derivative_checked")
@@ -90,6 +92,14 @@ def unit(
         for name in ("symmetric_norm", "antisymmetric_norm")
     }
     zeros = np.zeros((prompts, 1, len(ks), L), np.float32)
+    moments = Moments(*(torch.from_numpy(variables[name][1]) for name in OF_JACOBIANS))
+    of_ks = []
+    for k in ks:
+        unrelated = Overlap(torch.zeros(prompts, 1, L, k), *torch.zeros(2, prompts, 1, L))
+        top = torch.from_numpy(s[..., :k])
+        of_ks.append(torch.stack(null_levels(BY_ROTATIONS, top, moments, unrelated, WIDTH)))
+    for name, level in zip(BY_ROTATIONS, torch.stack(of_ks, 3), strict=True):
+        variables[level_name(name, name)] = pair, np.where(diagonal, 0, level.numpy())
     variables |= {f"overlap_{power}": (pair[:-1], zeros) for power in ("squares", "fourths")}
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
@@ -142,7 +152,7 @@ def unit(
     described = {
         "window": 3,
         "post_norm": 0,
-        "width": 64,
+        "width": WIDTH,
         "blocks": ", ".join(f"h.{l}" for l in range(L)),
         "fallbacks": "{}",
     }
@@ -155,7 +165,4 @@ def unit(
             **attributes,
         }
     )
-    levels = {level_variable(name): null_level(dataset, name) for name in BY_ROTATIONS}
-    return dataset.assign(
-        {name: (pair, level.values.astype(np.float32)) for name, level in levels.items()}
-    )
+    return dataset

@@ -2,4 +2,4 @@
 
 __version__ = "0.2.0"
 # Of the Dataset: raised when a variable changes its meaning; stores of another schema are refused
-SCHEMA = 3
+SCHEMA = 4

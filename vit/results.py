@@ -28,7 +28,7 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
 
     Returns:
         `accuracy` (cell), in [0, 1], and `loss`, of the test; `miscoupling` and its `null` level (cell, step, token, measure,
-        k, pairs), NaN where it is approximate and in a file that was made without it; `training_loss` (cell, step), NaN where it
+        k, pairs), NaN in a file that was made without it; `training_loss` (cell, step), NaN where it
         was not recorded; along `cell` the coordinates weight_decay, drop_path and seed. The attribute `unfinished` lists the
         cells left out and why, `recipe` is what all cells share, `chance` the accuracy of one answer for all test images, if it
         was recorded.
@@ -108,7 +108,7 @@ def _read_directory(directory: Path) -> xr.Dataset:
         first = first or (cell, recipe)
         _require_same(recipe, first[1], cell, first[0])
         store = Store(cell / "coupling")
-        points = _with_exact_levels(read_miscouplings(store.path))
+        points = read_miscouplings(store.path)
         # What the measurement chose
         tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]
         losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
@@ -138,11 +138,6 @@ def _read_directory(directory: Path) -> xr.Dataset:
         recipe=json.dumps(recipe, sort_keys=True),
         **chance,
     )
-
-
-def _with_exact_levels(points: xr.Dataset) -> xr.Dataset:
-    """Leave out approximate null levels: cells of an earlier version have them, which others of the same grid may not have."""
-    return points.drop_vars("approximate").assign(null=points["null"].where(~points["approximate"]))
 
 
 def _require_same(recipe: dict, other: dict, where: Path, elsewhere: Path) -> None:

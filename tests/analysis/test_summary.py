@@ -11,9 +11,9 @@ from scipy import stats
 import tracker
 from tests.analysis.test_regression import assert_covers
 from tests.models import Size, neox, tokens
-from tests.stores import generated, stored
+from tests.stores import generated
 from tracker.analysis.curves import curves
-from tracker.analysis.reduction import read_reduced, reduced
+from tracker.analysis.reduction import reduced
 from tracker.analysis.summary import _Cell, summary_of_reduced
 from tracker.common.errors import UsageError
 from tracker.store import Store, open_results
@@ -134,30 +134,6 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
         summary_of_reduced({"": reduced(ds)}),
     ):
         pd.testing.assert_frame_equal(pd.DataFrame(other), pd.DataFrame(table), rtol=1e-6)
-
-
-def test_a_step_of_an_earlier_version_withholds_its_own_intervals_alone(store, tmp_path):
-    """As a table of the store, of its Dataset and of reduced units."""
-    units = {step: Store(store).read(step) for step in STEPS}
-    units[0] = units[0].drop_vars([name for name in units[0].data_vars if "_level" in name])
-    mixed = stored(tmp_path / "mixed", units)
-    table = tracker.summary(mixed)
-    rows = table.loc["offdiag_normalized", "all pairs"]
-    assert rows.low.isna().tolist() == [True] + [False] * (len(rows) - 1)
-    assert (
-        rows.answer == "no test: the null level is approximate"
-    ).tolist() == rows.low.isna().tolist()
-    for other in (
-        open_results(mixed.path),
-        reduced(open_results(mixed.path)),
-        read_reduced(mixed.path),
-    ):
-        found = (
-            tracker.summary(other)
-            if "miscoupling_matrix" not in other
-            else summary_of_reduced({"": other})
-        )
-        pd.testing.assert_frame_equal(pd.DataFrame(found), pd.DataFrame(table), rtol=1e-6)
 
 
 def test_results_side_by_side(store, tmp_path):
@@ -341,13 +317,6 @@ def test_where_there_is_no_test():
         answer(ds.assign_attrs(equal_blocks="one module: 1 2 3 4"))
         == "no test: the blocks are one module"
     )
-    old = tracker.summary(ds.drop_vars([name for name in ds.data_vars if "_level" in name]))
-    of_formula = old.loc["offdiag_normalized", "all pairs"]
-    assert of_formula.answer == "no test: the null level is approximate"
-    assert np.isnan(of_formula.low) and of_formula.coupling == pytest.approx(
-        of_formula.null_level - of_formula.value
-    )
-    assert old.loc["miscoupling", "all pairs"].answer in ("above 0", "not above 0")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         undefined = ds.assign({name: ds[name] * np.nan for name in ("miscoupling", "lss")})

@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.models import VOCABULARY, Size, neox
 from tests.rounding import rounding
 from tests.stores import stored
-from tracker.analysis.across_models import compare_models, subset_fits
+from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
 from tracker.common.errors import UsageError
@@ -678,48 +678,6 @@ def test_definitions_by_the_paper_s_convention_are_minus_the_mis_coupling():
         abs(ours.r[row.Index] - row.r) > 1e-3
         and "r of coupling and score" in figure.axes[-1].get_ylabel()
     )
-
-
-def test_couplings_below_approximate_null_levels_have_no_intervals():
-    note, exact = "null level approximate, measure again", scored(steps=(0, 1))
-    for ds in exact.values():
-        ds["tokens_seen"] = "step", [0.0, ds.attrs["width"]]
-    first = exact["model0"]
-    old = first.drop_vars([name for name in first.data_vars if "_level" in name])
-    mixed = exact | {"model0": old.assign_coords(tokens_seen=first["tokens_seen"])}
-    results = {name: ds.set_coords("tokens_seen") for name, ds in mixed.items()}
-    for name in ("1a", "7", "8", "35", "36"):
-        figure, table = draw(name, results, K)
-        low, high = (
-            table[f"coupling by eq. 14, K = {K} {end}"].isna().tolist() for end in ("low", "high")
-        )
-        assert low == high == [True, False, False, False], name
-        assert f"{note}: model0." in figure.get_supxlabel().replace("\n", " "), name
-    for name, word in (("1b", "coupling"), ("15", "coupling")):
-        figure, table = draw(name, results, K)
-        assert (
-            table[word].notna().all()
-            and (table[["low", "high"]].isna().all(axis=1) == (table.result == "model0")).all()
-        )
-        legends = " ".join(
-            axes.get_legend().get_texts()[i].get_text() for axes in figure.axes for i in range(2)
-        )
-        assert legends.count(note) == 1, name
-    for name in ("definitions", "table4"):
-        assert f"{note}: model0." in draw(name, results, K)[0].get_supxlabel().replace("\n", " "), (
-            name
-        )
-    page = compare_models({name: reduced(ds) for name, ds in results.items()})["coupling"]
-    of_eq_14, of_m_k = (
-        page[name][K]["mean_offdiag"] for name in ("offdiag_normalized", "miscoupling")
-    )
-    assert of_eq_14["approximate"] == ["model0"] and of_m_k["approximate"] == []
-    assert [[end is None for end in ends] for ends in of_eq_14["interval"]] == [
-        [True, False, False, False]
-    ] * 2
-    assert not any(None in ends for ends in of_m_k["interval"])
-    titles = [axes.get_title() for axes in draw("9", results, K)[0].axes]
-    assert [note in title for title in titles] == ["model0" in title for title in titles]
 
 
 @pytest.mark.slow

@@ -6,12 +6,12 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import build
-from tracker.analysis.null_levels import is_approximate, null_level, null_spread
+from tests.models import Size, build, neox, tokens
+from tracker.analysis.null_levels import null_level, null_spread
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
 from tracker.measures.coupling import DEFINITIONS
-from tracker.measures.registry import BY_NAME, MISCOUPLINGS
+from tracker.measures.registry import MISCOUPLINGS
 
 DRAWS = 2000
 
@@ -178,35 +178,6 @@ def test_the_spread_of_a_dataset():
         assert l == m or found.values[p, t, 0, l, m] == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def earlier():
-    """Results without measured levels, with the Jacobians."""
-    model, inputs = build("gpt_neox")
-    measures = "coupling,vju"
-    ds = tracker.measure(
-        model.double(), inputs, k=(2, 5), dtype="float64", measures=measures, keep="jacobian"
-    )
-    return ds.drop_vars([name for name in ds.data_vars if "_level" in name])
-
-
-def test_formulas_of_a_dataset(earlier):
-    """Against the formula for each pair by itself; a block's own basis is trivial, and not with swapped sides."""
-    d, L = earlier.attrs["width"], earlier.sizes["layer"]
-    found = {name: null_level(earlier, name) for name in MISCOUPLINGS}
-    swapped = null_level(earlier, "offdiag_vju")
-    for p, t, l, m in np.ndindex(earlier.sizes["prompt"], earlier.sizes["token"], L, L):
-        J = torch.from_numpy(earlier.jacobian.values[p, t])
-        for i, k in enumerate((2, 5)):
-            s = torch.linalg.svdvals(J[l])[None, :k]
-            given = s, coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], k)[2], d
-            for name in MISCOUPLINGS:
-                expected = 0.0 if l == m else float(coupling.null_level(name, *given))
-                value = float(found[name].transpose("prompt", "token", "k", ...)[p, t, i, l, m])
-                assert value == pytest.approx(expected, rel=1e-5), name
-            value = float(swapped.transpose("prompt", "token", "k", ...)[p, t, i, l, m])
-            assert value == pytest.approx(float(coupling.null_level("offdiag", *given)), rel=1e-5)
-
-
 def test_the_level_by_the_other_norm_is_read_from_singular_values():
     """Measured with that of the release, with the dimensions of what it is the level of."""
     model, inputs = build("gpt_neox")
@@ -222,16 +193,18 @@ def test_the_level_by_the_other_norm_is_read_from_singular_values():
     assert undefined.where(undefined.layer != undefined.layer_other).isnull().all()
 
 
-def test_singular_values_of_all_ranks_are_needed(earlier):
-    for ranks in ([0, 1, 2, 3], [1, 2, 3, 4]):
-        some = earlier.isel(rank=ranks)
-        with pytest.raises(UsageError, match="a null level needs rank 1 to 5"):
-            null_level(some, "offdiag")
-    few = earlier.isel(rank=[0, 1], k=[0])
-    xr.testing.assert_equal(null_level(few, "offdiag"), null_level(earlier, "offdiag").isel(k=[0]))
+def test_singular_values_of_all_ranks_are_needed():
+    ds = tracker.measure(neox(size=Size(width=48)), tokens(2), k=(2, 5))
+    of_trace = "miscoupling_release_trace"
+    for analysis, name in ((null_level, of_trace), (null_spread, "miscoupling")):
+        for ranks in ([0, 1, 2, 3], [1, 2, 3, 4]):
+            with pytest.raises(UsageError, match="needs rank 1 to 5"):
+                analysis(ds.isel(rank=ranks), name)
+        few = analysis(ds.isel(rank=[0, 1], k=[0]), name)
+        xr.testing.assert_equal(few, analysis(ds, name).isel(k=[0]))
 
 
-def test_what_a_level_is_read_from_is_named(earlier):
+def test_what_a_level_is_read_from_is_named():
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=3)
     for name in ("miscoupling_release", "miscoupling_release_trace"):
@@ -242,7 +215,7 @@ def test_what_a_level_is_read_from_is_named(earlier):
         with pytest.raises(UsageError, match=f"the null level of {name} needs {needed}, which"):
             null_level(ds[[name]], name)
     with pytest.raises(UsageError, match="needs miscoupling_level, which this part"):
-        null_level(earlier[["miscoupling", "singular_value", "isotropic"]], "miscoupling")
+        null_level(ds[["miscoupling", "singular_value", "isotropic"]], "miscoupling")
 
 
 def test_the_spread_is_known_up_to_a_ninth_of_the_width():
@@ -280,32 +253,7 @@ def test_steps_and_prompts_are_read_in_parts(monkeypatch):
     model, inputs = build("gpt_neox")
     units = [tracker.measure(model, inputs, k=3).assign_coords(step=step) for step in (0, 1)]
     ds = xr.concat(units, "step")
-    ds = ds.drop_vars([name for name in ds.data_vars if "_level" in name])
-    whole = null_level(ds, "miscoupling_release")
+    whole = null_spread(ds)
     monkeypatch.setattr("tracker.analysis.null_levels.AT_ONCE", 1)
-    np.testing.assert_array_equal(whole, null_level(ds, "miscoupling_release"))
-    assert whole.dims == ds.miscoupling_release.dims
-
-
-def test_results_of_earlier_versions_have_levels_of_formulas():
-    """Also where steps of an earlier version are joined with later ones."""
-    model, inputs = build("gpt_neox")
-    new = tracker.measure(model, inputs, k=(2, 5), measures="all,tokenwise")
-    old = new.drop_vars([name for name in new.data_vars if "_level" in name])
-    joined = xr.concat(
-        [old.assign_coords(step=0), new.assign_coords(step=1)], "step", data_vars="all"
-    )
-    for name in (name for name in new.data_vars if name in BY_NAME and BY_NAME[name].null):
-        by_rotations, by_formula, mixed = (null_level(ds, name) for ds in (new, old, joined))
-        np.testing.assert_array_equal(by_rotations.isnull(), by_formula.isnull())
-        np.testing.assert_allclose(by_rotations, by_formula, rtol=0.5)
-        for step, expected in ((0, by_formula), (1, by_rotations)):
-            xr.testing.assert_allclose(
-                mixed.sel(step=step, drop=True).transpose(*expected.dims), expected
-            )
-        approximate = (BY_NAME[name].base or name) != "miscoupling"
-        assert [is_approximate(ds, name) for ds in (new, old, joined)] == [
-            False,
-            approximate,
-            approximate,
-        ]
+    np.testing.assert_array_equal(whole, null_spread(ds))
+    assert whole.dims == ds.miscoupling.dims

@@ -13,10 +13,8 @@ import pytest
 import xarray as xr
 from scipy import stats
 
-import tracker
-from tests.models import build
 from tests.report.test_report import CHROMIUM, browser_test
-from tests.stores import generated, stored
+from tests.stores import generated
 from tests.vit.simulation import false_positives
 from tracker.analysis.regression import linear_fit
 from tracker.measures.registry import MISCOUPLINGS
@@ -847,30 +845,6 @@ def test_chance_is_that_of_any_cell_that_recorded_it(tmp_path):
             tokens="cls",
         )
     assert read_grid(tmp_path).attrs["chance"] == 0.25
-
-
-def test_a_grid_with_approximate_levels_has_minus_mis_coupling(tmp_path):
-    """Of every cell, where one is of an earlier version: their levels differ."""
-    unit = tracker.measure(*build("vit"), k=2, measures="coupling").assign_coords(step=0)
-    old = unit.drop_vars([name for name in unit.data_vars if "_level" in name])
-    for cell, of in (("a", unit), ("b", old)):
-        stored(tmp_path / cell / "coupling", {0: of})
-        write_cell(
-            tmp_path / cell, 0.5, weight_decay=0.1, drop_path=float(cell == "b"), tokens="cls"
-        )
-    grid = read_grid(tmp_path)
-    words = quantities(grid)
-    assert (
-        words["offdiag_normalized", 2] == "minus mis-coupling"
-        and words["miscoupling", 2] == "coupling"
-    )
-    at = {
-        "measure": "offdiag_normalized",
-        "k": 2,
-        "pairs": "mean_offdiag",
-        "token": grid.token.values[0],
-    }
-    np.testing.assert_allclose(final_coupling(grid, at), -grid.miscoupling.isel(step=-1).sel(at))
 
 
 def test_tokens_that_the_measurement_chose_have_its_name(tmp_path):

@@ -25,7 +25,6 @@ import xarray as xr
 
 from tracker.analysis.curves import correlations, sources
 from tracker.analysis.doubts import describe_differences
-from tracker.analysis.reduction import has_approximate_level
 from tracker.analysis.regression import (
     MIN_POINTS,
     cluster_means,
@@ -297,11 +296,6 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         by_measure.setdefault(measure, {}).setdefault(int(k), {})[pairs] = {
             **_coupling_fits(rows, sizes),
             "interval": jsonable(interval),
-            "approximate": [
-                name
-                for name, ds in compared.items()
-                if has_approximate_level(ds.isel(step=-1), measure)
-            ],
             "fit": _line_json(rows, "coupling", "score") | {"p_holm": jsonable(fit["p_holm"])},
         }
     return {
@@ -329,16 +323,11 @@ def _coupling_fits(rows: pd.DataFrame, sizes: list[str]) -> dict[str, Any]:
 
 
 def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
-    """Return the lower and the upper ends of the intervals over prompts, one of each per result.
-
-    NaN where the null level is approximate: an interval over prompts would miss its error.
-    """
+    """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
     ends = []
     for ds in compared.values():
         by_prompt = ds[f"{measure}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
-        low, high = mean_interval(by_prompt.values, sources(ds))
-        approximate = has_approximate_level(ds.isel(step=-1), measure)
-        ends.append((np.nan, np.nan) if approximate else (low, high))
+        ends.append(mean_interval(by_prompt.values, sources(ds)))
     return [np.array(end) for end in zip(*ends, strict=True)]
 
 

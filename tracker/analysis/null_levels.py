@@ -1,13 +1,6 @@
-"""The null levels of mis-couplings.
+"""The null levels of mis-couplings, which are measured (`measures.rotations`) and read here, and how far chance moves them."""
 
-They are measured (`measures.rotations`) and read here. Results of earlier versions hold none: there they are computed from
-what a Dataset holds of each block, by formulas for the root of an expected square (`measures.coupling.null_levels`). That of
-m_K is above the mean by at most 0.004 (K = 1) and 0.002 (K > 1); `is_approximate` says where others are used, which may be
-further from it: that of eq. 14 by up to 0.09.
-"""
-
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -23,7 +16,7 @@ from tracker.measures import coupling
 from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap, level_name
 from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED, Measure
-from tracker.measures.registry import BY_NAME, KINDS, MISCOUPLINGS
+from tracker.measures.registry import BY_NAME, KINDS
 from tracker.store import Result
 
 AT_ONCE = 1 << 20  # numbers of pairs and singular values at once
@@ -37,10 +30,7 @@ OF_BASES = {
 }  # of `Overlap`, and the dimension of each
 MEASURED = tuple(f"{name}{LEVEL}" for name in BY_ROTATIONS)
 # All variables of the levels of layer pairs
-READ = ("singular_value", *OF_JACOBIANS, *OF_BASES, *MEASURED)
-APPROXIMATE = tuple(name for name in MISCOUPLINGS if name != "miscoupling")  # formulas
-
-Formula = Callable[[Tensor, Moments, Overlap, int], Sequence[Tensor]]
+READ = ("singular_value", *MEASURED)
 
 
 def null_level(results: Result, name: str) -> xr.DataArray:
@@ -55,8 +45,7 @@ def null_level(results: Result, name: str) -> xr.DataArray:
         mis-coupling is 0 by definition (not with swapped sides, `_vju`).
 
     Raises:
-        UsageError: for another name, for a part without what the level is read from, or where some blocks were left out of
-            results of an earlier version.
+        UsageError: for another name, or for a part without what the level is read from.
     """
     whole = opened(results)
     return as_selected(labelled(levels(whole, name), whole), results, name)
@@ -64,42 +53,26 @@ def null_level(results: Result, name: str) -> xr.DataArray:
 
 def levels(results: xr.Dataset, name: str) -> xr.Variable:
     """Return the null levels of `null_level` without coordinates, which takes a tenth of the time."""
-    return levels_of_several(results, [name])[name]
-
-
-def levels_of_several(results: xr.Dataset, names: Sequence[str]) -> dict[str, xr.Variable]:
-    """Return the `levels` of several definitions of one variant, by name; what two of them need is computed once."""
-    for name in names:
-        measure = BY_NAME.get(name)
-        if measure is None or not measure.null or name not in results:
-            known = [str(of) for of in results.data_vars if of in BY_NAME and BY_NAME[str(of)].null]
-            raise UsageError(
-                f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
-            )
-    others = [name for name in names if not _is_measured(results, name)]
-    for name in names:
-        _require_source(results, name, name not in others)
-    found = {name: _measured(results, name) for name in names if level_variable(name) in results}
-    if not others:
-        return found
-    formula = partial(coupling.null_levels, [BY_NAME[name].base or name for name in others])
-    for name, level in zip(others, _of_pairs(results, others, formula), strict=True):
-        # In a store that an earlier version began, some steps have measured levels.
-        found[name] = found[name].fillna(level) if name in found else level
-    return found
-
-
-def _require_source(results: xr.Dataset, name: str, measured: bool) -> None:
-    """Check that a part of results holds what the null level of a mis-coupling is read from."""
-    level, of_trace = level_variable(name), (BY_NAME[name].base or name) == OF_TRACE
+    measure = BY_NAME.get(name)
+    if measure is None or not measure.null or name not in results:
+        known = [str(of) for of in results.data_vars if of in BY_NAME and BY_NAME[str(of)].null]
+        raise UsageError(
+            f"{name!r} has no null level that can be computed here; choose from {', '.join(known) or 'none'}"
+        )
+    of_trace = (measure.base or name) == OF_TRACE
     # The level of the release's other norm is measured but for a ratio of norms of singular values.
-    of_measured = ["singular_value"] * of_trace
-    of_formula = ["singular_value", *OF_JACOBIANS, *OF_BASES]
-    missing = _missing(results, name, of_measured if measured else of_formula)
-    # Of both ways to a level, the message names the shorter.
-    if missing and level not in results:
-        missing = [level, *_missing(results, name, of_measured)]
+    missing = [level_variable(name)] if level_variable(name) not in results else []
+    missing += _missing(results, name, ["singular_value"] * of_trace)
     _refuse(f"the null level of {name}", missing)
+    values = in_float64(results, level_variable(name))
+    if of_trace:
+        values = values * _ratio_of_norms(results, measure)
+    if measure.variant != "vju":
+        compared = (
+            compared_tokens(results) if measure.variant in KINDS else compared_layers(results)
+        )
+        values = values * compared
+    return _as_measured(values, results.variables[name])
 
 
 def _missing(results: xr.Dataset, name: str, parts: Sequence[str]) -> list[str]:
@@ -129,20 +102,6 @@ def level_variable(name: str) -> str:
     ('miscoupling_release_level_normed', 'self_offdiag_level')
     """
     return level_name(name, BY_NAME[name].base or name)
-
-
-def is_approximate(results: xr.Dataset, name: str) -> bool:
-    """Whether the null level of a mis-coupling is of a formula that may be further than 0.004 from the mean."""
-    return (BY_NAME[name].base or name) in APPROXIMATE and not _is_measured(results, name)
-
-
-def _is_measured(results: xr.Dataset, name: str) -> bool:
-    """Whether the null level was measured wherever the mis-coupling is defined: not at steps of an earlier version."""
-    if (level := level_variable(name)) not in results:
-        return False
-    measured = results.variables[name]
-    levels = results.variables[level].transpose(*measured.dims).values
-    return not (np.isnan(levels) & ~np.isnan(measured.values)).any()
 
 
 def null_spread(results: Result, name: str = "miscoupling") -> xr.DataArray:
@@ -175,19 +134,18 @@ def null_spread(results: Result, name: str = "miscoupling") -> xr.DataArray:
             f"the spread holds for K <= d / {VALID}, and K = {K}, d = {d}; select a smaller K, or draw rotations: "
             "coupling.simulated"
         )
-    (spread,) = _of_pairs(results, [name], lambda *arguments: [coupling.spread(*arguments)])
-    return as_selected(labelled(spread, results), given, name)
+    return as_selected(labelled(_spread(results, name), results), given, name)
 
 
-def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> list[xr.Variable]:
-    """Evaluate a formula, with a value for each of the named mis-couplings of one variant, for every pair."""
-    measure = BY_NAME[names[0]]
+def _spread(results: xr.Dataset, name: str) -> xr.Variable:
+    """Return `coupling.spread` of every pair."""
+    measure = BY_NAME[name]
     of_tokens = measure.variant in KINDS
     layers = results.variables["layer"].values.tolist()
     # The parts of levels are stored by block, and a pair needs those of both blocks.
     if not of_tokens and layers != results.variables["layer_other"].values.tolist():
         raise UsageError(
-            "the results lack some blocks; compute the levels of all, and select blocks of what is returned"
+            "the results lack some blocks; compute the spread of all, and select blocks of what is returned"
         )
     start, end = _affixes(measure)
     core = ["layer", "pair_token"] if of_tokens else ["layer"]
@@ -201,7 +159,7 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
         values = in_float64(results, f"{start}{variable}{end}").transpose(*sample, *core, *more)
         return torch.from_numpy(values.values.reshape(-1, *values.shape[len(sample) :]))
 
-    require_labels(results, "rank", range(1, max(ks) + 1), "a null level")
+    require_labels(results, "rank", range(1, max(ks) + 1), "a spread")
     s, of = read("singular_value", "rank"), [read(name) for name in OF_JACOBIANS]
     basis = [read(name, along) for name, along in OF_BASES.items()]
     if of_tokens:
@@ -210,38 +168,20 @@ def _of_pairs(results: xr.Dataset, names: Sequence[str], formula: Formula) -> li
     # Each Jacobian is one side of as many pairs as there are bases, and a pair has all singular values.
     bases = s.shape[-2]
     at_once = max(1, AT_ONCE // (s[0].numel() * bases))
-    shape = len(names), len(ks), len(s), *s.shape[1:-1], bases
-    evaluated = torch.empty(shape, dtype=torch.float64)
+    evaluated = torch.empty(len(ks), len(s), *s.shape[1:-1], bases, dtype=torch.float64)
     for (i, k), at in product(enumerate(ks), range(0, len(s), at_once)):
         part = slice(at, at + at_once)
         moments = Moments(*(values[part] for values in of))
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
-        found = formula(s[part, ..., :k], moments, overlap, d)
-        for of_name, level in zip(evaluated, found, strict=True):
-            of_name[i, part] = level
+        evaluated[i, part] = coupling.spread(s[part, ..., :k], moments, overlap, d)
     other = "pair_token_other" if of_tokens else "layer_other"
     samples = [results.sizes[dim] for dim in sample]
-    values = evaluated.reshape(*shape[:2], *samples, *shape[3:]).numpy()
+    values = evaluated.reshape(len(ks), *samples, *evaluated.shape[2:]).numpy()
     if measure.variant != "vju":  # the last dimensions are those of `compared`
         compared = compared_tokens(results) if of_tokens else compared_layers(results)
         values[..., ~compared.values] = 0.0
-    return [
-        _as_measured(xr.Variable(["k", *sample, *core, other], of_name), results.variables[name])
-        for name, of_name in zip(names, values, strict=True)
-    ]
-
-
-def _measured(results: xr.Dataset, name: str) -> xr.Variable:
-    """Return the levels that were measured, 0 for a Jacobian in its own basis."""
-    measure, values = BY_NAME[name], in_float64(results, level_variable(name))
-    if (measure.base or name) == OF_TRACE:
-        values = values * _ratio_of_norms(results, measure)
-    if measure.variant != "vju":
-        compared = (
-            compared_tokens(results) if measure.variant in KINDS else compared_layers(results)
-        )
-        values = values * compared
-    return _as_measured(values, results.variables[name])
+    spread = xr.Variable(["k", *sample, *core, other], values)
+    return _as_measured(spread, results.variables[name])
 
 
 def _ratio_of_norms(results: xr.Dataset, measure: Measure) -> xr.Variable:

@@ -113,7 +113,6 @@ def onset(
     departure: Float[ndarray, "S prompts"],
     pairs: Float[ndarray, "S pairs"],
     clusters: ndarray | None = None,
-    approximate: bool = False,
 ) -> Onset:
     """Find the steps between which a mis-coupling departs from its null level.
 
@@ -128,10 +127,7 @@ def onset(
         departure: null level minus mis-coupling of each prompt; NaN where undefined.
         pairs: the same of each pair of blocks (`pairs_of_blocks`).
         clusters: labels of the prompts, as for `clustered_mean`.
-        approximate: whether the null level is (`null_levels.is_approximate`); then no onset is told.
     """
-    if approximate:
-        return _without_steps("unknown: the null level is approximate, measure again")
     steps, departure, pairs = (np.asarray(values, float) for values in (steps, departure, pairs))
     defined = np.isfinite(departure).any(1)
     steps, departure, pairs = steps[defined], departure[defined], pairs[defined]

@@ -20,7 +20,7 @@ from tracker.analysis.curves import (
     middle_layers,
     points_of_layer_pairs,
 )
-from tracker.analysis.null_levels import READ, is_approximate, levels, levels_of_several
+from tracker.analysis.null_levels import READ, levels
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.variables import (
     PAIRS,
@@ -35,12 +35,11 @@ from tracker.analysis.variables import (
 )
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, UNDEFINED, VARIANTS
-from tracker.store import Store, attribute_values, join, require_steps
+from tracker.store import Store, join, require_steps
 
 RANKS = (1, 2, 5, 10, 20, 30, 50)
 PATHS = 48  # tokens whose path on the principal plane is drawn
 CHECKED = ("residual", "value_error", "derivative_error")  # the errors of each Jacobian's checks
-LEVELS_OF_FORMULAS = "levels_of_formulas"  # attribute
 KEPT = (UNDEFINED, "score")
 PERCENTILES = [percent / 100 for percent in range(101)]
 IN_SUMMARY = tuple(measure.name for measure in MEASURES if measure.summary)
@@ -55,8 +54,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         null level minus the mis-coupling, means over tokens. For each of `IN_SUMMARY` what the interval of its median needs:
         `m_below` (prompt), how many values of a prompt are below the median beyond half of them, relative to the mean number of
         values of prompts that have any, and `m_percentiles`. For each measure by depth: `m_by_depth`, quartiles. Attributes and
-        coordinates are kept; the attribute `levels_of_formulas`, a coordinate where steps differ, names the mis-couplings whose
-        null level is approximate.
+        coordinates are kept.
     """
     # The null levels of layer pairs take most of the time: they are computed once, below.
     summary = _variables(curves(results, [n for n in CURVES if n not in VARIANTS]))
@@ -93,25 +91,7 @@ def reduced(results: xr.Dataset) -> xr.Dataset:
         coords["prompt_text"] = results.variables["prompt_text"]
     for part in parts:
         coords |= {str(name): values for name, values in part.coords.variables.items()}
-    # Step by step: only steps of an earlier version have approximate levels.
-    units = (
-        [results.isel(step=[i]) for i in range(results.sizes["step"])]
-        if "step" in results.dims
-        else [results]
-    )
-    approximate = [
-        ", ".join(name for name in measured if is_approximate(unit, name)) for unit in units
-    ]
-    if len(set(approximate)) > 1:
-        return xr.Dataset(
-            summary, coords | {LEVELS_OF_FORMULAS: ("step", approximate)}, results.attrs
-        )
-    return xr.Dataset(summary, coords, {**results.attrs, LEVELS_OF_FORMULAS: approximate[0]})
-
-
-def has_approximate_level(curve: xr.Dataset, name: str) -> bool:
-    """Whether the null level of a mis-coupling of reduced results is approximate, at some step."""
-    return any(name in text.split(", ") for text in attribute_values(curve, LEVELS_OF_FORMULAS))
+    return xr.Dataset(summary, coords, results.attrs)
 
 
 def read_reduced(
@@ -240,7 +220,7 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
 
     Returns:
         `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
-        `tracker.analysis.curves.curves`. `approximate` (measure): whether the level is, at some step.
+        `tracker.analysis.curves.curves`.
 
     Raises:
         FileNotFoundError: if there are no units.
@@ -252,19 +232,15 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     names = [name for name in measures if name in read]
     if not names:
         raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
-    levels = levels_of_several(read, names)
     parts = {
         "miscoupling": [labelled_over_pairs(read[name].astype(np.float64), read) for name in names],
         "null": [
-            labelled_over_pairs(xr.DataArray(levels[name], read[name].coords), read)
+            labelled_over_pairs(xr.DataArray(levels(read, name), read[name].coords), read)
             for name in names
         ],
     }
     means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
     dims = ("step", "token", "measure", "k", "pairs")
-    means["approximate"] = xr.DataArray(
-        [is_approximate(read, name) for name in names], dims="measure"
-    )
     # The provenance of a step, such as when it was measured, is a coordinate only where steps differ in it.
     points = xr.Dataset(means).reset_coords(drop=True)
     return points.assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)

@@ -33,7 +33,6 @@ from tracker.analysis.pairs import (
 from tracker.analysis.reduction import (
     IN_SUMMARY,
     PERCENTILES,
-    has_approximate_level,
     read_miscouplings,
     reduced,
 )
@@ -310,13 +309,11 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
     # A block alone has matrices of one entry, which is no pair.
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
     for name in with_pairs:
-        at, approximate = unit.sel(k=k), has_approximate_level(unit, name)
+        at = unit.sel(k=k)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
-            by_prompt = (
-                none if approximate else at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
-            )
+            by_prompt = at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
             cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
@@ -335,8 +332,6 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
     # Whatever their weights are, one module is coupled with itself.
     if is_one_module(unit):
         return "no test: the blocks are one module"
-    if has_approximate_level(unit, name):
-        return "no test: the null level is approximate"
     pairs = independent_pairs(_departure(unit, k, name), unit)
     if not np.isfinite(pairs).any():
         return f"no test: {UNDEFINED_VALUE}"

@@ -17,14 +17,13 @@ import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import SAMPLES, curves, labelled_over_pairs, sources, suspect
-from tracker.analysis.null_levels import is_approximate, null_level
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, onset, pairs_of_blocks
 from tracker.analysis.pairs import independent_pairs, where_counted
 from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.variables import evenly_spaced
 from tracker.figures.choices import Choices
 from tracker.figures.drawing import (
-    APPROXIMATE_LEVEL,
     BLUE,
     GREEN,
     GREY,
@@ -275,9 +274,7 @@ def over_training(results: Results, choices: Choices, target: "Axes | None") -> 
         )
         began = _onset(ds, choices)
         null = null.mean("prompt").values
-        mean = mean_line(
-            panel, coupling, source, BLUE, approximate=has_approximate_level(ds, choices)
-        )
+        mean = mean_line(panel, coupling, source, BLUE)
         panel.plot(steps, null, color=GREY, ls=":", label="unrelated blocks")
         _mark_onset(panel, began)
         training_axis(panel, steps, scale=choices.axis, also=[began.low])
@@ -301,9 +298,7 @@ def _onset(ds: xr.Dataset, choices: Choices) -> Onset:
     """Return the onset of the coupling that is shown, over pairs of different blocks."""
     departure = coupling_of_prompts(ds, _as_package(choices)).transpose("step", "prompt").values
     pairs = independent_pairs(_below_null(ds, choices), ds)
-    return onset(
-        ds["step"].values, departure, pairs, sources(ds), is_approximate(ds, _measure(choices))
-    )
+    return onset(ds["step"].values, departure, pairs, sources(ds))
 
 
 def _mark_onset(panel: "Axes", began: Onset) -> None:
@@ -390,14 +385,7 @@ def by_layer(results: Results, choices: Choices, target: "Axes | None") -> "Plot
         others = (matrices.where(apart) if choices.paper else where_counted(matrices, ds)).mean(
             "layer_other"
         )
-        columns = mean_line(
-            axes,
-            others,
-            sources(ds),
-            colour,
-            name,
-            has_approximate_level(ds.isel(step=[-1]), choices),
-        )
+        columns = mean_line(axes, others, sources(ds), colour, name)
         columns = {
             "layer": columns["layer"],
             coupling_word(choices): columns.pop("mean"),
@@ -431,8 +419,6 @@ def by_prompt(results: Results, choices: Choices, target: "Axes | None") -> "Plo
         count = len(set(tables[name]["source"])) if "source" in tables[name] else 0
         if count > 1:
             text += f"\np treats prompts of {count} sources as independent"
-        if has_approximate_level(results[name].isel(step=[-1]), choices):
-            text += f"\n{APPROXIMATE_LEVEL}"
         panel.set(title=f"{name}\n{text}", xlabel=AGAINST[against])
     label_y(axes, _label(choices))
     if target is None and not any(x == "difficulty" for _, x in shown):
@@ -455,11 +441,6 @@ def _prompt_columns(ds: xr.Dataset, choices: Choices) -> dict[str, np.ndarray]:
 def coupling_of_prompts(ds: xr.Dataset, choices: Choices) -> xr.DataArray:
     """Return the coupling of each prompt, the mean over pairs of blocks and tokens."""
     return _coupling_and_null(ds, choices)[0]
-
-
-def has_approximate_level(ds: xr.Dataset, choices: Choices) -> bool:
-    """Whether the coupling shown is less an approximate null level, so that an interval over prompts would miss its error."""
-    return not choices.paper and is_approximate(ds, _measure(choices))
 
 
 def coupling_word(choices: Choices) -> str:

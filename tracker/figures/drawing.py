@@ -74,7 +74,6 @@ DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 t
 
 LETTERS_OF_LABEL = 34
 LETTERS_OF_LEGEND = 44  # of a line
-APPROXIMATE_LEVEL = "null level approximate, measure again"
 MOST_MARKERS = 60  # of a line
 PER_ROW = 4  # panels, at most
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
@@ -280,19 +279,11 @@ def mean_line(
     sources: np.ndarray | None,
     color: Any,
     label: str | None = None,
-    approximate: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval.
-
-    Args:
-        approximate: whether the values are less an approximate null level; then there is no interval, and the label says so.
-    """
+    """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval."""
     along = next(str(dim) for dim in by_prompt.dims if dim != "prompt")
     values = by_prompt.transpose(along, "prompt").values
     (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
-    if approximate:
-        low, high = (np.full_like(mean, np.nan) for _ in range(2))
-        label = f"{label}\n{APPROXIMATE_LEVEL}" if label else APPROXIMATE_LEVEL
     banded_line(axes, by_prompt[along], mean, low, high, color, label)
     return {along: by_prompt[along].values, "mean": mean, "low": low, "high": high}
 

@@ -45,10 +45,8 @@ from tracker.figures.coupling import (
     coupling_name,
     coupling_of_prompts,
     coupling_word,
-    has_approximate_level,
 )
 from tracker.figures.drawing import (
-    APPROXIMATE_LEVEL,
     BLUE,
     DIVERGING,
     GREY,
@@ -81,8 +79,7 @@ def score_against_coupling(
 ) -> "Plotted":
     """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
     coupling, properties = _coupling_and_score(results, choices)
-    note = _note_on_levels(results, choices)
-    return _scatter(results, properties, [(coupling, "score")], target, note, exponential)
+    return _scatter(results, properties, [(coupling, "score")], target, exponential)
 
 
 def score_against_coupling_by_k(
@@ -96,7 +93,7 @@ def score_against_coupling_by_k(
         coupling, of_k = _coupling_and_score(results, replace(choices, k=k))
         properties |= of_k
         shown.append((coupling, "score"))
-    return _scatter(results, properties, shown, target, _note_on_levels(results, choices))
+    return _scatter(results, properties, shown, target)
 
 
 def score_against_sizes(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
@@ -108,7 +105,7 @@ def score_against_sizes(results: Results, choices: Choices, target: "Axes | None
     text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
     if fit["averaged"]:
         text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, _in_table(results, table), [text, _note_on_levels(results, choices)], target)
+    _annotate(figure, _in_table(results, table), [text], target)
     return figure, table
 
 
@@ -116,8 +113,7 @@ def against_training_tokens(results: Results, choices: Choices, target: "Axes | 
     """Draw coupling and score against the number of training tokens (Fig. 8)."""
     coupling, properties = _coupling_and_score(results, choices)
     shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
-    note = _note_on_levels(results, choices)
-    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target, note)
+    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target)
 
 
 def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
@@ -158,7 +154,7 @@ def subsets(results: Results, choices: Choices, target: "Axes | None") -> "Plott
         labels.append(f"{fit['subset']}\n{text if drawn else fit_text(fit)}")
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
-    _annotate(figure, _in_table(results, table), [_note_on_levels(results, choices)], target)
+    _annotate(figure, _in_table(results, table), [], target)
     return figure, fits
 
 
@@ -174,7 +170,7 @@ def definitions(results: Results, choices: Choices, target: "Axes | None") -> "P
     figure = correlation_heatmap(
         table.replace({"measure": labels}), "score", target, coupling_word(choices)
     )
-    _annotate(figure, results, [_note_on_levels(results, choices, measures)], target)
+    _annotate(figure, results, [], target)
     return figure, table
 
 
@@ -221,14 +217,12 @@ def _scatter(
     properties: Mapping[str, Property],
     shown: Sequence[tuple[str, str]],
     target: "Axes | None",
-    note: str = "",
     exponential: bool = False,
 ) -> "Plotted":
     """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
 
     Args:
         properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
-        note: a text below the figure.
     """
     table = _properties(results, properties)
     figure, axes = panels(len(shown), target, sharey=len({y for _, y in shown}) == 1)
@@ -252,7 +246,7 @@ def _scatter(
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
         x_label, y_label = (fill(label, LETTERS_OF_LABEL) for label in (x_name, y_name))
         panel.set(title=text, xlabel=x_label, ylabel=y_label)
-    _annotate(figure, _in_table(results, table), [note], target)
+    _annotate(figure, _in_table(results, table), [], target)
     return figure, table
 
 
@@ -261,18 +255,6 @@ def _annotate(
 ) -> None:
     """Write texts below a figure or the given axes, and a note on the independence of the results compared."""
     _note(figure, [*texts, independence_note(compared)], target)
-
-
-def _note_on_levels(results: Results, choices: Choices, measures: Sequence[str] = ()) -> str:
-    """State which results have an approximate null level of the measure shown, or of one of several; "" without any."""
-    shown = [replace(choices, measure=measure) for measure in measures] or [choices]
-    approximate = []
-    for name, ds in results.items():
-        last = ds.isel(step=[-1])
-        measured = [of for of in shown if not of.measure or of.measure in ds]
-        if any(has_approximate_level(last, of) for of in measured):
-            approximate.append(name)
-    return f"{APPROXIMATE_LEVEL}: {', '.join(approximate)}." if approximate else ""
 
 
 def _note(figure: "Figure", lines: Sequence[str], target: "Axes | None") -> None:
@@ -323,8 +305,6 @@ def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[s
         return coupling_of_prompts(ds.isel(step=[-1]), choices).transpose("step", "prompt")
 
     def interval(ds: xr.Dataset, end: int) -> float:
-        if has_approximate_level(ds.isel(step=[-1]), choices):
-            return float("nan")
         return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
 
     name = coupling_name(choices)

@@ -26,7 +26,6 @@ from tracker.analysis.curves import (
 )
 from tracker.analysis.onset import onset
 from tracker.analysis.pairs import independent_pairs, where_counted
-from tracker.analysis.reduction import has_approximate_level
 from tracker.analysis.variables import PAIRS, evenly_spaced
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
@@ -207,8 +206,8 @@ def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
     """Return the onset of the curve over l != l'."""
     departure = _coupling(at, name).transpose("step", "prompt").values
     matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR)
-    pairs, approximate = independent_pairs(matrices, at), has_approximate_level(at, name)
-    return jsonable(asdict(onset(at["step"].values, departure, pairs, sources(at), approximate)))
+    pairs = independent_pairs(matrices, at)
+    return jsonable(asdict(onset(at["step"].values, departure, pairs, sources(at))))
 
 
 def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
