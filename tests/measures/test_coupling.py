@@ -43,6 +43,14 @@ def test_a_jacobian_of_rank_below_k_has_no_basis():
     assert measured(J, 3)["miscoupling"].isfinite().all()
 
 
+def test_tiny_jacobians_are_coupled_as_others():
+    """Squares of their entries underflow."""
+    J = jacobians(0, dtype=torch.float32)
+    tiny, plain = measured(2.0**-100 * J, 4), measured(J, 4)
+    tiny["offdiag"] = 2.0**100 * tiny["offdiag"]
+    torch.testing.assert_close(tiny, plain, rtol=1e-5, atol=1e-5)
+
+
 def test_depth_means():
     m = torch.arange(9.0).view(3, 3)
     means = depth_means(m)

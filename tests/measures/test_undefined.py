@@ -2,8 +2,10 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
+import xarray as xr
 
 import tracker
 from tests.models import Size, build, neox, padded, silence, tokens
@@ -32,10 +34,16 @@ def test_embeddings_that_overflow():
 
 
 @pytest.mark.parametrize("zero", [(1, 2), (0, 1, 2)])
-def test_blocks_that_add_nothing(zero):
-    model = neox()
+@pytest.mark.parametrize("width", [64, 256, 384])
+def test_blocks_that_add_nothing(zero, width):
+    """Their Jacobians are zero; the other blocks, and pairs of them, are measured."""
+    model = neox(size=Size(width))
     silence(model, zero)
-    (message,), ds = warned(model, tokens(), dtype="float64", final_norm="exclude")
+    options = {"measures": "coupling", "keep": "singular_vectors", "final_norm": "exclude"}
+    (message,), ds = warned(model, tokens(1, 5), dtype="float64", **options)
+    adding = np.isin(ds.layer, np.array(zero) + 1, invert=True)
+    assert (ds.miscoupling.notnull() == adding[:, None] & adding).all()
+    assert (ds.left_singular_vector.notnull() == xr.DataArray(adding, dims="layer")).all()
     undefined = int(ds.miscoupling.isnull().sum())
     assert f"{undefined} of {ds.miscoupling.size} of miscoupling, " in message
     assert f"first at block {zero[0] + 1} (gpt_neox.layers.{zero[0]})" in message
@@ -54,7 +62,7 @@ def test_padding_is_not_undefined():
 
 
 def test_a_training_run_is_told():
-    model = neox()
+    model = neox(size=Size(256))
     silence(model, range(3))
     with tracker.Watch(k=5, probe=tokens()) as watch:
         with pytest.warns(UserWarning, match="of miscoupling.*first at block 1"):

@@ -145,6 +145,14 @@ def frobenius(A: Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
     return torch.linalg.vector_norm(torch.linalg.vector_norm(A, dim=-1), dim=-1)
 
 
+def power_of_two(size: Tensor) -> Tensor:
+    """Return the power of two not above a size; 1/2 for 0.
+
+    Squares of tiny values underflow, and division by a power of two rounds nothing.
+    """
+    return torch.exp2(torch.frexp(size).exponent.to(size.dtype) - 1)
+
+
 def is_finite(J: Tensor) -> Bool[Tensor, ""]:
     """Whether all entries are finite."""
     return torch.isfinite(torch.stack(J.aminmax())).all()  # NaN where one entry is

@@ -41,7 +41,7 @@ from tracker.linalg.costs import (
 from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
-from tracker.linalg.precision import float32_products, is_finite
+from tracker.linalg.precision import float32_products, is_finite, power_of_two
 from tracker.linalg.transfer import moved
 
 COMPLETENESS_MARGIN = 1e-4
@@ -249,11 +249,12 @@ def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
         iterated: whether to iterate with J and J^T before matrices are decomposed in full.
     """
     largest = torch.maximum(J.amax((-2, -1), keepdim=True), -J.amin((-2, -1), keepdim=True))
-    # Squares of tiny entries underflow; division by a power of two rounds nothing.
-    unit = torch.exp2(torch.frexp(largest).exponent.to(J.dtype) - 1)
+    unit = power_of_two(largest)
     J = J / unit
     every = torch.ones(len(J), dtype=torch.bool)
-    squares = (_by_eigenvectors, every) if direct else (_by_squares, _can_square(J, K).cpu())
+    # LAPACK finds no eigenvectors of zero alone.
+    nonzero = (largest > 0).flatten().cpu()
+    squares = (_by_eigenvectors, nonzero) if direct else (_by_squares, _can_square(J, K).cpu())
     methods = [squares, *([(_by_golub_kahan, every)] if iterated else []), (_full, every)]
     missing, triplets = every.clone(), None
     for method, suited in methods:

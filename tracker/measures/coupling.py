@@ -51,7 +51,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from tracker.linalg.precision import frobenius
+from tracker.linalg.precision import frobenius, power_of_two
 from tracker.linalg.svd import above_rounding
 from tracker.measures.declaration import MINOR, MISCOUPLING, NORMED, OURS, WITH_NORM, Measure
 
@@ -186,9 +186,12 @@ def miscouplings(
     """
     determined = above_rounding(s_basis, d)[..., -1]
     defined = (s[..., 0] > 0)[..., None] & determined[..., None, :]
+    unit = power_of_two(s[..., :1])
+    A, s = A / unit[..., None, None], (s / unit)[..., None, :]
+    units = {"offdiag": unit}
     return {
-        definition.name: torch.where(defined, definition.formula(A, s[..., None, :]), torch.nan)
-        for definition in DEFINITIONS
+        one.name: torch.where(defined, one.formula(A, s) * units.get(one.name, 1), torch.nan)
+        for one in DEFINITIONS
     }
 
 

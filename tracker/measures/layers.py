@@ -162,8 +162,11 @@ def kept_arrays(layers: Sequence[Layer], keep: Sequence[str]) -> dict[str, np.nd
     if "jacobian" in keep:
         arrays["jacobian"] = stack(layer.jacobian() for layer in layers)
     if "singular_vectors" in keep:
-        arrays["left_singular_vector"] = stack(layer.triplets.U for layer in layers)
-        arrays["right_singular_vector"] = stack(layer.triplets.V for layer in layers)
+        for side, part in (("left", "U"), ("right", "V")):
+            arrays[f"{side}_singular_vector"] = stack(
+                torch.where(one.determined[:, None], getattr(one, part), torch.nan)
+                for one in (layer.triplets for layer in layers)
+            )
     return arrays
 
 
