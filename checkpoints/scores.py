@@ -25,13 +25,19 @@ Scores = dict[int, dict[str, float]]  # by step and task
 Entry = tuple[str, int, str, float]  # where it was read, step, task and value
 
 
-def load_published(suite: str) -> Scores:
+def load_published(suite: Suite) -> Scores:
     """Return a Pythia model's zero-shot accuracies by step and task, with their mean.
 
-    Other suites have no published scores: the result is empty.
+    They are of the revisions of EleutherAI's repository that are called by their step. Other weights have none, whatever their
+    name: the result is empty.
     """
+    own = {(c.source, c.revision) for c in suite.checkpoints}
     with open(PYTHIA, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.pop("model") == suite]
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (f"EleutherAI/{row.pop('model')}", f"step{row['step']}") in own
+        ]
     scores = {
         int(row.pop("step")): {task: float(value) for task, value in row.items()} for row in rows
     }

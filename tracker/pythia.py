@@ -346,7 +346,9 @@ def _rescore(output: Output, units: "Units", step: int) -> None:
     claim = output.store.wait(step)  # a walk that was given other scores may be adding them
     # Read under the claim, so that scores which another walk has added stay
     try:
-        units.add(step, *units.prepare(with_scores(output.store.read(step), scored)))
+        units.add(
+            step, *units.prepare(with_scores(output.store.read(step), scored, output.scores_from))
+        )
     finally:
         claim.release(remove=True)
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import nano, scores
 from checkpoints.hub import repo_dir
 from checkpoints.load import load_tokenizer
-from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_suite
+from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_files, find_suite
 from tests.conftest import TINY
 from tracker.common.errors import CheckpointError
 
@@ -193,19 +193,41 @@ def test_selections_of_steps():
     ]
     assert chosen["all"] == list(PYTHIA_STEPS) and chosen["128,143000"] == [128, 143_000]
     assert chosen["log2"] == [0, 1, 2, 4, 8, 16, 32, 64, *PAPER_STEPS]
-    scored = [c.step for c in suite.select("scores", scores.load_published("pythia-6.9b"))]
+    scored = [c.step for c in suite.select("scores", scores.load_published(suite))]
     assert len(scored) == 27 and scored[:3] == [0, 1, 2] and 143_000 in scored
     assert [c.step for c in find_suite("nano").select(None)] == list(nano.STEPS)
 
 
 def test_scores_are_joined_by_exact_step():
-    twelve = scores.load_published("pythia-12b")
+    twelve = scores.load_published(find_suite("12b"))
     # Copied from the table: pythia-12b, zero-shot, 143000, arc_easy, acc.
     assert twelve[143_000]["arc_easy"] == 0.702441 and 2000 not in twelve
     tasks = [value for task, value in twelve[143_000].items() if task != scores.MEAN]
     assert twelve[143_000][scores.MEAN] == pytest.approx(sum(tasks) / len(tasks))
-    assert scores.load_published("pythia-1b")[143_000]  # spelled pythia-1b-bf16 in the table
-    assert scores.load_published("pythia-14m") == {} == scores.load_published("nano")
+    assert scores.load_published(find_suite("1b"))[143_000]  # spelled pythia-1b-bf16 in the table
+
+
+@pytest.mark.parametrize(
+    "model, revisions, joined",
+    [
+        ("EleutherAI/pythia-70m", r"step(?P<step>\d+)", True),
+        ("EleutherAI/pythia-70m", r"early_(?P<step>\d+)", False),
+        ("me/pythia-70m", None, False),
+        ("directory", None, False),
+        ("files", None, False),
+        ("14m", None, False),
+    ],
+)
+def test_published_scores_are_of_the_published_weights(
+    model, revisions, joined, tmp_path, monkeypatch
+):
+    branches(monkeypatch, "main", "step512", "early_512")
+    directory = tmp_path / "pythia-70m"
+    (directory / "step512").mkdir(parents=True)
+    (directory / "step512" / "config.json").touch()
+    given = str(directory) if model == "directory" else model
+    suite = find_files(f"{directory}/*") if model == "files" else find_suite(given, revisions)
+    assert 512 in suite.steps and (512 in scores.load_published(suite)) == joined
 
 
 @pytest.mark.slow

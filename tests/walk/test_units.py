@@ -269,9 +269,9 @@ def add_scores(ready, path: Path, task: str) -> None:
     measured.read(store.steps())
     ready.wait()
     for step in store.steps():
-        pythia._rescore(
-            SimpleNamespace(store=store, scores={step: {task: float(step)}}), measured, step
-        )
+        scores = {step: {task: float(step)}}
+        output = SimpleNamespace(store=store, scores=scores, scores_from=f"{task}.csv")
+        pythia._rescore(output, measured, step)
 
 
 def run_together(work, *arguments: tuple) -> None:
@@ -308,6 +308,8 @@ def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
 def test_walks_with_different_scores_add_all_of_them(small):
     run_together(add_scores, *((small.path, task) for task in ("arc", "piqa", "sciq")))
     for step in small.steps():
-        scored = small.read(step)["score"]
+        unit = small.read(step)
+        scored = unit["score"]
+        assert set(unit.attrs["scores_from"].split("; ")) == {"arc.csv", "piqa.csv", "sciq.csv"}
         assert sorted(scored["task"].values) == ["arc", "piqa", "sciq"] and (scored == step).all()
     assert not list(small.units.glob(".*"))

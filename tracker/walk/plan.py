@@ -127,6 +127,7 @@ class Output:
     store: "Store"
     settings_sha256: str
     scores: scores.Scores
+    scores_from: str
     held: Lock | None = None  # on the store's settings
 
 
@@ -155,9 +156,7 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
         ValueError, CheckpointError: for settings that can't be used; the message says what is allowed.
     """
     joined = (
-        scores.read_user_scores(walk.scores, suite)
-        if walk.scores
-        else scores.load_published(suite.name)
+        scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite)
     )
     measurement = _measurement(walk)
     if walk.workers < 0 or (walk.address and not walk.workers):
@@ -169,11 +168,10 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     output = _output(walk, suite, measurement, joined)
     notices = [suite.notice] if suite.notice else []
     if joined:
-        where = walk.scores or "the suite's own, zero-shot"
         trained = [
             checkpoint.step for checkpoint in selection.checkpoints if checkpoint.seed is None
         ]
-        notices.append(scores.describe_coverage(joined, trained, str(where)))
+        notices.append(scores.describe_coverage(joined, trained, output.scores_from))
     return WalkPlan(selection, measurement, output, disk, notices)
 
 
@@ -246,7 +244,8 @@ def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.S
                 raise ValueError(
                     f"--untrained {walk.untrained}: {store.path} has another step 0 ({revision}); choose another --out"
                 )
-    return Output(store, settings_digest(identity), joined, lock)
+    scores_from = str(walk.scores or "the suite's own, zero-shot")
+    return Output(store, settings_digest(identity), joined, scores_from, lock)
 
 
 def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, Any]:

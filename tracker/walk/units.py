@@ -70,7 +70,8 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
     unit = unit.assign_coords(
         {name: ("prompt", labels) for name, labels in measurement.prompt_labels.items()}
     )
-    unit = with_scores(unit, output.scores.get(checkpoint.step, {}) | own_scores)
+    unit = with_scores(unit, output.scores.get(checkpoint.step, {}), output.scores_from)
+    unit = with_scores(unit, own_scores, "scores.json of the checkpoint")
     unit.attrs |= {"suite": selection.suite.name, "model_name": checkpoint.source}
     unit.attrs["settings_sha256"] = output.settings_sha256
     files = "in their files" if checkpoint.revision is not None else "in a copy of their files"
@@ -147,9 +148,9 @@ def _measure(
     return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
 
 
-def with_scores(unit: xr.Dataset, scored: Mapping[str, float]) -> xr.Dataset:
-    """Add scores to a unit and return it; an untrained model has no scores."""
-    if str(unit.coords["revision"].item()).startswith(UNTRAINED):
+def with_scores(unit: xr.Dataset, scored: Mapping[str, float], source: str) -> xr.Dataset:
+    """Add scores, and where they are from, to a unit and return it; an untrained model has no scores."""
+    if not scored or str(unit.coords["revision"].item()).startswith(UNTRAINED):
         return unit
     if "score" in unit:
         has = {
@@ -158,11 +159,8 @@ def with_scores(unit: xr.Dataset, scored: Mapping[str, float]) -> xr.Dataset:
         }
         scored = has | dict(scored)
         unit = unit.drop_dims("task")
-    if scored:
-        unit = unit.assign(
-            score=xr.DataArray(list(scored.values()), {"task": list(scored)}, "task")
-        )
-    return unit
+    unit.attrs["scores_from"] = f"{unit.attrs.get('scores_from', '')}; {source}".lstrip("; ")
+    return unit.assign(score=xr.DataArray(list(scored.values()), {"task": list(scored)}, "task"))
 
 
 @dataclass(frozen=True)
