@@ -122,9 +122,14 @@ class PlainGPT2(nn.Module):
                 if getattr(mine, "bias", None) is not None:
                     mine.bias.copy_(its.bias)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def states(self, ids: Tensor) -> Tensor:
+        """Return what the last block returns."""
         x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
         for layer in self.layers:
             x = layer(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.states(ids)
         x = F.layer_norm(x, x.shape[-1:]) if self.last is None else self.last(x)
         return self.head(self, x)

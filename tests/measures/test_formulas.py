@@ -82,7 +82,8 @@ def measured(name, **options):
     oracle = brute_force.run(
         model, inputs, blocks, None, found.batch_first, functorch=name != "bloom"
     )
-    unembedding = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    own = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    unembedding = getattr(model, "cls", own)  # BERT's head transforms the state first
     sliced, seeds = not FAMILIES[of].full, [seed_of([one], {}) for one in inputs]
     return ds, [
         Sample(ds, oracle, b, norm, unembedding, HALVES[name] or (), seed, sliced)

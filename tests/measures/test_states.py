@@ -1,6 +1,5 @@
 """Measures of the states: the response to noise, token by token, and what is undefined."""
 
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,13 +10,11 @@ from tests.jacobians.test_witness import IDS, Model
 from tests.models import build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
-from tracker.measures.options import settings_from
 from tracker.measures.states import (
     NOISE,
     _cosine,
     _principal_axes,
     noise_similarity,
-    warn_of_missing_unembedding,
 )
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
@@ -66,19 +63,6 @@ def recorded():
     with preserve_global_state(CPU):
         replica = Replica(model, find_blocks(model), torch.float32, CPU)
         return record(replica, batch.arguments, batch.keywords)
-
-
-@pytest.mark.parametrize("head", [None, "head"])
-@pytest.mark.parametrize("logits", [None, 50])
-@pytest.mark.parametrize("asked", ["entropy", "all", "coupling"])
-def test_a_warning_where_all_leaves_out_the_entropy_of_a_language_model(
-    recorded, head, logits, asked
-):
-    recording = replace(recorded, unembedding=head, logits=logits)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        warn_of_missing_unembedding(recording, settings_from({"measures": asked}, "measure"))
-    assert len(seen) == (head is None and logits is not None and asked == "all")
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (3, 3)])

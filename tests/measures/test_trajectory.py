@@ -1,6 +1,6 @@
 """Trajectory measures: each token by itself in NumPy, what is undefined, and the default width of windows."""
 
-from math import exp, log
+from math import log
 
 import numpy as np
 import pytest
@@ -90,17 +90,6 @@ def test_growth_that_is_zero_but_for_rounding_has_no_expodistance():
     assert trajectory.expodistance(norms[:, None, None]).isnan().all()
     grown = torch.tensor([1.0, 1 + 1e-9, 1 + 4e-9], dtype=torch.float64)[:, None, None]
     assert float(trajectory.expodistance(grown)) == pytest.approx(0.25, rel=1e-5)
-
-
-def test_the_entropy_of_a_prediction():
-    X = states()
-    M = torch.randn(7, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    found = trajectory.entropy(X, lambda x: 2 * x, lambda x: x @ M.T)
-    for l, t in np.ndindex(9, 5):
-        logits = [2 * float(X[l, t] @ row) for row in M]
-        total = sum(map(exp, logits))
-        expected = -sum(exp(z) / total * (z - log(total)) for z in logits)
-        assert float(found[l, t]) == pytest.approx(expected, rel=1e-10)
 
 
 def test_principal_axes():

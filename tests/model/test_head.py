@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracker
-from tests.models import Encoder, images, timm_vit, tokens, torchvision_vit
+from tests.models import Encoder, build, images, timm_vit, tokens, torchvision_vit
 from tests.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
-from tests.rounding import rounding
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
-from tracker.model.recorder import record
-from tracker.model.replica import Replica
+from tracker.model.hidden_state import hidden_state, with_hidden_state
 
 OPTIONS = {"k": 4, "dtype": torch.float64}
 MEASURES = (
@@ -68,76 +66,115 @@ HEADS = {
 }
 
 
-def test_the_entropy_of_a_plain_copy_is_hugging_faces():
-    """The module that gives the logits is found by what it takes and returns."""
-    source, inputs = gpt2(depth=2).double().eval(), tokens(2, 7)
-    options = {"measures": ["entropy"], "dtype": torch.float64}
-    expected = tracker.measure(source, inputs, **options)
-    copy = PlainGPT2(source).double().eval()
-    np.testing.assert_allclose(
-        tracker.measure(copy, inputs, **options).entropy, expected.entropy, rtol=1e-9
-    )
+class BesideAnother(PlainGPT2):
+    """It calls an auxiliary head with a norm of its own first."""
+
+    def __init__(self):
+        super().__init__(gpt2(depth=2))
+        self.other, self.value = nn.LayerNorm(48), nn.Linear(48, 3)
+        nn.init.constant_(self.last.weight, 3)
+        nn.init.zeros_(self.last.bias)
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        x = self.states(ids)
+        value = self.value(self.other(x))
+        return {"value": value, "logits": self.logits(self.last(x))}
+
+
+class Two(nn.Sequential):
+    def __init__(self, width: int):
+        super().__init__(nn.LayerNorm(width), nn.Dropout(), nn.RMSNorm(width))
+        nn.init.constant_(self[2].weight, 3)
+
+
+def plain(**options) -> PlainGPT2:
+    return PlainGPT2(gpt2(depth=2), **options)
+
+
+# Tied weights, a bias, scales, a cap, a transform
+FAMILIES = ("gpt2", "gptj", "granite", "gemma2, soft cap", "cohere", "bert")
+WITH_LOGITS = {name: head for name, head in HEADS.items() if name != "loss alone"}
+PREDICTING = {
+    **{name: lambda name=name: build(name)[0] for name in FAMILIES},
+    **{name: partial(plain, head=head) for name, head in WITH_LOGITS.items()},
+    "a norm in a function": lambda: plain(norm=None),
+    "two norms": lambda: plain(norm=Two),
+    "an auxiliary head": BesideAnother,
+}
+NORMS_OF = {"two norms": "last.0, last.2", "an auxiliary head": "last"}
+
+
+def own_entropies(model: nn.Module, inputs: Tensor, blocks: list[str]) -> Tensor:
+    """Return the entropies of the model's logits, after passes in which the last block returns the state of each depth."""
+    states, entropies = [], []
+
+    def enter(module, args):
+        states.append(args[0].clone())
+
+    def leave(module, args, output):
+        states.append(hidden_state(output).clone())
+
+    first, *_, last = of_blocks = [model.get_submodule(name) for name in blocks]
+    hooks = [first.register_forward_pre_hook(enter)]
+    hooks += [block.register_forward_hook(leave) for block in of_blocks]
     with torch.no_grad():
-        p = copy(inputs).softmax(-1)
-    np.testing.assert_allclose(
-        expected.entropy[:, -1], -(p * p.log()).sum(-1), rtol=rounding(torch.float64)
-    )
+        model(inputs)
+        for hook in hooks:
+            hook.remove()
+        for state in states:
+            hook = last.register_forward_hook(
+                lambda *given, x=state: with_hidden_state(given[-1], x.clone())
+            )
+            z = model(inputs)
+            hook.remove()
+            p = (z if isinstance(z, Tensor) else z["logits"]).softmax(-1)
+            entropies.append(-(p * p.log()).sum(-1))
+    return torch.stack(entropies, 1).view(len(inputs), len(states), -1)
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_the_entropy_is_of_the_model_s_logits(name):
+    model, inputs = PREDICTING[name]().double().eval(), tokens(2, 7)
+    ds = tracker.measure(model, inputs, measures="entropy, trajectory", dtype=torch.float64)
+    own = own_entropies(model, inputs, ds.attrs["blocks"].split(", "))
+    of = slice(own.shape[2]) if own.shape[2] == 6 else slice(7 - own.shape[2], 7)
+    np.testing.assert_allclose(ds.entropy[..., of], own, rtol=0, atol=1e-12)
+    assert not ds.entropy.isnull().any()
+    if name in NORMS_OF:
+        assert ds.attrs["final_norm_module"] == NORMS_OF[name]
+        np.testing.assert_allclose(ds.norm_normed[:, -1], 3 * 48**0.5, rtol=1e-3)
+
+
+def test_the_entropy_of_spans_is_that_of_modules():
+    model, inputs = plain().double().eval(), tokens(2, 7)
+    options = {"measures": ["entropy"], "dtype": torch.float64}
     by_boundaries = tracker.measure(
-        copy, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options
+        model, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options
     )
+    expected = tracker.measure(model, inputs, **options)
     np.testing.assert_allclose(by_boundaries.entropy, expected.entropy, rtol=1e-9)
 
 
-class Capped(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * torch.tanh(super().forward(x) / 2)
-
-
-def with_module(module: nn.Module) -> PlainGPT2:
-    """Return a model whose head is this module."""
-    model = PlainGPT2(gpt2(depth=2), head=lambda model, x: model.own(x))
-    model.own = module
-    return model
-
-
-FOUND = {
-    "linear, tied": PlainGPT2(gpt2(depth=2)),
-    "last token": PlainGPT2(gpt2(depth=2), head=HEADS["last token"]),
-    "last token, no axis": PlainGPT2(gpt2(depth=2), head=HEADS["last token, no axis"]),
-    "all tokens with a next one": PlainGPT2(
-        gpt2(depth=2), head=HEADS["all tokens with a next one"]
+UNKNOWN = {
+    "loss alone": (HEADS["loss alone"], "returns none over"),
+    "a value read": (lambda model, x: model.logits(x) * float(x.max()), "reads values .*__float__"),
+    "a buffer": (
+        lambda model, x: torch.zeros(2, 7, 60).copy_(model.logits(x)),
+        "writes to another .*copy_",
     ),
-    "loss alone": PlainGPT2(gpt2(depth=2), head=HEADS["loss alone"]),
-    "outermost module": with_module(nn.Sequential(Capped(48, 60))),
-    "no norm": PlainGPT2(gpt2(depth=2), norm=None, head=lambda model, x: model.logits(x)),
+    "other tokens": (lambda model, x: model.logits(x - x.mean(1, keepdim=True)), "computes others"),
 }
 
 
-@pytest.mark.parametrize("name", FOUND)
-def test_the_module_that_gives_the_logits_is_found(name):
-    model, inputs = FOUND[name].eval(), tokens(2, 7)
-    replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
-    expected = {"outermost module": "own", "no norm": None}.get(name, "logits")
-    assert (
-        record(replica, (inputs,), {}).unembedding == expected
-    )  # without a norm module, its input is not the last state
-
-
-@pytest.mark.parametrize("head", ["function of the embedding", "matrix product", "scaled states"])
-def test_all_without_a_head_that_is_a_module_leaves_out_entropy_with_a_warning(head):
-    model, inputs = PlainGPT2(gpt2(depth=2), head=HEADS[head]), tokens(2, 7)
-    with pytest.warns(
-        UserWarning, match="'all' leaves out the entropy .* 60 logits .*unembedding='NAME'"
-    ) as caught:
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_entropy_where_the_logits_of_other_states_are_not_known(name):
+    head, reason = UNKNOWN[name]
+    model, inputs = plain(head=head), tokens(2, 7)
+    with pytest.warns(UserWarning, match=f"'all' leaves out the entropy .*{reason}") as caught:
         ds = tracker.measure(model, inputs, measures="all", k=2)
     assert "entropy" not in ds and caught[0].filename == __file__
-    assert not tracker.measure(model, inputs, measures="all", k=2, dry_run=True).refused
-    with pytest.raises(UsageError, match="no unembedding was found"):
+    with pytest.raises(UsageError, match=f"measures='entropy', but .*{reason}"):
         tracker.measure(model, inputs, measures="entropy")
-    named = tracker.measure(
-        model, inputs, measures="all", k=2, blocks=find_blocks(model, unembedding="logits")
-    )
-    assert "entropy" in named
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -220,7 +220,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "measure_states: settings.memory(16) // (per_token * settings.torch_dtype.itemsize) -> settings.memory(16) % (per_token * settings.torch_dtype.itemsize)": "the same",
         "measure_states: max(1, settings.memory(16) // (per_token * settings.torch_dtype.itemsize)) -> max(2, settings.memory(16) // (per_token * settings.torch_dtype.itemsize))": "the same",
         "measure_states: max(1, together // n) -> max(2, together // n)": "the same",
-        "measure_states: slice(1) -> slice(2) (2)": "of these logits the number of columns alone is read",
     },
     "vit/answers.py": {
         "_answer: p_value < 0.0001 -> p_value <= 0.0001": "real numbers, equal never",

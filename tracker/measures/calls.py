@@ -28,7 +28,7 @@ from tracker.measures.equal_blocks import ATTRIBUTE, NONE, equal_blocks
 from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
-from tracker.measures.states import measure_states, warn_of_missing_unembedding
+from tracker.measures.states import measure_states, warn_of_missing_logits
 from tracker.measures.tokenwise import Selected, links_of, tokenwise_couplings, tokenwise_steps
 from tracker.model.description import Blocks
 from tracker.model.inputs import Batch
@@ -116,7 +116,7 @@ def record_call(
     record_blocks = record_spans if replica.description.spans else record
     recording = record_blocks(replica, batch.arguments, batch.keywords, memory)
     convention, reason = resolve_final_norm(settings.final_norm, recording, replica.description)
-    norm, final_norm = recording.final_norm or ("", None)
+    norm, _ = recording.final_norm or ("", None)
     depth = len(recording.calls)
     if convention == "include":
         recording = recording.with_final_norm()
@@ -159,7 +159,8 @@ def record_call(
         for sample, ids in zip(samples, batch.ids.cpu().numpy(), strict=True):
             sample.ids = ids
     basis_layers = settings.basis_layers(depth) if settings.includes("tokenwise") else {}
-    read = measure_states(replica, recording, final_norm, valid, window, settings)
+    read = measure_states(replica, recording, valid, window, settings)
+    recording.tail.begin(None)
     digests = batch.sample_digests(valid, n)
     for sample, values, at, digest in zip(samples, read, valid, digests, strict=True):
         sample.values |= values
@@ -257,7 +258,7 @@ def measure_calls(
             equal = equal_blocks(recording)
             check_kept(settings, recording, len(rows) * len(calls))
             warn_of_post_norm(recording)
-            warn_of_missing_unembedding(recording, settings)
+            warn_of_missing_logits(recording, settings)
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
             # After recording, whose errors are clearer.

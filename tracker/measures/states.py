@@ -5,14 +5,13 @@ axes process all tokens of one depth at a time.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from math import sqrt
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
@@ -25,6 +24,7 @@ from tracker.model.replica import Replica
 # Root mean square length of the noise, relative to the length of the embedding
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)
 
+
 # Variables that are read off the states alone
 STATES = (*trajectory.DECLARED, *trajectory.DECLARED_USE)
 DECLARED = (
@@ -34,7 +34,7 @@ DECLARED = (
         "entropy of the next token",
         "nats",
         option="entropy",
-        formula="−Σ p ln p, p = softmax(M norm(xˡ)), M the unembedding",
+        formula="−Σ p ln p, p = softmax of the logits that the model computes from xˡ in the place of xᴸ",
         reference="paper, Fig. 26",
         curve="last quartiles",
         counted=True,
@@ -42,7 +42,7 @@ DECLARED = (
         logged=("",),
         headline=True,
         dashboard=MINOR,
-        text="The prediction from each state, through the final norm and the unembedding.",
+        text="The prediction from each state, through all that the model computes after its blocks.",
         charts=("depth",),
     ),
     Measure(
@@ -79,7 +79,6 @@ AT_ONCE = 1 << 18  # scalars of states at once on a CPU, whose caches hold them
 def measure_states(
     replica: Replica,
     recording: Recording,
-    norm: nn.Module | None,
     valid: Sequence[Sequence[int]],
     window: int,
     settings: Settings,
@@ -88,19 +87,17 @@ def measure_states(
 
     Args:
         recording: the recorded pass.
-        norm: the final norm, if the model has one.
         valid: the positions of each sample that are not padding.
 
     Raises:
-        UsageError: if entropy is requested by name and the model has no unembedding.
+        UsageError: if entropy is requested by name and the states give no logits.
     """
-    device, head = replica.device, recording.head
-    # Only where it was named: "all" measures what the model has.
-    if head is None and "entropy" in settings.measures:
-        raise UsageError(
-            "measures='entropy', but no unembedding was found in this model: name the module that maps a hidden state to "
-            "logits, blocks=find_blocks(model, unembedding=...)"
-        )
+    device, tail = replica.device, recording.tail
+    if settings.includes("entropy"):
+        recording.obstacle = tail.check(recording.calls[-1].y.to(device))
+        # Only where it was named: "all" measures what the model has.
+        if recording.obstacle and "entropy" in settings.measures:
+            raise UsageError(f"measures='entropy', but {recording.obstacle}")
     _, n, d = recording.calls[0].x.shape
     scalars = d
     requested: list[StateMeasure] = []
@@ -122,45 +119,36 @@ def measure_states(
     if settings.includes("noise"):
         similarity = noise_similarity(replica, recording, valid)
         requested.append(lambda b, part: {"noise_similarity": similarity[:, :, b, part].flatten(2)})
-    with ExitStack() as weights:
-        if settings.includes("entropy") and head is not None:
-            unembedding = replica.module.get_submodule(head)
-            # The unembedding runs here outside a forward pass: what it writes must not reach the caller's tensors.
-            weights.enter_context(replica.guard())
-            for module in (unembedding, norm):
-                weights.enter_context(replica.materialize(module))
-            scalars += int(unembedding(recording.states(slice(1), slice(1), device)[:1]).shape[-1])
+    if settings.includes("entropy") and not recording.obstacle:
+        scalars += recording.logits or 0
 
-            def entropy(b: slice, part: slice) -> dict[str, Tensor]:
-                X = recording.states(b, part, device)
-                return {"entropy": trajectory.entropy(X, norm or torch.nn.Identity(), unembedding)}
+        def entropy(b: slice, part: slice) -> dict[str, Tensor]:
+            p = tail.logits(recording.states(b, part, device)).softmax(-1)
+            return {"entropy": torch.special.entr(p).sum(-1)}
 
-            requested.append(entropy)
-        # Logits take far more memory than states, so that they decide how many tokens are read at once.
-        per_token = (len(recording.calls) + 1) * scalars
-        at_once = max(1, settings.memory(16) // (per_token * settings.torch_dtype.itemsize))
-        together = at_once if device.type != "cpu" else min(at_once, AT_ONCE // per_token)
-        parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
-        samples: list[dict[str, np.ndarray]] = []
-        for b in range(0, len(valid), size := max(1, together // n)):
-            samples_at_once = slice(b, min(b + size, len(valid)))
-            read = [_evaluate(requested, samples_at_once, part) for part in parts]
-            samples += [
-                _join([part[i] for part in read], valid[b + i], n)
-                for i in range(samples_at_once.stop - b)
-            ]
-        return samples
+        requested.append(entropy)
+    # Logits take far more memory than states, so that they decide how many tokens are read at once.
+    per_token = (len(recording.calls) + 1) * scalars
+    at_once = max(1, settings.memory(16) // (per_token * settings.torch_dtype.itemsize))
+    together = at_once if device.type != "cpu" else min(at_once, AT_ONCE // per_token)
+    parts = [slice(start, start + at_once) for start in range(0, n, at_once)]
+    samples: list[dict[str, np.ndarray]] = []
+    for b in range(0, len(valid), size := max(1, together // n)):
+        samples_at_once = slice(b, min(b + size, len(valid)))
+        read = [_evaluate(requested, samples_at_once, part) for part in parts]
+        samples += [
+            _join([part[i] for part in read], valid[b + i], n)
+            for i in range(samples_at_once.stop - b)
+        ]
+    return samples
 
 
-def warn_of_missing_unembedding(recording: Recording, settings: Settings) -> None:
-    """Warn if "all" leaves out the entropy of a language model, because no module gives its logits."""
-    named = "entropy" in settings.measures
-    lacking = recording.head is None and settings.includes("entropy") and not named
-    if lacking and recording.logits is not None:
+def warn_of_missing_logits(recording: Recording, settings: Settings) -> None:
+    """Warn if "all" leaves out the entropy of a language model, because its states give no logits."""
+    asked = settings.includes("entropy") and "entropy" not in settings.measures
+    if asked and recording.logits is not None and recording.obstacle:
         warn_caller(
-            f"measures='all' leaves out the entropy of the next token: the model computes {recording.logits} logits for each "
-            "token, but not by a module that takes the normed states. Compute them by a module, such as an nn.Linear, or name "
-            "the one that does: blocks=find_blocks(model, unembedding='NAME')"
+            f"measures='all' leaves out the entropy of the next token: {recording.obstacle}"
         )
 
 

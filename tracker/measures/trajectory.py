@@ -12,9 +12,8 @@ How much each block turns the state, with f = x^l - x^{l-1}, of each position:
     block influence     1 - cos(x^{l-1}, x^l)                            ShortGPT, Men et al. 2024
     update cosine       cos(f, x^{l-1})                                  1, the state grows; 0, it turns; -1, it shrinks
 
-Two further measures: the entropy of the prediction from each state, and the states in the principal plane of the last ones:
+And the states in the principal plane of the last ones:
 
-    entropy       - sum_v p_v ln p_v,  p = softmax(M norm(x^l)), M the unembedding       in nats, Fig. 26
     PCA           x^l on the two principal axes of the rows of X^L                        appendix A.2.1
 
 Undefined values are NaN: the direction of a zero step, and the expodistance where the mean growth is zero to rounding.
@@ -88,13 +87,6 @@ def update_ratio(X: States) -> Float[Tensor, "L n"]:
     """Return the length of each step relative to the state before it; NaN where that state is zero."""
     before = norms(X)[:-1]
     return norms(steps(X)) / torch.where(before > 0, before, torch.nan)
-
-
-def entropy(
-    X: States, norm: Callable[[Tensor], Tensor], unembedding: Callable[[Tensor], Tensor]
-) -> Float[Tensor, "depth n"]:
-    """Return the entropy of the next-token distribution predicted from each state, in nats."""
-    return torch.special.entr(unembedding(norm(X)).softmax(-1)).sum(-1)
 
 
 def principal_axes(x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, " d"], Float[Tensor, "d 2"]]:

@@ -14,6 +14,7 @@ its arguments, its input and output states, and the keys and values of its atten
 - `recorder`: the hooks that record a pass; `recording`: the recorded calls.
 - `attention`: hooks on a model's attention functions.
 - `hidden_state`: the arguments of a block's call and the state in its output.
-- `head`: the final norm, the logits and the unembedding, found during the pass.
+- `head`: the final norm, found during the pass.
+- `tail`: what the model computes from the last block's output: the logits, also of other states.
 - `global_state`, `random_numbers`: process-wide state and generators that a measurement sets and restores.
 """

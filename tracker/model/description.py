@@ -45,7 +45,7 @@ class Blocks:
             included = (
                 "included by default if measuring finds that logits over a vocabulary follow it"
             )
-            head = self.unembedding or "the module that gives these logits, if measuring finds one"
+            head = self.unembedding or "what gives these logits"
         first, last = (
             (self.spans[0][0], self.spans[-1][1]) if self.spans else (self.names[0], self.names[-1])
         )

@@ -2,33 +2,29 @@
 
 A norm is known by its class name next to the blocks (`Blocks.final_norms`) or, in models that are not Hugging Face's, by what
 it does: a module without matrices that takes the last block's output itself, returns another tensor of its shape, and the same
-one when its input is scaled. Logits over a vocabulary are known by what the pass computes: after the last block, the product of
-every token's state (or the last token's normed state) with a matrix of as many columns as a table has rows that was looked up
-before the first block. So tied weights, heads in plain functions and unusual names are recognised as well.
+one when its input is scaled. The final norm is the one whose output the logits (`tail`) are computed from; of two in a row, both.
+Without logits it is the first.
 
 No final norm is a norm inside a module that takes the last block's output and adds to it: that module is a block, too.
-
-The unembedding is the outermost module that maps the normed states themselves (the last block's output, if no norm takes it) to
-these logits. A head in a plain function has none.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tracker.model.hidden_state import check_finite, hidden_state
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica
 from tracker.model.state_maps import StateMap, adds, ends, is_alike, may_be_block, state_given
+from tracker.model.tail import Tail
 
 SCALES = 4, 16  # of the root mean square: at both, the epsilon of a norm is negligible
 SAME = 1e-2  # of the largest entry
@@ -155,26 +151,30 @@ def _have_one_length(y: Tensor) -> Bool[Tensor, ""]:
     return differ & (lengths.max() - lengths.min() <= EQUAL_LENGTHS * lengths.max())
 
 
-# Vocabularies of table and logits may differ by 1 / PADDING: rows for padding or special tokens
-PADDING = 16
 IsLastState = Callable[[Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm that took the last block's output, by itself or after others, and its output as the model holds it."""
+
+    name: str
+    module: nn.Module
+    output: Tensor
 
 
 class HeadHooks:
     """Hooks on a forward pass that find the final norm and the logits.
 
     Attributes:
-        norm: the first norm that took the last block's output: its name, the module and its output (B, n, d).
+        tail: what follows the last block.
     """
 
     def __init__(self, replica: Replica):
         self.replica = replica
-        self.norm: tuple[str, nn.Module, Tensor] | None = None
-        self._unnamed: tuple[str, nn.Module, Tensor] | None = None
-        # After the last block: name, width of the output, and input
-        self._heads: list[tuple[str, int, Tensor]] = []
+        self.tail = Tail(replica)
+        self._norms: list[Norm] = []  # that took the last block's output, or that of one of them
         self._trying = False
-        self._operations = _Operations()
         self._state_maps: list[StateMap] = []
 
     @contextmanager
@@ -187,95 +187,77 @@ class HeadHooks:
         """
         description = self.replica.description
         with ExitStack() as stack:
-            for name in description.final_norms:
-                self._hook(stack, name, partial(self._leave_norm, is_last_state))
+            norms = list(description.final_norms)
             if description.include_final_norm is None:
-                for name, module in _outside_blocks(self.replica):
-                    if name not in description.final_norms and has_no_matrices(module):
-                        self._hook(stack, name, partial(self._leave_module, is_last_state))
-                    if any(parameter.dim() == 2 for parameter in module.parameters()):
-                        self._hook(stack, name, self._leave_head)
-                stack.enter_context(self._operations)
+                outside = _outside_blocks(self.replica)
+                norms += [name for name, module in outside if has_no_matrices(module)]
+            for name in dict.fromkeys(norms):
+                self._hook(stack, name, partial(self._leave_norm, is_last_state))
+            if head := description.unembedding:
+                self.tail.tables |= set(
+                    map(len, self.replica.module.get_submodule(head).parameters())
+                )
             for name, module in () if description.spans else _outside_blocks(self.replica):
                 if is_alike(module, self.replica.blocks) or may_be_block(module):
                     self._hook(stack, name, partial(self._leave_state_map, is_last_state))
+            stack.enter_context(self.tail)
             yield
-        self.norm = self.norm or self._unnamed
 
     def enter_block(self) -> None:
         """Note that a block begins: what follows is neither an embedding nor a head."""
-        self._operations.place = "inside"
+        self.tail.paused = True
 
-    def leave_block(self) -> None:
-        """Note that a block ended, and forget what took an earlier block's output."""
-        self._operations.place = "after"
-        self.norm, self._unnamed, self._heads, self._operations.products = None, None, [], []
+    def leave_block(self, state: Tensor) -> None:
+        """Note that a block ended with this state, and forget what took an earlier block's output."""
+        self._norms = []
+        self.tail.begin(state)
 
-    def recording(self, calls: Sequence[BlockCall], seed: int | None) -> Recording:
-        """Return the recorded calls, with the final norm, the logits and the unembedding that were found.
+    def recording(self, calls: Sequence[BlockCall], seed: int | None, output: Any) -> Recording:
+        """Return the recorded calls, with the final norm and the logits that were found.
 
         Args:
             seed: of the random numbers that the pass drew; None if it drew none.
+            output: what the model returned.
 
         Raises:
             FloatingPointError: if the final norm returned a value that is not finite.
         """
-        last = calls[-1].y
-        logits = self.logits(*last.shape[:2])
-        unembedding = self.unembedding(last, logits)
-        if self.norm is None:
-            return Recording(
-                list(calls), None, None, logits, unembedding, seed=seed, state_maps=self._state_maps
+        description = self.replica.description
+        # Of other Hugging Face models, and of the encoder of a pair, it is known that none follow.
+        predicts = description.include_final_norm is None or description.unembedding is not None
+        logits = self.tail.find_logits(calls[-1].y, output) if predicts else None
+        norm = self._final_norm()
+        final_norm, normed = None, None
+        if norm is not None:
+            final_norm = norm.name, norm.module
+            normed = self.replica.oriented(norm.output).to(self.replica.dtype)
+            check_finite(
+                normed,
+                f"the final norm ({norm.name}), after block {len(calls)} ({calls[-1].name}),",
             )
-        name, module, normed = self.norm
-        normed = normed.to(self.replica.dtype)
-        check_finite(
-            normed, f"the final norm ({name}), after block {len(calls)} ({calls[-1].name}),"
-        )
-        norm = name, module
+        maps = self._state_maps
         return Recording(
-            list(calls), norm, normed, logits, unembedding, seed=seed, state_maps=self._state_maps
+            list(calls), self.tail, final_norm, normed, logits, seed=seed, state_maps=maps
         )
 
-    def logits(self, B: int, n: int) -> int | None:
-        """Return the number of logits if the state of each of B x n tokens was mapped to logits over a vocabulary."""
-        products = self._operations.products
-        return next(
-            (columns for rows, columns in products if self._of_each_token(rows, B, n)), None
-        )
+    def _final_norm(self) -> "Norm | None":
+        """Return the last norm whose output leads to the logits; without such, the first. Of several, one that was named."""
+        leading = [norm for norm in self._norms if self.tail.leads_to_logits(norm.output)]
+        # A norm and a module around it return one tensor.
+        norms = [norm for norm in self._norms if not leading or norm.output is leading[-1].output]
+        return min(norms, key=lambda norm: not self._is_named(norm.name), default=None)
 
-    def unembedding(self, last_state: Tensor, logits: int | None) -> str | None:
-        """Return the name of the module that maps normed states to these logits; None if there is none.
-
-        Args:
-            last_state: the last block's output (B, n, d).
-            logits: their number, as `logits` returns it.
-        """
-        states = last_state if self.norm is None else self.norm[2]
-        names = (
-            name
-            for name, width, x in reversed(self._heads)
-            if width == logits and _is_part(x, states)
-        )
-        return next(names, None)  # reversed: a module ends after the modules inside it
-
-    def _of_each_token(self, rows: Tensor, B: int, n: int) -> bool:
-        m, rest = divmod(len(rows), B)
-        if rest or not 0 < m <= n:
-            return False
-        if m == n or 1 < m == n - 1:  # of all tokens, or of all that have a next one
-            return True
-        if self.norm is None:
-            return False
-        _, _, normed = self.norm
-        last = normed[:, -m:]
-        return rows.numel() == last.numel() and torch.equal(
-            rows.view(last.shape).to(last.dtype), last
-        )
+    def _is_named(self, norm: str) -> bool:
+        return norm in self.replica.description.final_norms
 
     def _hook(self, stack: ExitStack, name: str, leave: Callable[..., None]) -> None:
+        def leave_quietly(*args: Any) -> None:
+            # What hooks compute is not a part of the pass.
+            with torch._C.DisableTorchFunction():
+                leave(name, *args)
+
         module = self.replica.module.get_submodule(name)
-        stack.callback(module.register_forward_hook(partial(leave, name), with_kwargs=True).remove)
+        stack.callback(module.register_forward_hook(leave_quietly, with_kwargs=True).remove)
 
     def _leave_norm(
         self,
@@ -286,37 +268,20 @@ class HeadHooks:
         keywords: dict,
         output: Any,
     ) -> None:
-        if self.norm is None and self._takes(is_last_state, args, keywords, output):
-            self.norm = name, module, self.replica.oriented(output)
-
-    def _leave_module(
-        self,
-        is_last_state: IsLastState,
-        name: str,
-        module: nn.Module,
-        args: tuple,
-        keywords: dict,
-        output: Any,
-    ) -> None:
-        if self._trying or self._unnamed is not None or len(args) + len(keywords) != 1:
+        x = None if self._trying else state_given(module, args, keywords, output)
+        if x is None or not isinstance(output, Tensor):
             return
-        if self._takes(is_last_state, args, keywords, output):
-            self._trying = True
-            if is_norm(module, args, keywords, output):
-                self._unnamed = name, module, self.replica.oriented(output)
-            self._trying = False
-
-    def _leave_head(
-        self, name: str, module: nn.Module, args: tuple, keywords: dict, output: Any
-    ) -> None:
-        if self._operations.place != "after" or len(args) + len(keywords) != 1:
+        before = next((norm for norm in self._norms if norm.output is x), None)
+        if before is None and not is_last_state(self.replica.oriented(x)):
             return
-        (x,) = (*args, *keywords.values())
-        if not isinstance(x, Tensor) or not isinstance(output, Tensor):
-            return
-        if 1 < x.dim() < 4 and x.shape[:-1] == output.shape[:-1]:
-            x = self.replica.oriented(x) if x.dim() == 3 else x
-            self._heads.append((name, output.shape[-1], x))
+        self._trying = True
+        alone = len(args) + len(keywords) == 1
+        if self._is_named(name) or (alone and is_norm(module, args, keywords, output)):
+            # Two in a row are one.
+            if before is not None:
+                name, module = f"{before.name}, {name}", nn.Sequential(before.module, module)
+            self._norms.append(Norm(name, module, output))
+        self._trying = False
 
     def _leave_state_map(
         self,
@@ -332,34 +297,12 @@ class HeadHooks:
             return
         x, y = self.replica.oriented(x), self.replica.oriented(hidden_state(output))
         self._state_maps.append(StateMap(name, ends(x), ends(y)))
-        found = (self.norm, self._unnamed)
-        outside = [
-            None if norm is None or norm[0].startswith(f"{name}.") else norm for norm in found
-        ]
-        if any(
-            norm is not kept for norm, kept in zip(found, outside, strict=True)
-        ) and is_last_state(x):
+        outside = [norm for norm in self._norms if not norm.name.startswith(f"{name}.")]
+        if len(outside) < len(self._norms) and is_last_state(x):
             self._trying = True
             if is_alike(module, self.replica.blocks) or adds(module, args, keywords):
-                self.norm, self._unnamed = outside
+                self._norms = outside
             self._trying = False
-
-    def _takes(self, is_last_state: IsLastState, args: tuple, keywords: dict, output: Any) -> bool:
-        argument = next(iter((*args, *keywords.values())), None)
-        if not isinstance(argument, Tensor) or not isinstance(output, Tensor):
-            return False
-        alike = argument.shape == output.shape and argument.dim() == 3
-        return alike and is_last_state(self.replica.oriented(argument))
-
-
-def _is_part(x: Tensor, states: Tensor) -> bool:
-    """Whether x holds the states (B, n, d) of all tokens, or of the first or the last ones, in whatever shape."""
-    B, n, d = states.shape
-    m, rest = divmod(x.numel(), B * d)
-    if rest or x.shape[-1] != d or not 0 < m <= n:
-        return False
-    rows = x.reshape(B, m, d).to(states)
-    return torch.equal(rows, states[:, :m]) or torch.equal(rows, states[:, n - m :])
 
 
 def _outside_blocks(replica: Replica) -> Iterator[tuple[str, nn.Module]]:
@@ -370,51 +313,3 @@ def _outside_blocks(replica: Replica) -> Iterator[tuple[str, nn.Module]]:
         if name and id(module) not in inside:
             if not any(id(part) in blocks for part in module.modules()):
                 yield name, module
-
-
-class _Operations(TorchDispatchMode):
-    """The operations of a pass: lookups in tables, and products with matrices of as many columns as a table has rows.
-
-    Attributes:
-        place: before the first block, inside a block, or after one.
-        products: rows (N, d) and number of columns of each product after the last block.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place: Literal["before", "inside", "after"] = "before"
-        self.tables: set[int] = set()  # numbers of rows of those looked up before the first block
-        self.products: list[tuple[Tensor, int]] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in `WriteGuard`
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        """Note the operation, and run it."""
-        schema = getattr(func, "_schema", None)
-        name = "" if schema is None else schema.name
-        if self.place == "before" and name in ("aten::embedding", "aten::index"):
-            if args[0].dim() == 2:
-                self.tables.add(len(args[0]))
-        elif self.place == "after" and name in _PRODUCTS:
-            for rows, columns in _PRODUCTS[name](*args):
-                if any(abs(columns - table) <= table // PADDING for table in self.tables):
-                    self.products.append((rows, columns))
-        return func(*args, **(kwargs or {}))
-
-
-_PRODUCTS: dict[str, Callable[..., list[tuple[Tensor, int]]]] = {  # rows and number of columns
-    "aten::mm": lambda x, W: [(x, W.shape[1])],
-    "aten::addmm": lambda bias, x, W: [(x, W.shape[1])],
-    # One matrix
-    "aten::bmm": lambda x, W: (
-        [(x.flatten(0, 1), W.shape[2])] if len(W) == 1 or W.stride(0) == 0 else []
-    ),
-    # x W^T, or W x^T (`tracker.linalg.linear`)
-    "mkldnn::_linear_pointwise": lambda x, W, *_: [(x.flatten(0, -2), len(W)), (W, x.shape[0])],
-}

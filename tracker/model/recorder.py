@@ -53,16 +53,16 @@ def record(
     recorder = _Recorder(replica, Spill(memory))
     with ExitStack() as stack:
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
+        stack.enter_context(recording_kernels(replica.dtype))
         stack.enter_context(recorder.head.watch(recorder.is_last_state))
         if unknown := [block for block in replica.blocks if id(block) not in replica.ends_in_norm]:
             stack.enter_context(
                 recorder.norms.watch([part for block in unknown for part in block.modules()])
             )
         stack.enter_context(intercept_attention(recorder.record_attention))
-        stack.enter_context(recording_kernels(replica.dtype))
-        replica.forward(arguments, keywords)
+        output = replica.forward(arguments, keywords)
         seed = replica.generators.drawn_seed()
-    return recorder.recording(seed)
+    return recorder.recording(seed, output)
 
 
 class _Recorder:
@@ -199,7 +199,7 @@ class _Recorder:
             attention.key = self.spill.keep(attention.key)
             attention.value = self.spill.keep(attention.value)
         self.calls.append(call)
-        self.head.leave_block()
+        self.head.leave_block(hidden_state(output))
 
     def check_one_stream(self, call: BlockCall, y: Tensor) -> None:
         """Check that a block does not change a second state beside the hidden state, or return that one first.
@@ -238,7 +238,7 @@ class _Recorder:
         last = self.calls[-1].y if self.calls else None
         return last is not None and same_state(x, last)
 
-    def recording(self, seed: int | None) -> Recording:
+    def recording(self, seed: int | None, output: Any) -> Recording:
         """Check the recorded calls and return them.
 
         Raises:
@@ -252,7 +252,7 @@ class _Recorder:
                 f"the forward pass never reached {len(missed)} of the blocks: {', '.join(missed)}; if the model calls "
                 "parts of them separately, name the boundaries between blocks: blocks=[('input of A', 'output of B'), ...]"
             )
-        return self.head.recording(self.calls, seed)
+        return self.head.recording(self.calls, seed, output)
 
 
 def two_streams(name: str, *states: Tensor) -> UsageError:

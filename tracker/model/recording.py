@@ -28,6 +28,7 @@ from tracker.model.guard import clone_if_tensor, copy_nested
 from tracker.model.hidden_state import hidden_state
 from tracker.model.replica import Replica
 from tracker.model.state_maps import StateMap
+from tracker.model.tail import Tail
 
 
 class Spill:
@@ -179,12 +180,11 @@ class Recording:
     """One forward pass: the calls of its blocks, and the final norm that took the last block's output, if any."""
 
     calls: list[BlockCall]
-    final_norm: tuple[str, nn.Module] | None
-    normed: Float[Tensor, "B n d"] | None  # the final norm's output
-    # Of each token, if as many as the vocabulary; not looked for in Hugging Face models
-    logits: int | None = None
-    # The module that gives these logits; not looked for in Hugging Face models
-    unembedding: str | None = None
+    tail: Tail  # what follows the last block, until its states are measured
+    final_norm: tuple[str, nn.Module] | None = None
+    normed: Float[Tensor, "B n d"] | None = None  # the final norm's output
+    logits: int | None = None  # of each token, if as many as the vocabulary
+    obstacle: str = ""  # why logits of other states are not known, if these were asked for
     # The last block with the final norm, if the measures include it
     normed_last: BlockCall | None = None
     # Calls of modules outside the blocks that take and return a state
@@ -203,11 +203,6 @@ class Recording:
         last = self.normed_last if normed and self.normed_last else self.calls[-1]
         recorded = (self.calls[0].x, *(call.y for call in (*self.calls[:-1], last)))
         return torch.stack([x[samples, tokens].flatten(0, 1).to(device) for x in recorded])
-
-    @property
-    def head(self) -> str | None:
-        """The name of the module that maps a normed state to logits over the vocabulary; None if none is known."""
-        return self.calls[0].replica.description.unembedding or self.unembedding
 
     def nbytes(self) -> int:
         """Count the bytes of what is recorded: hidden states, keys and values."""

@@ -47,7 +47,7 @@ def record_spans(
         if before.changed():
             check_stateless(replica, bound, calls, before)
         WholeStateCheck(replica, bound, calls, recorder.fixed, output).check()
-    return recorder.head.recording(calls, drawn_seed)
+    return recorder.head.recording(calls, drawn_seed, output)
 
 
 class _Recorder:
@@ -109,7 +109,7 @@ class _Recorder:
             self.record_fixed(boundary, state)
         self.head.enter_block()
         if boundary == self.spans[-1][1]:
-            self.head.leave_block()
+            self.head.leave_block(state)
 
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the state at the end of the last span."""
