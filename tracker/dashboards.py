@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from tracker.common.command_line import OK, CommandFailure, reports_errors
 from tracker.common.text import capitalised
-from tracker.common.values import INTEGERS
+from tracker.common.values import INTEGERS, PROJECT
+from tracker.measures.settings import RELEASE_K
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot
@@ -31,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Save a workspace for the runs of a W&B project: coupling, trajectories, scores, heat maps, the ViT grid.",
     )
     parser.add_argument("--entity", type=str, required=True, help="the W&B user or team")
-    parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
+    parser.add_argument("--project", type=str, default=PROJECT, help="the W&B project")
     parser.add_argument("--name", type=str, default="Block coupling", help="name of the workspace")
     parser.add_argument(
         "--k",
         type=INTEGERS,
-        default=[10, 30, 50],
+        default=list(RELEASE_K),
         help="numbers of singular vectors to show, as measured",
     )
     parser.add_argument(

@@ -25,7 +25,7 @@ from tracker.common.command_line import (
     leaving_at_once,
     reports_errors,
 )
-from tracker.common.errors import UsageError, require
+from tracker.common.errors import Unreachable, UsageError, require
 from tracker.common.text import UNTRAINED, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
 from tracker.walk.display import (
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tracker.skipped import Skipped
     from tracker.walk.units import Units
 
-ALIKE = 3  # revisions refused for one reason, before any is measured, end the walk
+ALIKE = 3  # so many that fail for one reason, before any is measured, end the walk
 KEPT = "finished revisions are kept, and the same command continues with the rest"
 RESUME = f"interrupted; {KEPT}"
 
@@ -278,15 +278,17 @@ def _measure_missing(
                     traceback.print_exception(error)
                 why = printable(reason(error, debug))
                 before = skipped.add(checkpoint.step, why)
-                why = why if before is None else f"for the same reason as step {before}"
-                shown.advance(f"step {checkpoint.step}: FAILED, {why}")
-                # An option that no revision can be measured with.
-                if (
-                    isinstance(error, UsageError)
-                    and not units.known
-                    and skipped.alike(min(ALIKE, len(missing)))
-                ):
-                    raise
+                same = why if before is None else f"for the same reason as step {before}"
+                shown.advance(f"step {checkpoint.step}: FAILED, {same}")
+                if not units.known and skipped.alike(min(ALIKE, len(missing))):
+                    # With these options, or this program, no revision can be measured.
+                    if isinstance(error, UsageError):
+                        raise
+                    # A hub that can't be reached may come back.
+                    if len(missing) > ALIKE and not isinstance(error, Unreachable):
+                        raise CommandFailure(
+                            f"the first {ALIKE} checkpoints fail alike, and the walk ends; --steps selects others: {why}"
+                        ) from error
             if prepared is None:
                 # The weights of a revision that failed leave too little for the next.
                 release_memory(plan.measurement.device)
@@ -296,7 +298,7 @@ def _measure_missing(
             known = units.known[checkpoint.step]
             log(known.row)
             shown.advance(
-                f"step {checkpoint.step}: {headline(known.row)}  ({time.perf_counter() - started:.1f} s)"
+                f"step {checkpoint.step}: {headline(known)}  ({time.perf_counter() - started:.1f} s)"
             )
 
 

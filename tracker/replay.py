@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tracker.common.command_line import OK, reports_errors
 from tracker.common.parser import LOG_HELP
+from tracker.common.values import LOG, PROJECT
 
 if TYPE_CHECKING:
     from tracker.loggers.protocol import Log, Opener
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "results", type=Path, help="directory of a walk (--out) or a training run (save_dir)"
     )
-    parser.add_argument("--project", type=str, default="block-coupling", help="the W&B project")
+    parser.add_argument("--project", type=str, default=PROJECT, help="the W&B project")
     parser.add_argument("--name", type=str, help="name of the run; default: that of the directory")
     parser.add_argument(
         "--wandb",
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="auto",
         help="mode of the W&B run; auto is online if a key is set up, else offline",
     )
-    parser.add_argument("--log", type=str, default="workspace", help=LOG_HELP)
+    parser.add_argument("--log", type=str, default=LOG, help=LOG_HELP)
     parsed = parser.parse_args(arguments)
     from tracker.loggers import prepare
     from tracker.loggers.protocol import parse_log

@@ -13,7 +13,6 @@ import tracker
 from tests.models import Encoder, build, images, timm_vit
 from tracker import pythia
 from tracker.common.errors import UsageError
-from tracker.store import Store
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the blocks of this model end in a norm", "ignore:.*measured over the full sequence"
@@ -246,7 +245,7 @@ def bert_checkpoints(directory, steps):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:If you want to use")
-def test_a_walk_measures_the_last_word(tmp_path):
+def test_a_walk_measures_the_last_word(tmp_path, capsys):
     bert_checkpoints(tmp_path / "run", (1, 2))
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
 
@@ -259,8 +258,9 @@ def test_a_walk_measures_the_last_word(tmp_path):
     assert ds.attrs[
         "tokens"
     ] == "last non-special" and ds.token_position.values.ravel().tolist() == [6, 2]
-    settings = Store(tmp_path / "new").read_settings()
-    assert settings["tokens"] == "last"
+    printed = capsys.readouterr().out
+    assert "2 prompts, last token; cpu" in printed and "K=2, last word)" in printed
+    assert "run: 2 prompts, K = 2, last word\n" in printed
 
 
 def test_the_very_last_token_is_recorded_by_one_name():

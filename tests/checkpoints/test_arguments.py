@@ -1,7 +1,7 @@
 """Flags of all command lines: hyphens and underscores, booleans without a value, one style of errors."""
 
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
@@ -9,6 +9,7 @@ from checkpoints import __main__ as checkpoints
 from tests.conftest import ROOT
 from tracker.common.parser import Parser
 from tracker.figures.__main__ import main as figures
+from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.walk.command import Walk, parse
 from vit.train import recipe_of
@@ -33,6 +34,13 @@ def test_the_help_of_a_walk_begins_with_what_most_people_need(capsys):
     assert sorted(sum(flags.values(), [])) == sorted(
         every | {"--config", "--print_config", "--help"}
     )
+
+
+def test_a_command_line_has_the_defaults_of_python():
+    """Each is declared once: what a flag leaves open is what a keyword leaves open."""
+    walk = parse(["--model", "nano"])
+    assert replace(walk, options={}) == Walk("nano")
+    assert settings_from(walk.options, "walk") == settings_from({}, "walk")
 
 
 @pytest.mark.parametrize("flag", ["--memory-budget", "--memory_budget"])

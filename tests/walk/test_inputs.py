@@ -34,7 +34,9 @@ def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker
     assert SAVE in said and "torch.save(dict(encoding), FILE)" in said
     torch.save(dict(encoding), file)
     assert pythia.main(walker.arguments("--inputs", str(file), "--steps", "8")) == 0
-    assert "5 samples; " in capsys.readouterr().out
+    assert (
+        "5 samples, class token, or last token of a model without one; " in capsys.readouterr().out
+    )
     expected = tracker.measure(model, dict(encoding), k=[4, 8])
     found = tracker.open_results(walker.directory / "out").sel(step=8)
     np.testing.assert_array_equal(found.miscoupling, expected.miscoupling)

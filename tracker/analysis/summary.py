@@ -39,7 +39,7 @@ from tracker.analysis.reduction import (
 from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
 from tracker.analysis.selections import opened, require_names, with_steps
 from tracker.common.errors import UsageError
-from tracker.common.text import counted
+from tracker.common.text import at_tokens, counted
 from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import Result, Store, by_name, require_steps, short_name
@@ -485,9 +485,9 @@ def kind_of_inputs(unit: xr.Dataset) -> str:
 
 
 def _title(unit: xr.Dataset, k: int | None) -> str:
-    return f"{short_name(unit)}: {counted(unit.sizes['prompt'], kind_of_inputs(unit))}" + (
-        "" if k is None else f", K = {k}"
-    )
+    inputs = counted(unit.sizes["prompt"], kind_of_inputs(unit))
+    of_coupling = "" if k is None else f", K = {k}, {at_tokens(unit.attrs['tokens'])}"
+    return f"{short_name(unit)}: {inputs}{of_coupling}"
 
 
 def _independent(unit: xr.Dataset) -> int:

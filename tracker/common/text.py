@@ -6,8 +6,8 @@ from textwrap import wrap
 
 WIDTH = 80  # columns of the printed text
 LABEL = 12
-# Commits, and numbers that differ between steps
-NUMBERS = re.compile(r"\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?")
+# Paths, commits, and numbers that differ between steps
+DIFFERING = re.compile(r"/\S+|\b[0-9a-f]{8,64}\b|\d+(?:\.\d+)?")
 
 
 def counted(number: int, noun: str) -> str:
@@ -31,12 +31,12 @@ def join_names(names: Iterable[int | str]) -> str:
 
 
 def cause(reason: str) -> str:
-    """Return what the reasons of several steps have in common if they differ only in numbers and commits.
+    """Return what the reasons of several steps have in common if they differ only in paths, numbers and commits.
 
-    >>> cause("memory runs out: 2.5 GB at step 128")
-    'memory runs out: * GB at step *'
+    >>> cause("/runs/a.pt can't be loaded: 2.5 GB at step 128")
+    "* can't be loaded: * GB at step *"
     """
-    return NUMBERS.sub("*", reason)
+    return DIFFERING.sub("*", reason)
 
 
 def by_cause(reasons: Mapping[int, str]) -> list[str]:
@@ -113,6 +113,16 @@ def size(bytes: int) -> str:
     ('123 MB', '4.29 GB')
     """
     return f"{bytes / 1e9:.3g} GB" if bytes >= 1e9 else f"{bytes / 1e6:.3g} MB"
+
+
+def at_tokens(tokens: object) -> str:
+    """Say in words which tokens are measured, from the option `tokens` or the attribute of a result.
+
+    >>> at_tokens("cls"), at_tokens((0, -1))
+    ('class token', 'tokens (0, -1)')
+    """
+    named = {"last": "last token", "last non-special": "last word", "cls": "class token"}
+    return named.get(str(tokens), f"tokens {tokens}")
 
 
 UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model

@@ -12,7 +12,7 @@ from numbers import Integral
 from operator import index
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 FinalNorm = Literal["auto", "include", "exclude"]
 Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
@@ -24,6 +24,9 @@ Witness = Literal["model", "off"]  # whether the caller's model itself is asked 
 Derivative = Literal["checked", "autograd", "values"]
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TOKEN_CHOICES = ("last", "cls", "all")
+# Of walks and replays, by default
+PROJECT = "block-coupling"
+LOG: Final = "workspace"
 
 
 class ValueTypeError(ArgumentTypeError, ValueError):

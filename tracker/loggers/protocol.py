@@ -17,6 +17,7 @@ import xarray as xr
 from tracker.analysis.curves import SAMPLES, headlines, scalars_by_step
 from tracker.analysis.variables import in_float64, labelled, mean
 from tracker.common.errors import UsageError
+from tracker.common.values import LOG
 from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, panel_metrics
 from tracker.store import Store
 
@@ -132,7 +133,7 @@ class LoggedRun:
     name: str
     config: Mapping[str, Any]
     new: bool = False
-    log: Log = "workspace"
+    log: Log = LOG
 
 
 @dataclass(frozen=True)

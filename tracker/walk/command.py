@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tracker.common.errors import MissingExtraError, require_own
-from tracker.common.values import BYTE_SIZE
+from tracker.common.values import BYTE_SIZE, LOG, PROJECT
 
 try:
     require_own("checkpoints")
 except MissingExtraError as error:
     sys.exit(f"error: {error}")
 
-# A walk measures language models unless told otherwise, and takes the memory budget from the machine.
-DEFAULTS = {"tokens": "last", "memory_budget": None, "measures": None}
+# The memory budget is taken from the machine, and a store states whether measures were given.
+LEFT_OUT = {"memory_budget": None, "measures": None}
 DISK_BUDGET = (
     "disk space for downloads, such as 60GB; measured revisions that this program fetched are removed to stay within it. "
     "Default: no limit, nothing is removed."
@@ -72,7 +72,8 @@ class Walk:
         revisions: a regular expression with a group named step (and perhaps tokens, in billions, and stage), where
             branches or directories are not spelled like step128 or checkpoint-128, or for the names of --files.
         stage: stage of a suite that was trained in several, such as OLMo 2. Default: the first.
-        untrained: seed; measure also the model at a random initialisation with this seed, as step 0, where none is published.
+        untrained: seed; measure also the model, if it is of transformers, at a random initialisation with this seed, as step 0,
+            where none is published.
         allow_suspect: measure also revisions whose weights seem not to be those of their step; their points are marked.
         scores: a CSV file, an lm-evaluation-harness JSON file or a directory of either, with scores by step.
         module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
@@ -115,8 +116,8 @@ class Walk:
     out: Path | None = None
     device: str | None = None
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    project: str = "block-coupling"
-    log: str = "workspace"
+    project: str = PROJECT
+    log: str = LOG
     workers: int = 0
     address: str | None = None
     dry_run: bool = False
@@ -150,9 +151,9 @@ def parse(arguments: Sequence[str] | None) -> Walk:
 
     parser = Parser(prog="python -m tracker.pythia", description=summary(Walk))
     parser.add_class_arguments(Walk, as_group=False, skip={"options", "disk_budget", "log"})
-    parser.add_argument("--log", type=str, default="workspace", help=LOG_HELP)
+    parser.add_argument("--log", type=str, default=LOG, help=LOG_HELP)
     parser.add_argument("--disk_budget", type=BYTE_SIZE, help=DISK_BUDGET)
-    add_flags(parser, DEFAULTS)
+    add_flags(parser, LEFT_OUT)
     parser.add_argument("--config", action="config", help="a YAML file with any of these settings")
     parser.arrange(GROUPS)
     parser.usage = "%(prog)s (--model MODEL | --files PATTERN --load FUNCTION) [flags]"

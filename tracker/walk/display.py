@@ -16,11 +16,10 @@ from checkpoints.disk import missing_files
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError
-from tracker.common.text import counted, describe_repeat, find_repeats, size
+from tracker.common.text import at_tokens, counted, describe_repeat, find_repeats, size
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:
-    from tracker.loggers.protocol import Row
     from tracker.walk.units import Known
 
 INTERVAL = 30.0  # seconds between lines about a download, where there is no terminal
@@ -145,7 +144,7 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
     kind = "prompt" if isinstance(inputs[0], str) else "sample"
     print(
         f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
-        f"{counted(len(inputs), kind)}; {measurement.device}, "
+        f"{counted(len(inputs), kind)}, {_measured_at(plan)}; {measurement.device}, "
         f"{measurement.settings.dtype}; results in {plan.output.store.path}",
         flush=True,
     )
@@ -166,6 +165,15 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
             print(f"  step {step:>7}  {reason}", flush=True)
 
 
+def _measured_at(plan: WalkPlan) -> str:
+    """Say which tokens are measured: as in the units that there are, or as far as it is known before a model is loaded."""
+    measurement = plan.measurement
+    stated = plan.output.store.shared("tokens") or measurement.settings.tokens
+    if stated or (isinstance(measurement.inputs, list) and not measurement.own_code):
+        return at_tokens(stated or "last")
+    return "class token, or last token of a model without one"
+
+
 def print_notes(known: "Mapping[int, Known]") -> None:
     """Print which steps have the same weights, and which were measured on other token ids."""
     from tracker.analysis.doubts import other_tokens
@@ -176,15 +184,16 @@ def print_notes(known: "Mapping[int, Known]") -> None:
         print(f"note: {line}", flush=True)
 
 
-def headline(row: "Row") -> str:
+def headline(known: "Known") -> str:
     """Return the result of a checkpoint in a few words."""
     from tracker.measures.registry import LSS, MEAN_OFFDIAG, MEAN_OFFDIAG_NULL
 
-    parts = []
+    row, parts = known.row, []
     if row.miscoupling is not None:
         value, null = row.scalars[MEAN_OFFDIAG], row.scalars[MEAN_OFFDIAG_NULL]
+        (tokens,) = known.likeness["tokens"]
         parts.append(
-            f"miscoupling {value:.3f} (null {null:.3f}, K={row.miscoupling['k'].values.min()})"
+            f"miscoupling {value:.3f} (null {null:.3f}, K={row.miscoupling['k'].values.min()}, {at_tokens(tokens)})"
         )
     if LSS in row.scalars:
         parts.append(f"LSS {row.scalars[LSS]:.2f}")
