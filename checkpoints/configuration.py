@@ -3,7 +3,6 @@
 A configuration is refused if it asks for sizes that the files can't hold, or for code that is no part of transformers.
 """
 
-import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.hub import INDEX
 from tracker.common.errors import CheckpointError
+from tracker.common.files import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,13 +171,6 @@ def require_size(directory: Path, model: "nn.Module", stored: int) -> None:
 
 def _entries(file: Path) -> dict[str, Any]:
     try:
-        entries = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # of JSON or of UTF-8
-        raise CheckpointError(
-            f"{file} can't be read as JSON ({error}): restore it, or leave this checkpoint out"
-        ) from error
-    if not isinstance(entries, dict):
-        raise CheckpointError(
-            f"{file} is not a mapping of settings: restore it, or leave this checkpoint out"
-        )
-    return entries
+        return read_json(file, dict, "restore it, or leave this checkpoint out")
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error

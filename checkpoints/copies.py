@@ -51,15 +51,16 @@ def load_copy(
         CheckpointError: as `load`, with the checkpoint's own path; if the copy can't be made, or files change meanwhile.
         UsageError: as `load`.
     """
-    if not source.exists():
-        raise CheckpointError(f"{source} is not there any more: restore it, or leave its step out")
+    if not (source.is_file() or source.is_dir()):  # a pipe would be read for ever
+        what = "a link that leads nowhere" if source.is_symlink() else "no file or directory"
+        raise CheckpointError(f"{source} is {what}: restore it, or leave its step out")
     read = _read_by_loading(source, own_code)
     with _directory(_place(source, sum(file.stat().st_size for file in read))) as directory:
         # Of a link, too: its target may be named by a hash
         copy = directory / Path(os.path.abspath(source)).name
-        hashes = _copy(source, read, copy)
+        digest = _copy(source, read, copy, own_code)
         try:
-            return load(copy), files_digest(copy, own_code=own_code, hash_of=hashes.__getitem__)
+            return load(copy), digest
         except (CheckpointError, UsageError) as error:
             raise type(error)(str(error).replace(str(copy), str(source))) from error
 
@@ -119,7 +120,7 @@ def _directory(place: Path) -> Iterator[Path]:
 
 
 def _beside(source: Path) -> Path:
-    return source.resolve().parent
+    return Path(os.path.realpath(source)).parent  # Path.resolve raises for a link to itself
 
 
 def _place(source: Path, size: int) -> Path:
@@ -161,8 +162,8 @@ def _is_in_memory(place: Path) -> bool:
     )
 
 
-def _copy(source: Path, read: list[Path], copy: Path) -> dict[Path, str]:
-    """Copy what loading reads, and return the hash of each copy; link the rest of a directory, such as an optimizer's state.
+def _copy(source: Path, read: list[Path], copy: Path, own_code: bool) -> str:
+    """Copy what loading reads, and return its `files_digest`; link the rest of a directory, such as an optimizer's state.
 
     Raises:
         CheckpointError: if the copy can't be made, or files change meanwhile.
@@ -183,9 +184,10 @@ def _copy(source: Path, read: list[Path], copy: Path) -> dict[Path, str]:
                     f"{file} was changed while it was copied, and this checkpoint is not measured: when nothing writes there any "
                     "more, run the same command again"
                 )
+        digest = files_digest(copy, own_code=own_code, hash_of=hashes.__getitem__)
         if source.is_dir():
             _link_others(source, copy)
-        return hashes
+        return digest
     except OSError as error:
         raise CheckpointError(
             f"{source} can't be copied to {copy.parents[1]} ({first_line(error)}); it is copied before it is measured, so that "

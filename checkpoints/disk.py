@@ -18,7 +18,7 @@ from pathlib import Path
 
 from checkpoints.hub import File, Listing, read_ref, repo_dir
 from tracker.common.errors import CheckpointError
-from tracker.common.files import Lock, cache_root, write_atomic
+from tracker.common.files import Lock, cache_root, read_json, write_atomic
 
 # Size in bytes and name of the blob of files, by path within the cache
 Files = dict[str, tuple[int, str]]
@@ -154,9 +154,8 @@ def _remove(snapshot: Path) -> None:
 
 def _read(record: Path) -> Files:
     try:
-        return {
-            name: (size, str(blob)) for name, (size, blob) in json.loads(record.read_text()).items()
-        }
+        kept = read_json(record, dict)
+        return {name: (size, str(blob)) for name, (size, blob) in kept.items()}
     except FileNotFoundError:
         return {}
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from checkpoints.retries import TIMEOUT, Notify, with_retries
 from tracker.common.errors import CheckpointError, Unreachable
-from tracker.common.files import cache_root, write_atomic
+from tracker.common.files import cache_root, read_json, write_atomic
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -269,7 +269,7 @@ def _is(pattern: str, value: object) -> bool:
 
 def _cached_listing(repo: str, commit: str) -> Listing | None:
     try:
-        files = tuple(File(**file) for file in json.loads(_listing_file(repo, commit).read_text()))
+        files = tuple(File(**file) for file in read_json(_listing_file(repo, commit), list))
     except (OSError, ValueError, TypeError):
         return None
     return Listing(commit, files) if all(file.blob for file in files) else None

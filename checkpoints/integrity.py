@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub
 from checkpoints.hub import File, Listing, missing_shards
@@ -226,8 +226,8 @@ def files_in(directory: Path) -> Listing:
     )
 
 
-def fingerprint(tensors: Iterable[tuple[str, "Tensor"]], buffers: Container[str] = ()) -> str:
-    """Hash the names, shapes and values of tensors, independent of their order, file format and storage dtype.
+def fingerprint(state: Iterable[tuple[str, Any]], buffers: Container[str] = ()) -> str:
+    """Hash the names, shapes and values of a state dict's tensors, independent of their order, file format and storage dtype.
 
     Values are hashed in float32, so a checkpoint stored in bfloat16 or float16 and its float32 copy agree. The rate is about
     1 GB/s of float32 for each of up to four threads.
@@ -238,7 +238,10 @@ def fingerprint(tensors: Iterable[tuple[str, "Tensor"]], buffers: Container[str]
     Raises:
         CheckpointError: if a tensor contains NaN, or infinite values and is no buffer; the message names the tensors.
     """
-    named = list(tensors)
+    import torch
+
+    # Beside tensors, a state dict holds whatever `get_extra_state` returns.
+    named = [(name, value) for name, value in state if isinstance(value, torch.Tensor)]
     infinite = [name in buffers for name, _ in named]
     workers = min(HASH_THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as pool:
@@ -258,7 +261,9 @@ def _hash(name: str, tensor: "Tensor", infinite: bool) -> tuple[str, str | None]
     import torch
 
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.is_floating_point()}\n".encode())
-    for values in tensor.detach().reshape(-1).split(HASH_CHUNK):
+    # Sparse tensors have no flat form, and views of conjugates or negatives no bytes.
+    dense = tensor.detach().to_dense().resolve_conj().resolve_neg()
+    for values in dense.reshape(-1).split(HASH_CHUNK):
         values = values.cpu()
         if values.is_floating_point():
             if (values.isnan() if infinite else ~values.isfinite()).any():

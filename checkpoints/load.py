@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -95,21 +96,39 @@ def load_model(directory: Path) -> "PreTrainedModel":
 
 
 def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, Any]":
-    """Return a checkpoint's configuration, and the class of transformers that builds its model: with a head if it has one."""
+    """Return a checkpoint's configuration, and the class of transformers that builds its model.
+
+    It is the model that the configuration names; where it names none, a language model if there is one of the kind.
+    """
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto import modeling_auto
 
     check_configuration(directory)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return config, AutoModelForCausalLM if type(
-        config
-    ) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    kind, named = type(config), config.architectures or ()
+    for auto in vars(modeling_auto).values():
+        models: Any = getattr(auto, "_model_mapping", None)
+        if isinstance(auto, type) and models is not None and kind in models:
+            if getattr(models[kind], "__name__", "") in named:
+                return config, auto
+    language = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    return config, AutoModelForCausalLM if language else AutoModel
 
 
-def init_untrained(model: "PreTrainedModel", seed: int) -> "nn.Module":
-    """Build an untrained model of the same class and configuration; preserve the global random state."""
+def init_untrained(model: "nn.Module", seed: int) -> "nn.Module":
+    """Build an untrained model of the same class and configuration; preserve the global random state.
+
+    Raises:
+        UsageError: if the model is not of transformers, so that its own program alone knows how it is initialised.
+    """
     import torch
+    from transformers import PreTrainedModel
 
+    if not isinstance(model, PreTrainedModel):
+        raise UsageError(
+            f"--untrained {seed}: only its own program knows how a {type(model).__name__} is initialised; save it before its "
+            "first step in the form of the other files, with 0 as its step: it is walked with them"
+        )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return type(model)(model.config)
@@ -149,13 +168,7 @@ def lightning_loader(module: str) -> "Callable[[Path], nn.Module]":
     Raises:
         ValueError: if there is no such class. The loader raises as that of `users_loader`.
     """
-    try:
-        load_from_checkpoint = _imported(module).load_from_checkpoint
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--module {module}: no such LightningModule ({first_line(error)}); give package.module:Class, in a package that "
-            "Python can import"
-        ) from error
+    load_from_checkpoint = _imported("module", module, "LightningModule", ".load_from_checkpoint")
     remedy = (
         "hyperparameters are read from the checkpoint: does the class call save_hyperparameters()?"
     )
@@ -174,14 +187,7 @@ def users_loader(load: "str | Callable[[Path], nn.Module]") -> "Callable[[Path],
     """
     if not isinstance(load, str):
         return _reporting(load, name_of_loader(load), "")
-    try:
-        function = _imported(load)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"--load {load}: no such function ({first_line(error)}); give module:function, in a module that Python can import "
-            f"from {Path.cwd()}"
-        ) from error
-    return _reporting(function, load, "")
+    return _reporting(_imported("load", load, "function"), load, "")
 
 
 def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
@@ -193,16 +199,26 @@ def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def _imported(name: str) -> Any:
-    """Import an object by its name, module:object, from what Python knows and from the working directory."""
+def _imported(flag: str, name: str, kind: str, attribute: str = "") -> Any:
+    """Import an object, or an attribute of it, by its name, module:object, from what Python knows and the working directory.
+
+    Raises:
+        ValueError: if there is no such object.
+    """
     # Which `python -m` adds, and a script that pip has installed does not
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     module, _, within = name.partition(":")
-    if module.endswith(".py"):
-        dotted = module.removesuffix(".py").replace("/", ".")
-        raise ValueError(f"give the module's name, not its file: {dotted}:{within}")
-    return getattr(importlib.import_module(module), within)
+    try:
+        if module.endswith(".py"):
+            dotted = module.removesuffix(".py").replace("/", ".")
+            raise ValueError(f"give the module's name, not its file: {dotted}:{within}")
+        return attrgetter(within + attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"--{flag} {name}: no such {kind} ({first_line(error)}); give module:{kind}, in a module that Python can import "
+            f"from {Path.cwd()}"
+        ) from error
 
 
 def _reporting(

@@ -7,21 +7,20 @@ tokens per step. For other repositories the branches are listed, for directories
 pattern are ignored.
 """
 
-import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
-from itertools import pairwise, takewhile
+from glob import escape, glob
+from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 
 from checkpoints import hub, nano
 from checkpoints.configuration import Shape, pythia_shapes
 from checkpoints.retries import Notify
-from tracker.common.files import visible
+from tracker.common.files import read_json, visible
 from tracker.common.text import counted, join_names
 
 PYTHIA_SIZES = tuple(pythia_shapes())
@@ -95,6 +94,17 @@ class Checkpoint:
     stage: str = ""
     # Of the random initialisation that replaces the weights, for an untrained model
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not all(0 <= number < 2**63 for number in (self.step, self.tokens or 0)):
+            raise ValueError(
+                f"{self.name!r} is read as step {self.step}, and numbers from 0 to 2^63 - 1 can be stored: --revisions takes a "
+                "pattern that finds others in it"
+            )
+        if self.source.encode(errors="ignore").decode() != self.source:
+            raise ValueError(
+                f"{self.source!r} is not in UTF-8, and a result could not say where it is from: rename it"
+            )
 
     @property
     def name(self) -> str:
@@ -251,8 +261,10 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
         ValueError: if nothing matches, no name has a step, or two have the same.
     """
     path = Path(os.path.abspath(Path(files).expanduser()))
-    root = Path(*takewhile(lambda part: not set("*?[") & set(part), path.parent.parts))
-    found = [path] if path.exists() else sorted(map(Path, glob(str(path), recursive=True)))
+    # A directory may be called run[1]: what is there is no pattern.
+    root = next(at for at in path.parents if at.is_dir() or not set("*?[") & set(str(at)))
+    matched = glob(f"{escape(str(root))}/{path.relative_to(root)}", recursive=True)
+    found = [path] if os.path.lexists(path) else sorted(map(Path, matched))
     if not found:
         raise ValueError(
             f"--files {files!r}: no file or directory matches it; there is {_content(root)}"
@@ -261,7 +273,7 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
     names = {file: str(file.relative_to(root)) for file in found}
     if not revisions:
         names = {
-            file: _without_extension(name) if file.is_file() else name
+            file: name if file.is_dir() else _without_extension(name)
             for file, name in names.items()
         }
     if found == [path]:
@@ -411,9 +423,8 @@ def _for_own_code(path: Path, children: Sequence[Path]) -> str:
     """Say how files of a directory are walked that transformers does not load; "" without any."""
     adapters = [child for child in children if (child / "adapter_config.json").is_file()]
     if adapters:
-        base = json.loads((adapters[0] / "adapter_config.json").read_text()).get(
-            "base_model_name_or_path"
-        )
+        adapter = read_json(adapters[0] / "adapter_config.json", dict, "restore it")
+        base = adapter.get("base_model_name_or_path")
         what = f"{join_names(adapter.name for adapter in adapters)} are adapters (PEFT) of the model {base}"
         files = (
             path
@@ -435,8 +446,9 @@ def _for_own_code(path: Path, children: Sequence[Path]) -> str:
 
 
 def _lightning_files(path: Path) -> list[Path]:
-    """List the Lightning checkpoints in a directory and below."""
-    return [file for file in visible(path) if file.suffix == ".ckpt"]
+    """List the Lightning checkpoints in a directory and below; of a directory that links lead to again, once."""
+    found = [file for file in visible(path) if file.suffix == ".ckpt"]
+    return list({(os.path.realpath(file.parent), file.name): file for file in found}.values())
 
 
 def _repository(
@@ -473,12 +485,13 @@ def _parse(
         return None
     groups = {group: value for group, value in match.groupdict().items() if value is not None}
     try:
+        step = int(groups["step"])
         tokens = round(float(groups["tokens"]) * 1e9) if "tokens" in groups else None
-        return Checkpoint(int(groups["step"]), source, revision, tokens, groups.get("stage", ""))
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, OverflowError) as error:
         raise ValueError(
             f"{pattern.pattern!r} finds no numbers in {name!r}: its groups step and tokens must match digits"
         ) from error
+    return Checkpoint(step, source, revision, tokens, groups.get("stage", ""))
 
 
 def _suite(name: str, source: str, checkpoints: list[Checkpoint], stage: str | None) -> Suite:

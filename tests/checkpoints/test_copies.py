@@ -17,6 +17,7 @@ from checkpoints.copies import LOCK, PREFIX, _remove, load_copy, sweep
 from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
 from tests import processes
+from tests.checkpoints.test_suites import holding
 from tracker.common import files
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -69,8 +70,9 @@ def test_what_loading_reads_is_copied_and_the_copy_is_removed(run, temporary):
 
 
 @pytest.mark.parametrize("name", ["weights.pt", "epoch=0-step=8.ckpt"])
-def test_a_file_is_loaded_from_a_copy_of_its_name(name, tmp_path, temporary):
-    (file := tmp_path / name).write_text("weights")
+def test_a_link_is_loaded_from_a_copy_of_its_own_name(name, tmp_path, temporary):
+    (tmp_path / "3f9a").write_text("weights")
+    (file := tmp_path / name).symlink_to(tmp_path / "3f9a")
 
     def load(copy: Path) -> str:
         file.unlink()
@@ -82,8 +84,11 @@ def test_a_file_is_loaded_from_a_copy_of_its_name(name, tmp_path, temporary):
 
 
 def test_all_that_the_users_code_may_read_of_a_directory_is_copied_and_hashed(tmp_path, temporary):
-    run = tmp_path / "step8"
-    (run / "model").mkdir(parents=True)
+    """Also behind links, of which one leads back."""
+    (run := tmp_path / "step8").mkdir()
+    (scratch := tmp_path / "scratch").mkdir()
+    (run / "model").symlink_to(scratch)
+    (scratch / "above").symlink_to(run)
     for name in (
         "config.yaml",
         "model/weights.npz",
@@ -114,15 +119,6 @@ def test_all_that_the_users_code_may_read_of_a_directory_is_copied_and_hashed(tm
         before = files_digest(run, own_code=True)
         (run / unread).write_text("another line")
         assert files_digest(run, own_code=True) == before
-
-
-def test_a_link_is_loaded_under_its_own_name(tmp_path, temporary):
-    (tmp_path / "3f9a").write_text("weights")
-    (tmp_path / "epoch_10.pt").symlink_to(tmp_path / "3f9a")
-    assert load_copy(lambda copy: (copy.name, copy.read_text()), tmp_path / "epoch_10.pt")[0] == (
-        "epoch_10.pt",
-        "weights",
-    )
 
 
 def test_a_copy_whose_removal_is_cut_short_is_removed_by_the_next_walk(temporary, monkeypatch):
@@ -267,14 +263,14 @@ def test_a_copy_goes_beside_the_checkpoint_where_the_temporary_directory_is_too_
     assert load_copy(lambda copy: copy.parents[1], run)[0] == run.parent
 
 
-def test_copies_of_lightning_checkpoints_are_no_checkpoints(tmp_path):
-    (copy := tmp_path / f"{PREFIX}x").mkdir()
-    for directory in (tmp_path, copy):
-        (directory / "epoch=0-step=8.ckpt").touch()
-    suite = find_suite(str(tmp_path), lightning=True)
-    assert [checkpoint.source for checkpoint in suite.checkpoints] == [
-        str(tmp_path / "epoch=0-step=8.ckpt")
-    ]
+def test_copies_are_no_checkpoints_and_what_two_links_lead_to_is_one(tmp_path):
+    for name in ("scratch/epoch=0-step=8.ckpt", f"run/{PREFIX}x/step=8.ckpt"):
+        holding(tmp_path, name, f"{Path(name).parent}/step8/config.json")
+    for name in ("first", "second"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "scratch")
+    (tmp_path / "run" / "step9").symlink_to(tmp_path / "scratch" / "step8")
+    assert find_suite(str(tmp_path / "run"), lightning=True).steps == (8,)
+    assert find_suite(str(tmp_path / "run")).steps == (9,)
 
 
 COPYING = """

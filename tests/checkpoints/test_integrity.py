@@ -141,8 +141,14 @@ def test_fingerprint_depends_only_on_names_shapes_and_values():
     assert all(fingerprint(some) == own for some in itertools.permutations(tensors.items()))
     stored_in_half = {name: t.half() if t.is_floating_point() else t for name, t in tensors.items()}
     assert fingerprint(stored_in_half.items()) == own
-    # Strides don't count
-    assert fingerprint((tensors | {"a": tensors["a"].T.contiguous().T}).items()) == own
+    # Neither strides count, nor what is no tensor, nor in which form values are kept
+    for same in (
+        {"a": tensors["a"].T.contiguous().T},
+        {"b._extra_state": {"amax": tensors["b"]}, "program": "train.py"},
+        {"a": tensors["a"].to_sparse()},
+        {"a": torch.complex(tensors["b"][:1], -tensors["a"]).conj().imag},
+    ):
+        assert fingerprint((tensors | same).items()) == own
     others = [
         tensors | {"a": tensors["a"].view(4, 3)},
         tensors | {"a": tensors["a"] + torch.eye(3, 4) * 1e-6},

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import textwrap
@@ -17,13 +18,16 @@ import torch
 import transformers
 
 import tracker
-from checkpoints.load import name_of_loader, users_loader
+from checkpoints.load import lightning_loader, load_model, name_of_loader, users_loader
 from checkpoints.suites import find_files, find_suite
 from tests.checkpoints.test_suites import holding
+from tests.models import Size, images, language, timm_vit, vision
+from tests.plain import gpt2
 from tests.processes import ROOT
 from tracker import pythia
 from tracker.common.errors import UsageError
 from tracker.figures.__main__ import main as figures
+from tracker.store import Store
 from tracker.walk.command import Walk
 
 MODEL = """
@@ -232,12 +236,15 @@ def test_a_series_is_walked_from_the_command_line(way, program, loading, tmp_pat
 
 
 def test_a_function_walks_from_python_too(program, loading, tmp_path, capsys):
+    """In any thread."""
     ids = torch.load(program / "ids.pt")
     walk = Walk(
         files=str(program / SERIES["state"]), load=loading.state, inputs=ids, wandb="off", out=tmp_path / "out",
         options={"k": (4,)},
     )  # fmt: skip
-    assert pythia.run(walk) == 0 and pythia.run(walk) == 0
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(pythia.run, walk).result() == 0
+    assert pythia.run(walk) == 0
     assert "3 checkpoints, 3 already measured" in capsys.readouterr().out
     assert list(tracker.open_results(tmp_path / "out").step.values) == [1, 2, 10]
     walk.load = loading.compiled  # another function may load other weights of the same files
@@ -289,12 +296,7 @@ FAULTS = {
     "tensors": (
         lambda path, loading: torch.load(path),
         "compiled/step1.pth",
-        "returns a OrderedDict .*load_state_dict",
-    ),
-    "nothing": (
-        lambda path, loading: None,
-        "compiled/step1.pth",
-        "returns a NoneType .*and return it",
+        "returns a OrderedDict .*load_state_dict, and return it",
     ),
 }
 
@@ -328,18 +330,17 @@ def test_classes_of_the_program_that_wrote_a_file_are_asked_for(program, tmp_pat
     assert walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr
 
 
-@pytest.mark.parametrize("name", ["none:load", "loading:none", "loading", "loading."])
-def test_a_function_that_is_not_there(name, loading, program):
-    with pytest.raises(
-        ValueError,
-        match=f"--load {name}: no such function .*give module:function.* from {program}$",
-    ):
-        users_loader(name)
-
-
-def test_a_file_in_place_of_a_module(loading):
-    with pytest.raises(ValueError, match=r"not its file: loading:state\); give module:function"):
-        users_loader("loading.py:state")
+@pytest.mark.parametrize("name", ["none:load", "loading:none", "loading", "loading.", "a/b.py:c"])
+@pytest.mark.parametrize(
+    "find, kind", [(users_loader, "function"), (lightning_loader, "LightningModule")]
+)
+def test_code_that_is_not_there(find, kind, name, loading, program):
+    why = "give the module's name, not its file: a.b:c" if "/" in name else ""
+    said = rf"{name}: no such {kind} \(.*{why}.*; give module:{kind}.* from {program}$"
+    with pytest.raises(ValueError, match=said):
+        find(name)
+    with pytest.raises(ValueError, match="loading:state: no such LightningModule"):
+        lightning_loader("loading:state")
 
 
 NAMES = {
@@ -356,13 +357,14 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_step_is_the_last_whole_number_of_a_name(name, tmp_path, monkeypatch):
-    holding(tmp_path / "run7", *(name.format(step) for step in NAMES[name]))
+    """The directory has characters of a pattern in its name."""
+    holding(tmp_path / "run[7]", *(name.format(step) for step in NAMES[name]))
     monkeypatch.chdir(tmp_path)
-    suite = find_files(f"run7/{name.format('*')}")
+    suite = find_files(f"run[7]/{name.format('*')}")
     assert suite.steps == NAMES[name] and [
         checkpoint.source for checkpoint in suite.checkpoints
-    ] == [str(tmp_path / "run7" / name.format(step)) for step in NAMES[name]]
-    assert suite.name == ("v2" if name.startswith("v2") else "run7")
+    ] == [str(tmp_path / "run[7]" / name.format(step)) for step in NAMES[name]]
+    assert suite.name == ("v2" if name.startswith("v2") else "run[7]")
     last = f"{name.format(10)} is step 10".removeprefix("v2/")
     assert suite.notice == f"steps are read from names: {name.format(1)} is step 1, {last}".replace(
         "names: v2/", "names: "
@@ -380,38 +382,11 @@ def test_a_number_that_is_a_part_of_the_step_is_refused(names, tmp_path):
         find_files(f"{tmp_path}/*.pt")
 
 
-def test_hidden_directories_hold_no_checkpoints(tmp_path):
-    """Such as the copies that another walk makes beside them."""
-    for name in ("step1", "step2", ".block-coupling-copy-00ab5678"):
-        holding(tmp_path / name, "config.json")
-    assert find_suite(str(tmp_path), r"(?P<step>\d+)$").steps == (1, 2)
-
-
-def test_functions_are_told_apart_by_their_names(program, loading, tmp_path, capsys):
-    assert (
-        name_of_loader(partial(users_loader))
-        == name_of_loader(users_loader)
-        == "checkpoints.load:users_loader"
-    )
-    walk = Walk(
-        files=str(program / SERIES["state"]),
-        load=lambda path: loading.state(path),
-        inputs=torch.load("ids.pt"),
-    )
-    assert pythia.run(walk) == 2
+def test_functions_are_told_apart_by_their_names(tmp_path, capsys):
+    for function in (users_loader, partial(users_loader)):
+        assert name_of_loader(function) == "checkpoints.load:users_loader"
+    assert walk(tmp_path, lambda path: vit(path), "s1.pt") == 2
     assert "load= is a lambda; give a function with a name" in capsys.readouterr().err
-
-
-def test_a_walk_in_another_thread(program, loading, tmp_path):
-    walk = Walk(
-        files=str(program / SERIES["state"]),
-        load=loading.state,
-        inputs=torch.load("ids.pt"),
-        wandb="off",
-    )
-    walk.out, walk.options = tmp_path / "out", {"k": (4,)}
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(pythia.run, walk).result() == 0
 
 
 def test_steps_of_other_names(tmp_path):
@@ -491,3 +466,105 @@ def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path):
     model = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "checkpoint-4")
     measured = tracker.measure(model, torch.load(tmp_path / "FILE"), k=4)
     np.testing.assert_allclose(store.miscoupling.sel(step=4), measured.miscoupling, rtol=1e-5)
+
+
+class Scales(torch.nn.Module):
+    """It keeps more than tensors, as layers in float8 do."""
+
+    def get_extra_state(self):
+        return {"amax": torch.ones(3), "format": "e4m3"}
+
+
+def vit(path: Path) -> torch.nn.Module:
+    model = timm_vit()
+    model.scales = Scales()
+    return model
+
+
+def not_finite(path: Path) -> torch.nn.Module:
+    model = vit(path)
+    model.head.weight.data.fill_(torch.nan)
+    return model
+
+
+def of_transformers(path: Path) -> torch.nn.Module:
+    return gpt2(depth=2)
+
+
+def walk(directory: Path, load, *names: str, inputs=None, **options) -> int:
+    """Walk files of these names."""
+    measured = {"k": (2,), "measures": ("coupling",)}
+    pattern = str(holding(directory, *names) / "*.pt")
+    inputs = images() if inputs is None else inputs
+    given = {"inputs": inputs, "out": directory / "out", "wandb": "off", "options": measured}
+    return pythia.run(Walk(files=pattern, load=load, **given, **options))
+
+
+def test_paths_that_are_no_files_are_named_and_the_others_are_measured(tmp_path, capsys):
+    """At the class token, which the walk names, of a model whose state dict holds more than tensors."""
+    (tmp_path / "s_2.pt").symlink_to("s_2.pt")
+    (tmp_path / "s_3.pt").symlink_to("gone")
+    os.mkfifo(tmp_path / "s_4.pt")
+    os.mknod(tmp_path / "s_5.pt", stat.S_IFSOCK | 0o600)
+    names = ("s_1.pt", "s_9.pt")
+    assert walk(tmp_path, vit, *names, dry_run=True) == 0
+    assert "not estimated" not in capsys.readouterr().out
+    assert walk(tmp_path, vit, *names) == 1
+    store, printed = Store(tmp_path / "out"), capsys.readouterr().out
+    assert store.steps() == [1, 9] and store.shared("tokens") == "cls"
+    link, other = "a link that leads nowhere", "no file or directory"
+    for step, what in enumerate((link, link, other, other), 2):
+        assert f"s_{step}.pt is {what}: restore it" in store.skipped()[step]
+    assert "2 samples, class token, or last token of a model without one; cpu" in printed
+    assert "K=2, class token)" in printed and "2 samples, K = 2, class token;" in printed
+
+
+REFUSED = {
+    f"s_{2**63}/config.json": (b"", "is read as step 9223372036854775808, and numbers from 0"),
+    "s-9999999999999B_1/config.json": (b"", "is read as step 1, and numbers from 0"),
+    os.fsdecode(b"s_2\xff/config.json"): (b"", "is not in UTF-8, .*rename it"),
+    "list/adapter_config.json": (b"[]", "is damaged: it holds a list.*; restore it"),
+    "binary/adapter_config.json": (b"\xff\xfe\x00", "is damaged .*; restore it"),
+    "nested/adapter_config.json": (b"[" * 100_000, "is damaged .*; restore it"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED, ids=range(len(REFUSED)))
+def test_names_and_texts_that_no_walk_can_use_are_refused_before_it(name, tmp_path):
+    content, said = REFUSED[name]
+    (holding(tmp_path, name) / name).write_bytes(content)
+    with pytest.raises(ValueError, match=said):
+        find_suite(str(tmp_path), r"(?:(?P<tokens>\d+)B)?_(?P<step>\d+)")
+
+
+@pytest.mark.parametrize("load, status", [(torch.load, 2), (not_finite, 1)])
+def test_a_series_that_fails_alike_ends_early(load, status, tmp_path, capsys):
+    """Whatever the names are."""
+    names = ("a1.pt", "b2.pt", "c3.pt", "d4.pt", "e5.pt")
+    assert walk(tmp_path, load, *names) == status
+    out, err = capsys.readouterr()
+    assert out.count("FAILED") == 3 and err.count("error: ") == 1
+
+
+def test_an_untrained_model_beside_files(tmp_path, capsys):
+    """Of transformers' classes, whose initialisation is known; of others, what to do."""
+    ids = torch.tensor([[1, 2, 3]])
+    assert walk(tmp_path, of_transformers, "s1.pt", inputs=ids, untrained=3) == 0
+    units = tracker.open_results(tmp_path / "out")
+    assert units.revision.values.tolist() == ["untrained, seed 3", ""]
+    assert len(set(units.fingerprint.values)) == 2
+    assert walk(tmp_path / "own", vit, "s1.pt", untrained=3) == 1
+    assert "VisionTransformer is initialised; save it before" in capsys.readouterr().err
+    assert Store(tmp_path / "own" / "out").steps() == [1]
+
+
+NAMED = ("BertForSequenceClassification", "ElectraForTokenClassification", "LlamaModel")
+
+
+@pytest.mark.parametrize("name", [*NAMED, "ViTForImageClassification"])
+def test_a_checkpoint_is_loaded_as_the_model_that_its_configuration_names(name, tmp_path):
+    saved = (vision if name.startswith("ViT") else language)(name)(Size())
+    saved.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert type(loaded) is type(saved)
+    torch.testing.assert_close(loaded.state_dict(), saved.state_dict())

@@ -109,17 +109,6 @@ def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs,
 
 
 @pytest.mark.slow
-def test_a_directory_deleted_before_its_turn_is_named(walker, runs, monkeypatch, capsys):
-    before_the_first_measurement(monkeypatch, lambda: shutil.rmtree(runs / "step16"))
-    assert pythia.main(walker.arguments(model=str(runs))) == 1
-    assert (
-        f"failed: step 16: {runs / 'step16'} is not there any more: restore it"
-        in capsys.readouterr().err
-    )
-    assert Store(walker.directory / "out").steps() == [8]
-
-
-@pytest.mark.slow
 def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
     walker, tmp_path, monkeypatch
 ):

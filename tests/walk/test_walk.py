@@ -136,11 +136,6 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     np.testing.assert_array_equal(tracker.open_results(out).miscoupling, ds.miscoupling)
 
 
-def test_untrained_is_refused_where_step_0_is_published(walker, capsys):
-    assert pythia.main(walker.arguments("--untrained", "0", model="nano")) == 2
-    assert "nano has a published step 0; measure it with --steps 0,..." in capsys.readouterr().err
-
-
 @pytest.fixture
 def run(walker, capsys):
     """Return a function that walks over the suite in this process; its result is as that of `walker.run`."""
@@ -361,6 +356,7 @@ USAGE = {
     "steps in words": (["--steps", "some"], "paper, all, log2, scores"),
     "no scores": (["--steps", "scores"], "selects no checkpoint"),
     "no prompt file": (["--prompts", "absent.txt"], "no prompt file 'absent.txt'"),
+    "untrained": (["--untrained", "0"], "nano has a published step 0; measure it with --steps 0,"),
     "k above the width": (["--k", "33"], "1 to the model's width d = 32"),
     "token out of range": (["--tokens", "0,99"], "out of range"),
     "no such device": (["--device", "gpu"], "--device gpu can't be used"),

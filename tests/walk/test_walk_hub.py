@@ -339,28 +339,6 @@ def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp
     assert tracker.open_results(tmp_path / "prompts").sizes["prompt"] == 3
 
 
-MODULES = {
-    "tests.none:Toy": "no such LightningModule",
-    "tests.conftest:TINY": "no such LightningModule",
-    "Toy": "package.module:Class",
-}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_unusable_modules_are_refused(walker, tmp_path, capsys, module):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "step=1.ckpt").write_bytes(b"")
-    torch.save(torch.zeros(1, 4), tmp_path / "inputs.pt")
-    inputs = str(tmp_path / "inputs.pt")
-    assert (
-        pythia.main(
-            walker.arguments("--module", module, "--inputs", inputs, model=str(tmp_path / "run"))
-        )
-        == 2
-    )
-    assert MODULES[module] in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     first = start_and_stay_at_the_second(walker)  # and has claimed the third, to fetch it

@@ -138,24 +138,27 @@ def _flock(descriptor: int, operation: int) -> bool:
     return True
 
 
-def read_json(file: Path, kind: type[Content]) -> Content:
+def read_json(file: Path, kind: type[Content], remedy: str = "remove it") -> Content:
     """Read a JSON file that holds a `kind` of value: a dictionary or a list.
+
+    Args:
+        remedy: what the message says to do about anything else.
 
     Raises:
         FileNotFoundError, NotADirectoryError: if there is none.
         ValueError: if it holds something else, or is a directory or a pipe.
     """
     if not stat.S_ISREG(file.stat().st_mode):  # opening a pipe would wait for ever
-        raise ValueError(f"{file} is no file; remove it")
+        raise ValueError(f"{file} is no file; {remedy}")
     with naming(file):
         stored = file.read_bytes()
     try:
         content = json.loads(stored)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged ({error}); remove it") from error
+        raise ValueError(f"{file} is damaged ({error}); {remedy}") from error
     if not isinstance(content, kind):
         raise ValueError(
-            f"{file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}; remove it"
+            f"{file} is damaged: it holds a {type(content).__name__}, not a {kind.__name__}; {remedy}"
         )
     return content
 
@@ -245,10 +248,10 @@ def sha256(file: Path) -> str:
     # Before the file is read: one that changes meanwhile is noted with an identity that it no longer has.
     found = identity(file)
     try:
-        path, *noted, digest = json.loads(_note_of(file).read_text())
+        path, *noted, digest = read_json(_note_of(file), list)
         if (path, tuple(noted)) == (str(file.resolve()), found):
             return digest
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         pass  # not noted, or unreadable: hash the file
     digest = hash_file(file)
     note_sha256(file, found, digest)
@@ -277,11 +280,18 @@ def hash_file(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def visible(directory: Path) -> list[Path]:
-    """List the files in a directory and below, without hidden ones, such as copies that other walks make."""
-    below = sorted(path for path in directory.rglob("*") if path.is_file())
-    return [
-        file
-        for file in below
-        if not any(part.startswith(".") for part in file.relative_to(directory).parts)
-    ]
+def visible(directory: Path, above: tuple[str, ...] = ()) -> list[Path]:
+    """List the files in a directory, below it and behind links, without hidden ones, such as copies that other walks make.
+
+    Args:
+        above: the directories that lead to this one; a link back to one of them is not followed.
+    """
+    found, above = [], (*above, os.path.realpath(directory))
+    for entry in sorted(directory.iterdir()):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_file():
+            found.append(entry)
+        elif entry.is_dir() and os.access(entry, os.R_OK) and os.path.realpath(entry) not in above:
+            found += visible(entry, above)
+    return found

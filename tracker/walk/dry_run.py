@@ -170,7 +170,7 @@ def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
     settings = replace(settings, memory_budget=budget)
     depth = None if small is whole else len(blocks.names)
     cost = estimate_cost(small, find_blocks(small), calls, settings, device, depth)
-    stored = sum(tensor.nbytes for tensor in whole.state_dict().values())
+    stored = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers()))
     return replace(cost, blocks=str(blocks), weights_bytes=stored)
 
 

@@ -217,10 +217,6 @@ def _selection(
             raise ValueError(
                 f"--untrained {walk.untrained}; a seed is a whole number from 0 to 2^63 - 1"
             )
-        if walk.own_code:
-            raise ValueError(
-                f"--untrained {walk.untrained}: only its own code knows how {walk.own_code} is initialised; leave it out"
-            )
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
     return SelectedCheckpoints(

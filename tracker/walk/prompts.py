@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tracker.common.files import cache_root, write_atomic
+from tracker.common.files import cache_root, read_json, write_atomic
 from tracker.common.text import first_line
 
 SEED = 0
@@ -120,7 +120,7 @@ def hub_prompts(name: str) -> list[Prompt]:
     """
     file = cache_root() / "prompts" / f"{name}-v{VERSION}.json"
     try:
-        kept = json.loads(file.read_text())
+        kept = read_json(file, dict)
         return [
             Prompt(*prompt)
             for prompt in zip(kept["prompts"], kept["difficulty"], kept["source"], strict=True)
