@@ -19,7 +19,9 @@ import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import index
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import numpy as np
@@ -86,6 +88,25 @@ INTEGRITY, UNCHECKED = "integrity", "unchecked"  # the attribute of a unit witho
 AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
 
 
+def whole_step(step: Any) -> int:
+    """Return a step as the number in its unit's name.
+
+    Raises:
+        UsageError: if it is no whole number from 0 on.
+    """
+    try:
+        number = index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        shown = shortened(step).replace("\n", " ")
+        raise UsageError(
+            f"the step is {shown} ({type(step).__name__}); give the number of optimizer steps, a whole number from 0 on: "
+            "watch(step, model)"
+        )
+    return number
+
+
 class Store:
     """A directory of units that were all measured with the same settings."""
 
@@ -131,7 +152,7 @@ class Store:
 
     def file(self, step: int) -> Path:
         """Return the file of a step's unit, which may not exist."""
-        return self.units / f"step{step:08d}.nc"
+        return self.units / f"step{whole_step(step):08d}.nc"
 
     def has(self, step: int) -> bool:
         """Whether the unit of a step has been measured."""
@@ -151,11 +172,8 @@ class Store:
         return lock
 
     def claimant(self, step: int) -> str:
-        """Return the host and process that claimed a step."""
-        try:
-            return self._claim(step).read_text()
-        except FileNotFoundError:
-            return ""
+        """Return who claimed a step."""
+        return Lock.holder(self._claim(step))
 
     def remove_abandoned(self) -> bool:
         """Remove the claims and partial files of killed processes; return whether a process is measuring."""

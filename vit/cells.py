@@ -29,7 +29,7 @@ PATIENCE = 10.0  # seconds between attempts to train a cell that another process
 
 
 class BusyError(RuntimeError):
-    """Another process is training this cell."""
+    """Another process or thread is training this cell."""
 
 
 def read(directory: Path, name: str) -> Any:
@@ -81,7 +81,7 @@ def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
     """Lock a cell for this process; the lock is released when the process ends for any reason.
 
     Raises:
-        BusyError: if another process holds the lock.
+        BusyError: if another process or thread holds the lock.
         ValueError: if the cell was started with other settings.
     """
     check_settings(directory, recipe)
@@ -90,7 +90,7 @@ def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
     lock = Lock.take(file)
     if lock is None:
         raise BusyError(
-            f"{directory} is being trained by another process ({file.read_text()}); wait for it, or stop it"
+            f"{directory} is being trained already ({Lock.holder(file)}); wait for it, or stop it"
         )
     with lock:
         lock.sign()

@@ -206,6 +206,8 @@ def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
     assert results["equal_blocks"].values.tolist() == ["equal weights: 1 2 3", "none"]
     said = repr(tracker.summary(store))
     assert "At step 0: Some blocks have equal weights (1, 2, 3)" in said and ONE_IN_40 not in said
+    parts = repr(tracker.summary(results.assign_coords(step=[0.25, 0.5])))
+    assert "At step 0.25: Some blocks have equal weights (1, 2, 3)" in parts
     read = read_miscouplings(store)
     assert read.miscoupling.sel(step=10, pairs="mean_offdiag").notnull().all()
 

@@ -36,6 +36,11 @@ def test_onset_of_a_ramp():
     assert (found.earlier, found.later) == (8, 16)
     assert (found.low, found.high) == (8, 16), "the interval is never narrower than the steps"
     assert found.words == "between steps 8 and 16 (95 % interval over prompts: 8 to 16)"
+    of_epochs = onset(np.array(STEPS) / 64, RAMP)
+    assert (
+        of_epochs.words
+        == "between steps 0.125 and 0.25 (95 % interval over prompts: 0.125 to 0.25)"
+    )
     of_sources = onset(STEPS, RAMP, np.arange(20) % 4)
     assert (
         of_sources.words

@@ -213,6 +213,10 @@ REFUSED = {
         "this selection has layer 2 more than once; select it once",
     ),
     "another name": (lambda ds: ds.rename(layer="block"), "lacks the dimension layer"),
+    "a step in words": (
+        lambda ds: ds.assign_coords(step="last"),
+        r"has step last; steps are numbers: results.assign_coords\(step=",
+    ),
     "an array": (lambda ds: ds.miscoupling, "DataArray is no result; give a Dataset"),
 }
 

@@ -341,6 +341,14 @@ def test_the_level_of_a_test_is_one_sided_and_shared_by_the_steps(store, monkeyp
     assert asked.count(0.025) == 2 * asked.count(0.025 / 4)
 
 
+def test_steps_may_be_parts_of_epochs(store):
+    ds = open_results(store)
+    whole = tracker.summary(ds)
+    parts = tracker.summary(ds.assign_coords(step=ds.step / 8192))
+    labels = {"0": "0.0", "512": "0.0625", "4,096": "0.5"}
+    pd.testing.assert_frame_equal(whole.rename(labels), pd.DataFrame(parts))
+
+
 def test_two_steps_have_a_first_and_a_last(store):
     ds = open_results(store).isel(step=[0, 2])
     assert tracker.summary(ds).attrs["title"].endswith("; the first and the last of 2 steps")

@@ -192,6 +192,7 @@ def test_the_paper_s_blocks_are_shown_where_all_have_a_value(course, monkeypatch
     [
         (range(0, 6000, 20), "auto", True),
         ([0, 20, 40, 55], "auto", True),
+        ([0, 0.5, 1, 1.5], "auto", True),
         ([0, 1, 2, 4, 8, 256], "auto", False),
         ([0, 20, 40, 100], "auto", False),
         (range(0, 6000, 20), "log", False),
@@ -213,6 +214,8 @@ def test_the_axis_is_linear_for_evenly_spaced_steps_and_says_where_it_is_not(ste
     )
     ticks = axes.get_xticks()
     assert ticks[-1] == steps[-1] and 3 <= len(ticks) <= 8
+    labels = [axes.xaxis.get_major_formatter()(tick) for tick in ticks]
+    assert [float(label.replace(",", "")) for label in labels] == ticks.tolist()
     drawn = axes.transData.transform([(tick, 0) for tick in ticks])[:, 0]
     assert np.diff(drawn).min() > 0.1 * axes.bbox.width, "labels of ticks would run into each other"
 
@@ -223,6 +226,15 @@ def test_runs_of_different_steps_are_even_each_by_itself():
     assert axes.get_xscale() == "linear"
     training_axis(axes, [0, 20, 40], [0, 30, 90])
     assert axes.get_xscale() == "symlog"
+
+
+def test_steps_that_are_parts_of_epochs_are_named_as_they_are(course):
+    parts = course.assign_coords(step=[0.25, 0.5])
+    assert "toy, step 0.25\n" in of("heatmap", parts, step=0.25)[0].axes[0].get_title()
+    lines = of("26", parts)[0].axes[0].get_legend_handles_labels()[1]
+    assert lines == ["step 0.25", "step 0.5"]
+    with pytest.raises(UsageError, match="toy starts at step 0.25, but .* the untrained model"):
+        of("5", parts)
 
 
 def test_an_axis_of_step_0_alone_is_linear():

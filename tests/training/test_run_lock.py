@@ -1,8 +1,10 @@
 """One training at a time writes a store."""
 
 import os
+import shutil
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,27 +14,20 @@ from tests import processes
 from tests.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.store import Store
-from tracker.training.claim import hold, release
 
 HOLD = """
 import os, sys
+from pathlib import Path
+from tracker.common.files import Lock
 from tracker.store import Store
-from tracker.training.claim import hold
-hold(Store(sys.argv[2]))
+place = Path(sys.argv[2])
+Store(place).units.mkdir()
+claims = Store(place).claim(3), Lock.take(place / ".training")
+claims[1].sign()
 worker = os.fork() if "fork" in sys.argv else None
 if worker != 0:
     print(os.getpid(), worker, flush=True)
 sys.stdin.read()  # until the test ends
-"""
-TRAIN = """
-import sys
-import tracker
-from tests.models import neox, tokens
-with tracker.Watch(1, probe=tokens(2), save_dir=sys.argv[2], measures="trajectory") as watch:
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for step in range(3):
-        watch(step, neox())
 """
 
 
@@ -49,7 +44,7 @@ def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path)
     other = start(HOLD, tmp_path)
     assert other.stdout and other.stdout.readline() == f"{other.pid} None\n"
     with pytest.raises(
-        UsageError, match=f"is written by another training .*process {other.pid}.*another save_dir"
+        UsageError, match=f"belongs to another training .*process {other.pid}.*another save_dir"
     ):
         watched(tmp_path)(0, neox())
     other.kill()
@@ -60,40 +55,67 @@ def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path)
 
 
 @pytest.mark.slow
-def test_a_worker_that_outlives_a_training_does_not_keep_the_store(tmp_path):
+def test_a_worker_that_outlives_its_process_keeps_no_claim(tmp_path):
     other = start(HOLD, tmp_path, "fork")
     assert other.stdout
     worker = int(other.stdout.readline().split()[1])
     other.kill()
     other.wait()
     os.kill(worker, 0)  # it is alive
-    hold(Store(tmp_path))
-    release(Store(tmp_path))
+    # It would refuse a store whose step 3 is claimed, too.
+    watched(tmp_path)(0, neox())
     os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_a_training_that_ended_in_an_error_is_continued_in_the_same_process(tmp_path):
-    with pytest.raises(KeyError), watched(tmp_path) as watch:
-        watch(0, neox())
-        raise KeyError
-    with watched(tmp_path) as again:
-        again(1, neox())
+def test_a_fork_of_a_training_has_no_claim(tmp_path):
+    watch, model = watched(tmp_path), neox()
+    watch(0, model)
+    if not (child := os.fork()):
+        os._exit(watch.run.held.lock.held)
+    assert os.waitpid(child, 0)[1] == 0
+    watch(1, model)
     assert Store(tmp_path).steps() == [0, 1]
-    assert not (tmp_path / ".training").exists()
 
 
-@pytest.mark.slow
-def test_of_two_trainings_that_start_together_one_has_the_store(tmp_path):
-    both = [start(TRAIN, tmp_path) for _ in range(2)]
-    for process in both:
-        assert process.stdout and process.stdout.readline() == "ready\n"
-    for process in both:
-        assert process.stdin
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    said = [process.communicate(timeout=300)[1] for process in both]
-    assert sorted(process.returncode for process in both) == [0, 1], said
-    (refused,) = (err for process, err in zip(both, said, strict=True) if process.returncode)
-    assert "another training" in refused or "holds the units of another run" in refused
-    assert tracker.open_results(tmp_path).step.values.tolist() == [0, 1, 2]
+def test_of_two_threads_that_begin_together_one_has_the_store(tmp_path):
+    refused, begin = [], threading.Barrier(2)
+
+    def train():
+        watch, model = watched(tmp_path), neox()
+        begin.wait()
+        try:
+            for step in range(3):
+                watch(step, model)
+        except UsageError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=train) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1 and "another" in refused[0]
+    assert Store(tmp_path).steps() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("case", ["resumed", "without results", "directory removed"])
+def test_a_run_that_goes_on_after_another_took_its_store_is_refused(tmp_path, case):
+    directory, model = tmp_path / "run", neox()
+    first, second = watched(directory), watched(directory)
+    if case == "without results":
+        with pytest.raises(UsageError, match="vocabulary has 1 entries"):
+            first(0, neox(vocab_size=1))
+    else:
+        first(0, model)
+    if case == "directory removed":
+        shutil.rmtree(directory)
+    began = int(case == "resumed")
+    second(began, model)
+    taken = rf"belongs to another training \(.*process {os.getpid()}, {threading.current_thread().name}, since .*step: {began}\)"
+    with pytest.raises(UsageError, match=taken):
+        first(2, model)
+    first.close()
+    with pytest.raises(UsageError, match=taken):
+        watched(directory)(0, model)
+    second(3, model)
+    assert Store(directory).steps()[-2:] == [began, 3]

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+import xarray as xr
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -49,7 +50,7 @@ def test_what_a_call_returns():
     model = neox()
     with tracker.Watch(steps=[4], k=K, probe=tokens()) as watch:
         assert int(watch(0, model).step) == 0, "the first call measures"
-        assert watch(3, model) is None
+        assert watch(np.int64(3), model) is None
         assert int(watch(5, model).step) == 5, "step 4 is due, and was jumped over"
         assert watch(5, model, force=True) is None, "it is measured already"
         assert int(watch(6, model, force=True).step) == 6
@@ -93,7 +94,7 @@ def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
         again(step, model)
     assert Store(tmp_path).steps() == [0, 1, 2, 3, 4, 5]
     assert (tmp_path / "superseded").exists(), "step 4 of the abandoned course"
-    with pytest.raises(UsageError, match="holds the units of another run"):
+    with pytest.raises(UsageError, match="belongs to another training .* last step: 5"):
         watch()(0, model)
     with pytest.raises(UsageError, match="measured other inputs"):
         tracker.Watch(1, k=K, probe=tokens(1), save_dir=str(tmp_path))(5, model)
@@ -114,6 +115,23 @@ def test_a_loop_that_continues_a_store_whose_last_unit_is_damaged(tmp_path):
     assert int(watch(tokens())(3, model)["step"]) == 3
     assert store.steps() == [0, 1, 2, 3] and store.file(2).stat().st_size == 5000
     np.testing.assert_array_equal(store.read(3).miscoupling, store.read(1).miscoupling)
+
+
+@pytest.mark.parametrize(
+    "step, model, message",
+    [
+        (0.5, neox(), r"the step is 0.5 \(float\); give the number .* whole number from 0 on"),
+        (-1, neox(), r"the step is -1 \(int\)"),
+        (neox(), 3, r"the step is GPTNeoX.* \(GPTNeoXForCausalLM\).*: watch\(step, model\)"),
+        (3, "gpt2", r"model is 'gpt2' \(str\); give the loaded model"),
+    ],
+)
+def test_what_a_call_refuses(tmp_path, step, model, message):
+    with pytest.raises(UsageError, match=message):
+        tracker.Watch(1, probe=tokens(), save_dir=tmp_path)(step, model)
+    if not isinstance(model, str):
+        with pytest.raises(UsageError, match=message):
+            Store(tmp_path).write(step, xr.Dataset())
 
 
 @pytest.mark.parametrize(

@@ -185,11 +185,11 @@ def test_run_is_not_resumed_with_other_settings(trained):
     )
 
 
-def test_two_processes_do_not_train_one_cell(tmp_path):
+def test_a_cell_is_not_trained_twice_at_a_time(tmp_path):
     recipe = replace(TINY, out=tmp_path / "cell")
     with (
         cells.claim(recipe.directory, recipe),
-        pytest.raises(cells.BusyError, match=rf"another process \(.*, process {os.getpid()}\)"),
+        pytest.raises(cells.BusyError, match=rf"trained already \(.*, process {os.getpid()}, "),
     ):
         train(recipe)
 

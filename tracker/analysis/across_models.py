@@ -118,10 +118,10 @@ SIZES: dict[str, Property] = {
 TRAINING_TOKENS = "training tokens"
 
 
-def shared(results: Results, name: str) -> list[int]:
+def shared(results: Results, name: str) -> list[Any]:
     """Return the values of a coordinate, K or training steps, that all results with it have, ascending."""
     measured = [
-        {int(at) for at in ds[name].values if at == at}
+        {at for at in ds[name].values.tolist() if at == at}
         for ds in results.values()
         if name in ds.coords
     ]

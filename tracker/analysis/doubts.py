@@ -7,14 +7,20 @@ block, measures of one model differ from those without it; so do those of anothe
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from tracker.analysis.curves import suspect
 from tracker.analysis.pairs import describe_equal_blocks
-from tracker.common.text import UNTRAINED, by_cause, capitalised, describe_repeat, join_names
+from tracker.common.text import (
+    UNTRAINED,
+    by_cause,
+    capitalised,
+    describe_repeat,
+    find_repeats,
+    join_names,
+)
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values
 
@@ -59,28 +65,24 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
         ds: its units, `reduction.reduced`, along `step`.
         skipped: steps without results, and why.
     """
-    steps = [int(step) for step in ds["step"].values]
+    steps = ds["step"].values.tolist()
     lines = [f"No results of {line}" for line in by_cause(skipped)]
     lines += [
         f"Step {step:,} is suspect: {why}."
         for step, why in zip(steps, suspect(ds), strict=True)
         if why
     ]
-    revisions = _by_step(ds, "revision", "")
+    revisions = _by_step(ds, "revision")
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
         for step, revision in zip(steps, revisions, strict=True)
-        if str(revision).startswith(UNTRAINED)
+        if revision.startswith(UNTRAINED)
     ]
-    same = [
-        describe_repeat(step, int(earlier))
-        for step, earlier in zip(steps, _by_step(ds, "repeats", -1), strict=True)
-        if earlier >= 0
-    ]
-    lines += [f"{capitalised(line)}." for line in same]
+    prints = dict(zip(steps, _by_step(ds, "fingerprint"), strict=True))
+    lines += [f"{capitalised(describe_repeat(*same))}." for same in find_repeats(prints).items()]
     if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
-        hashes = _by_step(ds, "token_ids_sha256", "")
-        lines += other_tokens(dict(zip(steps, map(str, hashes), strict=True)))
+        hashes = _by_step(ds, "token_ids_sha256")
+        lines += other_tokens(dict(zip(steps, hashes, strict=True)))
     if "layer_other" in ds.dims:
         lines += describe_equal_blocks(ds)
     if "jacobians_count" in ds:
@@ -100,10 +102,10 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     return lines
 
 
-def _by_step(ds: xr.Dataset, name: str, otherwise: Any) -> np.ndarray:
-    """Return a coordinate of each step, which has no dimension where all steps have the same; `otherwise` without it."""
-    values = ds[name].values if name in ds.coords else otherwise
-    return np.broadcast_to(values, ds.sizes["step"])
+def _by_step(ds: xr.Dataset, name: str) -> list[str]:
+    """Return a coordinate of each step, which has no dimension where all steps have the same; "" without it."""
+    values = ds[name].values if name in ds.coords else ""
+    return list(map(str, np.broadcast_to(values, ds.sizes["step"])))
 
 
 def other_tokens(hashes: Mapping[int, str]) -> list[str]:

@@ -147,9 +147,9 @@ def onset(
     before = np.concatenate([[0.0], steps[:-1]])
     earlier, later = float(before[first]), float(steps[first])
     where = (
-        f"between steps {earlier:,.0f} and {later:,.0f}"
+        f"between steps {earlier:,.12g} and {later:,.12g}"
         if first
-        else f"at or before step {later:,.0f}, the first measured"
+        else f"at or before step {later:,.12g}, the first measured"
     )
     if not np.isfinite(error[peak]):
         words = f"{where} (no interval: fewer than 2 independent prompts)"
@@ -166,5 +166,5 @@ def onset(
     )
     low, high = float(before[possible[0]]), float(steps[possible[-1]])
     of = "" if clusters is None else f" in {len(set(clusters))} clusters"
-    words = f"{where} (95 % interval over prompts{of}: {low:,.0f} to {high:,.0f})"
+    words = f"{where} (95 % interval over prompts{of}: {low:,.12g} to {high:,.12g})"
     return Onset(earlier, later, low, high, words)

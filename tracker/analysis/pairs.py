@@ -97,7 +97,7 @@ def describe_equal_blocks(results: xr.Dataset) -> list[str]:
     texts = np.broadcast_to(np.asarray(texts, dtype=object), steps.shape)
     for step, text in zip(steps, texts, strict=True):
         for sentence in _sentences(str(text), results.sizes["layer"]):
-            steps_of.setdefault(sentence, []).append(f"{step:,.0f}")
+            steps_of.setdefault(sentence, []).append(f"{step:,}")
     sentences = []
     for sentence, at in steps_of.items():
         if len(at) < len(steps):

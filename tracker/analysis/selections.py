@@ -49,6 +49,10 @@ def opened(result: Result) -> xr.Dataset:
         raise UsageError(
             f"this Dataset without the attribute model_class lost its attributes in a computation, or is no result; {GIVE}"
         )
+    if "step" in result.coords and result["step"].dtype.kind not in "iuf":
+        raise UsageError(
+            f"this result has step {result['step'].values.flat[0]}; steps are numbers: results.assign_coords(step=[0, 100])"
+        )
     for dim, size in result.sizes.items():
         needed = NEEDED.get(str(dim), dim)
         if dim in NEEDED and needed not in result.coords:

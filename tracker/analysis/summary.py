@@ -139,7 +139,7 @@ class _Result:
 
 def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
     k, name = _chosen(curve, k)
-    steps = [int(step) for step in curve["step"].values]
+    steps = curve["step"].values.tolist()
     coupling = (
         curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values
         if name
@@ -164,7 +164,7 @@ def _of_dataset(result: xr.Dataset, k: int | None) -> _Result:
     if name:
         points = curves(ds, [name]).sel(k=k, pairs="mean_offdiag")
         coupling = (points[f"{name}_null"] - points[name]).values.tolist()
-    steps = ds["step"].values.astype(int).tolist()
+    steps = ds["step"].values.tolist()
     return _Result(
         dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(ds.sel(step=steps))
     )
@@ -373,7 +373,7 @@ def _of_steps(result: _Result) -> Summary:
     steps, k = result.steps, result.k
     # One reading of a store for the three steps, of which some may be the same
     curve = result.curve(sorted({steps[0], result.best, steps[-1]}))
-    units = {int(step): curve.sel(step=step) for step in curve["step"].values}
+    units = {step: curve.sel(step=step) for step in curve["step"].values.tolist()}
     several, pair = len(units) > 1, _most_coupled(units[result.best], k)
     # The largest of all steps passes a test by chance more often; both ends are shown whatever their coupling is.
     tests = {result.best: len(steps), steps[0]: 1, steps[-1]: 1}

@@ -17,6 +17,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -185,10 +186,11 @@ def require_same_settings(
 
 
 class Lock:
-    """A lock on a file, acquired by `take` or `wait` and kept until `release` or the end of this process."""
+    """A lock on a file, acquired by `take` or `wait` and kept until `release` or the end of this process; its forks have none."""
 
     def __init__(self, file: Path, descriptor: int):
         self.file, self.descriptor = file, descriptor
+        _locks.add(self)
 
     @classmethod
     def take(cls, file: Path) -> "Lock | None":
@@ -213,28 +215,61 @@ class Lock:
             except BaseException:
                 os.close(descriptor)
                 raise
+            lock = cls(file, descriptor)
             # The previous holder may have removed the file between our opening and our locking it.
-            if os.fstat(descriptor).st_nlink:
-                return cls(file, descriptor)
-            os.close(descriptor)
+            if lock.has_file:
+                return lock
+            lock.release()
 
     def sign(self) -> None:
-        """Write the host and process that hold the lock into the file."""
+        """Write into the file who holds the lock, and since when."""
+        holder = f"{socket.gethostname()}, process {os.getpid()}, {threading.current_thread().name}"
         with naming(self.file):
             os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, f"{socket.gethostname()}, process {os.getpid()}".encode(), 0)
+            os.pwrite(self.descriptor, f"{holder}, since {time.ctime()}".encode(), 0)
+
+    @staticmethod
+    def holder(file: Path) -> str:
+        """Return who holds the lock on a file; "" if nobody has signed it."""
+        with suppress(FileNotFoundError):
+            return file.read_text()
+        return ""
+
+    @property
+    def held(self) -> bool:
+        """Whether this process still has the lock."""
+        return self in _locks
+
+    @property
+    def has_file(self) -> bool:
+        """Whether the locked file is still there: its directory may have been removed, and made again."""
+        return os.fstat(self.descriptor).st_nlink > 0
 
     def release(self, remove: bool = False) -> None:
-        """Release the lock; with `remove`, delete the file first."""
-        if remove:
-            self.file.unlink(missing_ok=True)
-        os.close(self.descriptor)
+        """Release the lock, if this process still has it; with `remove`, delete the file first."""
+        if self.held:
+            if remove and self.has_file:
+                self.file.unlink(missing_ok=True)
+            _locks.discard(self)
+            os.close(self.descriptor)
 
     def __enter__(self) -> "Lock":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+_locks: "weakref.WeakSet[Lock]" = weakref.WeakSet()  # that this process holds
+
+
+def _leave_to_parent() -> None:
+    """Give up the locks of the parent process in its fork, which may outlive it, as workers that load data do."""
+    for lock in list(_locks):
+        lock.release()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def identity(file: Path) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class Choices:
 
     k: int = 0
     measure: str | None = None
-    step: int | None = None
+    step: float | None = None
     axis: Axis = "auto"
     convention: Convention = "package"
     layers: Sequence[int] | None = None

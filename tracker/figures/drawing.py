@@ -150,7 +150,7 @@ def legend_below(axes: "Axes") -> None:
 def at_step(name: str, ds: xr.Dataset, i: int) -> str:
     """Return the name of a result, with the training step of its unit i if it is known."""
     step = ds["step"].values[i]
-    return name if np.isnan(step) else f"{name}, step {int(step):,}"
+    return name if np.isnan(step) else f"{name}, step {step:,}"
 
 
 def training_axis(
@@ -206,12 +206,12 @@ def training_axis(
             axes.set_xlim(shown[0] - margin, shown[-1] + margin)
         axes.set_xticks(offered[ticks])
         axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.xaxis.set_major_formatter("{x:,.12g}")
     axes.set_xlabel("Training step" + " (log scale)" * logarithmic)
     axes.grid(alpha=0.3)
 
 
-def mark_step(axes: "Axes", step: int | None) -> None:
+def mark_step(axes: "Axes", step: float | None) -> None:
     """Draw a vertical line at a training step, if one is given."""
     if step is not None:
         axes.axvline(step, color=GREY, lw=0.8, label=f"step {step:,}")

@@ -139,7 +139,7 @@ def _has_paper_layers(figure: FigureSpec, results: Results) -> bool:
     )
 
 
-def _require_shared(option: str, value: int | None, shared: Sequence[int]) -> None:
+def _require_shared(option: str, value: float | None, shared: Sequence[float]) -> None:
     if value is None and not shared:
         raise UsageError(f"the results share no {option}; measure them with a common one")
     if value is not None and value not in shared:
@@ -188,7 +188,7 @@ def _result_lacks(figure: FigureSpec, name: str, ds: xr.Dataset) -> str:
         starts = (
             "does not state its training step"
             if np.isnan(first)
-            else f"starts at step {int(first)}"
+            else f"starts at step {first:,.12g}"
         )
         return (
             f"{name} {starts}, but the figure shows the untrained model; walk with --steps 0,... or --untrained SEED, or mark a "
@@ -222,7 +222,7 @@ def plot(
     *,
     measure: str | None = None,
     k: int | None = None,
-    step: int | None = None,
+    step: float | None = None,
     layers: int | Sequence[int] | None = None,
     axis: Axis = "auto",
     convention: Convention = "package",

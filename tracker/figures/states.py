@@ -111,7 +111,7 @@ def by_depth(
         steps = evenly_spaced(ds.sizes["step"], 4)
         for i, colour in zip(steps, shades(len(steps)), strict=True):
             step = ds["step"].values[i]
-            label = None if np.isnan(step) else f"step {int(step):,}"
+            label = None if np.isnan(step) else f"step {step:,}"
             values = ds[variable].isel(step=i).dropna(axis, how="all")
             columns = quartile_line(panel, values, axis, colour, label)
             columns = {"depth": columns.pop(axis), **columns}
@@ -159,7 +159,7 @@ def by_model(
                 panel.errorbar(
                     x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2, label=label
                 )
-                columns = {"step": int(at["step"]), "median": middle, "q25": low, "q75": high}
+                columns = {"step": at["step"].item(), "median": middle, "q25": low, "q75": high}
                 rows.append({"result": name, "variable": variable, **columns})
         panel.set_xlim(-0.6, len(results) - 0.4)
         panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right")

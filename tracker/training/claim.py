@@ -1,10 +1,16 @@
-"""The store of a training run, which one training at a time writes and which a resumed run continues.
+"""The store of a training run, which one run at a time writes and which a resumed run continues.
 
-The process of rank 0 holds a lock until the training has ended. A training that begins in this process after one that ended in an
-error, of the same store, is the same run once more, with a smaller batch, say: it sets aside the units of the earlier attempt.
+A run claims its store with a lock on a file (`Held`), which no other process, no other run of its process and no fork of it has.
+
+- The claim lasts until the run has ended. A run whose object is gone has ended.
+- One that ends in an error leaves it to the next run of this process, which is the same run once more, with a smaller batch, say:
+  it sets aside the units of the earlier attempt.
+- A run of this process that is resumed takes the claim over from any other, and one that begins takes it from one without
+  results: what an error has ended may still be there, because a notebook keeps the variables of the error.
+- Any other run is refused. So is one whose claim was taken over, when it goes on and has measured.
 """
 
-import os
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,58 +23,52 @@ from tracker.store import Store
 from tracker.training.probe import inputs_digest
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
-    """The lock of a training of this process on its store."""
+    """The claim of a run of this process, a `TrainingRun`, on a store."""
 
     lock: Lock
-    failed: bool = False  # whether the training has ended in an error
+    run: weakref.ref[Any]
+    failed: bool = False  # whether the run has ended in an error
 
 
-_held: dict[Path, Held] = {}  # by store
+_held: dict[Path, Held] = {}  # the last claim on each file
 
 
-def held(store: Store | None) -> Held | None:
-    """Return what a training of this process holds of a store."""
-    return None if store is None else _held.get(store.path.resolve())
+def _refusal(file: Path) -> UsageError:
+    steps = Store(file.parent).steps()
+    return UsageError(
+        f"{file.parent} belongs to another training ({Lock.holder(file) or 'ended'}; last step: {max(steps, default='none')}); "
+        "choose another save_dir, or resume that training when it has ended"
+    )
 
 
-def hold(store: Store) -> None:
-    """Lock a store for a training. A training of this process that ended in an error does not keep it from the next one.
+def check_claim(held: Held | None) -> None:
+    """Check that no other run has taken a claim over.
 
     Raises:
-        UsageError: if a training of another process has it.
-        OSError: if the directory can't be written to.
+        UsageError: if one has.
     """
-    path = store.path.resolve()
-    if path in _held:
-        return
-    path.mkdir(parents=True, exist_ok=True)
-    lock = Lock.take(path / ".training")
+    if held is not None and not held.lock.held:
+        raise _refusal(held.lock.file)
+
+
+def _lock(file: Path) -> Lock:
+    """Lock the file of a store.
+
+    Raises:
+        UsageError: if another run has it, or the directory can't be written to.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock.take(file)
+        if lock is not None:
+            lock.sign()
+    except OSError as error:
+        raise UsageError(f"save_dir can't be used: {error}") from error
     if lock is None:
-        raise UsageError(
-            f"{store.path} is written by another training ({(path / '.training').read_text()}); choose another save_dir, or "
-            "wait until that one has ended and resume it"
-        )
-    # For the message of a training that finds it taken
-    lock.sign()
-    _held[path] = Held(lock)
-
-
-def release(store: Store | None) -> None:
-    """Unlock a store after a training."""
-    if store is not None and (own := _held.pop(store.path.resolve(), None)):
-        own.lock.release(remove=True)
-
-
-def _forget() -> None:
-    """Leave the locks to the parent process: workers that load data may outlive it."""
-    for own in _held.values():
-        os.close(own.lock.descriptor)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
+        raise _refusal(file)
+    return lock
 
 
 def open_for_run(
@@ -77,34 +77,43 @@ def open_for_run(
     shared: Mapping[str, Any],
     step: int,
     resumed: bool,
-    own: Held | None,
-) -> Settings:
-    """Claim a store, if there is one; return the settings that continue it.
+    run: object,
+) -> tuple[Settings, Held | None]:
+    """Claim a store, if there is one; return the settings that continue it, and the claim.
 
     Args:
         shared: the settings that all its units share.
         step, resumed: as in `claim`.
-        own: what the caller holds of a store, if its training before this one has not ended.
+        run: whose claim it is; it may have one of an earlier training.
 
     Raises:
         UsageError: if the store can't be used.
     """
     if store is None:
-        return settings
-    earlier = held(store)
-    again = earlier is not None and (earlier is own or earlier.failed)
-    try:
-        hold(store)
-    except OSError as error:
-        raise UsageError(f"save_dir can't be used: {error}") from error
+        return settings, None
+    file = store.path.resolve() / ".training"
+    earlier = _held.get(file)
+    if earlier is not None and earlier.lock.held and not earlier.lock.has_file:
+        earlier.lock.release()  # the directory was removed
+    if earlier is None or not earlier.lock.held:
+        earlier, lock = None, _lock(file)
+    else:
+        lock = earlier.lock
+    other = None if earlier is None else earlier.run()
+    again = earlier is not None and (earlier.failed or other is run)
+    if other is not None and other.any_measured and not (again or resumed):
+        raise _refusal(file)
     if refusal := claim(store, shared, step, resumed, again):
         # Only a lock that this call took is given back.
         if earlier is None:
-            release(store)
+            lock.release(remove=True)
         raise UsageError(refusal)
-    if again and earlier is not None:
-        earlier.failed = False
-    return store.continued(settings)
+    if earlier is not None:
+        # Of several runs that take the claim over at the same time, one has the lock then.
+        lock.release()
+        lock = _lock(file)
+    held = _held[file] = Held(lock, weakref.ref(run))
+    return store.continued(settings), held
 
 
 def check_inputs(store: Store | None, probe: Any) -> None:

@@ -36,7 +36,7 @@ from tracker.skipped import Skipped
 from tracker.store import Store
 from tracker.training import probe as probes
 from tracker.training import schedule as schedules
-from tracker.training.claim import Held, check_inputs, held, open_for_run, release
+from tracker.training.claim import Held, check_claim, check_inputs, open_for_run
 from tracker.training.options import split
 from tracker.training.probe import Target, contents, find_target
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
@@ -227,11 +227,9 @@ class TrainingRun:
         self.loggers, self.metrics = loggers, metrics
         with isolate_rng():
             shared, resumed = self._identity(), self.last_checked >= 0
-            claim = partial(open_for_run, store, self.settings, shared, step, resumed, self.held)
-            self.measured = self.ranks.broadcast(
-                self.ranks.together(claim, during="opened save_dir", fatal=FAILED)
-            )
-        self.held = held(store)
+            claim = partial(open_for_run, store, self.settings, shared, step, resumed, self)
+            settings, self.held = self.ranks.together(claim, during="opened save_dir", fatal=FAILED)
+            self.measured = self.ranks.broadcast(settings)
 
     def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
         """Choose what is measured: the probe of a checkpoint, else the given one, else samples of a batch.
@@ -295,7 +293,12 @@ class TrainingRun:
                     f"{'' if found else 'this run has no results; '}skipped: {'; '.join(lines)}"
                 )
         self.ranks.close()
-        release(self.open_store)
+        self.leave()
+
+    def leave(self) -> None:
+        """Give the store up: the training has ended, maybe because the user has stopped it."""
+        if self.held is not None:
+            self.held.lock.release(remove=True)
         self.held = None
 
     def fail(self) -> None:
@@ -331,6 +334,7 @@ class TrainingRun:
             release_memory(device)
             return None
         self.last_measured, self.any_tried, self.any_measured = step, True, True
+        self._together(step, check_claim, self.held, fatal=MISTAKE)
         # The store first: units are what can't be had again, and all else is derived from them.
         self._attempt(step, "not stored", self._store, step, unit)
         if self.metrics is not None and row is not None:

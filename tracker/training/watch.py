@@ -10,10 +10,12 @@ import torch.distributed
 import xarray as xr
 from torch import nn
 
+from tracker.blocks.find import check_model
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import logger_of
 from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
+from tracker.store import whole_step
 from tracker.training.options import RunOptions, accepts_run_options
 from tracker.training.run import TrainingRun
 
@@ -76,8 +78,10 @@ class Watch:
             What was measured, a Dataset as from `tracker.measure` with its `step`; None if nothing was.
 
         Raises:
-            UsageError: for a step before that of the last call, and at the first call as above.
+            UsageError: for a step that is no whole number or before that of the last call, and at the first call as above.
         """
+        step = whole_step(step)
+        check_model(model)
         if self.open and step < self.run.last_checked:
             raise UsageError(
                 f"step {step} after step {self.run.last_checked}; make a new Watch for another training"
@@ -113,8 +117,10 @@ class Watch:
             self.close()
             return
         self.open = False
-        if issubclass(kind, Exception):  # a run that the user has stopped keeps its units
+        if issubclass(kind, Exception):
             self.run.fail()
+        else:  # the user has stopped it: it keeps its units
+            self.run.leave()
 
     def _start(self, step: int, model: nn.Module, device: torch.device) -> None:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
