@@ -24,9 +24,8 @@ place = Path(sys.argv[2])
 Store(place).units.mkdir()
 claims = Store(place).claim(3), Lock.take(place / ".training")
 claims[1].sign()
-worker = os.fork() if "fork" in sys.argv else None
-if worker != 0:
-    print(os.getpid(), worker, flush=True)
+if worker := os.fork():
+    print(worker, flush=True)
 sys.stdin.read()  # until the test ends
 """
 
@@ -41,29 +40,20 @@ def watched(directory: Path) -> tracker.Watch:
 
 @pytest.mark.slow
 def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path):
+    """A worker that outlives it has neither its claim nor one on a step."""
     other = start(HOLD, tmp_path)
-    assert other.stdout and other.stdout.readline() == f"{other.pid} None\n"
+    assert other.stdout
+    worker = int(other.stdout.readline())
     with pytest.raises(
         UsageError, match=f"belongs to another training .*process {other.pid}.*another save_dir"
     ):
         watched(tmp_path)(0, neox())
     other.kill()
     other.wait()
-    with watched(tmp_path) as watch:
+    os.kill(worker, 0)  # it is alive
+    with watched(tmp_path) as watch:  # a claim on a step would be refused, too
         watch(0, neox())
     assert Store(tmp_path).steps() == [0] and not (tmp_path / ".training").exists()
-
-
-@pytest.mark.slow
-def test_a_worker_that_outlives_its_process_keeps_no_claim(tmp_path):
-    other = start(HOLD, tmp_path, "fork")
-    assert other.stdout
-    worker = int(other.stdout.readline().split()[1])
-    other.kill()
-    other.wait()
-    os.kill(worker, 0)  # it is alive
-    # It would refuse a store whose step 3 is claimed, too.
-    watched(tmp_path)(0, neox())
     os.kill(worker, signal.SIGKILL)
 
 
