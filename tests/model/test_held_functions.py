@@ -189,14 +189,7 @@ def test_blocks_whose_forward_alone_is_called_are_not_reached():
 
 
 def test_functions_without_modules_stay_the_same_objects():
-    scale = 2.0
-    plain = [
-        F.gelu,
-        lambda x: scale * x,
-        functools.partial(F.gelu, approximate="tanh"),
-        str.upper,
-        "text".upper,
-    ]
+    plain = [F.gelu, F.silu, lambda x: 2 * x, str.upper, "text".upper]
     model = model_of(KEPT["lambda over self"])
     model.plain = plain
     replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
@@ -211,21 +204,6 @@ def test_a_compiled_function_is_rebuilt_without_its_wrapper():
     replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu")).module
     assert hasattr(model.blocks[0].kept, "_torchdynamo_orig_callable")
     assert not hasattr(replica.blocks[0].kept, "_torchdynamo_orig_callable")
-
-
-def test_what_a_function_writes_does_not_reach_the_caller():
-    calls, total = [], torch.zeros(D)
-
-    def keep(block):
-        def apply(x):
-            total.add_(1)
-            return block.count(block.mlp(x))
-
-        block.count = lambda x: calls.append(len(x)) or x  # holds no module
-        return apply
-
-    tracker.measure(model_of(keep).eval(), INPUTS.float(), k=2)
-    assert calls == [] and not total.any()
 
 
 def test_a_forward_replaced_by_a_function_is_measured():

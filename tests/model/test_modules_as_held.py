@@ -1,9 +1,7 @@
 """Modules with unusual weights or attributes are measured, or refused in one sentence."""
 
-import io
 import multiprocessing
 import socket
-import threading
 
 import numpy as np
 import pytest
@@ -104,17 +102,8 @@ def test_open_files_and_connections_are_the_callers(tmp_path):
     expected = tracker.measure(model, STATES, k=2)
     first, second = multiprocessing.Pipe()
     with open(tmp_path / "log", "w") as file, socket.socket() as connection:
-        model.held = {
-            "file": file,
-            "text": io.StringIO("a"),
-            "socket": connection,
-            "lock": threading.Lock(),
-        }
-        model.blocks[0].file, model.blocks[0].connection, model.blocks[1].generator = (
-            file,
-            first,
-            iter([1]),
-        )
+        model.held = [file, connection]
+        model.blocks[0].file, model.blocks[0].connection = file, first
         seen = tracker.measure(model, STATES, k=2)
         file.write("open"), first.send("open")
         assert connection.fileno() >= 0 and second.recv() == "open"

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -141,20 +140,37 @@ def test_a_model_without_random_numbers_says_so():
     assert ds.attrs["random_draws"] == 0 and "random_seed" not in ds.coords
 
 
-class Noisy(Flat):
+class Dropped(Flat):
+    """Returns its input in 5 % of its calls, or draws for nothing."""
+
+    def __init__(self, source, used=True):
+        super().__init__(causal=False)
+        drawing = Masked(source)
+        self.draw, self.used = lambda: float(Masked.uniform(drawing, ())), used
+
     def forward(self, x):
-        return F.dropout(super().forward(x), 0.1)
+        dropped = self.draw() < 0.05 and self.used
+        return x if dropped else super().forward(x)
 
 
 SPANS = [(f"input of blocks.{l}", f"output of blocks.{l}") for l in range(DEPTH)]
+DRAWN = [("blocks", source) for source in SOURCES] + [(SPANS, "torch")]
 
 
-@pytest.mark.parametrize("blocks", [None, SPANS], ids=["modules", "spans"])
-def test_a_block_that_draws_random_numbers_is_refused(blocks):
+@pytest.mark.parametrize(("blocks", "source"), DRAWN)
+def test_a_block_that_draws_random_numbers_is_refused(blocks, source):
     model = Masked()
-    model.blocks[1] = Noisy(causal=False)
-    with pytest.raises(UsageError, match="it is random or keeps state between calls"):
-        measured(model, blocks=blocks or "blocks")
+    model.blocks[1] = Dropped(source)
+    with pytest.raises(UsageError, match="draws random numbers: it is random or keeps state"):
+        measured(model, blocks=blocks)
+
+
+def test_a_block_that_does_not_use_what_it_draws_is_measured():
+    model, block = Masked(), Dropped("torch", used=False)
+    block.load_state_dict(model.blocks[1].state_dict())
+    expected = measured(model)
+    model.blocks[1] = block
+    np.testing.assert_array_equal(measured(model).miscoupling, expected.miscoupling)
 
 
 @pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence")

@@ -25,6 +25,7 @@ from tracker.blocks.find import MIXED, find_blocks, recognised_blocks
 from tracker.model.description import Blocks, Named
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import Batch
+from tracker.model.outside import noticing_writes
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.replica import Replica
 from tracker.model.weights import gathering_together
@@ -54,7 +55,11 @@ def prepare(
         BlocksNotFound: if no blocks, or several lists of them, are found.
         UsageError: if a class token is to be measured and there is none.
     """
-    with preserve_global_state(device), gathering_together(model) as gather:
+    with (
+        preserve_global_state(device),
+        noticing_writes(model),
+        gathering_together(model) as gather,
+    ):
         new_replica = partial(Replica, model, dtype=dtype, device=device, gather=gather)
         replica = new_replica(_find(model, blocks, new_replica, calls[0]))
         if tokens == "cls" and replica.description.class_token is None:

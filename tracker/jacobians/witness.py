@@ -24,6 +24,7 @@ block 1.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,7 +44,7 @@ from tracker.model.guard import copy_nested
 from tracker.model.hidden_state import bind_arguments, hidden_state, with_hidden_state
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound, chained
-from tracker.model.random_numbers import Generator, copy_generator
+from tracker.model.random_numbers import Generator, Generators
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica, StopForward
 from tracker.model.undisturbed import undisturbed
@@ -566,7 +567,8 @@ class _Passes:
         arguments, keywords = copy_nested(
             (list(self.batch.arguments), self.batch.keywords), self._copied, {}
         )
-        with undisturbed(self.model, self.replica.device) as generators:
+        generators = Generators(self.replica.device)
+        with undisturbed(self.model, generators):
             generators.seed(self.seed)
             with (
                 self._hooked(partial(module_named, self.model), begin, end, last),
@@ -659,7 +661,7 @@ class _Passes:
 
     def _copied(self, value: Any) -> Any:
         if isinstance(value, Generator):
-            return copy_generator(value)
+            return deepcopy(value)
         if not isinstance(value, Tensor):
             return value
         weights = (p.dtype for p in self.model.parameters() if p.is_floating_point())

@@ -8,7 +8,6 @@ itself, is followed. What can't be rebuilt stays the same object: C functions, a
 import dis
 import functools
 import inspect
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import pairwise
@@ -17,8 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-FUNCTIONS = (FunctionType, MethodType, partial)
-CONTAINERS = (dict, list, tuple, set, deque)
+from tracker.model.guard import SCALARS, entries
 
 
 def reachable(value: Any) -> Iterator[Any]:
@@ -32,11 +30,10 @@ def reachable(value: Any) -> Iterator[Any]:
             waiting.extend(_held(value))
 
 
-def can_change(value: Any) -> bool:
-    """Whether a function that holds this value has to hold a copy instead."""
-    if isinstance(value, FunctionType):
-        return _sets_variables(value.__code__)
-    return isinstance(value, (nn.Module, Tensor, dict, list, set, deque))
+def holds_objects(function: Any) -> bool:
+    """Whether a function holds anything but numbers and text, or has a variable in common with others."""
+    shared = isinstance(function, FunctionType) and function.__closure__
+    return bool(shared) or not all(isinstance(held, SCALARS) for held in _held(function))
 
 
 def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
@@ -64,7 +61,7 @@ def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> 
     new.__kwdefaults__ = copy(function.__kwdefaults__)
     scope.update((name, copy(value)) for name, value in names.items())
     for cell, new_cell in zip(cells, new_cells, strict=True):
-        if _is_empty(new_cell) and not _is_empty(cell):
+        if is_empty(new_cell) and not is_empty(cell):
             new_cell.cell_contents = copy(cell.cell_contents)
     return new
 
@@ -95,19 +92,15 @@ def names_in_code(function: Any) -> tuple[str, ...]:
 
 def _held(value: Any) -> Iterable[Any]:
     """Return what a container or a function holds."""
-    if isinstance(value, dict):
-        return value.values()
-    if isinstance(value, CONTAINERS):
-        return value
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        cells = [cell.cell_contents for cell in value.__closure__ or () if not is_empty(cell)]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return *cells, *defaults, *_globals(value).values(), *vars(value).values()
-    return ()
+    return entries(value)
 
 
 def _globals(function: FunctionType) -> dict[str, Any]:
@@ -115,15 +108,6 @@ def _globals(function: FunctionType) -> dict[str, Any]:
     scope = function.__globals__
     names = _global_names(function.__code__)
     return {name: scope[name] for name in names if isinstance(scope.get(name), (nn.Module, Tensor))}
-
-
-@functools.cache
-def _sets_variables(code: CodeType) -> bool:
-    """Whether code sets variables of the function around it (nonlocal), where other functions read them."""
-    return any(
-        now.opname == "STORE_DEREF" and now.argval in code.co_freevars
-        for now in dis.get_instructions(code)
-    )
 
 
 @functools.cache
@@ -136,10 +120,11 @@ def _global_names(code: CodeType) -> list[str]:
     return names
 
 
-def _is_empty(cell: CellType) -> bool:
+def is_empty(cell: CellType) -> bool:
+    """Whether a variable of a closure has no value yet."""
     try:
         _ = cell.cell_contents
-    except ValueError:  # a variable that has no value yet
+    except ValueError:
         return True
     return False
 

@@ -1,8 +1,9 @@
-"""Keep what a forward pass writes from the caller: copies of containers, and copy-on-write of tensors that share memory.
+"""Keep what a forward pass writes from the caller: copies of objects, and copy-on-write of tensors that share memory.
 
-A forward pass may append to a list, fill a dictionary or write into a cache object that it was given or that a module
+A forward pass may append to a list, count in an array or write into a cache object that it was given or that a module
 holds. A replica gets copies of these, so that its writes do not reach the caller and no replay sees what a later call
-wrote. A caller's function handles every value that is no container or plain data object.
+wrote. A caller's function handles tensors, modules, functions and generators. What can't be copied stays the caller's
+(`outside` notices what is written to it).
 
 A replica shares the memory of the caller's weights (`replica`). Some forward passes write to their weights: RWKV rescales
 them in place, normalisations update statistics. While `WriteGuard` is active, every ATen operation that would write to
@@ -10,55 +11,113 @@ shared memory first replaces the replica's tensors by copies; the operation then
 memory and version counters stay as they were. Cost: some microseconds for each operation; no copy where nothing is written.
 """
 
+import pickle
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from enum import Enum
-from functools import cache
-from random import Random
+from functools import cache, partial
+from logging import Logger
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ref
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tracker.model.random_numbers import Generator
+
 SCALARS = (str, bytes, bool, int, float, complex, type(None))
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+FUNCTIONS = (FunctionType, MethodType, partial)
+LEAVES = (Tensor, nn.Module, *FUNCTIONS, Generator, type, Enum, ModuleType, Logger, ref)
+# Whose classes in C are known: iterators, text streams, arrays; also locks and files, which can't be copied, but shared.
+KNOWN = {*sys.stdlib_module_names, "numpy"}
 
 
-def copy_nested(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """Copy `value` if it is a container or a plain data object, recursively; replace every other value v by leaf(v).
+def copy_nested(
+    value: Any,
+    leaf: Callable[[Any], Any],
+    memo: dict[int, Any],
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """Copy `value` if that is possible, recursively; replace every value v of `LEAVES` by leaf(v).
 
     Args:
         value: any value; numbers and text are returned as they are.
-        leaf: function of a value that is neither a container nor plain data.
+        leaf: function of a tensor, module, function or generator.
         memo: copies made so far, by the original's `id`, so that a value in two places stays one value. The originals must
             live as long as the memo.
+        is_leaf: whether a value is replaced, instead of `LEAVES`; any other is copied.
     """
     if isinstance(value, SCALARS):
         return value
     if id(value) in memo:
         return memo[id(value)]
+    if is_leaf(value) if is_leaf else isinstance(value, LEAVES):
+        return memo.setdefault(id(value), leaf(value))
     if isinstance(value, tuple):
-        entries = [copy_nested(entry, leaf, memo) for entry in value]
+        entries = [copy_nested(entry, leaf, memo, is_leaf) for entry in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):
             return value
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if isinstance(value, (set, frozenset)):
+        # Tensors in a set are found by identity, so they are not copied.
+        return memo.setdefault(id(value), copy(value))
     if isinstance(value, (dict, list, deque)):
         new = memo[id(value)] = copy(value)
         # Into the memo before its entries: a container may contain itself.
         for key in list(value) if isinstance(value, dict) else range(len(value)):
-            new[key] = copy_nested(value[key], leaf, memo)
-        return new
-    if isinstance(value, set):
-        # Tensors in a set are found by identity, so they are not copied.
-        return memo.setdefault(id(value), copy(value))
-    if is_data(value):
-        new = memo[id(value)] = copy(value)
-        for name, entry in vars(value).items():
-            new.__dict__[name] = copy_nested(entry, leaf, memo)
-        return new
-    return memo.setdefault(id(value), leaf(value))
+            new[key] = copy_nested(value[key], leaf, memo, is_leaf)
+    elif is_leaf or is_data(value):
+        new = memo[id(value)] = _blank(value)
+    else:
+        return memo.setdefault(id(value), copy_opaque(value))
+    for name, entry in attributes(value).items():
+        copied = copy_nested(entry, leaf, memo, is_leaf)
+        if name in getattr(value, "__dict__", ()):
+            new.__dict__[name] = copied
+        else:  # in a slot, past what the class does when an attribute is set
+            object.__setattr__(new, name, copied)
+    return new
+
+
+def copy_opaque(value: Any) -> Any:
+    """Copy an array, an iterator, a table; return what can't be copied as it is."""
+    try:
+        return deepcopy(value) if is_opaque(value) else value
+    except Exception:  # of any type: code of the object's class runs
+        return value
+
+
+def equal_nested(now: Any, saved: Any) -> bool:
+    """Whether a value is as its copy; of an array or an iterator that can't be pickled, that is not known: it is not."""
+    if now is saved:
+        return True
+    if type(now) is not type(saved):
+        return False
+    if isinstance(now, Tensor):
+        return now.shape == saved.shape and now.dtype == saved.dtype and torch.equal(now, saved)
+    if is_data(now):
+        now, saved = attributes(now), attributes(saved)
+    if isinstance(now, dict):
+        return now.keys() == saved.keys() and all(equal_nested(now[key], saved[key]) for key in now)
+    if isinstance(now, (list, tuple, deque)):
+        return len(now) == len(saved) and all(map(equal_nested, now, saved))
+    if isinstance(now, (*SCALARS, set)):
+        return now == saved or now != now  # NaN
+    return is_opaque(now) and _pickled(now) == _pickled(saved)
+
+
+def _pickled(value: Any) -> Any:
+    try:
+        return pickle.dumps(value)
+    except Exception:  # of any type: code of the object's class runs
+        return object()
 
 
 def clone_if_tensor(value: Any) -> Any:
@@ -68,40 +127,69 @@ def clone_if_tensor(value: Any) -> Any:
 
 def contains_tensors(value: Any) -> bool:
     """Whether a value is a tensor, or a container or plain data object that holds one."""
-    if isinstance(value, Tensor):
-        return True
-    if isinstance(value, dict):
-        return any(map(contains_tensors, value.values()))
-    if isinstance(value, (list, tuple, deque)):
-        return any(map(contains_tensors, value))
-    return is_data(value) and any(map(contains_tensors, vars(value).values()))
+    held = attributes(value).values() if is_data(value) else entries(value)
+    return isinstance(value, Tensor) or any(map(contains_tensors, held))
+
+
+def entries(container: Any) -> Collection[Any]:
+    """Return what a container holds; nothing of another value."""
+    if isinstance(container, dict):
+        return container.values()
+    return container if isinstance(container, CONTAINERS) else ()
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object by name, also those in slots."""
+    # A dictionary, None, or a pair of these if the class has slots
+    state: Any = object.__getstate__(value)
+    own, slots = state if isinstance(state, tuple) else (state, None)
+    return (own or {}) | (slots or {})
 
 
 def is_data(value: Any, depth: int = 3) -> bool:
-    """Whether an object is plain data: it has only numbers, text, tensors, types, and containers or objects of these.
+    """Whether an object is plain data: of a class in Python, and with attributes that can be copied or shared.
 
-    Caches and configurations are plain data; modules, trainers, functions and open files are not.
+    Caches, configurations, counters and meters are plain data, also if they refer to modules or functions. Trainers are not:
+    they hold objects that hold others in many levels.
     """
     if (
         depth == 0
-        or not hasattr(value, "__dict__")
-        or isinstance(value, (Tensor, Enum, Random, type))
-        or callable(value)
-        or hasattr(value, "__del__")  # files and connections: a copy would close what it shares
+        or isinstance(value, LEAVES)
+        or is_opaque(value)
+        # Files, connections: a copy would close what it shares
+        or hasattr(type(value), "__del__")
     ):
         return False
-    return all(_is_data_entry(entry, depth) for entry in vars(value).values())
+    # A plain object is there to be compared by identity.
+    if type(value) is object or _blank(value) is None:
+        return False
+    return all(_is_data_entry(entry, depth) for entry in attributes(value).values())
 
 
 def _is_data_entry(value: Any, depth: int) -> bool:
-    # Dtypes, devices, sizes
-    if isinstance(value, (*SCALARS, Tensor, Enum, type)) or type(value).__module__ == "torch":
-        return True
-    if isinstance(value, dict):
-        return all(_is_data_entry(entry, depth) for entry in value.values())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return all(_is_data_entry(entry, depth) for entry in value)
-    return is_data(value, depth - 1)
+    if isinstance(value, CONTAINERS):
+        return all(_is_data_entry(entry, depth) for entry in entries(value))
+    # Of torch: dtypes, devices, sizes
+    plain = isinstance(value, (*SCALARS, *LEAVES)) or type(value).__module__ == "torch"
+    return plain or is_opaque(value) or is_data(value, depth - 1)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether how an object is copied is known to its class alone: an array, an iterator, a table."""
+    cls = type(value)
+    if isinstance(value, (np.memmap, *LEAVES)):
+        return False
+    known = any(base.__module__.partition(".")[0] in KNOWN for base in cls.__mro__[:-1])
+    return hasattr(cls, "__deepcopy__") or (known and _blank(value) is None)
+
+
+def _blank(value: Any) -> Any:
+    """Return an object of the same class, without attributes; None for a class in C."""
+    base = SimpleNamespace if isinstance(value, SimpleNamespace) else object
+    try:
+        return base.__new__(type(value))
+    except TypeError:
+        return None
 
 
 class SharedTensors:

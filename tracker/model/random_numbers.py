@@ -7,11 +7,11 @@ those that the model's modules hold. So the numbers depend neither on what was d
 `noise_like` is noise for checks by forward passes: added to a value, it changes whatever depends on that value.
 """
 
-import copy
 import pickle
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tracker.linalg.transfer import SEED
 from tracker.provenance import digest
 
+DRAWS = 150  # seeds that a call is tried with: they miss what happens in 5 % of calls with a probability of 0.0005
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
 
@@ -33,15 +34,6 @@ def seed_of(arguments: Sequence[Any], keywords: Mapping[str, Any]) -> int:
         digest([leaf for leaf in leaves if isinstance(leaf, (Tensor, str, bool, int, float))])[:8],
         16,
     )
-
-
-def copy_generator(generator: Generator) -> Generator:
-    """Return a generator that draws the same numbers."""
-    if not isinstance(generator, torch.Generator):
-        return copy.deepcopy(generator)
-    copied = torch.Generator(generator.device)
-    copied.set_state(generator.get_state())
-    return copied
 
 
 class Generators:
@@ -59,6 +51,10 @@ class Generators:
 
     def seed(self, seed: int) -> None:
         """Seed all generators. Call inside `preserve_random_state`."""
+        self._set_seed(seed)
+        self._seed, self._seeded = seed, self.states()
+
+    def _set_seed(self, seed: int) -> None:
         if _accelerator_generators(self._device):
             torch.manual_seed(seed)
         else:  # it would seed an accelerator that nothing has used yet, later, and keep a stack trace
@@ -72,7 +68,6 @@ class Generators:
                 generator.bit_generator.state = type(generator.bit_generator)(seed).state
             else:
                 generator.seed(seed)
-        self._seed, self._seeded = seed, self.states()
 
     def drawn_seed(self) -> int | None:
         """Return the seed if a random number was drawn since the generators were seeded, else None."""
@@ -80,48 +75,58 @@ class Generators:
 
     def states(self) -> list[bytes]:
         """Return the states of all generators."""
-        tensors = [torch.get_rng_state()]
-        tensors += [get(*place) for get, _, place in _accelerator_generators(self._device)]
-        tensors += [
-            generator.get_state()
-            for generator in self.held
-            if isinstance(generator, torch.Generator)
-        ]
-        others = [
-            generator for generator in self.held if not isinstance(generator, torch.Generator)
-        ]
         return [
-            *(state.cpu().numpy().tobytes() for state in tensors),
-            *map(pickle.dumps, [random.getstate(), np.random.get_state(), *others]),
+            state.cpu().numpy().tobytes() if isinstance(state, Tensor) else pickle.dumps(state)
+            for state in (get() for get, _ in _states(self._device, self.held))
         ]
+
+    def matter(self, call: Callable[[], Tensor]) -> bool:
+        """Whether a call returns something else when other random numbers are drawn. The generators stay as they are."""
+
+        def output(seed: int) -> Tensor:
+            self._set_seed(seed)
+            return call()
+
+        with preserve_random_state(self._device, self.held):
+            first = output(SEED)
+            return any(not torch.equal(output(SEED + i), first) for i in range(1, DRAWS))
 
 
 @contextmanager
-def preserve_random_state(device: torch.device) -> Iterator[None]:
+def preserve_random_state(device: torch.device, held: Sequence[Generator] = ()) -> Iterator[None]:
     """Restore on exit the process's random states: Python's, NumPy's, torch's of the CPU and of the accelerators of one type.
 
     The type is that of `device`; if that is the CPU, the machine's, whose random state a training may be using.
+
+    Args:
+        held: other generators whose states are restored.
     """
     if device.type != "cpu":
         torch.empty(0, device=device)  # initializes its generators
-    of_accelerators = [
-        (set_, place, get(*place)) for get, set_, place in _accelerator_generators(device)
-    ]
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([]):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-            for set_state, place, state in of_accelerators:
-                set_state(state, *place)
+    states = [(get(), set_) for get, set_ in _states(device, held)]
+    try:
+        yield
+    finally:
+        for state, set_ in states:
+            set_(state)
 
 
-def _accelerator_generators(device: torch.device) -> list[tuple[Any, Any, tuple[int, ...]]]:
-    """Return, for each accelerator, the functions that get and set its random state, and how they name it; none if nothing has
-    used them yet.
-    """
+def _states(device: torch.device, held: Sequence[Generator]) -> Iterator[tuple[Any, Any]]:
+    """Yield, for each generator of the process and each of these, the functions that get and set its state."""
+    yield from _accelerator_generators(device)
+    generator: Any
+    for generator in (torch.default_generator, random, np.random, *held):
+        if isinstance(generator, np.random.Generator):
+            bits = generator.bit_generator
+            yield partial(getattr, bits, "state"), partial(setattr, bits, "state")
+        elif hasattr(generator, "getstate"):  # as Python's
+            yield generator.getstate, generator.setstate
+        else:
+            yield generator.get_state, generator.set_state
+
+
+def _accelerator_generators(device: torch.device) -> list[tuple[Any, Any]]:
+    """Return, for each accelerator, the functions that get and set its random state; none if nothing has used them yet."""
     accelerator = (
         device
         if device.type != "cpu"
@@ -131,8 +136,12 @@ def _accelerator_generators(device: torch.device) -> list[tuple[Any, Any, tuple[
     if accelerator is None or not getattr(module, "is_initialized", lambda: True)():
         return []
     # MPS has one device, which its functions do not name.
-    places = [()] if accelerator.type == "mps" else [(i,) for i in range(module.device_count())]
-    return [(module.get_rng_state, module.set_rng_state, place) for place in places]
+    places = (
+        [{}] if accelerator.type == "mps" else [{"device": i} for i in range(module.device_count())]
+    )
+    return [
+        (partial(module.get_rng_state, **p), partial(module.set_rng_state, **p)) for p in places
+    ]
 
 
 def noise_like(values: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from tracker.model.hidden_state import (
 )
 from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound, chained
 from tracker.model.recording import AttentionCall, BlockCall, Recording, Spill, recording_kernels
-from tracker.model.replica import ModuleState, Replica, require_stateless
+from tracker.model.replica import ModuleState, Replica, irreproducible, require_stateless
 
 
 def record(
@@ -80,6 +80,9 @@ class _Recorder:
         # The index in `states` of a second state that the running block takes, and that state.
         self.stream: tuple[int, Tensor] | None = None
         self.state_before: ModuleState | None = None
+        self.random_before: list[
+            bytes
+        ] = []  # the states of the generators before the running block
         # Of arguments, by id and version
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -88,6 +91,7 @@ class _Recorder:
         self.head.enter_block()
         self.norms.forget()
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
+        self.random_before = self.replica.generators.states()
         name = self.names[id(block)]
         bound = bind_arguments(block, args, kwargs)
         state, given = self.state_argument(name, bound)
@@ -173,6 +177,7 @@ class _Recorder:
         """Record a block's output, and check that the block keeps no state between calls."""
         call, self.running = self.running, None
         assert call is not None
+        draws = self.replica.generators.states() != self.random_before
         y = hidden_state(output)
         if not isinstance(y, Tensor):
             raise UsageError(
@@ -192,8 +197,9 @@ class _Recorder:
             )
         check_finite(y, f"block {call.layer} ({call.name})")
         call.y = self.spill.keep(y.clone())
-        if self.state_before is not None and self.state_before.changed():
-            self.check_stateless(call, self.state_before)
+        changes = self.state_before is not None and self.state_before.changed()
+        if draws or changes:
+            self.check_function(call, draws, changes)
         self.replica.stateless.add(id(block))
         for attention in call.attention:
             attention.key = self.spill.keep(attention.key)
@@ -222,16 +228,19 @@ class _Recorder:
         if returned and y.shape in others:
             raise two_streams(call.name, returned[0], y)
 
-    def check_stateless(self, call: BlockCall, before: ModuleState) -> None:
-        """Check that the block keeps no state between calls."""
+    def check_function(self, call: BlockCall, draws: bool, changes: bool) -> None:
+        """Check that the output of a block that draws random numbers, or changes its attributes, is a function of its input."""
         call = call.to(self.replica.dtype, self.replica.device)  # from a file
-        # Another state than the recorded one: a cached output would agree on that.
-        x = call.x + 0.1 * standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
-        observation = f"block {call.layer} ({call.name}) does not reproduce its own output"
+        block, description = f"block {call.layer} ({call.name})", self.replica.description
         with self.replica.materialize(call.block):
-            require_stateless(
-                call.block, before, partial(call, x), observation, self.replica.description
-            )
+            if draws and self.replica.generators.matter(partial(call, call.x)):
+                raise irreproducible(f"{block} draws random numbers", description)
+            if changes and self.state_before is not None:
+                # Another state than the recorded one: a cached output would agree on that.
+                noise = standard_normal(call.x.shape, call.x) * call.x.square().mean().sqrt()
+                again = partial(call, call.x + 0.1 * noise)
+                observation = f"{block} does not reproduce its own output"
+                require_stateless(call.block, self.state_before, again, observation, description)
 
     def is_last_state(self, x: Tensor) -> bool:
         """Whether x (B, n, d) equals the output recorded last, if there is one."""

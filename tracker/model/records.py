@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from tracker.common.text import counted
-from tracker.model.guard import SCALARS, is_data
+from tracker.model.guard import SCALARS, attributes, is_data
 
 ARRAYS = (np.ndarray, np.generic)
 
@@ -40,14 +40,6 @@ def is_record(value: Any) -> bool:
         or is_data(value)
         or any(isinstance(entry, (Tensor, np.ndarray)) for entry in held.values())
     )
-
-
-def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object by name, also those in slots."""
-    # A dictionary, None, or a pair of these if the class has slots
-    state: Any = object.__getstate__(value)
-    own, slots = state if isinstance(state, tuple) else (state, None)
-    return (own or {}) | (slots or {})
 
 
 def describe(batch: Any) -> str:

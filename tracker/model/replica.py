@@ -4,7 +4,7 @@ So bf16 and fp16 weights are measured in float32, the caller's modules never run
 when measuring raises. Memory: in the measuring dtype, the weights outside the blocks and those of one block at a time. Weights
 that have the measuring dtype and device already are shared, not copied.
 
-The copy has no compiled wrappers and is in eval mode. Lists, dictionaries and cache objects that the modules hold are copied, and
+The copy has no compiled wrappers and is in eval mode. Lists, arrays and other objects that the modules hold are copied, and
 configs that forward passes need otherwise; functions are rebuilt over the copies (`functions`); tensors share the caller's memory
 until a forward pass writes to them (`guard`). What a library attaches to a model at its first use is copied as any other
 attribute, except hooks. The attribute by which transformers knows that it has attached them is dropped with them, so that it
@@ -19,10 +19,10 @@ another (`ModuleState`). A replica's buffers are those of the caller's model at 
 lost. So are, then, its attributes since: a rotary embedding whose tables are buffers keeps their length as an attribute.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
+from copy import copy, deepcopy
 from functools import partial
 from itertools import chain
 from types import FunctionType
@@ -35,24 +35,23 @@ from tracker.common.errors import UsageError
 from tracker.model.attention import hook_attn_method, hook_methods
 from tracker.model.description import Blocks
 from tracker.model.functions import (
-    FUNCTIONS,
-    can_change,
+    holds_objects,
     names_in_code,
     reachable,
     rebuild,
     returns_value,
 )
 from tracker.model.guard import (
-    SCALARS,
+    FUNCTIONS,
     SharedTensors,
     WriteGuard,
     clone_if_tensor,
     copy_nested,
-    is_data,
+    equal_nested,
 )
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.proposals import BlocksNotFound, chained
-from tracker.model.random_numbers import Generator, Generators, copy_generator, noise_like, seed_of
+from tracker.model.random_numbers import Generator, Generators, noise_like, seed_of
 from tracker.model.weights import (
     Gather,
     check_whole,
@@ -129,7 +128,7 @@ class ModuleState:
 
     def changed(self) -> bool:
         """Whether an attribute was replaced, or its contents changed, since it was saved."""
-        return any(not _equal(_attributes(part), saved) for part, saved in self._attributes)
+        return any(not equal_nested(_attributes(part), saved) for part, saved in self._attributes)
 
     def restore(self) -> None:
         """Restore the saved attributes and remove those added since; may be called more than once."""
@@ -239,22 +238,6 @@ def _copy(attributes: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     return {name: copy_nested(value, clone_if_tensor, memo) for name, value in attributes.items()}
 
 
-def _equal(now: Any, saved: Any) -> bool:
-    if now is saved:
-        return True
-    if type(now) is not type(saved):
-        return False
-    if isinstance(now, Tensor):
-        return now.shape == saved.shape and now.dtype == saved.dtype and torch.equal(now, saved)
-    if isinstance(now, dict):
-        return now.keys() == saved.keys() and all(_equal(now[key], saved[key]) for key in now)
-    if isinstance(now, (list, tuple, deque)):
-        return len(now) == len(saved) and all(map(_equal, now, saved))
-    if isinstance(now, (*SCALARS, set)):
-        return now == saved or now != now  # NaN
-    return is_data(now) and _equal(vars(now), vars(saved))
-
-
 class ModuleCopier:
     """Copy a model's modules: own dictionaries and containers, shared tensors, eval mode, no compiled wrappers, few hooks."""
 
@@ -341,12 +324,10 @@ class ModuleCopier:
         """Copy what a module holds besides weights. Inference tensors are copied; those in weights, when a pass uses them."""
         if isinstance(value, Tensor) and value.is_inference():
             return self.shared.share(value.clone())
-        if isinstance(value, FunctionType):
+        if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
             # What `torch.compile` made of a function is compiled for the caller's modules.
-            value = getattr(value, "_torchdynamo_orig_callable", value)
-        if isinstance(value, FUNCTIONS) and any(map(can_change, reachable(value))):
-            if id(value) in self.memo:
-                return self.memo[id(value)]
+            return self.copy_nested(value._torchdynamo_orig_callable)
+        if isinstance(value, FUNCTIONS) and holds_objects(value):
             return rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
@@ -359,7 +340,7 @@ class ModuleCopier:
                 self.memo[id(value)] = self.shared.share(value)
             return self.memo[id(value)]
         if isinstance(value, Generator):
-            self.generators.held.append(copy_generator(value))
+            self.generators.held.append(deepcopy(value))
             return self.generators.held[-1]
         return value
 
@@ -629,7 +610,7 @@ class Replica:
 
         def leaf(entry: Any) -> Any:
             if isinstance(entry, Generator):
-                return copy_generator(entry)
+                return deepcopy(entry)
             converted = self.convert(entry) if isinstance(entry, Tensor) else entry
             return clone_if_tensor(converted) if converted is entry else converted
 

@@ -24,7 +24,7 @@ from tracker.blocks.find import find_blocks
 from tracker.common.errors import LIGHTNING, UsageError, warn_caller
 from tracker.model.boundaries import Boundary
 from tracker.model.description import Blocks, Named
-from tracker.model.guard import SCALARS
+from tracker.model.guard import SCALARS, copy_nested
 from tracker.model.huggingface import huggingface_owner
 from tracker.model.inputs import Batch, batches, check_tokenizer
 from tracker.model.records import ARRAYS, attributes, describe, is_record, is_texts, named_parts
@@ -118,24 +118,11 @@ def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | 
     Args:
         memo: copies made so far, by the original's `id`.
     """
-    memo = {} if memo is None else memo
-    if isinstance(batch, SCALARS):
-        return batch
-    if id(batch) in memo:
-        return memo[id(batch)]
-    if is_texts(batch) or not (isinstance(batch, (tuple, list, dict)) or is_record(batch)):
-        return memo.setdefault(id(batch), change(batch))
-    if isinstance(batch, tuple):
-        entries = [map_leaves(entry, change, memo) for entry in batch]
-        return memo.setdefault(id(batch), _tuple_like(batch, entries))
-    new = memo[id(batch)] = copy(batch)
-    if isinstance(batch, (list, dict)):
-        for key in list(batch) if isinstance(batch, dict) else range(len(batch)):
-            new[key] = map_leaves(batch[key], change, memo)
-    for name, entry in attributes(batch).items():
-        # Of a frozen dataclass as well
-        object.__setattr__(new, name, map_leaves(entry, change, memo))
-    return new
+
+    def is_leaf(part: Any) -> bool:
+        return is_texts(part) or not (isinstance(part, (tuple, list, dict)) or is_record(part))
+
+    return copy_nested(batch, change, {} if memo is None else memo, is_leaf)
 
 
 def leaves(batch: Any) -> list[Any]:
