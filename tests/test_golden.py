@@ -1,6 +1,8 @@
-"""Comparison of golden results: each kind of difference is found, and what differs between two runs is accepted."""
+"""Comparison of golden results: each kind of difference is found, what varies or is named is accepted."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +10,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.golden.__main__ import main
-from tracker.report.contents import pack
+from tests.golden import __main__ as golden
+from tests.golden.__main__ import unnamed
+from tests.golden.comparison import compare
 
 CURVE = "0,0.25,2026-11-25\n1,0.5,2026-11-25\n"
 
@@ -21,33 +24,26 @@ def dataset() -> xr.Dataset:
     return xr.Dataset(variables, coordinates, {"created": "2026", "k": 4})
 
 
-def write(
-    directory: Path, ds: xr.Dataset, curve: str = CURVE, page: np.ndarray | None = None, **entries
-) -> Path:
+def write(directory: Path, ds: xr.Dataset, curve: str = CURVE, **entries) -> Path:
     directory.mkdir()
     ds.to_netcdf(directory / "dataset.nc")
     (directory / "curve.csv").write_text(f",lss,created\n{curve}")
-    packed = pack(dataset().miscoupling.values if page is None else page, bits=16)
-    (directory / "page.json").write_text(
-        json.dumps({"seconds": 1.5, "steps": [0, 1], "matrix": packed} | entries)
-    )
+    page = {"seconds": 1.5, "steps": [0, 1], "arrays": ["AAA", "AAB"]} | entries
+    (directory / "page.json").write_text(json.dumps(page))
     (directory / "dry_run.txt").write_text("blocks  3\n")
     return directory
 
 
 @pytest.fixture
-def compared(tmp_path, capsys) -> Callable[..., list[str]]:
+def compared(tmp_path) -> Callable[..., list[str]]:
     """Compare the results above with others; return the lines of the differences."""
     before = write(tmp_path / "before", dataset())
 
-    def compare(ds: xr.Dataset | None = None, tolerance: float = 0.0, **others) -> list[str]:
+    def compare_with(ds: xr.Dataset | None = None, tolerance: float = 0.0, **others) -> list[str]:
         after = write(tmp_path / "after", dataset() if ds is None else ds, **others)
-        status = main(["compare", str(before), str(after), "--tolerance", str(tolerance)])
-        *lines, last = capsys.readouterr().out.splitlines()
-        assert status == bool(lines) and last == f"{len(lines)} differences"
-        return lines
+        return compare(before, after, tolerance)
 
-    return compare
+    return compare_with
 
 
 def scaled(factor: float) -> xr.Dataset:
@@ -56,24 +52,13 @@ def scaled(factor: float) -> xr.Dataset:
     return ds
 
 
-def test_a_changed_value(compared):
-    (line,) = compared(scaled(1.25))
-    assert line == "dataset.nc: miscoupling: 1 of 6 differ, at most by 0.25 (0.2 of the largest)"
-
-
-def test_a_tolerated_rounding_difference(compared):
-    page = dataset().miscoupling.values * np.float32(1 + 1e-6)  # some codes differ by one
-    assert not compared(
-        scaled(1 + 1e-6), tolerance=1e-5, curve=CURVE.replace("0.5", "0.500001"), page=page
-    )
-
-
-def test_a_difference_above_the_tolerance(compared):
-    page = dataset().miscoupling.values * np.float32(1 + 1e-3)
-    lines = compared(
-        scaled(1 + 1e-4), tolerance=1e-5, curve=CURVE.replace("0.5", "0.501"), page=page
-    )
-    assert [line.split(": ")[1] for line in lines] == ["column.lss", "miscoupling", "entry.matrix"]
+@pytest.mark.parametrize(
+    "factor, curve, differ",
+    [(1e-6, "0.500001", []), (1e-4, "0.501", ["column.lss", "miscoupling"])],
+)
+def test_a_tolerance(compared, factor, curve, differ):
+    lines = compared(scaled(1 + factor), 1e-5, curve=CURVE.replace("0.5", curve))
+    assert [line.split(": ")[1] for line in lines] == differ
 
 
 def test_a_value_that_becomes_undefined_is_never_tolerated(compared):
@@ -112,23 +97,63 @@ def test_other_differences_of_a_dataset(compared, changed, expected):
     assert lines[0].startswith(f"dataset.nc: {expected}") and len(lines) == 1
 
 
-def test_a_number_that_is_spelled_differently(compared):
-    (line,) = compared(curve=CURVE.replace("0.5", "0.50"))
-    assert line == "curve.csv: column.lss: 1 of 2 differ, at most by 0 (0 of the largest)"
-
-
-def test_changed_entries_of_a_page(compared):
-    assert compared(steps=[0, 2], texts={"lss": "line shape"}) == [
-        "page.json: entry.texts.lss: extra",
-        "page.json: entry.steps: 1 of 2 differ, at most by 1 (0.5 of the largest)",
-    ]
-
-
-def test_times_and_versions_are_accepted(compared):
-    ds = dataset().assign_attrs(created="2027", tracker_version="9").assign_coords(seconds=3.0)
-    assert not compared(ds, curve=CURVE.replace("2026", "2027"), seconds=9.0)
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        (
+            {"ds": scaled(1.25)},
+            ["dataset.nc: miscoupling: 1 of 6 differ, at most by 0.25 (0.2 of the largest)"],
+        ),
+        (
+            {"curve": CURVE.replace("0.5", "0.50")},
+            ["curve.csv: column.lss: 1 of 2 differ, at most by 0 (0 of the largest)"],
+        ),
+        (
+            {"steps": [0, 2], "texts": {"lss": "line shape"}, "arrays": ["AAA", "AAC"]},
+            [
+                "page.json: entry.texts.lss: extra",
+                "page.json: entry.steps: 1 of 2 differ, at most by 1 (0.5 of the largest)",
+                "page.json: entry.arrays: 1 of 2 differ, the first 'AAB' -> 'AAC'",
+            ],
+        ),
+        # Times and versions
+        (
+            {
+                "ds": dataset()
+                .assign_attrs(created="2027", tracker_version="9")
+                .assign_coords(seconds=3.0)
+            },
+            [],
+        ),
+        ({"curve": CURVE.replace("2026", "2027"), "seconds": 9.0}, []),
+    ],
+)
+def test_what_is_printed(compared, changed, expected):
+    assert compared(**changed) == expected
 
 
 def test_a_missing_file(compared, tmp_path):
     (tmp_path / "before" / "more.csv").write_text("a\n1\n")
     assert compared() == ["more.csv: missing"]
+
+
+def test_differences_that_are_named():
+    lines = ["walk/a.nc: attribute.norm: 1 of 1 differ", "walk/page.json: entry.x[0]: extra"]
+    named = {"*.nc: attribute.norm": "a reason", "walk/page.json: entry.x[0]": "a reason"}
+    assert unnamed(lines, named) == [] and unnamed(lines, {}) == lines
+    (unused,) = unnamed(lines[1:], named)
+    assert "no difference is '*.nc: attribute.norm'" in unused
+
+
+@pytest.mark.parametrize(
+    "commit, code, said",
+    [("0" * 40, "", "git can't read: fetch"), ("HEAD", "import x", "commit HEAD gives no results")],
+)
+def test_a_reference_that_cannot_be_run(commit, code, said, tmp_path, monkeypatch):
+    (tmp_path / "reference.toml").write_text(f"commit = '{commit}'\ntolerance = 0\n[differences]")
+    monkeypatch.setattr(golden, "REFERENCE", tmp_path / "reference.toml")
+    monkeypatch.setattr(golden, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(golden, "start", lambda *_: subprocess.Popen([sys.executable, "-c", code]))
+    with pytest.raises(SystemExit, match=said):
+        golden.check()
+    assert (commit == "HEAD") == (tmp_path / "build" / "packages" / "vit").exists()

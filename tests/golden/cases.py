@@ -32,75 +32,17 @@ PROMPTS = [
     "The function raises an error if",
 ]
 EVERYTHING = "all,tokenwise,halves,eigenvalues"
-WALK = (
-    *(
-        "tracker.pythia",
-        "--model",
-        "nano",
-        "--steps",
-        "0,16,256",
-        "--measures",
-        EVERYTHING,
-        "--k",
-        "4,8",
-    ),
-    *(
-        "--device",
-        "cpu",
-        "--memory_budget",
-        "1GB",
-        "--wandb",
-        "off",
-        "--prompts",
-        "prompts.txt",
-        "--out",
-        "store",
-    ),
-)
-SMALL_VIT = (
-    *(
-        "--data",
-        "digits",
-        "--patch_size",
-        "8",
-        "--width",
-        "32",
-        "--depth",
-        "2",
-        "--heads",
-        "2",
-        "--batch_size",
-        "32",
-    ),
-    *(
-        "--epochs",
-        "2",
-        "--warmup_epochs",
-        "1",
-        "--train_size",
-        "96",
-        "--probe_size",
-        "2",
-        "--k",
-        "2,4",
-    ),
-    *("--threads", "1", "--accelerator", "cpu"),
-)
-GRID = (
-    *(
-        "vit.grid",
-        *SMALL_VIT,
-        "--wandb",
-        "off",
-        "--jobs",
-        "1",
-        "--weight_decays",
-        "0.01",
-        "--drop_paths",
-        "0.1",
-    ),
-    *("--repeats", "1", "--out", "grid"),
-)
+WALK = [
+    *"tracker.pythia --model nano --steps 0,16,256 --k 4,8 --measures".split(),
+    EVERYTHING,
+    *"--prompts prompts.txt --memory_budget 1GB --device cpu --wandb off --out store".split(),
+]
+GRID = [
+    *"vit.grid --data digits --patch_size 8 --width 32 --depth 2 --heads 2 --batch_size 32".split(),
+    *"--epochs 2 --warmup_epochs 1 --train_size 96 --probe_size 2 --k 2,4".split(),
+    *"--weight_decays 0.01 --drop_paths 0.1 --repeats 1 --jobs 1 --threads 1".split(),
+    *"--accelerator cpu --wandb off --out grid".split(),
+]
 DURATION = re.compile(r"\b\d+(\.\d+)? (s|min|h)\b")
 
 
@@ -121,6 +63,7 @@ def of_dry_run(cost: Any) -> str:
 
 def walk(directory: Path) -> None:
     """Walk nano; keep its store, curve, null level, summary and table, the page's data and the tables of all figures."""
+    nano.load()  # trained beforehand where it isn't kept, so that the walk does not print that
     (directory / "prompts.txt").write_text(
         "\n".join(prompt.replace("\n", "\\n") for prompt in PROMPTS)
     )
@@ -164,21 +107,8 @@ def keep_page(directory: Path, page: Path) -> None:
             r'<script type="application/json" id="(\w+)">(.*?)</script>', page.read_text(), re.S
         )
     )
-    write_json(
-        directory / "page.json", with_arrays(json.loads(found["data"]), json.loads(found["arrays"]))
-    )
+    write_json(directory / "page.json", {name: json.loads(text) for name, text in found.items()})
     page.unlink()
-
-
-def with_arrays(data: Any, arrays: list[str]) -> Any:
-    """Return the page's data with its arrays, which the page holds apart, in their places."""
-    if isinstance(data, list):
-        return [with_arrays(entry, arrays) for entry in data]
-    if not isinstance(data, dict):
-        return data
-    return {
-        name: arrays[v] if name == "codes" else with_arrays(v, arrays) for name, v in data.items()
-    }
 
 
 def keep_curve(directory: Path) -> None:
