@@ -7,9 +7,10 @@
 #     KERNELS=day takes another one each day
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
-# make mutants: plant small faults in one file that decides numbers, FILE=tracker/linalg/svd.py or another each day, and run the fast
-#     tests that reach their lines; ARGS="--count 10"
-# make lint: run ruff, pyright and import-linter
+# make mutants: plant small faults in one file, FILE=tracker/linalg/svd.py or another each day, and run the fast tests that reach their
+#     lines; ARGS="--count 10"
+# make golden: compare what a dozen small cases give with what they gave at the commit that tests/golden/reference.toml names
+# make lint: run ruff, pyright and import-linter, and count the Python tokens of product and tests
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
 # make docs: build the documentation as a site, website/site
 # make gpu: measure on a GPU, with the Python packages that are there (docs/gpu.md); WHEELS=directory of missing packages
@@ -32,7 +33,7 @@ threads := OMP_NUM_THREADS=2
 KERNELS ?= $(COMBINATIONS)
 OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMBINATIONS))
 
-.PHONY: demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants lint docs package gpu .venv
+.PHONY: demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants golden lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -82,11 +83,15 @@ sweep-tenth: .venv/installed
 mutants: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(or $(FILE),day) --jobs $(or $(JOBS),2) $(ARGS)
 
+golden: .venv/installed
+	$(BIN)/python -m tests.golden check
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.size
 
 package: .venv/installed
 	rm -rf dist build/clean

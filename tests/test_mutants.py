@@ -1,7 +1,15 @@
-"""What `make mutants` changes, what it leaves alone, and which lines a test must reach."""
+"""What `make mutants` changes, what it leaves alone, which lines a test must reach, and that no excuse is outdated."""
 
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import known
+from tests.mutants.__main__ import stages
 from tests.mutants.made import mutants
 
+DEFINED = re.compile(r"(?:def|class) (\w+)|(\w+)[^=\n(]* = ")
 SOURCE = """
 LIMIT = 3
 SMALL = 64
@@ -35,3 +43,30 @@ def test_mutants_of_a_few_lines(tmp_path):
     }
     codes = [compiled() for _, _, compiled in made.values()]
     assert len({*codes, compile(SOURCE, str(file), "exec")}) == len(made) + 1
+
+
+@pytest.mark.parametrize("excuses", [known.KNOWN, known.SURVIVORS])
+def test_excuses_are_of_mutants_that_are_made(excuses):
+    for file, texts in excuses.items():
+        assert {*texts} <= mutants(file).keys()
+
+
+def test_what_is_left_alone_exists():
+    product = "\n".join(Path(file).read_text() for file in (*known.FILES, *known.LEFT_OUT))
+    defined = {name for names in re.findall(DEFINED, product) for name in names}
+    assert defined >= {*known.NAMES, *known.SPEED}
+    assert {*known.KEYWORDS} <= {*re.findall(r"(\w+)=", product)}
+
+
+@pytest.mark.parametrize(
+    "file, whose, test",
+    [
+        ("tracker/linalg/svd.py", "its own", "linalg/test_svd_on_accelerator.py"),
+        ("tracker/linalg/svd.py", "its package's", "linalg/test_krylov.py"),
+        ("tracker/measurement.py", "its package's", "test_measure.py"),
+        ("checkpoints/hub.py", "its package's", "checkpoints/test_files.py"),
+        ("vit/data.py", "other", "test_measure.py"),
+    ],
+)
+def test_which_tests_are_run_first(file, whose, test):
+    assert file in known.FILES and Path("tests", test) in stages(file)[whose]

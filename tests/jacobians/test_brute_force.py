@@ -62,7 +62,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_jacobians_and_mis_couplings(name, dtype):
     model, inputs, ds, expected = oracle(name, dtype)

@@ -1,9 +1,12 @@
-"""How many Jacobians the mis-couplings of blocks need, with and without the final norm."""
+"""How many Jacobians the mis-couplings of blocks need, and which rows are measured together."""
 
 import pytest
+import torch
 
 import tracker
 from tests.models import build
+from tracker.jacobians.slicing import Rows
+from tracker.measures.depthwise import _groups
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -18,3 +21,9 @@ def test_one_jacobian_more_for_both_conventions(formed):
         tracker.measure(model, given, k=3, final_norm=final_norm)
         calls = [call for ((call, _),) in formed]
         assert [(call.layer, call.final_norm is not None) for call in calls] == expected
+
+
+def test_rows_of_two_recordings_in_groups_of_five():
+    seven = Rows(torch.arange(7), torch.arange(7))
+    groups = _groups([("first", seven), ("second", seven)], 5)
+    assert [[len(rows) for _, rows in group] for group in groups] == [[5], [2, 3], [4]]

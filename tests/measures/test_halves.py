@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import xarray as xr
 
 import tracker
 from tests.jacobians.test_rows import Stack
@@ -64,3 +65,9 @@ def test_modules_whose_names_mislead_are_refused():
         and ds.attention_gain.isnull().all()
     )
     assert ds.mlp_matrix.isnull().all() and ds.miscoupling.notnull().all()
+
+
+def test_a_single_direction():
+    one, two = measured("gpt_neox", k=1), measured("gpt_neox", k=2)
+    for half in ("attention_matrix", "mlp_matrix"):
+        xr.testing.assert_allclose(one[half], two[half].isel(row=[0], column=[0]))

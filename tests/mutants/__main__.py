@@ -4,19 +4,23 @@
 
 The sample depends on `--seed` and on each mutant's text alone, so that a change elsewhere in the file leaves it as it is. A
 mutant is killed by a failing test, an error at import, a crash, or a test that takes ten times as long as the longest of its
-file. This process imports torch and transformers, and forks children for each mutant, which import `tracker` anew: 1 s, not 8.
+file. This process imports torch and transformers, a child for each mutant the product, anew, and its children run one file of
+tests each; they start what tests start with `tests.processes`, so that the mutant is there, too.
 
-To know which tests reach a line, they are run once with coverage. All fast tests take minutes; those of the file (`own_tests`)
-come first, and the others are run for the mutants that these let through.
+To know which tests reach a line, they are run once with coverage. All fast tests take minutes; those of the file come first,
+then those of its package, and the others are run for the mutants that these let through.
 """
 
 import argparse
+import atexit
 import hashlib
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -31,11 +35,13 @@ from pathlib import Path
 import coverage
 import pytest
 
-from tests.fork_server import PRELOADED
-from tests.mutants.known import FILES, KNOWN, TESTS
+from tests import fork_server, processes
+from tests.mutants.known import FILES, KNOWN, PRODUCT
 from tests.mutants.made import mutants
 
-DIRECTORIES = ("linalg", "jacobians", "measures", "analysis", "vit")  # of tests
+# Tests of what is not mutated, or of thousands of models
+LEFT_OUT = {"gpu", "pretend_device", "sweep", "test_golden.py", "test_mutants.py", "test_size.py"}
+PROCESSES = re.compile(r"\bprocesses\.|\bwalker\b")  # in tests that start some
 STORE = Path("build/mutants")  # which tests reach a line
 SLOWER, IMPORTS = 10, 60  # limits of CPU time: times that of the longest test; s of imports
 MEMORY = 8 << 30  # bytes of a child: a mutant may ask for more than the machine has
@@ -93,7 +99,7 @@ class Killed(Exception):
 
 def reach(file: str, store: Path) -> None:
     """Run the fast tests of a file; store the seconds of each, and which reach each line."""
-    product = ["tracker/*", "vit/*"]
+    product = [f"{package}/*" for package in PRODUCT]
     reached = coverage.Coverage(f"{store}.lines", config_file=False, include=product)
     reached.start()
     seconds = run_tests(file, [], 0, reached).seconds
@@ -107,6 +113,13 @@ def try_mutant(code: object, module: str, tests: dict[str, list[str]], limits, k
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     original = SourceFileLoader.get_code
     SourceFileLoader.get_code = lambda self, name: code if name == module else original(self, name)
+    set_limit(IMPORTS)
+    try:
+        for name in fork_server.PRELOADED if len(tests) > 1 else ():
+            import_module(name)
+    except Exception as error:  # of any type, as the mutant decides
+        raise Killed(f"import: {error!r}") from error
+    set_limit(0)
     files = sorted(tests, key=lambda name: -killers[name])
     for _, _, by in fork_each({f: partial(run_tests, f, tests[f], limits[f]) for f in files}, 1):
         if by:
@@ -134,6 +147,12 @@ def fork_each(tasks: dict[str, Callable], jobs: int) -> Iterator[tuple[str, floa
 
 def in_child(task: Callable, sender) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        requests.close()
+        serve_processes(theirs)
+        return
+    processes.server = lambda: (requests, None, dict(os.environ))
     try:
         task()
     except Killed as killed:
@@ -141,22 +160,35 @@ def in_child(task: Callable, sender) -> None:
         sys.exit(KILLED)
 
 
-def own_tests(file: str) -> list[Path]:
-    """Return the files of tests that are written for a file, wherever they are."""
-    names = [Path(file).stem, *TESTS.get(file, "").split()]
-    return sorted({one for name in names for one in Path("tests").rglob(f"test_{name}*.py")})
+def serve_processes(requests: socket.socket) -> None:
+    """Start the processes that tests ask for, in which a mutant is, too, if they ask for one."""
+    if not requests.recv(1, socket.MSG_PEEK):
+        return
+    resource.setrlimit(resource.RLIMIT_CPU, (IMPORTS, IMPORTS))  # of each, such as an endless walk
+    sys.argv = ["", str(requests.detach()), *fork_server.PRELOADED]
+    try:
+        fork_server.main()
+    finally:
+        atexit._run_exitfuncs()  # which a forked child of multiprocessing leaves out
 
 
-def all_tests() -> list[Path]:
-    """Return the files of tests that may kill mutants."""
-    return sorted(one for name in DIRECTORIES for one in Path("tests", name).glob("test_*.py"))
+def stages(file: str) -> dict[str, list[Path]]:
+    """Return the files of tests: those named after a file, those of its package, and all others."""
+    package, *inside, name = Path(file).with_suffix("").parts
+    directory = Path("tests", *(inside if package == "tracker" else [package]))
+    found = {"its own": [], "its package's": [], "other": []}
+    for path in sorted(Path("tests").rglob("test_*.py")):
+        own, near = path.name.startswith(f"test_{name}"), path.parent == directory
+        if not LEFT_OUT & {*path.parts}:
+            found["its own" if own else "its package's" if near else "other"].append(path)
+    return found
 
 
 def reached_by_tests(
     paths: list[Path], jobs: int
 ) -> dict[str, tuple[dict[str, float], coverage.CoverageData]]:
     """Return for each file of tests the seconds of its fast ones and what they reach, kept in `build`."""
-    sources = [one for name in ("tracker", "vit", "tests") for one in Path(name).rglob("*.py")]
+    sources = [one for name in (*PRODUCT, "tests") for one in Path(name).rglob("*.py")]
     common = [
         one for one in sorted(sources) if not {"mutants", "test_"} & {*one.parts, one.name[:5]}
     ]
@@ -171,7 +203,8 @@ def reached_by_tests(
             tasks[str(path)] = partial(reach, str(path), store)
     for name, seconds, by in fork_each(tasks, jobs):
         if by:
-            raise SystemExit(f"without a mutant, {name} ends with: {by}")
+            print(f"{name} is left out, since without a mutant it ends with: {by}")
+            del files[name]
         print(f"{name}: {seconds:.1f} s", flush=True)
     reached = {}
     for name, store in files.items():
@@ -180,26 +213,29 @@ def reached_by_tests(
     return reached
 
 
-def choose_tests(file: str, lines: set[int], most: float, reached) -> dict[str, list[str]]:
-    """Return the quickest tests that reach lines, at most so many seconds of them, those of the package's directory first.
+def choose_tests(
+    file: str, lines: set[int], most: float, whose: str, reached
+) -> dict[str, list[str]]:
+    """Return the quickest tests that reach lines, at most so many seconds of them.
 
-    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach, and so do
-    those written for the file, which may read what it defines without reaching a line.
+    Where tests share what a fixture or a cache of their file holds, the others of the file count as those that reach. So do those
+    named after the file, which may read what it defines without reaching a line, and of its package those that may reach it
+    in a process that they start.
     """
-    found, own = [], own_tests(file)
+    found = []
     for path, (seconds, data) in reached.items():
         by_line = data.contexts_by_lineno(os.path.abspath(file))
         covering = {test for line in lines for test in by_line.get(line, ())} & {*seconds}
         text = Path(path).read_text()
         shared = covering and ("@cache" in text or 'scope="module"' in text)
-        shared = shared or Path(path) in own
-        elsewhere = Path(path).parent.name != Path(file).parent.name
+        shared = shared or whose == "its own"
+        shared = shared or (whose == "its package's" and PROCESSES.search(text))
         found += [
-            ((elsewhere, test not in covering, seconds[test]), path, test)
+            (test not in covering, seconds[test], path, test)
             for test in (seconds if shared else covering)
         ]
     chosen = {}
-    for (*_, seconds), path, test in sorted(found):
+    for _, seconds, path, test in sorted(found):
         most -= seconds
         if most > 0 or not chosen:
             chosen.setdefault(path, []).append(test)
@@ -218,9 +254,11 @@ def main() -> None:
     file = given.file
     if file == "day":
         file = FILES[date.today().toordinal() % len(FILES)]
-    os.environ["CI"] = "true"  # Hypothesis then draws the same examples each time
-    for module in PRELOADED:
-        if not module.startswith(("tracker", "vit")):
+    # Hypothesis draws the same examples each time, and pyarrow starts no thread.
+    os.environ |= {"CI": "true", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}  # read on import, as in conftest
+    for module in fork_server.PRELOADED:
+        if not module.startswith(PRODUCT):
             import_module(module)
     made = mutants(file)
     order = {text: hashlib.sha256(f"{given.seed}{text}".encode()).digest() for text in made}
@@ -230,19 +268,18 @@ def main() -> None:
     left = [text for text in sample if text not in known]
     print(f"{file}: {len(sample)} of {len(made)} mutants, {len(sample) - len(left)} are known")
     module = file.removesuffix(".py").replace("/", ".")
-    own = own_tests(file)
-    for tests_of, paths in (("its own", own), ("other", [p for p in all_tests() if p not in own])):
+    for whose, paths in stages(file).items():
         reached = reached_by_tests(paths if left else [], given.jobs)
         limits = {name: SLOWER * max([2, *of.values()]) for name, (of, _) in reached.items()}
         tasks, killers, survivors = {}, Counter(), []
         for text in left:
             _, lines, compiled = made[text]
-            tests = choose_tests(file, lines, given.seconds, reached)
+            tests = choose_tests(file, lines, given.seconds, whose, reached)
             tasks[text] = partial(try_mutant, compiled(), module, tests, limits, killers)
         for text, seconds, by in fork_each(tasks, given.jobs):
             survivors += [text] if not by else []
             killers[by.partition("::")[0]] += 1
-            by = by or f"not by {tests_of} tests"
+            by = by or f"not by {whose} tests"
             print(f"{by}, {seconds:.0f} s: line {made[text][0]}, {text}", flush=True)
         left = survivors
     for text in left:
