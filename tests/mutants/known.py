@@ -88,8 +88,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2)": "one -1 of two asks for the sizes",
         "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2) (2)": "the same",
         "_decompose: 2 * count -> 3 * count": "a larger workspace",
-        "_decompose.run: of_work.value > 0 -> of_work.value >= 0": "it is -1 or the size of a workspace",
-        "_decompose.run: of_work.value > 0 -> of_work.value > 1": "the same",
     },
     "tracker/measures/block_products.py": {
         "depths: max(1, count - 1) -> max(2, count - 1)": "at count = 2 there are two blocks, and 1.5 is rounded to 2",
@@ -151,7 +149,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "_by_eigenvectors: error <= OF_FULL * TOLERANCE[J.dtype] -> error < OF_FULL * TOLERANCE[J.dtype]": "the same",
         "_by_golub_kahan: error > tolerance -> error >= tolerance": "the same",
         "_by_golub_kahan: tolerance / 2 -> tolerance * 2": "what does not converge is decomposed in full",
-        "_certified: torch.frexp(largest).exponent.to(J.dtype) - 1 -> torch.frexp(largest).exponent.to(J.dtype) + 1": "any power of two near it does",
         "_orthogonal_columns: squares.flip(-1).clamp_min(0) -> squares.flip(-1).clamp_min(1)": "of accelerators, for widths at which squares of the scaled J are above 1",
         "_with_signs: t.V * sign -> t.V / sign": "a sign is its own inverse",
     },
@@ -226,7 +223,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/common/files.py": (
         "cache_root: Path(root) / 'block-coupling-tracker' -> Path(root) * 'block-coupling-tracker'",
-        "visible:  for file in below if not any((part.startswith('.') for part in file.relative_to(directory).parts)) ->  for file in below if any((part.startswith('.') for part in file.relative_to(directory).parts))",
     ),
     "tracker/common/progress.py": (
         "Progress.advance: min(1.0, self.done / self.expected) -> min(2.0, self.done / self.expected)",
@@ -268,10 +264,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "read_spans: len(blocks) < 2 -> len(blocks) <= 2",
         "read_spans: len(entry) == 2 -> len(entry) == 3",
     ),
-    "tracker/model/guard.py": (
-        "contains_tensors: any(map(contains_tensors, value)) -> all(map(contains_tensors, value))",
-        "is_data: value: Any, depth: int=3 -> value: Any, depth: int=4",
-    ),
+    "tracker/model/guard.py": ("is_data: value: Any, depth: int=3 -> value: Any, depth: int=4",),
     "tracker/model/head.py": ("_have_one_length: rows.abs().max -> rows.abs().min",),
     "tracker/model/random_numbers.py": (
         "noise_like: 1 + values.square().mean().sqrt() -> 1 - values.square().mean().sqrt()",
