@@ -71,55 +71,7 @@ def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
         )
 
 
-# The training is unchanged.
-
-RUNS = {
-    "dropout, stochastic depth": {},
-    "augmentation in workers": {"workers": 2, "max_epochs": 2, "max_steps": -1},
-    "accumulation": {"accumulate_grad_batches": 3},
-    "bf16-mixed": {"precision": "bf16-mixed"},
-    "bf16-true": {"precision": "bf16-true"},
-    "64": {"precision": "64"},
-    "gradient checkpointing": {"module": lambda: Classifier(checkpointing=True)},
-    "manual optimisation": {"module": TwoOptimizers},
-    "averaged weights": {"others": lambda: [EMAWeightAveraging(decay=0.5)]},
-    "weights written in eval mode": {
-        "module": Rescaling,
-        "validate": False,
-        "limit_val_batches": 0,
-    },
-    "weights merged by eval()": {"module": Merging},
-    "no sanity check": {"num_sanity_val_steps": 0},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", RUNS)
-def test_training_is_bit_identical(case):
-    options = dict(RUNS[case])
-    module, others = options.pop("module", Classifier), options.pop("others", list)
-    workers, validate = options.pop("workers", 0), options.pop("validate", True)
-    runs = []
-    for watch in ([], [Watch(2, probe=None)]):
-        with warnings.catch_warnings(action="ignore"):
-            runner = trainer([*others(), *watch], **options)
-            trained = fit(runner, module, workers, validate)
-        states = [*trained.state_dict().values()]
-        for optimizer in runner.optimizers:
-            states += [
-                v for state in optimizer.state_dict()["state"].values() for v in state.values()
-            ]
-        runs.append((trained.losses, states))
-        rng = torch.get_rng_state()
-        runs[-1][1].append(rng)
-    assert watch[0].units
-    (losses, states), (watched_losses, watched_states) = runs
-    assert losses == watched_losses and len(losses) >= 4
-    assert len(states) == len(watched_states) > 10
-    assert all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b))
-        for a, b in zip(states, watched_states, strict=True)
-    )
+# The training is unchanged: also `test_nothing_else_changes.py`.
 
 
 @pytest.mark.slow
@@ -146,23 +98,6 @@ def test_training_is_bit_identical_while_a_thread_reads_its_store(tmp_path):
     weights = zip(plain.state_dict().values(), watched.state_dict().values(), strict=True)
     assert all(torch.equal(*pair) for pair in weights)
     assert Store(tmp_path).steps() == [*range(13)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", ["module", "part"])
-def test_training_of_a_compiled_module_is_bit_identical(compiled):
-    losses = []
-    for watch in ([], [Watch(2)]):
-
-        def make():
-            module = Classifier()
-            if compiled == "module":
-                return torch.compile(module, backend="aot_eager")
-            module.stages[1] = torch.compile(module.stages[1], backend="aot_eager")
-            return module
-
-        losses.append(fit(trainer([*watch], max_steps=2), make).losses)
-    assert losses[0] == losses[1] and list(watch[0].units) == [0, 2]
 
 
 # The unit of step s equals the measurement of the checkpoint of step s.

@@ -5,6 +5,7 @@ imported, so that the package that it does not use is not imported.
 """
 
 import sys
+from copy import copy
 from typing import Any
 
 from tracker.common.errors import UsageError
@@ -41,6 +42,7 @@ class LightningAdapter:
     def __init__(self, logger: Any, prefix: str = ""):
         self.logger, self.prefix = logger, prefix
         self.to_tensorboard = is_lightning(logger, "loggers.TensorBoardLogger")
+        self.to_csv = is_lightning(logger, "loggers.CSVLogger")
 
     def images(self, row: Row) -> None:
         """Log the heat maps of a step, if the logger takes pictures."""
@@ -52,7 +54,16 @@ class LightningAdapter:
 
     def log(self, row: Row) -> None:
         """Log the scalars of a step."""
-        self.logger.log_metrics(row.numbers(self.prefix), step=row.step)
+        logger = self.logger
+        if self.to_csv:
+            # It numbers rows by those that it holds, where the program leaves their step out.
+            writer = copy(logger.experiment)
+            writer.metrics = []
+            logger = copy(logger)
+            logger._experiment = writer
+        logger.log_metrics(row.numbers(self.prefix), step=row.step)
+        if self.to_csv:
+            logger.save()
 
     def finish(self) -> str:
         """Do nothing: who opened the logger closes it."""

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from tracker.common.files import read_json, write_atomic
 from tracker.loggers.protocol import LoggedRun, Opener, Row
@@ -133,11 +134,16 @@ def define_metrics(
         )
 
 
+# The steps of the training by run and by W&B's step, for all objects that add to the run
+measured_steps: "WeakKeyDictionary[wandb.Run, dict[int, int]]" = WeakKeyDictionary()
+
+
 class OpenRun:
     """A run that the training program has opened, and closes. A step is one of W&B's rows, together with what the program logs.
 
-    Rows are given the training's step, or W&B's own if that is ahead. So W&B takes the rows of a program that leaves its steps to
-    be counted, or gives those of the training. It drops those that are given a smaller step, such as an epoch.
+    A measured step joins the row that is open, so that W&B numbers the program's own rows as it would without; a second one
+    before the next of these rows begins a row. W&B then numbers later rows from there on, and drops those that are given a
+    smaller step, such as an epoch.
 
     Args:
         prefix: put before the name of each metric, such as "val/".
@@ -146,6 +152,7 @@ class OpenRun:
     def __init__(self, run: "wandb.Run", prefix: str = ""):
         self.run, self.prefix = run, prefix
         self.defined: set[str] = set()  # metrics with an axis
+        self.steps = measured_steps.setdefault(run, {})
 
     def images(self, row: Row) -> None:
         """Add the heat maps of a step."""
@@ -172,8 +179,11 @@ class OpenRun:
         return ""
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
-        # Uncommitted, so that the program's own numbers of the step join the row
-        self.run.log(dict(values), step=max(step, self.run.step), commit=False)
+        row = self.run.step
+        row += self.steps.get(row, step) != step
+        self.steps[row] = step
+        # Uncommitted, so that the program's own numbers join the row
+        self.run.log(dict(values), step=row, commit=False)
 
 
 class WandbRun:

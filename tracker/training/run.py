@@ -241,7 +241,8 @@ class TrainingRun:
         given = self._given(*arguments)
 
         def resolve() -> Any:
-            return probes.resolve(given(), self.probe, self.held_probe, take, self.forward)
+            with isolate_rng():  # the function, the data or their collator may draw numbers
+                return probes.resolve(given(), self.probe, self.held_probe, take, self.forward)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
         own = together(resolve)
@@ -271,9 +272,10 @@ class TrainingRun:
         self.last_checked = step
         if not due or self.last_measured == step:
             return None
-        with isolate_rng(), self.overhead:
-            unit = self._measure_and_publish(step, module, device)
-        self._attempt(step, "not logged", self._log_cost, step)
+        with isolate_rng():
+            with self.overhead:
+                unit = self._measure_and_publish(step, module, device)
+            self._attempt(step, "not logged", self._log_cost, step)
         if self.regular:  # single intervals of an irregular schedule are not representative
             self.overhead.warn_of_interval()
         return unit

@@ -1,13 +1,17 @@
 """TransformersCallback: measure a model while transformers' Trainer trains it, without changing the training."""
 
 import weakref
-from functools import partial
+from copy import copy
+from functools import cache, partial
 from typing import Any, Unpack
 
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations.integration_utils import WandbCallback
+from transformers.integrations.integration_utils import (
+    DVCLiveCallback,
+    TrackioCallback,
+    WandbCallback,
+)
 
 from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger, Logger
@@ -17,6 +21,9 @@ from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
 from tracker.training.probe import SAMPLES
 from tracker.training.run import TrainingRun
+
+# They number the rows that they get: a row more would move the steps of the training's own
+NUMBERING = (DVCLiveCallback, TrackioCallback)
 
 
 @accepts_run_options
@@ -29,8 +36,9 @@ class TransformersCallback(TrainerCallback):
     Args:
         every_n_steps: measure at steps 0, n, 2n and so on. Without any schedule: 0, 1, 2, 4, 8 and so on.
         every_n_epochs: measure at the end of every n-th epoch instead.
-        trainer: the Trainer. Its integrations (`report_to`) and `state.log_history` receive the metrics; without it, only W&B,
-            the store and `on_measure` receive what is measured.
+        trainer: the Trainer. Its `state.log_history` and the `on_log` of its callbacks, such as its integrations (`report_to`)
+            except DVCLive and Trackio, receive the metrics; without it, only W&B, the store and `on_measure` receive what is
+            measured.
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, or a
             function model -> any of these. None: the first 8 samples of the training data, collated.
         **options: options of the run and of its measurements.
@@ -76,6 +84,7 @@ class TransformersCallback(TrainerCallback):
         model, step = context["model"], state.global_step
         check_whole(model)
 
+        @cache  # the training's data and its collator are asked once
         def take() -> Any:
             return _first_samples(context["train_dataloader"])
 
@@ -88,9 +97,8 @@ class TransformersCallback(TrainerCallback):
             others.remove("wandb")
             loggers.append(OpenRun(run, self.run.prefix))
         if self.trainer is not None:
-            loggers.append(
-                FunctionLogger(partial(_log, self.trainer, not loggers), self.run.prefix)
-            )
+            apart = (*NUMBERING, WandbCallback) if loggers else NUMBERING
+            loggers.append(FunctionLogger(partial(_log, self.trainer, apart), self.run.prefix))
         elif others and state.is_world_process_zero:
             warn_caller(
                 f"the metrics are not sent to {', '.join(others)}, because the callback does not know the Trainer: "
@@ -140,15 +148,20 @@ class TransformersCallback(TrainerCallback):
         self.run.reach(state.global_step, lambda: model, args.device, force=force)
 
 
-def _log(trainer: Trainer, to_wandb: bool, metrics: dict[str, float], step: int) -> None:
-    """Send metrics to the Trainer's history and its integrations, W&B among them or not."""
-    handler = trainer.callback_handler
-    listed = handler.callbacks
-    handler.callbacks = [one for one in listed if to_wandb or not isinstance(one, WandbCallback)]
-    try:
-        trainer.log(metrics)
-    finally:
-        handler.callbacks = listed
+def _log(trainer: Trainer, apart: tuple[type, ...], metrics: dict[str, float], step: int) -> None:
+    """Add a row to the Trainer's history, and pass it to its callbacks except those of some classes.
+
+    `Trainer.log` would also clear `control.should_log`, on which the training's own row depends, and in a subclass add to this
+    row what belongs to that one.
+    """
+    state, args = trainer.state, trainer.args
+    row = {**metrics, "epoch": state.epoch}
+    if args.include_num_input_tokens_seen != "no":
+        row["num_input_tokens_seen"] = state.num_input_tokens_seen
+    state.log_history.append({**row, "step": step})
+    handler = copy(trainer.callback_handler)
+    handler.callbacks = [one for one in handler.callbacks if not isinstance(one, apart)]
+    handler.on_log(args, state, copy(trainer.control), row)
 
 
 def _first_samples(loader: Any) -> Any:
@@ -163,5 +176,4 @@ def _first_samples(loader: Any) -> Any:
             f"the training data is a {type(data).__name__}, which can only be read in order; give the samples to measure: "
             "probe=, prompts with their tokenizer or a batch"
         )
-    with isolate_rng():  # the collator may draw masks, the data augmentations
-        return loader.collate_fn([data[i] for i in range(min(SAMPLES, len(data)))])
+    return loader.collate_fn([data[i] for i in range(min(SAMPLES, len(data)))])
