@@ -25,7 +25,7 @@ from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests import processes
 from tests.conftest import TINY
-from tests.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
+from tests.lightning_runs import Classifier, TwoOptimizers, fit, trainer
 from tests.stores import lasting
 from tests.training.processes import run_on_two_ranks
 from tests.wandb_runs import of, offline_run, records
