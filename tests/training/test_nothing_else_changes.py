@@ -1,4 +1,4 @@
-"""All that a training writes without the tracker it writes with it, too: rows of loggers, evaluations, checkpoints, random numbers.
+"""All that a training writes without the tracker it writes with it, too: rows of loggers, evaluations, checkpoints, random state.
 
 Each program trains in a directory, once with and once without; every entry of every file there is compared. Only entries that say
 how long something took are left out.
