@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -122,7 +123,8 @@ def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
         cold=True,
     )
     wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
-    os.kill(int((first / ".lock").read_text().split()[-1]), signal.SIGKILL)
+    (worker,) = re.findall(r"process (\d+)", Lock.holder(first / ".lock"))
+    os.kill(int(worker), signal.SIGKILL)
     wait_until(lambda: cells.read(first, "failed"))
     assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
     wait_until(

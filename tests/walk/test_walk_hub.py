@@ -348,7 +348,7 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     for line in second.stdout:
         measured += [line] if ": miscoupling " in line else []
         if line.startswith("step 1: measured by "):
-            assert f"process {first.pid}; waiting for it" in line
+            assert f"process {first.pid}, " in line and line.endswith("; waiting for it\n")
             break
     assert len(measured) == 2 and Store(walker.directory / "out").steps() == [0, 4, 8]
     first.send_signal(signal.SIGKILL)

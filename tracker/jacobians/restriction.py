@@ -77,7 +77,6 @@ def restrict(
     if len(divided) > 1:
         arguments = concatenate_argument("arguments", divided, sizes)
     lengths = [call.x.shape[1] for call, _ in selections]
-    positions = torch.cat([rows.on(call.x.device).token for call, rows in selections])
     # Attentions are matched by their order in the block.
     if len({len(call.attention) for call, _ in selections}) > 1:
         raise NotSliceable("its samples do not pass through the same attentions")
@@ -105,7 +104,7 @@ def restrict(
                 raise NotSliceable("its attention is over something other than its own tokens")
             return row_attention(attention, query, key, value, frozen)
 
-        with intercept_attention(handler, positions):
+        with intercept_attention(handler):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
         # An attention that was recorded but not called: the block took another branch for one token.
         if next(expected, []):

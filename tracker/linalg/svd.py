@@ -252,9 +252,11 @@ def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
     unit = power_of_two(largest)
     J = J / unit
     every = torch.ones(len(J), dtype=torch.bool)
-    # LAPACK finds no eigenvectors of zero alone.
-    nonzero = (largest > 0).flatten().cpu()
-    squares = (_by_eigenvectors, nonzero) if direct else (_by_squares, _can_square(J, K).cpu())
+    if direct:
+        # LAPACK finds no eigenvectors of zero alone.
+        squares = _by_eigenvectors, (largest > 0).flatten().cpu()
+    else:
+        squares = _by_squares, _can_square(J, K).cpu()
     methods = [squares, *([(_by_golub_kahan, every)] if iterated else []), (_full, every)]
     missing, triplets = every.clone(), None
     for method, suited in methods:

@@ -188,11 +188,10 @@ def miscouplings(
     defined = (s[..., 0] > 0)[..., None] & determined[..., None, :]
     unit = power_of_two(s[..., :1])
     A, s = A / unit[..., None, None], (s / unit)[..., None, :]
-    units = {"offdiag": unit}
-    return {
-        one.name: torch.where(defined, one.formula(A, s) * units.get(one.name, 1), torch.nan)
-        for one in DEFINITIONS
-    }
+    values = {one.name: one.formula(A, s) for one in DEFINITIONS}
+    # The one definition that is not relative to s
+    values["offdiag"] = values["offdiag"] * unit
+    return {name: torch.where(defined, value, torch.nan) for name, value in values.items()}
 
 
 def depth_means(

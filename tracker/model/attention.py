@@ -5,8 +5,7 @@ o = softmax(scale q K^T + mask) V, alone. Hooks intercept it:
 
 - `torch.nn.functional.scaled_dot_product_attention` (timm, torchvision, `nn.MultiheadAttention`, plain PyTorch);
 - `AttentionInterface.get_interface` of transformers, which looks up attention functions, `eager` included;
-- the `_attn` method of older transformers families (GPT-J, GPT-Neo), and the methods of TransformerLens's
-  HookedTransformer, on the replica's own modules.
+- the `_attn` method of older transformers families (GPT-J, GPT-Neo), on the replica's own modules.
 
 Inside `intercept_attention(handler)`, every attention of this thread calls
 
@@ -16,11 +15,6 @@ with query (B, H, m, e), key and value (B, H_kv, n, e), the mask that the model 
 causal by position when it has no mask. `attention(query, key, value, mask, causal)` is the model's own attention, with its
 scale, soft cap, sinks, window and so on; `attention.formula` is its formula, if the hook knows it. The model uses what the
 handler returns.
-
-`Attention.forward` of HookedTransformer calls `apply_rotary(q)`, `apply_rotary(k)`, `calculate_attention_scores(q, k)`, adds
-biases and a mask, calls the module `hook_attn_scores` and the softmax, and then `calculate_z_scores(v, pattern)`; states are
-(B, n, H, e). On a replica's own module these are replaced: the last hands queries, keys and values to the handler with the mask
-that the scores show, and rotary positions are those of the rows that run.
 """
 
 import functools
@@ -31,10 +25,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -69,42 +61,28 @@ AttentionHandler = Callable[[OriginalAttention, Tensor, Tensor, Tensor, Tensor |
 # Installed hooks are process-wide; the handler belongs to one thread, so a model running in another thread is not
 # intercepted. The first context installs the hooks, the last one removes them.
 _handler: ContextVar[AttentionHandler | None] = ContextVar("handler", default=None)
-_positions: ContextVar[Tensor | None] = ContextVar("positions", default=None)
 _hooks = ExitStack()
 _contexts = 0
 _lock = threading.Lock()
 
 
 @contextmanager
-def intercept_attention(
-    handler: AttentionHandler, positions: Tensor | None = None
-) -> Iterator[None]:
-    """Pass every attention of this thread to `handler`; remove the hooks on exit.
-
-    Args:
-        positions: where single rows run, the position (R,) of each in its sequence, for attention that computes rotary
-            embeddings itself.
-    """
+def intercept_attention(handler: AttentionHandler) -> Iterator[None]:
+    """Pass every attention of this thread to `handler`; remove the hooks on exit."""
     global _contexts
     with _lock:
         if _contexts == 0:
             _install_hooks()
         _contexts += 1
-    token, place = _handler.set(handler), _positions.set(positions)
+    token = _handler.set(handler)
     try:
         yield
     finally:
         _handler.reset(token)
-        _positions.reset(place)
         with _lock:
             _contexts -= 1
             if _contexts == 0:
                 _hooks.close()
-
-
-def row_positions() -> Tensor | None:
-    """Return the position of each single row that runs, (R,); None if sequences run."""
-    return _positions.get()
 
 
 def hand_over(attention: OriginalAttention, *arguments: Any) -> Any:
@@ -213,109 +191,3 @@ def hook_attn_method(module: nn.Module) -> None:
 
 
 _ATTN_PARAMETERS = ["self", "query", "key", "value", "attention_mask"]
-
-
-METHODS = ("calculate_attention_scores", "calculate_z_scores", "apply_rotary")
-
-
-def hook_methods(module: nn.Module) -> None:
-    """Intercept the attention of a replica's module, if its class has TransformerLens's methods."""
-    if (
-        all(hasattr(type(module), name) for name in METHODS)
-        and "hook_attn_scores" in module._modules
-    ):
-        hooks = _Hooks(module)
-        vars(module._modules["hook_attn_scores"])["forward"] = hooks.see_scores
-        vars(module).update((name, getattr(hooks, name)) for name in METHODS)
-
-
-class _Hooks:
-    """Replacements for the methods of one attention module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.own = {name: partial(getattr(type(module), name), module) for name in METHODS}
-        self.module: Any = module
-        # Query, key, plain and final scores of the running attention
-        self.seen: dict[str, Tensor] = {}
-
-    def apply_rotary(
-        self, x: Tensor, past_kv_pos_offset: int = 0, attention_mask: Tensor | None = None
-    ) -> Tensor:
-        """Rotate single rows by their positions: as the last tokens of sequences with padding on the left."""
-        positions = row_positions()
-        if positions is not None:
-            n = int(positions.max()) + 1
-            attention_mask = (
-                torch.arange(n, device=positions.device) >= n - 1 - positions[:, None]
-            ).long()
-            past_kv_pos_offset = n - 1
-        return self.own["apply_rotary"](x, past_kv_pos_offset, attention_mask)
-
-    def calculate_attention_scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Note queries, keys and scores."""
-        scores = self.own["calculate_attention_scores"](q, k)
-        if _handler.get() is not None:
-            self.seen = {"q": q, "k": k, "plain": scores.clone()}  # biases are added in place
-        return scores
-
-    def see_scores(self, scores: Tensor) -> Tensor:
-        """Note the scores with biases and mask."""
-        if self.seen:
-            self.seen["final"] = scores
-        return scores
-
-    def calculate_z_scores(self, v: Tensor, pattern: Tensor) -> Tensor:
-        """Hand the attention over."""
-        if not self.seen:
-            return self.own["calculate_z_scores"](v, pattern)
-        seen, self.seen = self.seen, {}
-        query, key, value = (state.transpose(1, 2) for state in (seen["q"], seen["k"], v))
-        mask = None if row_positions() is not None else _mask(seen["plain"], seen["final"])
-        causal = (
-            mask is not None
-            and mask.dtype == torch.bool
-            and torch.equal(mask[0, 0], torch.ones_like(mask[0, 0]).tril())
-        )
-
-        def attend(
-            query: Tensor, key_: Tensor, value_: Tensor, mask: Tensor | None, causal: bool
-        ) -> Tensor:
-            if key_ is key and value_ is value:
-                return self.own["calculate_z_scores"](v, pattern)
-            return self.attend(query, key_, value_, mask)
-
-        attention = OriginalAttention(attend, self.formula(), lambda output: output.transpose(1, 2))
-        return hand_over(attention, query, key, value, None if causal else mask, causal)
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Compute the attention from the model's own methods."""
-        query, key, value = (state.transpose(1, 2) for state in (query, key, value))
-        scores = self.own["calculate_attention_scores"](query, key)
-        if mask is not None:
-            scores = (
-                scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-            )
-        sinks = self.formula().sinks
-        if sinks is not None:
-            scores = torch.cat(
-                [scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], dim=-1
-            )
-        return self.own["calculate_z_scores"](value, scores.softmax(-1)[..., : key.shape[1]])
-
-    def formula(self) -> Formula:
-        """Return the formula that the module's settings state."""
-        config = self.module.cfg
-        cap = getattr(config, "attn_scores_soft_cap", None)
-        sinks = self.module.sinks if getattr(config, "use_attention_sinks", False) else None
-        return Formula(
-            1 / float(self.module.attn_scale), cap if cap is not None and cap > 0 else None, sinks
-        )
-
-
-def _mask(plain: Tensor, final: Tensor) -> Tensor:
-    """Return what was added to the scores: a Boolean mask (1 or B, 1, n, n) where that is 0 or -inf, and the sum otherwise."""
-    allowed = final > -torch.inf
-    if not torch.equal(final[allowed], plain[allowed]):
-        return torch.where(allowed, final - plain, final)
-    first = allowed[:1, :1]
-    return first if bool((allowed == first).all()) else allowed

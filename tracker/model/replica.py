@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from tracker.common.errors import UsageError
-from tracker.model.attention import hook_attn_method, hook_methods
+from tracker.model.attention import hook_attn_method
 from tracker.model.description import Blocks
 from tracker.model.functions import (
     holds_objects,
@@ -417,7 +417,6 @@ class Replica:
         self.module = ModuleCopier(model, self._shared, self.generators).copy(model)
         for part in self.module.modules():
             hook_attn_method(part)
-            hook_methods(part)
             # LightningModule's own record of dtype and device
             if isinstance(part.__dict__.get("_dtype"), torch.dtype):
                 part.__dict__.update(_dtype=dtype, _device=device)
