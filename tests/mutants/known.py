@@ -216,22 +216,135 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_doubling: step > 0 -> step <= 0",
         "find_files: suite.checkpoints[0] -> suite.checkpoints[1]",
     ),
+    "tracker/__init__.py": (
+        "__getattr__: _MODULES.get(name) or _SUBMODULES.get(name) -> _MODULES.get(name) and _SUBMODULES.get(name)",
+        "__getattr__: module is None -> module is not None",
+        "__getattr__: name in _MODULES -> name not in _MODULES",
+    ),
+    "tracker/analysis/across_models.py": (
+        "_intervals: ds[f'{measure}_coupling_by_prompt'].sel(k=k, pairs='mean_offdiag').isel(step=-1) -> ds[f'{measure}_coupling_by_prompt'].sel(k=k, pairs='mean_offdiag').isel(step=-2)",
+        "final_couplings: not ks or not names -> not ks and (not names)",
+        "subset_fits: table['parameters'] <= middle -> table['parameters'] > middle",
+    ),
+    "tracker/analysis/curves.py": (
+        "inverse_fit: s > 0 -> s <= 0 (4)",
+        "scalars: results.sizes['step'] > 1 -> results.sizes['step'] <= 1",
+        "sources: of_source is not None and len(set(of_source)) == 1 and (of_source[0] >= 0) -> of_source is not None or len(set(of_source)) == 1 or of_source[0] >= 0",
+    ),
+    "tracker/analysis/doubts.py": (
+        "doubts: lines += [f'Step {step:,} is no published checkpoint but a random initialisation ({revision}).' for step, revision in zip(steps, revisions, strict=True) if revision.startswith(UNTRAINED)] -> lines -= [f'Step {step:,} is no published checkpoint but a random initialisation ({revision}).' for step, revision in zip(steps, revisions, strict=True) if revision.startswith(UNTRAINED)]",
+        "doubts: n > 0 -> n <= 0",
+        "other_tokens: usual[0] -> usual[1]",
+    ),
+    "tracker/analysis/pairs.py": (
+        "independent_pairs: (both == pair[:, None]).all -> (both == pair[:, None]).any",
+        "is_one_module: results.sizes['layer'] > 1 and len(set(_modules(results, 'layer').values)) == 1 -> results.sizes['layer'] > 1 or len(set(_modules(results, 'layer').values)) == 1",
+        "where_counted: counted_pairs(results) > 0 -> counted_pairs(results) > 1",
+    ),
+    "tracker/analysis/selections.py": (
+        "_dims: dim not in held and (not selected) -> dim not in held and selected",
+        "_dims: dim not in result.dims or name in result.coords -> dim not in result.dims and name in result.coords",
+        "opened: 'step' in result.coords and result['step'].dtype.kind not in 'iuf' -> 'step' in result.coords or result['step'].dtype.kind not in 'iuf'",
+    ),
+    "tracker/analysis/variables.py": (
+        "_ordered: dim not in over -> dim in over",
+        "median: middle.clip(0) -> middle.clip(1)",
+        "quantiles: low + between * share -> low - between * share",
+    ),
+    "tracker/blocks/behaviour.py": (
+        "_Observer.leave: not isinstance(y, Tensor) or y.shape != x.shape -> not isinstance(y, Tensor) and y.shape != x.shape",
+        "confirm_list: all((TOKENS in axes for axes in seen.mixed.values())) -> any((TOKENS in axes for axes in seen.mixed.values()))",
+        "mixed_axes: for index in (0, n - 1): -> for index in (1, n - 1):",
+    ),
+    "tracker/blocks/class_token.py": (
+        "_why_no_class_token: batch.valid is not None -> batch.valid is None",
+        "_why_no_class_token: batch.valid is not None and (not batch.valid[:, 0].all()) -> batch.valid is not None or not batch.valid[:, 0].all()",
+        "_why_no_class_token: other is None -> other is not None",
+    ),
+    "tracker/blocks/find.py": (
+        "_named: all((isinstance(block, (str, nn.Module)) for block in listed)) -> any((isinstance(block, (str, nn.Module)) for block in listed))",
+        "find_blocks: _name(model, unembedding) or result.unembedding -> _name(model, unembedding) and result.unembedding",
+        "find_blocks: assumed == MIXED -> assumed != MIXED (2)",
+    ),
+    "tracker/blocks/lists.py": (
+        "_follows: b[2] -> b[3]",
+        "_mixed_runs: counts[type(child)] > 1 or holds_attention(child) -> counts[type(child)] > 1 and holds_attention(child)",
+        "_proposal: len(norms) > 1 -> len(norms) >= 1",
+    ),
     "tracker/blocks/prepare.py": (
         "_find: blocks is None -> blocks is not None",
         "_find: found is None -> found is not None",
         "_find: recognised_blocks(tree, mixed_lists=False) -> recognised_blocks(tree, mixed_lists=True)",
     ),
+    "tracker/blocks/reachability.py": (
+        "_check_class_token_position: (before != after).any -> (before != after).all",
+        "check_reachability: 'blocks' in blocks.assumed -> 'blocks' not in blocks.assumed",
+        "run_with_noise: noisy_parameter is not None -> noisy_parameter is None",
+    ),
+    "tracker/blocks/tokens.py": (
+        "positions: -n <= t < n -> -n <= t <= n",
+        "positions: name == 'all' -> name != 'all'",
+        "positions: name == 'last' -> name != 'last'",
+    ),
+    "tracker/blocks/towers.py": (
+        "norms_around: i > at -> i >= at",
+        "norms_around: min((i for i in rivals if i > at), default=len(children)) -> max((i for i in rivals if i > at), default=len(children))",
+        "proposals: len({run.container for run in runs}) > 1 -> len({run.container for run in runs}) >= 1",
+    ),
+    "tracker/commands.py": ("main: sys.argv[1:] -> sys.argv[2:]",),
+    "tracker/common/command_line.py": (
+        ": OK, FAILED, USAGE, INTERRUPTED = (0, 1, 2, 130) -> OK, FAILED, USAGE, INTERRUPTED = (0, 1, 3, 130)",
+        "_brief_warnings.show: category not in (UserWarning, Note) or not filename.startswith(OWN) -> category not in (UserWarning, Note) and (not filename.startswith(OWN))",
+        "_brief_warnings.show: category not in (UserWarning, Note) or not filename.startswith(OWN) -> category not in (UserWarning, Note) or filename.startswith(OWN)",
+    ),
+    "tracker/common/errors.py": (
+        "missing_extra: (error.name or '').partition('.')[0] -> (error.name or '').partition('.')[1]",
+        "require_own: file != str(ROOT / package / '__init__.py') -> file == str(ROOT / package / '__init__.py')",
+        "warn_caller: frame.f_back is not None and _is_internal(frame.f_code.co_filename, frame.f_globals.get('__name__', '')) -> frame.f_back is not None or _is_internal(frame.f_code.co_filename, frame.f_globals.get('__name__', ''))",
+    ),
     "tracker/common/files.py": (
         "cache_root: Path(root) / 'block-coupling-tracker' -> Path(root) * 'block-coupling-tracker'",
+    ),
+    "tracker/common/parser.py": (
+        "Parser.add_argument: options.get('type') is bool -> options.get('type') is not bool",
+        "Parser.parse_args: args is None -> args is not None",
+        "_with_underscores: m[0] -> m[1]",
     ),
     "tracker/common/progress.py": (
         "Progress.advance: min(1.0, self.done / self.expected) -> min(2.0, self.done / self.expected)",
         "progress_bar: tqdm(desc='measuring', total=1.0, **options) -> tqdm(desc='measuring', total=2.0, **options)",
     ),
+    "tracker/common/text.py": (
+        ": LABEL = 12 -> LABEL = 13",
+        "first_line: str(error).strip().splitlines() or [type(error).__name__] -> str(error).strip().splitlines() and [type(error).__name__]",
+        "join_names: len(shown) <= 16 -> len(shown) < 16",
+    ),
     "tracker/common/values.py": (
         "_count_or_integers: len(numbers) > 1 -> len(numbers) >= 1",
         "_numbers: if not isinstance(value, str): -> if isinstance(value, str):",
         "whole_numbers: isinstance(value, Iterable) and (not isinstance(value, str)) -> isinstance(value, Iterable) or not isinstance(value, str)",
+    ),
+    "tracker/dashboards.py": (
+        "dumped: workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2) -> workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=3)",
+    ),
+    "tracker/devices.py": (
+        "_is_candidate: isinstance(error, RuntimeError) and (not isinstance(error, numerical)) -> isinstance(error, RuntimeError) or not isinstance(error, numerical)",
+        "is_allocation_failure: return True -> return False",
+    ),
+    "tracker/figures/__main__.py": (
+        ": __name__ == '__main__' -> __name__ != '__main__'",
+        "_named: if not has_results: -> if has_results:",
+        "_save: out.mkdir(parents=True, exist_ok=True) -> out.mkdir(parents=False, exist_ok=True)",
+    ),
+    "tracker/figures/choices.py": (
+        "Choices.paper: self.convention == 'paper' -> self.convention != 'paper'",
+        "Choices.variable: f'{name}{NORMED}' in BY_NAME -> f'{name}{NORMED}' not in BY_NAME",
+        "Choices: k: int = 0 -> k: int = 1",
+    ),
+    "tracker/figures/registry.py": (
+        ": FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=2, takes=('axis', 'layers'), paper_layers=(5, 16, 30))",
+        ": FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=3, takes=('axis', 'layers'), paper_layers=(5, 15, 30))",
+        "FigureSpec: steps: int = 1 -> steps: int = 2",
     ),
     "tracker/jacobians/halves.py": (
         "_add_up: (torch.linalg.matrix_norm(left) <= allowed).all -> (torch.linalg.matrix_norm(left) <= allowed).any",
