@@ -262,8 +262,9 @@ def find_files(files: str, revisions: str | None = None, stage: str | None = Non
     """
     path = Path(os.path.abspath(Path(files).expanduser()))
     # A directory may be called run[1]: what is there is no pattern.
-    root = next(at for at in path.parents if at.is_dir() or not set("*?[") & set(str(at)))
-    matched = glob(f"{escape(str(root))}/{path.relative_to(root)}", recursive=True)
+    above = (at for at in path.parents if at.is_dir() or not set("*?[") & set(str(at)))
+    root = next(above, path)
+    matched = glob(str(Path(escape(str(root))) / path.relative_to(root)), recursive=True)
     found = [path] if os.path.lexists(path) else sorted(map(Path, matched))
     if not found:
         raise ValueError(

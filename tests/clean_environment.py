@@ -15,7 +15,7 @@ from torch import nn
 import tracker
 from tracker.common.errors import DISTRIBUTION, EXTRAS
 
-CALLBACKS = ("CouplingCallback", "TransformersCallback", "Watch")
+CALLBACKS = {"CouplingCallback": "train", "TransformersCallback": "walk", "Watch": "train"}
 COMMANDS = {
     "walk --model 70m": "all",
     "report results": "all",
@@ -58,7 +58,9 @@ def main() -> None:
     print(
         f"measured: mis-coupling {float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()):.3f}"
     )
-    needs = {name: ("train", lambda name=name: getattr(tracker, name)) for name in CALLBACKS}
+    needs = {
+        name: (extra, lambda name=name: getattr(tracker, name)) for name, extra in CALLBACKS.items()
+    }
     needs["plot"] = "report", lambda: tracker.plot(ds)
     needs["report"] = "report", lambda: tracker.report.write_report("results", "page.html")
     for name, (extra, use) in needs.items():

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 
@@ -215,3 +216,22 @@ def test_written_file_respects_the_umask(tmp_path, umask):
     finally:
         os.umask(before)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_files_behind_links_are_listed_once_in_directories_that_link_to_each_other(tmp_path):
+    places = [tmp_path / f"d{i}" for i in range(12)]
+    for place in places:
+        place.mkdir()
+        (place / "file").touch()
+    for place in places:
+        for other in places:
+            (place / f"to {other.name}").symlink_to(other)
+    assert files.visible(tmp_path) == sorted(place / "file" for place in places)
+
+
+def test_a_lock_that_cannot_be_signed_is_released(tmp_path, monkeypatch):
+    lock = Lock.take(tmp_path / "lock")
+    monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    with pytest.raises(OSError, match="full"):
+        lock.sign()
+    assert not lock.held and not names(tmp_path)

@@ -162,6 +162,10 @@ UNKNOWN = {
         lambda model, x: torch.zeros(2, 7, 60).copy_(model.logits(x)),
         "writes to another .*copy_",
     ),
+    "states that may not be equal": (
+        lambda model, x: model.logits(torch.stack([s.unique(dim=0) for s in x]).view(x.shape)),
+        "computes others",
+    ),
     "other tokens": (lambda model, x: model.logits(x - x.mean(1, keepdim=True)), "computes others"),
 }
 

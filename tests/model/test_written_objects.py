@@ -45,8 +45,7 @@ class Slots:
         self.number = k + getattr(self, "number", 0)
 
 
-def adder():
-    total = 0
+def adder(total=0):
 
     def add(k=0):
         nonlocal total
@@ -54,6 +53,20 @@ def adder():
         return total
 
     return add
+
+
+class Frozen(dict):
+    def __setitem__(self, *_):
+        raise TypeError
+
+
+def unset():
+    def read():
+        return 0 if True else value
+
+    if False:
+        value = 0
+    return read
 
 
 # What a block holds, what its forward pass does with a number k, and what the loop reads
@@ -106,11 +119,33 @@ NAMED = {
     "global array": ("0", "array[0] += k", "array[0]", "array of write (ndarray)"),
     "variable of a function": ("0", "add(k)", "add()", "total of adder.<locals>.add (int)"),
 }
+# Of what the scope below has: it is only read
+READ = {
+    "two functions of one factory": "add(), five()",
+    "variable without a value": "empty()",
+    "dictionary that can't be copied": "frozen[0]",
+    "list in itself": "cycle[0]",
+    "not a number": "nan > 0",
+    "lock": "locks[0].locked()",
+    "table": "table['a'][0]",
+    "object in levels": "trainer.state",
+}
+SCOPE = {
+    "five": adder(5),
+    "empty": unset(),
+    "frozen": Frozen({0: [0]}),
+    "cycle": (cycle := [0]),
+    "nan": float("nan"),
+    "locks": [Lock()],
+    "table": pandas.DataFrame({"a": [0]}),
+    "trainer": SimpleNamespace(state=SimpleNamespace(of=SimpleNamespace(of=SimpleNamespace(n=0)))),
+}
+cycle.append(cycle)
 
 
 def train(held, write, read, watch=None):
     """Return what each step of a small training reads, and its losses."""
-    scope = {**globals(), "total": 0, "array": np.zeros(1), "add": adder()}
+    scope = {**globals(), **SCOPE, "total": 0, "array": np.zeros(1), "add": adder()}
     exec(f"def write(block, k): {write}", scope)
     Counting.number = 0
     torch.manual_seed(0)
@@ -123,9 +158,16 @@ def train(held, write, read, watch=None):
         loss = model(PROBE + step).square().mean()
         optimizer.zero_grad(), loss.backward(), optimizer.step()
         for block in blocks:
-            seen.append((read_of := float(eval(read, scope, {"block": block})), float(loss)))
+            seen.append((read_of := float(eval(read, scope, {"block": block})), loss.item()))
             block.shift = read_of % 7 / 100
     return seen
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_is_only_read_is_not_named(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train("0", READ[name], "0", tracker.Watch(1, probe=PROBE, k=2, max_overhead=None))
 
 
 @pytest.mark.parametrize("name", [*COPIED, *NAMED])

@@ -410,6 +410,8 @@ def test_steps_of_other_names(tmp_path):
     with pytest.raises(ValueError, match=f"there is no directory {tmp_path}/nowhere"):
         find_files(f"{tmp_path}/nowhere/*.pth")
     assert find_files(f"{tmp_path}/best.pt").steps == (1,)
+    top, *below = tmp_path.parts[1:]
+    assert find_files("/".join(["", f"{top[:-1]}?", *below, "a1*.pt"])).steps == (3,)
 
 
 def test_directories_of_files_of_no_known_form_say_how_they_are_walked(tmp_path):

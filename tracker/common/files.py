@@ -222,11 +222,15 @@ class Lock:
             lock.release()
 
     def sign(self) -> None:
-        """Write into the file who holds the lock, and since when."""
+        """Write into the file who holds the lock, and since when; release the lock if that fails."""
         holder = f"{socket.gethostname()}, process {os.getpid()}, {threading.current_thread().name}"
-        with naming(self.file):
-            os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, f"{holder}, since {time.ctime()}".encode(), 0)
+        try:
+            with naming(self.file):
+                os.ftruncate(self.descriptor, 0)
+                os.pwrite(self.descriptor, f"{holder}, since {time.ctime()}".encode(), 0)
+        except BaseException:
+            self.release(remove=True)
+            raise
 
     @staticmethod
     def holder(file: Path) -> str:
@@ -315,18 +319,21 @@ def hash_file(file: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def visible(directory: Path, above: tuple[str, ...] = ()) -> list[Path]:
+def visible(directory: Path) -> list[Path]:
     """List the files in a directory, below it and behind links, without hidden ones, such as copies that other walks make.
 
-    Args:
-        above: the directories that lead to this one; a link back to one of them is not followed.
+    A directory that several links lead to is listed once.
     """
-    found, above = [], (*above, os.path.realpath(directory))
-    for entry in sorted(directory.iterdir()):
-        if entry.name.startswith("."):
-            continue
-        if entry.is_file():
-            found.append(entry)
-        elif entry.is_dir() and os.access(entry, os.R_OK) and os.path.realpath(entry) not in above:
-            found += visible(entry, above)
-    return found
+    os.listdir(directory)  # raises what opening it raises
+    found, listed, links = [], set(), [directory]
+    for link in links:  # which grows
+        for place, inside, names in os.walk(link):
+            here = Path(place)
+            inside[:] = [name for name in inside if not name.startswith(".")]
+            if here.resolve() in listed:
+                inside.clear()
+                continue
+            listed.add(here.resolve())
+            links += [here / name for name in inside if (here / name).is_symlink()]
+            found += [here / n for n in names if not n.startswith(".") and (here / n).is_file()]
+    return sorted(found)

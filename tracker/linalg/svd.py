@@ -253,7 +253,7 @@ def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
     J = J / unit
     every = torch.ones(len(J), dtype=torch.bool)
     if direct:
-        # LAPACK finds no eigenvectors of zero alone.
+        # Of a zero matrix, the vectors that are refined would be NaN.
         squares = _by_eigenvectors, (largest > 0).flatten().cpu()
     else:
         squares = _by_squares, _can_square(J, K).cpu()

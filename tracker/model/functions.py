@@ -97,26 +97,37 @@ def _held(value: Any) -> Iterable[Any]:
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
     if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if not is_empty(cell)]
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return *cells, *defaults, *_globals(value).values(), *vars(value).values()
+        return *_around(value).values(), *defaults, *_globals(value).values(), *vars(value).values()
     return entries(value)
+
+
+def variables(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of the functions around a function, and the globals that its code reads or sets, by name."""
+    scope = function.__globals__
+    names = _global_names(function.__code__, ("LOAD_GLOBAL", "STORE_GLOBAL"))
+    return {name: scope[name] for name in names if name in scope} | _around(function)
+
+
+def _around(function: FunctionType) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if not is_empty(cell)}
 
 
 def _globals(function: FunctionType) -> dict[str, Any]:
     """Return the modules and tensors that a function's code finds as globals: those of a script or a notebook."""
     scope = function.__globals__
-    names = _global_names(function.__code__)
+    names = _global_names(function.__code__, ("LOAD_GLOBAL",))
     return {name: scope[name] for name in names if isinstance(scope.get(name), (nn.Module, Tensor))}
 
 
 @functools.cache
-def _global_names(code: CodeType) -> list[str]:
-    """Return the names of the globals that code loads, with those of the functions that it defines."""
-    names = [now.argval for now in dis.get_instructions(code) if now.opname == "LOAD_GLOBAL"]
+def _global_names(code: CodeType, operations: tuple[str, ...]) -> list[str]:
+    """Return the names of the globals that operations of code are of, with those of the functions that it defines."""
+    names = [now.argval for now in dis.get_instructions(code) if now.opname in operations]
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            names += _global_names(inner)
+            names += _global_names(inner, operations)
     return names
 
 

@@ -95,7 +95,7 @@ def copy_opaque(value: Any) -> Any:
 
 
 def equal_nested(now: Any, saved: Any) -> bool:
-    """Whether a value is as its copy; of an array or an iterator that can't be pickled, that is not known: it is not."""
+    """Whether a value is as its copy; an array or an iterator that can't be pickled counts as changed."""
     if now is saved:
         return True
     if type(now) is not type(saved):
@@ -110,14 +110,15 @@ def equal_nested(now: Any, saved: Any) -> bool:
         return len(now) == len(saved) and all(map(equal_nested, now, saved))
     if isinstance(now, (*SCALARS, set)):
         return now == saved or now != now  # NaN
-    return is_opaque(now) and _pickled(now) == _pickled(saved)
+    return is_opaque(now) and pickled(now) is not None and pickled(now) == pickled(saved)
 
 
-def _pickled(value: Any) -> Any:
+def pickled(value: Any) -> bytes | None:
+    """Return what tells the contents of an array, an iterator, a generator; None if it can't be pickled."""
     try:
         return pickle.dumps(value)
     except Exception:  # of any type: code of the object's class runs
-        return object()
+        return None
 
 
 def clone_if_tensor(value: Any) -> Any:

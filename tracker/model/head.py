@@ -194,9 +194,8 @@ class HeadHooks:
             for name in dict.fromkeys(norms):
                 self._hook(stack, name, partial(self._leave_norm, is_last_state))
             if head := description.unembedding:
-                self.tail.tables |= set(
-                    map(len, self.replica.module.get_submodule(head).parameters())
-                )
+                parameters = self.replica.module.get_submodule(head).parameters()
+                self.tail.tables |= {len(p) for p in parameters if p.dim() == 2}
             for name, module in () if description.spans else _outside_blocks(self.replica):
                 if is_alike(module, self.replica.blocks) or may_be_block(module):
                     self._hook(stack, name, partial(self._leave_state_map, is_last_state))

@@ -3,29 +3,32 @@
 A measurement runs on copies of what modules hold (`guard`, `replica`). A forward pass may also write to attributes of classes,
 to default values, globals and variables of the functions around its code, and to objects that can't be copied. What the code of
 modules, and of functions that it calls, names is compared before and after a measurement; of objects that can't be copied, the
-attributes. What changed is named in a warning, once. It is not put back: another thread may have written to it meanwhile. What
-was None was made at its first use, and is not named. Not noticed: what is written to files, to loggers, and by the code of
-installed libraries.
+attributes are. What changed is named in a warning, once. It is not put back: another thread may have written to it meanwhile.
+What was None was made at its first use, and is not named. Not noticed: what is written to files, to loggers, to what can't be
+pickled, to large arrays, and by the code of installed libraries.
 """
 
+import io
 import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import getclosurevars
 from itertools import count
 from types import FunctionType, GeneratorType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch import Tensor, nn
 
 from tracker.common.errors import warn_caller
 from tracker.common.text import join_names
 from tracker.model import guard
-from tracker.model.functions import reachable
+from tracker.model.functions import reachable, variables
 from tracker.model.random_numbers import Generator
 
+LARGE = 1 << 24  # bytes of an array whose contents are not compared
+LONG = 100_000  # entries of a container of which the number is compared
 WARNED: Any = WeakKeyDictionary()
 PLAIN = (*guard.SCALARS, *guard.LEAVES, *guard.CONTAINERS)
 
@@ -33,15 +36,18 @@ PLAIN = (*guard.SCALARS, *guard.LEAVES, *guard.CONTAINERS)
 @contextmanager
 def noticing_writes(model: nn.Module) -> Iterator[None]:
     """Compare what the code of a model reaches before and after its forward passes run on copies."""
-    before = {place: _contents(value) for place, value in _reached(model)}
+    # With the owners, so that their ids are not reused
+    before = {
+        (id(owner), name): (_contents(value), owner) for owner, name, value, _ in _reached(model)
+    }
+    none = _contents(None)
     try:
         yield
     finally:
         warned, written = WARNED.setdefault(model, set()), []
-        for place, value in _reached(model):
-            old = before.get(place, ...)
-            same = old is None or guard.equal_nested(_contents(value), old)
-            if not same and place not in warned:
+        for owner, name, value, place in _reached(model):
+            old, _ = before.get((id(owner), name), (none, owner))
+            if place not in warned and old not in (none, b"", now := _contents(value)) and now:
                 written.append(f"{place} ({type(value).__name__})")
                 warned.add(place)
         if written:
@@ -52,8 +58,11 @@ def noticing_writes(model: nn.Module) -> Iterator[None]:
             )
 
 
-def _reached(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield what the code of a model's modules reaches besides what the modules hold, by name, and what they hold uncopied."""
+def _reached(model: nn.Module) -> Iterator[tuple[Any, str, Any, str]]:
+    """Yield what the code of a model's modules reaches besides what the modules hold, and what they hold uncopied.
+
+    Each with the class or function whose attribute or variable it is, its name there, and its place as the caller knows it.
+    """
     waiting: list[tuple[str, Any]] = []  # what modules hold, and their classes, by the first path
     for path, part in model.named_modules(prefix="model"):
         waiting += ((path, cls) for cls in type(part).__mro__)
@@ -63,37 +72,67 @@ def _reached(model: nn.Module) -> Iterator[tuple[str, Any]]:
     followed: set[Any] = set()
     for path, held in waiting:  # which grows
         if not isinstance(held, (FunctionType, type)):
-            if not isinstance(held, PLAIN) and guard.copy_nested(held, id, {}) is held:
-                yield path, held
+            if not _is_copied(held):
+                yield held, "", held, path
             continue
         if held in followed or _is_of_library(held.__module__):
             continue
         followed.add(held)
-        named = vars(held)
         if isinstance(held, FunctionType):
-            variables, of_module, *_ = getclosurevars(held)
-            named = {**variables, **of_module, "default values": held.__defaults__}
+            named = variables(held) | {"default values": held.__defaults__}
+        else:
+            # Not what Python keeps of a class
+            named = {name: value for name, value in vars(held).items() if name[:2] != "__"}
         for name, value in named.items():
             if isinstance(value, (FunctionType, type)):
                 waiting.append((path, value))
             elif not hasattr(type(value), "__get__"):
-                yield f"{path}: {name} of {held.__qualname__}", value
+                yield held, name, value, f"{path}: {name} of {held.__qualname__}"
 
 
-def _contents(value: Any) -> Any:
-    """Copy what can be compared of a value: tensors by their versions; of an object that can't be copied the attributes."""
+def _is_copied(value: Any) -> bool:
+    """Whether a replica's modules hold a copy of a value, or what is neither copied nor written to."""
+    if isinstance(value, (*PLAIN, np.ndarray)) or guard.is_data(value):
+        return True
+    return guard.copy_opaque(value) is not value
 
-    def leaf(entry: Any) -> Any:
-        if isinstance(entry, Generator):
-            return pickle.dumps(entry)
-        return id(entry), isinstance(entry, Tensor) and (entry.is_inference() or entry._version)
 
-    if isinstance(value, count):
-        return repr(value)  # from Python 3.14 on it can't be copied
-    if isinstance(value, GeneratorType):
-        return value.gi_frame and {**value.gi_frame.f_locals}
-    copied = guard.copy_nested(value, leaf, {})
-    return guard.attributes(value) if copied is value and not isinstance(value, PLAIN) else copied
+def _contents(value: Any) -> bytes:
+    """Return bytes that differ if what is in a value has changed; none if it can't be pickled."""
+    pickled = io.BytesIO()
+    try:
+        _Pickler(pickled).dump(value)
+    except Exception:  # of any type: code of the object's class runs
+        return b""
+    return pickled.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values to compare them: modules, functions and classes by identity, tensors also by their versions."""
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return id(value), value.is_inference() or value._version
+        if isinstance(value, guard.CONTAINERS) and len(value) > LONG:
+            return id(value), len(value)
+        if isinstance(value, GeneratorType):
+            return value.gi_frame and (value.gi_frame.f_lasti, {**value.gi_frame.f_locals})
+        if isinstance(value, count):
+            return repr(value)  # from Python 3.14 on it can't be pickled
+        large = isinstance(value, np.ndarray) and value.nbytes > LARGE
+        by_identity = isinstance(value, guard.LEAVES) and not isinstance(value, Generator)
+        return id(value) if large or by_identity else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, PLAIN):
+            return NotImplemented
+        if guard.is_opaque(value):
+            return type(value), (), hash(guard.pickled(value))
+        held = guard.attributes(value)
+        if not guard.is_data(value):
+            # It holds objects in many levels: what its attributes are, not what is in them
+            held = {name: v if isinstance(v, (int, str)) else id(v) for name, v in held.items()}
+        return type(value), (), held
 
 
 def _is_of_library(module: Any) -> bool:

@@ -2,7 +2,7 @@
 
 A run claims its store with a lock on a file (`Held`), which no other process, no other run of its process and no fork of it has.
 
-- The claim lasts until the run has ended. A run whose object is gone has ended.
+- The claim lasts until the run has ended; in its own process, a run whose object is gone has ended.
 - One that ends in an error leaves it to the next run of this process, which is the same run once more, with a smaller batch, say:
   it sets aside the units of the earlier attempt.
 - A run of this process that is resumed takes the claim over from any other, and one that begins takes it from one without
@@ -36,9 +36,9 @@ _held: dict[Path, Held] = {}  # the last claim on each file
 
 
 def _refusal(file: Path) -> UsageError:
-    steps = Store(file.parent).steps()
+    last = max(Store(file.parent).steps(), default="none")
     return UsageError(
-        f"{file.parent} belongs to another training ({Lock.holder(file) or 'ended'}; last step: {max(steps, default='none')}); "
+        f"{file.parent} belongs to another training ({Lock.holder(file) or 'not signed'}; last step: {last}); "
         "choose another save_dir, or resume that training when it has ended"
     )
 
@@ -103,11 +103,14 @@ def open_for_run(
     again = earlier is not None and (earlier.failed or other is run)
     if other is not None and other.any_measured and not (again or resumed):
         raise _refusal(file)
-    if refusal := claim(store, shared, step, resumed, again):
+    try:
+        if refusal := claim(store, shared, step, resumed, again):
+            raise UsageError(refusal)
+    except BaseException:
         # Only a lock that this call took is given back.
         if earlier is None:
             lock.release(remove=True)
-        raise UsageError(refusal)
+        raise
     if earlier is not None:
         # Of several runs that take the claim over at the same time, one has the lock then.
         lock.release()
