@@ -12,7 +12,7 @@ first block of each class and way of calling it, and values beside the recorded 
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,17 +23,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.common.errors import Note, UsageError, warn_caller
+from tracker.common.errors import Note, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
     derivative_error,
-    error_beside,
-    find_mixing,
     quality,
     reproduces_recorded_output,
     require_finite,
     require_reproduction,
-    way_of_calling,
 )
 from tracker.jacobians.elimination import Elimination, Heads
 from tracker.jacobians.independent import (
@@ -62,106 +59,12 @@ from tracker.linalg.jacobian import Linearization, RowFunction, dense_jacobian
 from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
 from tracker.linalg.transfer import read, to_device
+from tracker.model.proposals import BlocksNotFound
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica
 from tracker.spans.calls import NOT_SLICEABLE, SpanCall
 
 Result = TypeVar("Result")
-
-
-class CheckCache:
-    """Results of checks of a replica's recorded blocks, by block and way of calling it.
-
-    Args:
-        recorded_dtype: the dtype of the recordings.
-        checked: layers that an earlier measurement of the same code checked, and this one need not.
-
-    Attributes:
-        derivative_checked: layers whose own derivative was checked.
-    """
-
-    def __init__(self, recorded_dtype: torch.dtype, checked: Collection[int] = ()) -> None:
-        self.recorded_dtype = recorded_dtype
-        self.checked = set(checked)
-        self.derivative_checked: set[int] = set()
-        # By layer, check and way of calling it
-        self._results: dict[Any, Any] = {}
-        # By class and way of calling it: the error of the derivative in the first block that has a small one
-        self._of_classes: dict[Any, float] = {}
-
-    def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
-        if key not in self._results:
-            self._results[key] = check()
-        return self._results[key]
-
-    def check_again(self, layer: int) -> bool:
-        """Check a layer in full from now on; return whether it was to be left out."""
-        left_out = layer in self.checked
-        self.checked.discard(layer)
-        return left_out
-
-    def derivative_error(
-        self,
-        path: str,
-        row_attention: RowAttention,
-        call: BlockCall,
-        rows: Rows,
-        attached: bool,
-        allowed: float,
-    ) -> float | None:
-        """Return `checks.derivative_error` of a path; None for a block that need not be checked.
-
-        The first block of a class that passes is checked, and others have its error where values agree (`checks.error_beside`).
-
-        Args:
-            allowed: the largest error.
-        """
-
-        def check() -> float:
-            self.derivative_checked.add(call.layer)
-            return derivative_error(call, rows, row_attention, attached)
-
-        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
-            return check()
-        if call.layer in self.checked:
-            return None
-        way = ("derivative", path, rows.source is None, way_of_calling(call))
-        of_class = (type(call.block), *way)
-
-        def error() -> float:
-            if of_class not in self._of_classes:
-                own = check()
-                # What is no rounding may be of this block alone, such as one whose gate is open.
-                if own <= tolerance(call.x.dtype, rounded=True):
-                    self._of_classes[of_class] = own
-                return own
-            # One block alone may mix tokens where others of its class do not, such as one whose gate is open.
-            beside = error_beside(call, rows, row_attention, attached)
-            return self._of_classes[of_class] if beside <= allowed else beside
-
-        return self._once((call.layer, *way), error)
-
-    def reproduces_recorded_output(self, call: BlockCall) -> bool:
-        """Return `checks.reproduces_recorded_output`."""
-        key = (call.layer, "reproduced", way_of_calling(call))
-        return self._once(key, lambda: reproduces_recorded_output(call, self.recorded_dtype))
-
-    def require_independent_samples(self, call: BlockCall, rows: Rows) -> None:
-        """Check that the samples of a batch are independent.
-
-        Raises:
-            UsageError: if the block mixes them.
-        """
-        if len(call.x) == 1 or call.layer in self.checked:
-            return
-        _, *way = way_of_calling(call)  # with or without the final norm
-        key = (call.layer, "mixing", *way)
-        # In every block: one may mix them where others of its class do not, such as one whose gate is open.
-        if mixing := self._once(key, lambda: find_mixing(call, rows)):
-            raise UsageError(
-                f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
-                "else is in the batch; give the samples one at a time"
-            )
 
 
 @dataclass(frozen=True)
@@ -190,6 +93,9 @@ class CheckResults:
 # row of d = 512 on a Xeon with AMX, and 1.16 with AVX2 alone, but 680 launches less; 1.1 and 1.3 for two rows. On an H200, one
 # row of d = 5120 took 38 ms in TF32, whose products take 3: the rest is launching.
 WORTHWHILE = {True: 1 << 28, False: 1 << 39}
+# Why single rows are not used where the model says otherwise
+OTHER_DERIVATIVE = "its derivative at single rows is not that of the model"
+MOVING_MASK = "a mask of its attention depends on its state, which single rows hold constant"
 # Why single rows of a block without attention that is recognised do not give its values.
 OWN_ATTENTION = (
     "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
@@ -210,7 +116,6 @@ class Jacobians:
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
         derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach`
             as the identity.
-        checked: as in `CheckCache`.
     """
 
     def __init__(
@@ -220,7 +125,6 @@ class Jacobians:
         memory: int = 1 << 30,
         advance: Callable[[int], None] = lambda _: None,
         derivative: Derivative = "checked",
-        checked: Collection[int] = (),
     ) -> None:
         self.replica = replica
         self.precision: Precision = precision
@@ -230,17 +134,14 @@ class Jacobians:
         # Layer -> the check, where differences do not agree or can't be used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
-        self.witness: Witness | None = None  # the caller's model, asked about one recorded call
+        self.witnesses: list[Witness] = []  # the caller's model, asked about recorded calls
+        # By layer: the paths whose Jacobians are not those of the model
+        self._refused: dict[int, set[str]] = {}
         # Layer -> why its attention and MLP were not measured apart
         self.without_halves: dict[int, str] = {}
-        self._checks = CheckCache(replica.dtype, checked)
+        self._reproduced: dict[int, bool] = {}
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
-
-    @property
-    def derivative_checked(self) -> list[int]:
-        """The layers whose own derivative was checked in the full sequence; others have the error of their class."""
-        return sorted(self._checks.derivative_checked)
 
     @property
     def _attached(self) -> bool:
@@ -276,25 +177,33 @@ class Jacobians:
                 results[i] = J.to(dtype), checks
                 finite = bool(is_finite(results[i][0]))
             require_finite(finite, selections[i][0])
-            self._ask_witness(*selections[i], results[i][0])
+        call, (_, first) = selections[0][0], results[0]
+        try:
+            for (call, rows), (J, _) in zip(selections, results, strict=True):
+                self._compare_with_model(call, rows, J)
+        except BlocksNotFound:
+            if not first.sliced:
+                raise
+            # Single rows need not stand for the full sequence, which may be what the model computes.
+            self._refused.setdefault(call.layer, set()).add(first.path)
+            return self(selections)
         return results
 
-    def _ask_witness(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
+    def _compare_with_model(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
         """Compare Jacobians with what the caller's model says, if it was asked about this call."""
-        if self.witness is None:
-            return
         outcome = self.independent.get(call.layer)
         of_values = self.derivative != "autograd" and (
             outcome is None or outcome.method != DETACHED
         )
-        self.witness.judge(
-            call,
-            rows,
-            J,
-            exact=self.precision == "float32",
-            gradients=not self._attached,
-            differences=of_values,
-        )
+        for witness in self.witnesses:
+            witness.judge(
+                call,
+                rows,
+                J,
+                exact=self.precision == "float32",
+                gradients=not self._attached,
+                differences=of_values,
+            )
 
     def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]
@@ -306,21 +215,15 @@ class Jacobians:
             self.replica.materialize(call.block, dtype=dtype),
             self.replica.materialize(call.final_norm, dtype=dtype),
         ):
-            for selection in selections:
-                self._checks.require_independent_samples(*selection)
+            for witness in self.witnesses:
+                witness.require_apart(call)
             try:
                 J, checks = self._sliced(selections)
                 return list(
                     zip(J.split([len(rows) for _, rows in selections]), checks, strict=True)
                 )
-            except (NotSliceable, UsageError) as why:
-                # What is left out for a block that an earlier measurement checked may be the reason.
-                again = self._checks.check_again(call.layer)
-                if not again and not isinstance(why, NotSliceable):
-                    raise
+            except NotSliceable as why:
                 reason = str(why)
-            if again:
-                return self._formed(dtype, selections)
             if len(selections) == 1:
                 return [self._full(*selections[0], reason)]
         return [result for selection in selections for result in self._formed(dtype, [selection])]
@@ -331,8 +234,13 @@ class Jacobians:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
-        reason = ""  # not the error: its traceback holds the tensors of the path that failed
-        attempts = [(path, False) for path in PATHS]
+        layer = selections[0][0].layer
+        if any(layer in witness.moving for witness in self.witnesses):
+            raise NotSliceable(MOVING_MASK)
+        refused = self._refused.get(layer, ())
+        # Not the error: its traceback holds the tensors of the path that failed
+        reason = OTHER_DERIVATIVE
+        attempts = [(path, False) for path in PATHS if path not in refused]
         for path, rounded in attempts:
             try:
                 return self._by_path(path, selections, rounded)
@@ -425,6 +333,11 @@ class Jacobians:
         if known is None or not outcome.error <= known.error:
             self.independent[call.layer] = outcome
 
+    def _reproduces(self, call: BlockCall) -> bool:
+        if call.layer not in self._reproduced:
+            self._reproduced[call.layer] = reproduces_recorded_output(call, self.replica.dtype)
+        return self._reproduced[call.layer]
+
     def _linearized(
         self, path: Any, selections: Sequence[CallRows], f: RowFunction, x: Float[Tensor, "R d"]
     ) -> Linearization | Elimination:
@@ -470,12 +383,15 @@ class Jacobians:
                 if not call.attention and not block.rounded:
                     raise NotSliceable(OWN_ATTENTION)
                 raise _check_failed("value", value_error, recorded_dtype, block.rounded)
-            error = self._checks.derivative_error(
-                path, PATHS[path], call, rows, self._attached, allowed
-            )
-            if error is not None and not error <= allowed:
-                raise _check_failed("derivative", error, call.x.dtype, block.rounded)
-            derivative_errors.append(nan if error is None else error)
+            error = nan
+            if len(call.attention) > 1:  # one may read what another wrote anywhere in the sequence
+                error = max(
+                    derivative_error(call, group, PATHS[path], self._attached)
+                    for _, group in rows.disjoint_groups()
+                )
+                if not error <= allowed:
+                    raise _check_failed("derivative", error, call.x.dtype, block.rounded)
+            derivative_errors.append(error)
         return value_errors, derivative_errors
 
     def _by_path(
@@ -492,7 +408,7 @@ class Jacobians:
         value_errors, derivative_errors = self._require_right(
             path, selections, block, tolerance(x.dtype, allowed), allowed
         )
-        if rounded and not all(self._checks.reproduces_recorded_output(c) for c, _ in selections):
+        if rounded and not all(self._reproduces(c) for c, _ in selections):
             raise NotSliceable(
                 "the block does not reproduce the recorded output when it runs again"
             )

@@ -5,7 +5,7 @@ documentation, flags and forms of values from `Options`. `Settings` has the valu
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -227,11 +227,6 @@ class Settings:
     pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
-    # Of a later measurement of a run or walk (`measures.earlier`): blocks that need no full check; whether the model is asked;
-    # steps before it that were measured without some of its checks
-    checked: Set[int] = frozenset()
-    asks_model: bool = True
-    spared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":
