@@ -31,7 +31,7 @@ from tracker.model.weights import is_plain
 from tracker.model.wrappers import innermost, module_named
 from tracker.spans.calls import at_boundaries
 
-TOGETHER = 1 << 20  # numbers of a state up to which all samples run
+TOGETHER = 1 << 17  # numbers of a state up to which all samples run
 # Gives boundary l, where the model has this tensor, its state, as (B, n, d)
 State = Callable[[int, Tensor], Tensor]
 Left = Callable[[int, Tensor], None]  # takes the output (B, n, d) of block l
