@@ -631,8 +631,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_TensorReplacement.current: self.replaced[id(value)][1] -> self.replaced[id(value)][2]",
     ),
     "tracker/spans/checks.py": (
-        "WholeStateCheck._error: recorded - x -> recorded + x",
-        "WholeStateCheck.require_constant: call.span[0] -> call.span[1]",
         "check_stateless: calls[0].span[0] -> calls[0].span[1]",
     ),
     "tracker/spans/recording.py": (
