@@ -114,7 +114,7 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
 
 # Relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
 STATELESS = 1e-6
-NOT_STATE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
+NOT_STATE = ("_parameters", "_buffers", "_modules", "config", "training")
 
 
 class ModuleState:
@@ -219,15 +219,9 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    # What a hook computes before each pass (weight_norm, prune) is no state.
-    computed = {
-        getattr(hook, "name", getattr(hook, "_tensor_name", None))
-        for hook in part.__dict__.get("_weight_hooks", ())
-    }
-    left_out = {*NOT_STATE, *computed}
     attributes = {}
     for name, value in part.__dict__.items():
-        if name not in left_out and not name.endswith(("_hooks", "_hooks_with_kwargs")):
+        if name not in NOT_STATE and not name.endswith(("_hooks", "_hooks_with_kwargs")):
             attributes[name] = value
     return attributes
 
@@ -278,12 +272,6 @@ class ModuleCopier:
                 state[name] = self.copy_nested(value)
         # Dropout off; a compiled call would run the caller's modules.
         state.update(training=False, _compiled_call_impl=None)
-        # Hooks that compute a weight before each forward pass (weight_norm, prune); the replica calls them with new weights.
-        state["_weight_hooks"] = [
-            hook
-            for hook in module._forward_pre_hooks.values()
-            if type(hook).__module__.startswith("torch.nn.utils")
-        ]
         self._copy_hooks(module, new)
         _replace_forward(module, new)
         return new
@@ -577,9 +565,6 @@ class Replica:
                         for name, t in part.__dict__[store].items()
                     }
                 held[-1].note_buffers()
-                # A part made in a forward pass has no such entry
-                for hook in part.__dict__.get("_weight_hooks", ()):
-                    hook(part, ())
             with self._shared.watch(converted.values()):
                 yield
         finally:
