@@ -29,10 +29,16 @@ def reachable(value: Any) -> Iterator[Any]:
             waiting.extend(_held(value))
 
 
-def holds_objects(function: Any) -> bool:
-    """Whether a function holds anything but numbers and text, or has a variable in common with others."""
-    shared = isinstance(function, FunctionType) and function.__closure__
-    return bool(shared) or not all(isinstance(held, SCALARS) for held in _held(function))
+def holds_objects(function: Any, memo: dict[int, Any]) -> bool:
+    """Whether a function holds anything but numbers and text, or has a variable in common with others, or what was copied."""
+    if isinstance(function, FunctionType) and (function.__closure__ or _copied(function, memo)):
+        return True
+    return not all(isinstance(held, SCALARS) for held in _held(function))
+
+
+def _copied(function: FunctionType, memo: dict[int, Any]) -> dict[str, Any]:
+    """Return the globals of a function of which there are copies, as modules hold them, too."""
+    return {name: value for name, value in variables(function).items() if id(value) in memo}
 
 
 def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
@@ -49,7 +55,7 @@ def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> 
         return type(function)(copy(function.func), *copy(function.args), **copy(function.keywords))
     cells = function.__closure__ or ()
     new_cells = tuple(memo.setdefault(id(cell), CellType()) for cell in cells)
-    names = _globals(function)
+    names = _globals(function) | _copied(function, memo)
     scope = dict(function.__globals__) if names else function.__globals__
     new = memo[id(function)] = FunctionType(
         function.__code__, scope, function.__name__, None, new_cells

@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from tracker.model.functions import around, reachable
+from tracker.model.functions import around, reachable, variables
 from tracker.model.guard import SCALARS
 from tracker.model.outside import is_of_library
 
@@ -59,11 +59,15 @@ class Hooks:
         for part in self.model.modules():
             names = ["forward"]
             for name in names:  # which grows
-                code = getattr(inspect.getattr_static(type(part), name, None), "__code__", None)
-                if code:
-                    names += {*code.co_names, *code.co_freevars}.difference(names)
-            held = reachable([vars(part).get(name) for name in names])
-            read.update(names, (id(value) for value in held if not isinstance(value, SCALARS)))
+                method = inspect.getattr_static(type(part), name, None)
+                for value in (method, *reachable(vars(part).get(name))):
+                    if isinstance(value, FunctionType):
+                        code = value.__code__
+                        names += {*code.co_names, *code.co_freevars}.difference(names)
+                        read.update(map(id, variables(value).values()))
+                    if not isinstance(value, SCALARS):
+                        read.add(id(value))
+            read.update(names)
         return read
 
 
@@ -91,10 +95,12 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
             called, given = method, (called, *given)
     function = inspect.unwrap(called)
     code, steps = function.__code__, [*dis.get_instructions(function)]
-    arguments = dict.fromkeys(code.co_varnames[: code.co_argcount + 2], ARGUMENT)
-    arguments.update(zip(arguments, given, strict=False))
+    names, varargs, varkw = inspect.getargs(code)
+    arguments = dict.fromkeys((*names, varargs or "", varkw or ""), ARGUMENT)
+    arguments.update(zip(names, given, strict=False))
     scope = ChainMap(arguments, around(function), function.__globals__, vars(builtins))
-    stored = {step.argval: i for i, step in enumerate(steps) if step.opname == "STORE_FAST"}
+    numbered = reversed([*enumerate(steps)])  # of several assignments, the first
+    stored = {step.argval: i for i, step in numbered if step.opname == "STORE_FAST"}
 
     def expression(end: int) -> list[dis.Instruction]:
         """Return the steps that begin, in the source, where the one at `end` does: the first loads a variable."""

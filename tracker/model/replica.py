@@ -239,6 +239,14 @@ class ModuleCopier:
         self.generators = generators
         self.memo: dict[int, Any] = {}  # by id of the original
         self.hooks = Hooks(model)
+        self._copied: list[nn.Module] = []
+
+    def copy_model(self) -> nn.Module:
+        """Copy the model; its hooks after all modules, as they may share what these hold."""
+        new = self.copy(self.model)
+        for module in self._copied:  # which grows
+            self._copy_hooks(module, self.memo[id(module)])
+        return new
 
     def copy(self, module: nn.Module) -> nn.Module:
         """Copy a module and all its parts; each module has one copy, however many modules hold or wrap it."""
@@ -272,7 +280,7 @@ class ModuleCopier:
                 state[name] = self.copy_nested(value)
         # Dropout off; a compiled call would run the caller's modules.
         state.update(training=False, _compiled_call_impl=None)
-        self._copy_hooks(module, new)
+        self._copied.append(module)
         _replace_forward(module, new)
         return new
 
@@ -319,7 +327,7 @@ class ModuleCopier:
             return self.copy_nested(value._torchdynamo_orig_callable)
         if isinstance(value, ref) and isinstance(value(), nn.Module):
             return ref(self.copy(value()))
-        if isinstance(value, FUNCTIONS) and holds_objects(value):
+        if isinstance(value, FUNCTIONS) and holds_objects(value, self.memo):
             return rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
@@ -407,7 +415,7 @@ class Replica:
         self._shared = SharedTensors()
         self.generators = Generators(device)
         self._copier = ModuleCopier(model, self._shared, self.generators)
-        self.module = self._copier.copy(model)
+        self.module = self._copier.copy_model()
         for part in self.module.modules():
             hook_attn_method(part)
             # LightningModule's own record of dtype and device

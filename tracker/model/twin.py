@@ -25,6 +25,6 @@ def twin_of(model: nn.Module, generators: Generators) -> Iterator[nn.Module]:
         generators: those that it may draw from, to which the copies of those that it holds are added.
     """
     copier = ModuleCopier(model, SharedTensors(), generators)
-    twin = copier.copy(model)
+    twin = copier.copy_model()
     with WriteGuard(copier.shared), copier.refusing_originals():
         yield twin
