@@ -248,23 +248,6 @@ def test_proposed_spans_give_the_true_jacobian(fault):
             x = model.step(l, x)
 
 
-def test_a_function_that_differs_in_the_copy_is_refused(monkeypatch):
-    """A hook of the caller's that changes what a block returns is no part of the copy."""
-    torch.manual_seed(0)
-    model = Model().eval()
-    with torch.no_grad():
-        factor = torch.full((D,), 1.5)
-    model.blocks[1].mlp.register_forward_hook(lambda module, args, y: factor * y)
-    try:
-        ds = tracker.measure(model, IDS, k=4)
-    except UsageError as error:
-        assert "block 2 (blocks.1): from the same state, the model computes another output" in str(
-            error
-        )
-    else:  # the copy runs it too
-        assert ds.attrs["witness"].startswith("agrees")
-
-
 def at_one_token(y):
     y = y.clone()
     y[:, 2] *= 1.5
@@ -281,9 +264,14 @@ OF_SOME = {
 
 
 @pytest.mark.parametrize("where", OF_SOME)
-def test_values_are_compared_at_all_tokens_and_with_two_samples(where):
-    """The hook holds no weights, so the copy does not run it; the token that is measured is the last one."""
+def test_a_copy_that_differs_is_refused_at_all_tokens_and_with_two_samples(where, monkeypatch):
+    """It lacks a hook; the token that is measured is the last one."""
+
+    def remove_hooks(replica, *_):
+        replica.blocks[0]._forward_hooks.clear()
+
     torch.manual_seed(0)
+    monkeypatch.setattr("tracker.model.replica.adjust_configs", remove_hooks)
     model = Model().eval()
     model.blocks[0].register_forward_hook(lambda module, args, y: OF_SOME[where](y))
     with pytest.raises(

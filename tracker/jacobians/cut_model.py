@@ -10,7 +10,6 @@ Cost: a forward pass. Memory with gradients: the graph of one block, and of what
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ from tracker.model.inputs import Batch
 from tracker.model.random_numbers import Generator, Generators
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica, StopForward
-from tracker.model.undisturbed import undisturbed
+from tracker.model.twin import twin_of
 from tracker.model.weights import is_plain
-from tracker.model.wrappers import innermost, module_named
+from tracker.model.wrappers import innermost
 from tracker.spans.calls import at_boundaries
 
 TOGETHER = 1 << 17  # numbers of a state up to which all samples run
@@ -158,13 +157,10 @@ class CutModel:
             (list(self.batch.arguments), self.batch.keywords), self._copied, {}
         )
         generators = Generators(self.replica.device)
-        with undisturbed(self.model, generators):
+        with twin_of(self.model, generators) as twin:
             generators.seed(self.seed)
-            with (
-                self._hooked(partial(module_named, self.model), begin, end, last),
-                suppress(StopForward),
-            ):
-                self.model(*arguments, **keywords)
+            with self._hooked(twin.get_submodule, begin, end, last), suppress(StopForward):
+                twin(*arguments, **keywords)
 
     def _run_replica(self, begin: State, end: Left, last: int) -> None:
         replica = self.replica.fresh()

@@ -10,7 +10,7 @@ until a forward pass writes to them (`guard`). What a library attaches to a mode
 attribute, except hooks. The attribute by which transformers knows that it has attached them is dropped with them, so that it
 attaches them to the copy when it needs them.
 
-Of hooks, the copy has those that compute part of the model's function (`ModuleCopier.computes`), also rebuilt. A block's own
+Of hooks, the copy has those that compute part of the model's function (`hooks`), also rebuilt. A block's own
 hooks are part of the block: its state is what it receives before its pre-hooks and what it returns after its forward hooks.
 
 A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
@@ -24,31 +24,29 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
-from itertools import chain
+from threading import get_ident
 from types import FunctionType
 from typing import Any
+from weakref import ProxyTypes, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tracker.common.errors import UsageError
 from tracker.model.attention import hook_attn_method
 from tracker.model.description import Blocks
-from tracker.model.functions import (
-    holds_objects,
-    names_in_code,
-    reachable,
-    rebuild,
-    returns_value,
-)
+from tracker.model.functions import holds_objects, reachable, rebuild
 from tracker.model.guard import (
     FUNCTIONS,
     SharedTensors,
     WriteGuard,
+    attributes,
     clone_if_tensor,
     copy_nested,
     equal_nested,
 )
+from tracker.model.hooks import Hooks
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.random_numbers import Generator, Generators, noise_like, seed_of
@@ -61,7 +59,7 @@ from tracker.model.weights import (
     plain_class,
     plain_tensor,
 )
-from tracker.model.wrappers import path_inside
+from tracker.model.wrappers import names_by_id, path_inside
 
 
 def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -116,7 +114,7 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
 
 # Relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
 STATELESS = 1e-6
-NOT_STATE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
+NOT_STATE = ("_parameters", "_buffers", "_modules", "config", "training")
 
 
 class ModuleState:
@@ -221,15 +219,9 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    # What a hook computes before each pass (weight_norm, prune) is no state.
-    computed = {
-        getattr(hook, "name", getattr(hook, "_tensor_name", None))
-        for hook in part.__dict__.get("_weight_hooks", ())
-    }
-    left_out = {*NOT_STATE, *computed}
     attributes = {}
     for name, value in part.__dict__.items():
-        if name not in left_out and not name.endswith(("_hooks", "_hooks_with_kwargs")):
+        if name not in NOT_STATE and not name.endswith(("_hooks", "_hooks_with_kwargs")):
             attributes[name] = value
     return attributes
 
@@ -246,9 +238,20 @@ class ModuleCopier:
         self.shared = shared
         self.generators = generators
         self.memo: dict[int, Any] = {}  # by id of the original
+        self.hooks = Hooks(model)
+        self._copied: list[nn.Module] = []
+
+    def copy_model(self) -> nn.Module:
+        """Copy the model; its hooks after all modules, as they may share what these hold."""
+        new = self.copy(self.model)
+        for module in self._copied:  # which grows
+            self._copy_hooks(module, self.memo[id(module)])
+        return new
 
     def copy(self, module: nn.Module) -> nn.Module:
         """Copy a module and all its parts; each module has one copy, however many modules hold or wrap it."""
+        if isinstance(module, ProxyTypes):
+            module = module.__init__.__self__
         steps, module = path_inside(module)
         new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
         for step in steps:
@@ -261,10 +264,12 @@ class ModuleCopier:
         # In place of the constructor, which would ask for arguments and allocate weights.
         new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
         state = new.__dict__
-        for name, value in module.__dict__.items():
+        for name, value in attributes(module).items():
             if name == _HOOKS_INSTALLED:
                 continue
-            if name in _HOOKS:
+            if name not in module.__dict__:  # in a slot
+                object.__setattr__(new, name, self.copy_nested(value))
+            elif name in _HOOKS:
                 state[name] = OrderedDict()
             elif name in ("_parameters", "_buffers", "_modules"):
                 state[name] = {
@@ -275,13 +280,7 @@ class ModuleCopier:
                 state[name] = self.copy_nested(value)
         # Dropout off; a compiled call would run the caller's modules.
         state.update(training=False, _compiled_call_impl=None)
-        # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
-        state["_weight_hooks"] = [
-            hook
-            for hook in module._forward_pre_hooks.values()
-            if type(hook).__module__.startswith("torch.nn.utils")
-        ]
-        self._copy_hooks(module, new)
+        self._copied.append(module)
         _replace_forward(module, new)
         return new
 
@@ -289,32 +288,31 @@ class ModuleCopier:
         """Give the copy of a module those of its forward hooks and forward pre-hooks that compute part of its function."""
         for store in _FORWARD_HOOKS:
             for key, hook in module.__dict__[store].items():
-                if not self.computes(module, hook):
+                if not self.hooks.compute(module, hook):
                     continue
                 # A hook's marks (with keywords, called always) are in stores of their own, under the same key.
                 for name, marks in module.__dict__.items():
                     if name in _HOOKS and name.startswith(store) and key in marks:
                         new.__dict__[name][key] = self.copy_nested(marks[key])
 
-    def computes(self, module: nn.Module, hook: Any) -> bool:
-        """Whether a module's hook may compute with weights, its own or held ones, and return what takes a value's place.
+    @contextmanager
+    def refusing_originals(self) -> Iterator[None]:
+        """Refuse a pass of the copy, in this thread, in which a module of the original runs."""
+        names, thread = names_by_id(self.model), get_ident()
 
-        A hook that records holds a list, a logger or a file. One that returns nothing changes nothing, unless it writes in place.
-        """
-        if not isinstance(hook, (*FUNCTIONS, nn.Module)) or not returns_value(hook):
-            return False
-        own = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
-        by_name = not own.isdisjoint(names_in_code(hook))
-        return by_name or any(map(self._has_weights, reachable(hook)))
+        def refuse(module: nn.Module, args: tuple) -> None:
+            if get_ident() == thread and isinstance(self.memo.get(id(module)), nn.Module):
+                raise UsageError(
+                    f"the model's module {names.get(id(module)) or type(module).__name__} can't be measured: its copy was made "
+                    "to run, but code reaches the module itself, by a global variable, an attribute of a class, or an object "
+                    "that can't be copied. Let the modules that call it hold it as an attribute"
+                )
 
-    def _has_weights(self, value: Any) -> bool:
-        """Whether a value is a tensor, or a module of the model with weights; a trainer's hooks hold modules around the model."""
-        if not isinstance(value, nn.Module):
-            return isinstance(value, Tensor)
-        tensors = chain(value.parameters(), value.buffers())
-        # A module without weights, such as an activation, is not asked where it belongs.
-        has_tensors = next(tensors, None) is not None
-        return has_tensors and any(value is part for part in self.model.modules())
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def copy_nested(self, value: Any) -> Any:
         """Copy what a module or a function holds."""
@@ -327,7 +325,9 @@ class ModuleCopier:
         if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
             # What `torch.compile` made of a function is compiled for the caller's modules.
             return self.copy_nested(value._torchdynamo_orig_callable)
-        if isinstance(value, FUNCTIONS) and holds_objects(value):
+        if isinstance(value, ref) and isinstance(value(), nn.Module):
+            return ref(self.copy(value()))
+        if isinstance(value, FUNCTIONS) and holds_objects(value, self.memo):
             return rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
@@ -414,7 +414,8 @@ class Replica:
         self.model = model
         self._shared = SharedTensors()
         self.generators = Generators(device)
-        self.module = ModuleCopier(model, self._shared, self.generators).copy(model)
+        self._copier = ModuleCopier(model, self._shared, self.generators)
+        self.module = self._copier.copy_model()
         for part in self.module.modules():
             hook_attn_method(part)
             # LightningModule's own record of dtype and device
@@ -462,7 +463,11 @@ class Replica:
             seed: of the random numbers that the pass may draw.
         """
         self.generators.seed(seed)
-        with self.guard(), noting_forward(type(self.module).__name__):
+        with (
+            self.guard(),
+            noting_forward(type(self.module).__name__),
+            self._copier.refusing_originals(),
+        ):
             try:
                 return self.module(*arguments, **keywords)
             except StopForward as stopped:
@@ -572,9 +577,6 @@ class Replica:
                         for name, t in part.__dict__[store].items()
                     }
                 held[-1].note_buffers()
-                # A part made in a forward pass has no such entry
-                for hook in part.__dict__.get("_weight_hooks", ()):
-                    hook(part, ())
             with self._shared.watch(converted.values()):
                 yield
         finally:
