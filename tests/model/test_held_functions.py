@@ -255,13 +255,6 @@ def test_functions_without_modules_stay_the_same_objects():
     assert kept.__closure__[0].cell_contents is replica.module.blocks[0]
 
 
-def test_a_compiled_function_is_rebuilt_without_its_wrapper():
-    model = model_of(KEPT["compiled"])
-    replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu")).module
-    assert hasattr(model.blocks[0].kept, "_torchdynamo_orig_callable")
-    assert not hasattr(replica.blocks[0].kept, "_torchdynamo_orig_callable")
-
-
 def test_a_forward_replaced_by_a_function_is_measured():
     def patch(linear):
         original = linear.forward

@@ -4,11 +4,10 @@ A hook computes if it
 
 - returns anything but None or an argument as it was given; a call that it returns is read, too;
 - works in place on an argument: x.add_(y), F.relu_(x), out=x, output[0][:, 0] = 0, output += 1;
-- leaves a feature: it sets an attribute of a module, or a variable, that modules read in their forward, or writes to an object that
-  they hold.
+- leaves what the forward passes of modules read: in an attribute of a module, in a variable, or in an object that modules hold.
 
-Functions that it calls are read, too, unless a library has them. What can't be read, such as a function in C, computes. Hooks that
-place weights and states on several ranks (torch.distributed) do not: a copy of a model has whole weights.
+Functions that it calls are read, too, unless a library has them. What can't be read, such as a function in C, computes. Hooks of
+torch.distributed, which place weights and states on several ranks, do not: a copy of a model has whole weights.
 
 Both copies of a model, replica and twin, have the hooks that compute, over copies of what they hold (`replica`). What such a hook
 does to an object that can't be copied, such as a logger or a file, is done. Other hooks are left out.
@@ -99,7 +98,7 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
     names, varargs, varkw = inspect.getargs(code)
     arguments = dict.fromkeys((*names, varargs or "", varkw or ""), ARGUMENT)
     arguments.update(zip(names, given, strict=False))
-    scope = ChainMap(arguments, around(function), function.__globals__, vars(builtins))
+    scope = ChainMap(arguments, around(function), function.__globals__, {**vars(builtins)})
     numbered = reversed([*enumerate(steps)])  # of several assignments, the first
     stored = {step.argval: i for i, step in numbered if step.opname == "STORE_FAST"}
 
@@ -133,7 +132,7 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
             as_given = before.argval in arguments and before.argval not in stored
             of_none = before.opname == "LOAD_CONST" and before.argval is None
             if before.opname in CALLS:
-                of_none = not depth or RETURNS not in _effects(called_at(end-1), depth=depth - 1)
+                of_none = not depth or RETURNS not in _effects(called_at(end - 1), depth=depth - 1)
             if not as_given and not of_none:
                 yield RETURNS
         elif op in CALLS and depth:
@@ -143,7 +142,7 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
         elif (
             op in WRITES
             or (op == "BINARY_OP" and step.argrepr.endswith("="))
-            or (op in ATTRIBUTES and (name in ADDING or _works_in_place(name)))
+            or (op in ATTRIBUTES and (name in ADDING or _works_in_place(str(name))))
         ):
             first, *more = expression(end)
             value = loaded(first)
