@@ -524,8 +524,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/model/functions.py": (
         "_held: value.__kwdefaults__ or {} -> value.__kwdefaults__ and {}",
-        "returns_value: now.opname == 'RETURN_VALUE' -> now.opname != 'RETURN_VALUE'",
-        "returns_value: return True -> return False (3)",
     ),
     "tracker/model/global_state.py": (
         "_inference_mode_as_no_grad.enter_no_grad: get_ident() != thread -> get_ident() == thread",
@@ -581,9 +579,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "adds: diagonal > LEAST -> diagonal <= LEAST",
         "has_matrices: sum((p is not None and p.dim() > 1 for part in parts for p in part._parameters.values())) > 1 -> sum((p is not None and p.dim() > 1 for part in parts for p in part._parameters.values())) <= 1",
         "may_be_block: parameter.dim() > 1 -> parameter.dim() <= 1",
-    ),
-    "tracker/model/undisturbed.py": (
-        "undisturbed: part.__dict__.update(copier.copy_nested(attributes), training=False) -> part.__dict__.update(copier.copy_nested(attributes), training=True)",
     ),
     "tracker/model/weights.py": (
         "_Ranks._agree: [outcome, number, -number] -> [outcome, number, number]",

@@ -38,7 +38,8 @@ def holds_objects(function: Any, memo: dict[int, Any]) -> bool:
 
 def _copied(function: FunctionType, memo: dict[int, Any]) -> dict[str, Any]:
     """Return the globals of a function of which there are copies, as modules hold them, too."""
-    return {name: value for name, value in variables(function).items() if id(value) in memo}
+    found = variables(function).items()
+    return {name: value for name, value in found if memo.get(id(value), value) is not value}
 
 
 def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> Any:

@@ -71,7 +71,7 @@ def copy_nested(
         entries = [leaf(entry) if isinstance(entry, MODULES) else entry for entry in value]
         return memo.setdefault(id(value), type(value)(entries))
     if isinstance(value, (dict, list, deque)):
-        new = memo[id(value)] = copy(value)
+        new: Any = memo.setdefault(id(value), copy(value))
         # Into the memo before its entries: a container may contain itself.
         for key in list(value) if isinstance(value, dict) else range(len(value)):
             entry = copy_nested(value[key], leaf, memo, is_leaf)

@@ -4,11 +4,10 @@ A hook computes if it
 
 - returns anything but None or an argument as it was given; a call that it returns is read, too;
 - works in place on an argument: x.add_(y), F.relu_(x), out=x, output[0][:, 0] = 0, output += 1;
-- leaves a feature: it sets an attribute of a module, or a variable, that modules read in their forward, or writes to an object that
-  they hold.
+- leaves what the forward passes of modules read: in an attribute of a module, in a variable, or in an object that modules hold.
 
-Functions that it calls are read, too, unless a library has them. What can't be read, such as a function in C, computes. Hooks that
-place weights and states on several ranks (torch.distributed) do not: a copy of a model has whole weights.
+Functions that it calls are read, too, unless a library has them. What can't be read, such as a function in C, computes. Hooks of
+torch.distributed, which place weights and states on several ranks, do not: a copy of a model has whole weights.
 
 Both copies of a model, replica and twin, have the hooks that compute, over copies of what they hold (`replica`). What such a hook
 does to an object that can't be copied, such as a logger or a file, is done. Other hooks are left out.
@@ -17,6 +16,7 @@ does to an object that can't be copied, such as a logger or a file, is done. Oth
 import builtins
 import dis
 import inspect
+import re
 from collections import ChainMap
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -94,11 +94,11 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
                 return
             called, given = method, (called, *given)
     function = inspect.unwrap(called)
-    code, steps = function.__code__, [*dis.get_instructions(function)]
+    code, steps = function.__code__, [*_steps(function)]
     names, varargs, varkw = inspect.getargs(code)
     arguments = dict.fromkeys((*names, varargs or "", varkw or ""), ARGUMENT)
     arguments.update(zip(names, given, strict=False))
-    scope = ChainMap(arguments, around(function), function.__globals__, vars(builtins))
+    scope = ChainMap(arguments, around(function), function.__globals__, {**vars(builtins)})
     numbered = reversed([*enumerate(steps)])  # of several assignments, the first
     stored = {step.argval: i for i, step in numbered if step.opname == "STORE_FAST"}
 
@@ -142,7 +142,7 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
         elif (
             op in WRITES
             or (op == "BINARY_OP" and step.argrepr.endswith("="))
-            or (op in ATTRIBUTES and (name in ADDING or _works_in_place(name)))
+            or (op in ATTRIBUTES and (name in ADDING or _works_in_place(str(name))))
         ):
             first, *more = expression(end)
             value = loaded(first)
@@ -156,6 +156,18 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
             name in ("out", "inplace") or _works_in_place(str(name)) for name in names
         ):
             yield ARGUMENT
+
+
+def _steps(function: FunctionType) -> Iterator[dis.Instruction]:
+    """Yield a function's instructions; of two in one (from Python 3.13 on), each, the second in the place of what follows."""
+    steps = [*dis.get_instructions(function)]
+    for step, after in zip(steps, (*steps[1:], steps[-1]), strict=True):
+        kinds = re.findall("(?:LOAD|STORE)_FAST", step.opname)
+        if len(kinds) == 2:
+            yield step._replace(opname=kinds[0], argval=step.argval[0])
+            yield after._replace(opname=kinds[1], argval=step.argval[1])
+        else:
+            yield step
 
 
 def _works_in_place(method: str) -> bool:

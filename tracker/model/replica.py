@@ -325,8 +325,8 @@ class ModuleCopier:
         if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
             # What `torch.compile` made of a function is compiled for the caller's modules.
             return self.copy_nested(value._torchdynamo_orig_callable)
-        if isinstance(value, ref) and isinstance(value(), nn.Module):
-            return ref(self.copy(value()))
+        if isinstance(value, ref) and isinstance(module := value(), nn.Module):
+            return ref(self.copy(module))
         if isinstance(value, FUNCTIONS) and holds_objects(value, self.memo):
             return rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
