@@ -7,7 +7,8 @@ replica runs in its place, which shows what reaches a block's output, and not wh
 Cost: a forward pass. Memory with gradients: the graph of one block, and of what precedes block 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from typing import Any
@@ -50,18 +51,39 @@ def why_not(replica: Replica) -> str:
     )
 
 
+def model_bytes(replica: Replica) -> int:
+    """Return the bytes of most of the numbers that the caller's model holds as weights."""
+    weights = [p for p in innermost(replica.model).parameters() if p.is_floating_point()]
+    sizes = Counter[int]()
+    for p in weights:
+        sizes[p.itemsize] += p.numel()
+    return sizes.most_common(1)[0][0] if sizes else replica.dtype.itemsize
+
+
 class CutModel:
     """Passes of the caller's model on a sample or two, with the states set where blocks begin and end.
 
-    A batch that may not divide into samples is run whole. If the model can't be asked, its replica runs.
+    A batch that may not divide into samples is run whole.
+
+    Args:
+        replica: the replica that was recorded.
+        batch: the forward call.
+        recording: of this call.
+        dtype: that of a copy, a replica of its own that runs in the model's place; None: the model itself runs.
     """
 
     def __init__(
-        self, replica: Replica, batch: Batch, recording: Recording, replaced: bool
+        self,
+        replica: Replica,
+        batch: Batch,
+        recording: Recording,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.replica = replica
         self.model = innermost(replica.model)
-        self.replaced = replaced
+        self.dtype = dtype
+        # Called with the number of a block that begins, and the parts of the copy that hold its weights
+        self.loaded: Callable[[int, Iterable[nn.Module]], None] = lambda *_: None
         self.calls, self.L = recording.calls, len(recording.calls)
         self.whole = batch
         self.choose_all()
@@ -139,8 +161,8 @@ class CutModel:
 
     def run(self, begin: State, end: Left, last: int) -> None:
         """Run the model up to the end of block `last`."""
-        if self.replaced:
-            self._run_replica(begin, end, last)
+        if self.dtype is not None:
+            self._run_copy(self.dtype, begin, end, last)
             return
         try:
             self._run_model(begin, end, last)
@@ -162,16 +184,26 @@ class CutModel:
             with self._hooked(twin.get_submodule, begin, end, last), suppress(StopForward):
                 twin(*arguments, **keywords)
 
-    def _run_replica(self, begin: State, end: Left, last: int) -> None:
-        replica = self.replica.fresh()
-        arguments, keywords = replica.copy_inputs((self.batch.arguments, self.batch.keywords))
-        weights = (
-            replica.materialize(replica.module)
-            if replica.description.spans
-            else replica.stream_blocks(lambda *_: None, lambda *_: None)
+    def _run_copy(self, dtype: torch.dtype, begin: State, end: Left, last: int) -> None:
+        recorded = self.replica
+        copy = Replica(
+            recorded.model, recorded.description, dtype, recorded.device, recorded.gather
         )
-        with weights, self._hooked(replica.module.get_submodule, begin, end, last):
-            replica.run(arguments, keywords, self.seed)
+        arguments, keywords = copy.copy_inputs((self.batch.arguments, self.batch.keywords))
+
+        def load(block: nn.Module, *_: Any) -> None:
+            self.loaded(max(self.ended, 0) + 1, block.modules())
+
+        with ExitStack() as stack:
+            if recorded.description.spans:
+                stack.enter_context(copy.materialize(copy.module))
+                self.loaded(1, copy.module.modules())
+            else:
+                stack.enter_context(copy.stream_blocks(lambda *_: None, lambda *_: None))
+                for block in dict.fromkeys(copy.blocks):
+                    stack.callback(block.register_forward_pre_hook(load).remove)
+            stack.enter_context(self._hooked(copy.module.get_submodule, begin, end, last))
+            copy.run(arguments, keywords, self.seed)
 
     @contextmanager
     def _hooked(

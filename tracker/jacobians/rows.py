@@ -33,14 +33,8 @@ from tracker.jacobians.checks import (
     require_reproduction,
 )
 from tracker.jacobians.elimination import Elimination, Heads
-from tracker.jacobians.independent import (
-    ALLOWED_IN_ROWS,
-    DETACHED,
-    STEP_IN_ROWS,
-    Independent,
-    differ_from_values,
-    settle,
-)
+from tracker.jacobians.independent import DETACHED, Independent, differ_from_values, settle
+from tracker.jacobians.judge import BOUNDS, FIRST
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
@@ -168,7 +162,7 @@ class Jacobians:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
             FloatingPointError: if a Jacobian overflows.
         """
-        dtype = selections[0][0].x.dtype
+        dtype, known = selections[0][0].x.dtype, dict(self.independent)
         results = self._formed(dtype, selections)
         for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
@@ -186,6 +180,7 @@ class Jacobians:
                 raise
             # Single rows need not stand for the full sequence, which may be what the model computes.
             self._refused.setdefault(call.layer, set()).add(first.path)
+            self.independent = known  # the notes are of Jacobians that are not used
             return self(selections)
         return results
 
@@ -298,10 +293,10 @@ class Jacobians:
             return [(nan,) * len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         residual = selections[0][1].source is None
-        bytes = 4 if rounded else x.itemsize
-        allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
+        bounds = BOUNDS[4 if rounded else x.itemsize]
+        allowed = bounds.differences if self.precision == "float32" else FAST
         with evaluating:
-            errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes], y, allowed)
+            errors = differ_from_values(f, x, J, residual, bounds.steps[FIRST], y, allowed)
         found, sizes = [], [len(rows) for _, rows in selections]
         for (call, rows), of_rows, of_call in zip(
             selections, errors.split(sizes), J.split(sizes), strict=True
@@ -404,8 +399,7 @@ class Jacobians:
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         f = restrict(selections, PATHS[path], self._attached)
         block = self._linearized(path, selections, f, x)
-        # Of numbers of eight bytes, the error of one-sided differences is larger than is allowed.
-        y = block.y if x.itemsize == 4 else None
+        y = block.y
         # Keys and values of a float32 pass carry its rounding.
         allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors, derivative_errors = self._require_right(

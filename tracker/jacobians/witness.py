@@ -18,21 +18,35 @@ first state) as it was, by +- h v and with several h: differences convict only i
 Cost: one pass with gradients and one without, of all samples if they are small, else of two.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from tracker.common.errors import UsageError
 from tracker.common.values import Witness as Asked
 from tracker.devices import is_allocation_failure, raise_device_errors
-from tracker.jacobians.cut_model import CutModel, why_not
+from tracker.jacobians.cut_model import CutModel, model_bytes, why_not
+from tracker.jacobians.judge import (
+    BOUNDS,
+    CLOSER,
+    FIRST,
+    ROUNDINGS,
+    Verdict,
+    judge,
+    move_weights,
+    moved,
+    norm,
+    step,
+)
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
-from tracker.linalg.precision import EPSILON, FAST, Roundings
+from tracker.linalg.precision import EPSILON, Roundings
 from tracker.linalg.transfer import SEED, to_device
 from tracker.model.attention import OriginalAttention, intercept_attention
 from tracker.model.inputs import Batch
@@ -41,23 +55,8 @@ from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica
 from tracker.provenance import digest
 
-# By bytes of the numbers that the model computes with: the allowed errors, relative to the residual function, to J^T u and to
-# J v; and the steps of differences, relative to |x|. Faults begin at 0.05. Numbers of two bytes are too coarse for differences.
-# The second step is asked first: few units of a ReLU change their sign within it.
-VALUES = {8: 1e-5, 4: 1e-3, 2: 5e-2}
-DERIVATIVE = {8: 1e-5, 4: 5e-3, 2: 5e-2}
-DIFFERENCES = {8: 1e-3, 4: 2e-2}
-STEPS = {8: (1e-4, 1e-5, 1e-6), 4: (1e-2, 1e-3, 1e-4)}
-# Derivatives by the states of other samples, relative to J^T u
-MIXES = {8: 1e-12, 4: 1e-5, 2: FAST}
-ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside these errors
 ROWS = 3  # that are tried where values differ
-# Times the change of J^T u where the states are moved by roundings: what rounding may explain
-ROUNDED = 3
-MOVES = 4  # of the states, in different directions
-FIRST, ORDER = 1, (1, 0, 2)  # the step for all blocks at once, and those for one block alone
-# Two differences agree if they are nearer to each other than this part of their distance from J v
-CONVERGED = 0.3
+MOVES = 4  # passes in which all blocks are moved by roundings, in different directions
 NEAR = 1e-3  # how far near copies of a row are apart, relative to it
 
 
@@ -72,17 +71,22 @@ class Answer:
     # |u^T d(block) / dx_1| at the row, along what was computed from the first state x_1 before block 1 began
     beside: Float[Tensor, " B"]
     v: Float[Tensor, "B d"]
-    size: Float[Tensor, " B"]  # |x|
+    x: Float[Tensor, "B d"]
     y: Float[Tensor, "B d"]  # output
     right: Bool[Tensor, " B"]  # whether the output is the recorded one
     # Of the second half of the samples: d(block) / dx v, from y and a state that is moved by the first step; None for numbers
     # of two bytes
     difference: Any = None
 
-    def step(self, i: int) -> Float[Tensor, "B 1"]:
-        """Return the multiple of v that is as long as the i-th step, h |x|."""
-        size = torch.where(self.size == 0, 1.0, self.size)
-        return (STEPS[self.bytes][i] * size / _norm(self.v))[:, None]
+    @property
+    def first_step(self) -> Float[Tensor, "B 1"]:
+        """The step of v that is tried alone."""
+        return step(self.x, BOUNDS[self.bytes].steps[FIRST])
+
+    @property
+    def first_move(self) -> Float[Tensor, "B d"]:
+        """The move of the state by it."""
+        return self.first_step * self.v
 
 
 @dataclass
@@ -97,6 +101,11 @@ class _Backward:
     beside: Float[Tensor, " B"]  # as in `Answer`
     leak: Float[Tensor, ""]  # the gradient by other samples, relative to J^T u
     values: Float[Tensor, "3 B n"]  # at all rows: |f - the recorded f|, |f| recorded, |output|
+
+    @property
+    def JTu(self) -> Float[Tensor, "B d"]:
+        """The gradient without that of the identity."""
+        return self.gradient - self.u
 
 
 Questions = Mapping[int, tuple[Sequence[int], Float[Tensor, "B d"]]]  # by layer: tokens and u
@@ -168,8 +177,9 @@ class Witness:
         asked: Asked = "model",
     ) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
-        # Layers whose values differ from the recorded ones, and by how much
+        # Layers whose values differ from the recorded ones, by how much, and where
         self.wrong: dict[int, float] = {}
+        self._values: dict[int, _Backward] = {}
         self.mixing: dict[
             int, float
         ] = {}  # layers whose samples depend on each other, and by how much
@@ -178,62 +188,80 @@ class Witness:
         self.seed = SEED + int(digest([recording.calls[-1].y[:1, :1].cpu()])[:8], 16)
         self.rows, self.valid = rows, valid
         self.findings = findings
+        self._in_dtype = partial(CutModel, replica, batch, recording)
+        self._copy: CutModel | None = None
+        self._of_copy: dict[int, _Backward] | None = None  # its answers to the same questions
+        self._rounded: list[dict[int, _Backward]] = []  # and those with all moved by roundings
         unasked = "the caller turned it off" if asked == "off" else why_not(replica)
         if not unasked:
-            unasked = self._ask(CutModel(replica, batch, recording, replaced=False))
+            # Numbers of two bytes say little of derivatives.
+            coarse = model_bytes(replica) == 2 < replica.dtype.itemsize
+            unasked = self._ask(self._in_dtype(), gradients=not coarse)
+            if coarse and not unasked:
+                wrong = self.wrong
+                unasked = self._ask(self._in_dtype(replica.dtype))
+                self.wrong |= wrong
         if unasked:
             findings.unasked = unasked
-            findings.failed = self._ask(CutModel(replica, batch, recording, replaced=True))
+            findings.failed = self._ask(self._in_dtype(replica.dtype))
 
-    def _ask(self, model: CutModel) -> str:
-        """Ask about all blocks; return why that failed, if it did."""
+    def _ask(self, model: CutModel, gradients: bool = True) -> str:
+        """Ask about all blocks, with gradients or about values alone; return why that failed, if it did."""
         self.model, self.answers, self.wrong, self.mixing = model, {}, {}, {}
         self.generator = torch.Generator().manual_seed(self.seed)
         model.choose(int(torch.randint(len(self.valid), (), generator=self.generator)))
-        try:
-            self._ask_for_derivatives()
-            for _ in range(ROWS - 1):
-                # A model in 16 bits may choose another expert than the replica, at these rows
-                if self.wrong:
-                    self._ask_for_derivatives()
-            # What the model computes may depend on the size of the batch
-            if self.wrong and model.divided:
-                model.choose_all()
-                self._ask_for_derivatives()
-            fine = {l: answer for l, answer in self.answers.items() if answer.bytes in STEPS}
-            for l, ahead in self._moved(fine, FIRST, 1, crowded=True).items():
-                self.answers[l].difference = self._difference(self.answers[l], ahead, FIRST)
-        # Of the model's code, whatever it is: it may need what is not installed here
-        except Exception as error:
-            if isinstance(error, UsageError):
-                raise
-            if not is_allocation_failure(error):
-                raise_device_errors(error)
-            return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return ""
+        return _failing(partial(self._ask_model, gradients))
 
     # Asking.
 
-    def _ask_for_derivatives(self) -> None:
+    def _ask_model(self, gradients: bool) -> None:
+        self._ask_for_answers(gradients)
+        for _ in range(ROWS - 1):
+            # A model in 16 bits may choose another expert than the replica, at these rows
+            if any(self.answers[l].bytes == 2 for l in self.wrong):
+                self._ask_for_answers(gradients)
+        # What the model computes may depend on the size of the batch
+        if self.wrong and self.model.divided:
+            self.model.choose_all()
+            self._ask_for_answers(gradients)
+        self._explain_values()
+        if gradients:
+            fine = {l: a.first_move for l, a in self.answers.items() if BOUNDS[a.bytes].steps}
+            for l, ahead in self._moved(self.model, fine, crowded=True).items():
+                answer = self.answers[l]
+                half = len(answer.y) // 2
+                answer.difference = (ahead - answer.y[half:]) / answer.first_step[half:]
+
+    def _ask_for_answers(self, gradients: bool) -> None:
         """Ask for the values, and for J^T u of each block at a row of each sample, drawn for each block, in one pass."""
         L, d, asked = self.model.L, self.model.calls[0].x.shape[-1], self.model.asked
         tokens = [self._draw_token(sample, L) for sample in asked]
         u, v = torch.randn(2, L, len(asked), d, generator=self.generator, dtype=torch.float64)
         questions = {l: ([of[l - 1] for of in tokens], u[l - 1]) for l in range(1, L + 1)}
-        found = self._pass_backward(questions)
+        found = self._pass_backward(self.model, questions, gradients=gradients)
         again, self.wrong = self.wrong or questions, {}
         for l in again:
             row, at = found[l], questions[l][0]
-            right, error = self._compare_values(row.values, row.bytes, at)
+            right, error = self._compare_values(row, at)
             self.answers[l] = Answer(
-                at, row.bytes, row.u, row.gradient, row.beside, v[l - 1], _norm(row.x), row.y, right
+                at, row.bytes, row.u, row.gradient, row.beside, v[l - 1], row.x, row.y, right
             )
-            if row.leak > MIXES[row.bytes]:
+            if row.leak > BOUNDS[row.bytes].exact:
                 self.mixing[l] = float(row.leak)
             if right.any():
                 self.findings.note("values", error)
             else:
-                self.wrong[l] = error
+                self.wrong[l], self._values[l] = error, row
+
+    def _explain_values(self) -> None:
+        """Accept values that differ by no more than roundings change them."""
+        for l in list(self.wrong):
+            answer = self.answers[l]
+            if answer.bytes > 2 and (changed := self._rounded_values(l)) is not None:
+                right, error = self._compare_values(self._values[l], answer.tokens, changed)
+                if right.any():
+                    answer.right = right
+                    self.findings.unsteady[l] = self.wrong.pop(l)
 
     def _draw_token(self, sample: int, count: int) -> list[int]:
         """Draw tokens of a sample among those that are measured."""
@@ -241,29 +269,34 @@ class Witness:
         drawn = torch.randint(len(tokens), (count,), generator=self.generator)
         return [tokens[i] for i in drawn.tolist()]
 
-    def _pass_backward(self, questions: Questions, moved: int = 0) -> dict[int, _Backward]:
-        """Run the model, and the backward passes of some blocks from their outputs at rows, weighted by u, to their states.
+    def _pass_backward(
+        self, model: CutModel, questions: Questions, move: bool = False, gradients: bool = True
+    ) -> dict[int, _Backward]:
+        """Run a model, and the backward passes of some blocks from their outputs at rows, weighted by u, to their states.
 
         Args:
-            moved: bytes of the numbers by whose roundings the states and u are moved; 0: not at all.
+            move: whether states, u and the weights, of a copy, are moved by roundings of what each block computes with.
+            gradients: whether to run backward passes; else J^T u is u.
         """
-        model, leaf = self.model, torch.empty(0)
+        leaf = torch.empty(0)
         # Of each block, the fields of `_Backward` except the first
         found: dict[int, tuple[Tensor, ...]] = {}
         least: dict[int, int] = {}
         half = len(model.asked) // 2
 
-        def disturbed(t: Tensor) -> Tensor:
-            if not moved:
-                return t
-            rounding = torch.finfo(t.dtype).eps if t.itemsize == moved else EPSILON[moved]
-            return t * (1 + rounding * torch.randn(t.shape, generator=self.generator).to(t))
+        def load(l: int, parts: Iterable[nn.Module]) -> None:
+            move_weights(parts, self.answers[l].bytes, self.generator)
+
+        def disturbed(l: int, t: Tensor) -> Tensor:
+            return moved(t, self.answers[l].bytes, self.generator) if move else t
 
         def begin(l: int, state: Tensor) -> Tensor:
             nonlocal leaf
-            leaf, roundings.least = disturbed(model.recorded(l, state)), state.itemsize
+            leaf, roundings.least = model.recorded(l, state), state.itemsize
+            if l + 1 in questions:
+                leaf = disturbed(l + 1, leaf)
             # The model may work in place, which a leaf does not allow
-            return leaf.requires_grad_().clone()
+            return leaf.requires_grad_(gradients).clone()
 
         def see(attention: OriginalAttention, *given: Any) -> Any:
             mask = given[3]
@@ -278,15 +311,18 @@ class Witness:
                 return
             least[l] = min(y.itemsize, roundings.least)
             tokens, u = questions[l]
-            at, (cotangent,) = model.rows(tokens, y), to_device(y.device, disturbed(u.to(y.dtype)))
-            weighted = (y[at] * cotangent).sum(-1)
-            halves = [weighted[part].sum() for part in (slice(half), slice(half, None))[not half :]]
-            gradients, beside = model.gradients(halves, leaf, at)
-            own = torch.cat([gradients[0][:half], gradients[-1][half:]])[at]
-            leak = own.new_zeros(())
-            if half:
+            at = model.rows(tokens, y)
+            (cotangent,) = to_device(y.device, disturbed(l, u.to(y.dtype)))
+            own, leak = cotangent, y.new_zeros(())
+            beside = y.new_zeros(len(tokens), dtype=torch.float64)
+            if gradients:
+                weighted = (y[at] * cotangent).sum(-1)
+                parts = (slice(half), slice(half, None))[not half :]
+                to_states, beside = model.gradients([weighted[p].sum() for p in parts], leaf, at)
+                own = torch.cat([to_states[0][:half], to_states[-1][half:]])[at]
+            if gradients and half:
                 JTu = (own - cotangent).abs()
-                of_others = [gradients[0][half:].abs().amax(), gradients[1][:half].abs().amax()]
+                of_others = [to_states[0][half:].abs().amax(), to_states[1][:half].abs().amax()]
                 # NaN is 0 times the infinite derivative of a row that attends to nothing: no mixing.
                 leak = (
                     (torch.stack(of_others) / torch.stack([JTu[:half].amax(), JTu[half:].amax()]))
@@ -295,84 +331,118 @@ class Witness:
                 )
             x, y = leaf.detach(), y.detach()
             f = model.recorded(l, y, torch.float64) - model.recorded(l - 1, y, torch.float64)
-            values = torch.stack([_norm(y.double() - x.double() - f), _norm(f), _norm(y)])
+            values = torch.stack([norm(y.double() - x.double() - f), norm(f), norm(y)])
             found[l] = (x[at], y[at], cotangent, own, beside, leak, values)
 
-        with (
-            torch.enable_grad(),
-            GradientsStayOn(),
-            Roundings() as roundings,
-            intercept_attention(see),
-        ):
+        with ExitStack() as stack:
+            roundings = stack.enter_context(Roundings())
+            if move:
+                model.loaded = load
+                stack.callback(setattr, model, "loaded", lambda *_: None)
+            if gradients:
+                for context in (torch.enable_grad(), GradientsStayOn(), intercept_attention(see)):
+                    stack.enter_context(context)
+            else:
+                stack.enter_context(torch.no_grad())
             model.run(begin, end, max(questions))
         tensors = [_plain(torch.stack(of_all)) for of_all in zip(*found.values(), strict=True)]
         return {l: _Backward(least[l], *of_one) for l, *of_one in zip(found, *tensors, strict=True)}
 
     def _compare_values(
-        self, values: Float[Tensor, "3 B n"], least: int, tokens: Sequence[int]
+        self, found: _Backward, tokens: Sequence[int], changed: Tensor | float = 0.0
     ) -> tuple[Bool[Tensor, " B"], float]:
         """Return whether a block's f is the recorded one at each sample's row, and the largest error, relative to f.
 
         Numbers of two bytes are compared at the rows alone: a router may choose another expert at others. The others are compared
         at all rows; if one differs, none is right.
+
+        Args:
+            changed: how much roundings change it.
         """
-        compared = torch.zeros(values.shape[1:], dtype=torch.bool)
+        least = found.bytes
+        compared = torch.zeros(found.values.shape[1:], dtype=torch.bool)
         for b, sample in enumerate(self.model.asked):
             compared[b, self.valid[sample] if least > 2 else tokens[b]] = True
-        error, of_f, of_y = values
+        error, of_f, of_y = found.values
         of_f = of_f.clamp_min(torch.finfo(torch.float64).tiny)
-        allowed = VALUES[least] * of_f + ROUNDINGS * EPSILON[least] * of_y
+        allowed = BOUNDS[least].exact * of_f + ROUNDINGS * EPSILON[least] * of_y + CLOSER * changed
         right = ((error <= allowed) | ~compared).all(-1)
         if least > 2:
             right &= right.all()
         return right, float((error / of_f)[compared].max())
 
+    def _answers_of_copy(self) -> dict[int, _Backward]:
+        """Return what a copy of the model says to the same questions, in float64 if its code runs in it; nothing if it fails."""
+        if self._of_copy is None:
+            for dtype in dict.fromkeys((torch.float64, self.model.replica.dtype)):
+                self._copy, self._of_copy = self._in_dtype(dtype), {}
+                self._copy.samples, self._copy.batch = self.model.samples, self.model.batch
+                if not _failing(self._ask_copy):
+                    break
+        return self._of_copy or {}
+
+    def _ask_copy(self, move: bool = False) -> None:
+        questions = {l: (answer.tokens, answer.u) for l, answer in self.answers.items()}
+        assert self._copy is not None
+        found = self._pass_backward(self._copy, questions, move)
+        if move:
+            self._rounded.append(found)
+        else:
+            self._of_copy = found
+
+    def _moved_by_roundings(self) -> list[dict[int, _Backward]]:
+        """Return what the copy says with states, u and weights moved by roundings, in several directions."""
+        if self._answers_of_copy():
+            while len(self._rounded) < MOVES and not _failing(partial(self._ask_copy, True)):
+                pass
+        return self._rounded
+
+    def _rounded_values(self, l: int) -> Float[Tensor, "B n"] | None:
+        """Return how much roundings change f at each row of a block."""
+        passes = self._moved_by_roundings()
+        return torch.stack([of[l].values[0] for of in passes]).amax(0) if passes else None
+
+    def _rounded_gradient(self, l: int) -> Float[Tensor, " B"]:
+        """Return how much roundings change J^T u of a block."""
+        passes, own = self._moved_by_roundings(), self._answers_of_copy()[l].JTu
+        return (
+            torch.stack([norm(of[l].JTu - own) for of in passes]).amax(0)
+            if passes
+            else own.new_zeros(len(own))
+        )
+
     def _moved(
-        self, asked: dict[int, Answer], step: int, sign: int, crowded: bool
+        self, model: CutModel, moves: Mapping[int, Float[Tensor, "B d"]], crowded: bool
     ) -> dict[int, Float[Tensor, "b d"]]:
-        """Ask for the outputs of some blocks at the rows of the second half of the samples, with their states moved along v.
+        """Ask for the outputs of some blocks at the rows of the second half of the samples, with their states moved there.
 
         Args:
+            moves: by layer; those of the first half of the samples are not made.
             crowded: whether all states of the first half are near copies of a row of the others.
         """
-        model, ends, half = self.model, {}, len(self.model.asked) // 2
-        if not asked:
+        ends, half = {}, len(model.asked) // 2
+        if not moves:
             return {}
 
         def begin(l: int, found: Tensor) -> Tensor:
             x = model.recorded(l, found)
-            if (answer := asked.get(l + 1)) is not None:
-                at = model.rows(answer.tokens, x)
+            if (of_rows := moves.get(l + 1)) is not None:
+                at = model.rows(self.answers[l + 1].tokens, x)
                 if crowded and half:
                     row = x[at][-1]
                     noise = torch.randn(x[:half].shape, generator=self.generator).to(x)
                     x[:half] = row + NEAR * row.square().mean().sqrt() * noise
                 at = at[0][half:], at[1][half:]
-                (moves,) = to_device(
-                    x.device, (sign * answer.step(step) * answer.v)[half:].to(x.dtype)
-                )
-                x[at] += moves
+                x[at] += to_device(x.device, of_rows[half:].to(x.dtype))[0]
             return x
 
         def end(l: int, y: Tensor) -> None:
-            if l in asked:
-                ends[l] = y[model.rows(asked[l].tokens, y)][half:]
+            if l in moves:
+                ends[l] = y[model.rows(self.answers[l].tokens, y)][half:]
 
         with torch.no_grad():
-            model.run(begin, end, max(asked))
+            model.run(begin, end, max(moves))
         return dict(zip(ends, _plain(torch.stack([*ends.values()])), strict=True))
-
-    def _difference(self, answer: Answer, moved: Tensor, step: int) -> Float[Tensor, "b d"]:
-        half = len(answer.y) // 2
-        return (moved - answer.y[half:]) / answer.step(step)[half:]
-
-    def _differences_alone(
-        self, l: int, step: int, crowded: bool = False
-    ) -> tuple[Float[Tensor, "b d"], Float[Tensor, "b d"]]:
-        """Ask for J v of one block by the differences to both sides, with its state alone moved."""
-        answer = self.answers[l]
-        ahead, behind = (self._moved({l: answer}, step, sign, crowded)[l] for sign in (1, -1))
-        return self._difference(answer, ahead, step), -self._difference(answer, behind, step)
 
     # Judging.
 
@@ -417,35 +487,56 @@ class Witness:
         JTu, Jv = _plain(
             torch.stack([(J.mT @ given[0, ..., None])[..., 0], (J @ given[1, ..., None])[..., 0]])
         )
+        exactly = BOUNDS[least if exact else 2]
         if gradients:
             if call.layer == 1:
-                self._require_no_way_beside(call, answer, _norm(JTu).max())
-            rounding = ROUNDINGS * EPSILON[least] * _ratio(answer.u[asked], JTu)
-            errors = _ratio((answer.gradient - answer.u)[asked] - JTu, JTu)
-            error = float(errors.max())
-            if (errors <= DERIVATIVE[least if exact else 2] + rounding).all():
-                self.findings.note("derivative", error)
-            elif (
-                errors <= ROUNDED * self._rounding_of_gradient(call.layer, answer, asked, JTu)
-            ).all():
-                self.findings.unsteady[call.layer] = error
-            else:  # also where it is NaN
-                why = f"J^T u by its backward pass differs by {error:.1e}"
-                raise self._other_derivative(call, why)
+                self._require_no_way_beside(call, answer, norm(JTu).max())
+            self._judge_gradient(call, answer, asked, JTu, exactly.exact, least)
         half = len(answer.y) // 2
-        if answer.difference is not None and differences:
-            for of_row, i in zip(Jv, (asked - half).tolist(), strict=True):
-                if i >= 0:
-                    self._judge_differences(call, answer, i, of_row, least, exact)
+        if answer.difference is not None and differences and (asked >= half).any():
+            later = asked >= half
+            self._judge_differences(call, answer, asked[later], Jv[later], exactly.differences)
+
+    def _judge_gradient(
+        self,
+        call: BlockCall,
+        answer: Answer,
+        asked: Tensor,
+        JTu: Float[Tensor, "r d"],
+        allowed: float,
+        least: int,
+    ) -> None:
+        """Judge products J^T u at the rows of some samples."""
+        l = call.layer
+        rounding = ROUNDINGS * EPSILON[least] * _ratio(answer.u[asked], JTu)
+        errors = _ratio((answer.gradient - answer.u)[asked] - JTu, JTu)
+        error = float(errors.max())
+        # Else the sum u + J^T u hides J^T u.
+        if (errors <= allowed + rounding).all() and (rounding <= allowed).all():
+            self.findings.note("derivative", error)
+            return
+        if l in (of_copy := self._answers_of_copy()):
+            of_J = _ratio(of_copy[l].JTu[asked] - JTu, JTu)
+            if (errors <= allowed + rounding).all() and (of_J <= allowed).all():
+                self.findings.note("derivative", float(of_J.max()))
+                return
+            sizes = norm(JTu).clamp_min(torch.finfo(torch.float64).tiny)
+            changed = CLOSER * self._rounded_gradient(l)[asked] / sizes
+            if (errors <= allowed + rounding + changed).all() and (of_J <= allowed + changed).all():
+                self.findings.unsteady[l] = error
+                return
+            error = max(error, float(of_J.max()))
+        # Also where it is NaN
+        raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
 
     def _require_no_way_beside(self, call: BlockCall, answer: Answer, JTu: Tensor) -> None:
         """Raise UsageError if block 1 alone depends on what the model computed from its state before it began.
 
         That which later blocks depend on, too, such as the first state itself, is a constant by convention.
         """
-        most = DERIVATIVE[answer.bytes] * JTu
+        most = BOUNDS[answer.bytes].exact * JTu
         later = any(
-            bool((other.beside > DERIVATIVE[other.bytes] * _norm(other.gradient - other.u)).any())
+            bool((other.beside > BOUNDS[other.bytes].exact * norm(other.gradient - other.u)).any())
             for l, other in self.answers.items()
             if l > 1
         )
@@ -457,76 +548,78 @@ class Witness:
                 f"J^T u of what the model computed from the state before the block began is {part:.1e}",
             )
 
-    def _rounding_of_gradient(
-        self, l: int, answer: Answer, asked: Tensor, JTu: Float[Tensor, "r d"]
-    ) -> Float[Tensor, " r"]:
-        """Return how much the model's own J^T u changes where the states and u are moved by roundings, relative to those formed.
-
-        The backward pass of a saturated softmax can amplify a rounding to percents of its result.
-        """
-        question = {l: (answer.tokens, answer.u)}
-
-        def change(moved: int) -> Tensor:
-            found = self._pass_backward(question, moved)[l].gradient
-            return _ratio((found - answer.gradient)[asked], JTu)
-
-        if (change(0) > DERIVATIVE[answer.bytes]).any():
-            return torch.zeros(len(asked))  # what changes without a move is no rounding
-        return torch.stack([change(answer.bytes) for _ in range(MOVES)]).amax(0)
-
     def _judge_differences(
         self,
         call: BlockCall,
         answer: Answer,
-        i: int,
-        Jv: Float[Tensor, " d"],
-        least: int,
-        exact: bool,
+        asked: Tensor,
+        Jv: Float[Tensor, "r d"],
+        allowed: float,
     ) -> None:
-        """Judge the differences at the i-th row of the second half of the samples."""
-        b = len(answer.y) // 2 + i
-        v, growth = answer.v[b], _norm(answer.y[b]) / answer.size[b].clamp_min(1e-300)
-        rounding = ROUNDINGS * EPSILON[answer.bytes] * (1 + growth) * _ratio(v, Jv)
-        exactly = DIFFERENCES[least] if exact else DERIVATIVE[2]
+        """Judge products J v at the rows of some samples of the second half."""
+        l, half = call.layer, len(answer.y) // 2
+        rows = asked - half
+        x, y, v = answer.x[asked], answer.y[asked], answer.v[asked]
 
-        def error(difference: Tensor) -> float:
-            return float(_ratio(difference - v - Jv, Jv))
+        def error(difference: Tensor) -> Tensor:
+            return _ratio(difference - v - Jv, Jv)
 
-        def agrees(difference: Tensor, step: int, steps: int) -> bool:
-            found = error(difference)
-            agreed = found <= exactly + rounding / (steps * STEPS[answer.bytes][step])
-            if agreed:
-                self.findings.note("differences", found)
-            return bool(agreed)
-
-        def any_agrees(step: int, crowded: bool) -> bool:
-            ahead, behind = (of[i] for of in self._differences_alone(call.layer, step, crowded))
-            central[step], kinks[step] = (ahead + behind) / 2, float(_ratio(ahead - behind, Jv))
-            # At a kink, such as a ReLU's, J is that of one side, or of each for some units.
-            return (
-                agrees(central[step], step, 2) or agrees(ahead, step, 1) or agrees(behind, step, 1)
-            )
-
-        # With this block's state alone moved: their mean, and how far apart those to both sides are
-        central: dict[int, Tensor] = {}
-        kinks: dict[int, float] = {}
-        if agrees(answer.difference[i], FIRST, 1):
+        found = error(answer.difference[rows])
+        rounding = ROUNDINGS * EPSILON[answer.bytes] * (norm(x) + norm(y))
+        rounding /= norm(Jv * answer.first_step[asked]).clamp_min(torch.finfo(torch.float64).tiny)
+        if (found <= allowed + rounding).all():
+            self.findings.note("differences", float(found.max()))
             return
-        for step in ORDER:
-            if any_agrees(step, crowded=False):
-                if b >= 1 and not any_agrees(step, crowded=True):
-                    self.mixing[call.layer] = error(central[step])
-                    self.require_apart(call)
-                return
-        errors = {step: error(difference) for step, difference in central.items()}
-        for step in (0, 1):
-            apart = _ratio(central[step] - central[step + 1], Jv)
-            error_of_both = min(errors[step], errors[step + 1])
-            if apart <= CONVERGED * error_of_both and kinks[step + 1] <= error_of_both:
+
+        def by_values(model: CutModel, precision: int) -> Verdict:
+            """Judge with the state of this block alone moved, which leaves what earlier blocks give to it as it was."""
+
+            def f(points: Tensor) -> Tensor:
+                moves = torch.zeros_like(answer.x)
+                moves[asked] = points - x
+                return self._moved(model, {l: moves}, crowded=False)[l][rows]
+
+            own = y if model is self.model else f(x)
+            size = lambda _: norm(Jv).clamp_min(torch.finfo(torch.float64).tiny)  # noqa: E731
+            return judge(f, x, own, v, error, size, precision, allowed)
+
+        verdict = by_values(self.model, answer.bytes)
+        if not verdict.agree.all() and answer.bytes < 8 and l in (copy := self._answers_of_copy()):
+            assert self._copy is not None
+            verdict = by_values(self._copy, copy[l].bytes)
+        if verdict.agree.all():
+            self.findings.note("differences", float(verdict.error.max()))
+            if half and not self._samples_are_apart(l, answer, asked):
+                self.require_apart(call)
+            return
+        if verdict.refuted.any():
+            largest = float(verdict.error[verdict.refuted].max())
+            changed = (
+                CLOSER * (self._rounded_gradient(l)[asked] / norm(Jv))
+                if self._answers_of_copy()
+                else 0
+            )
+            if not (verdict.error <= changed)[verdict.refuted].all():
                 raise self._other_derivative(
-                    call, f"J v by differences of its values differs by {errors[step]:.1e}"
+                    call, f"J v by differences of its values differs by {largest:.1e}"
                 )
-        self.findings.undecided.add(call.layer)
+        self.findings.undecided.add(l)
+
+    def _samples_are_apart(self, l: int, answer: Answer, asked: Tensor) -> bool:
+        """Whether a block's output at rows is the same where the other samples are near copies of one of them."""
+        rows = asked - len(answer.y) // 2
+        alone, crowded = (
+            self._moved(self.model, {l: answer.first_move}, crowd)[l][rows]
+            for crowd in (False, True)
+        )
+        change, x = norm(crowded - alone), answer.x[asked]
+        bounds = BOUNDS[answer.bytes].exact * norm(alone - x)
+        bounds += ROUNDINGS * EPSILON[answer.bytes] * norm(alone)
+        if not (change <= bounds).all() and (changed := self._rounded_values(l)) is not None:
+            bounds += CLOSER * changed[asked, torch.tensor(answer.tokens)[asked]]
+        if not (change <= bounds).all():
+            self.mixing[l] = float(_ratio(crowded - alone, alone - x).max())
+        return l not in self.mixing
 
     def require_apart(self, call: BlockCall) -> None:
         """Raise UsageError if the samples of a block depend on each other."""
@@ -567,11 +660,21 @@ def _plain(t: Tensor) -> Tensor:
     return t.detach().cpu().double()
 
 
-def _norm(rows: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows"]:
-    return torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+def _failing(run: Callable[[], None]) -> str:
+    """Run passes of a model; return how they fail, if they do."""
+    try:
+        run()
+    # Of the model's code, whatever it is: it may need what is not installed here
+    except Exception as error:
+        if isinstance(error, UsageError):
+            raise
+        if not is_allocation_failure(error):
+            raise_device_errors(error)
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return ""
 
 
 def _ratio(
     part: Float[Tensor, "*rows d"], whole: Float[Tensor, "*rows d"]
 ) -> Float[Tensor, "*rows"]:
-    return _norm(part) / _norm(whole).clamp_min(torch.finfo(torch.float64).tiny)
+    return norm(part) / norm(whole).clamp_min(torch.finfo(torch.float64).tiny)
