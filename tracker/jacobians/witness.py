@@ -189,6 +189,8 @@ class Witness:
         self.rows, self.valid = rows, valid
         self.findings = findings
         self._in_dtype = partial(CutModel, replica, batch, recording)
+        # Else all ranks must run as many passes
+        self._repeats = not replica.waits
         self._copy: CutModel | None = None
         self._of_copy: dict[int, _Backward] | None = None  # its answers to the same questions
         self._rounded: list[dict[int, _Backward]] = []  # and those with all moved by roundings
@@ -218,10 +220,10 @@ class Witness:
         self._ask_for_answers(gradients)
         for _ in range(ROWS - 1):
             # A model in 16 bits may choose another expert than the replica, at these rows
-            if any(self.answers[l].bytes == 2 for l in self.wrong):
+            if self._repeats and any(self.answers[l].bytes == 2 for l in self.wrong):
                 self._ask_for_answers(gradients)
         # What the model computes may depend on the size of the batch
-        if self.wrong and self.model.divided:
+        if self.wrong and self.model.divided and self._repeats:
             self.model.choose_all()
             self._ask_for_answers(gradients)
         self._explain_values()
@@ -373,7 +375,7 @@ class Witness:
 
     def _answers_of_copy(self) -> dict[int, _Backward]:
         """Return what a copy of the model says to the same questions, in float64 if its code runs in it; nothing if it fails."""
-        if self._of_copy is None:
+        if self._of_copy is None and self._repeats:
             for dtype in dict.fromkeys((torch.float64, self.model.replica.dtype)):
                 self._copy, self._of_copy = self._in_dtype(dtype), {}
                 self._copy.samples, self._copy.batch = self.model.samples, self.model.batch
@@ -569,6 +571,9 @@ class Witness:
         rounding /= norm(Jv * answer.first_step[asked]).clamp_min(torch.finfo(torch.float64).tiny)
         if (found <= allowed + rounding).all():
             self.findings.note("differences", float(found.max()))
+            return
+        if not self._repeats:
+            self.findings.undecided.add(l)
             return
 
         def by_values(model: CutModel, precision: int) -> Verdict:

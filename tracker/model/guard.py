@@ -36,6 +36,7 @@ CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 MODULES = (nn.Module, ref)  # or references to them, as keys
 FUNCTIONS = (FunctionType, MethodType, partial)
 LEAVES = (Tensor, nn.Module, *FUNCTIONS, Generator, type, Enum, ModuleType, Logger, ref)
+COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operations
 # Whose classes in C are known: iterators, text streams, arrays; also locks and files, which can't be copied, but shared.
 KNOWN = {*sys.stdlib_module_names, "numpy"}
 
@@ -208,6 +209,7 @@ class SharedTensors:
         # Aliases that the current call moved to a copy
         self._copied: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()  # storages
+        self.waits = False  # whether a pass waited for other ranks (torch.distributed)
         self._written = False
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -286,6 +288,7 @@ class WriteGuard(TorchDispatchMode):
     ) -> Any:
         """Protect the tensors that the operation writes to, then run it."""
         kwargs = kwargs or {}
+        self.shared.waits |= getattr(func, "namespace", "") in COLLECTIVES
         for position, name in _written(func):
             argument = args[position] if position < len(args) else kwargs.get(name)
             for tensor in _tensors(argument):

@@ -447,6 +447,11 @@ class Replica:
         """Return a state (B, n, d) as the model's blocks take it, or one of theirs as (B, n, d): the same exchange of axes."""
         return state if self.description.batch_first else state.transpose(0, 1)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a pass so far waited for other ranks."""
+        return self._shared.waits
+
     def guard(self) -> WriteGuard:
         """Return the context for a forward pass: writes to the caller's tensors go to copies of them."""
         return WriteGuard(self._shared)
