@@ -12,7 +12,6 @@ from tests import brute_force
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
-from tracker.common.errors import UsageError
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
