@@ -2,7 +2,6 @@
 model stays as it was.
 """
 
-import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -417,26 +416,17 @@ class Merging(Model):
         return super().train(mode)
 
 
-def contents(model: nn.Module) -> dict:
-    """Return the objects that the modules hold, by identity, and the values of tensors and generators."""
-    held = {}
-    for name, part in model.named_modules():
-        for key, value in vars(part).items():
-            held[name, key] = id(value)
-            for inner, entry in value.items() if isinstance(value, dict) else ():
-                held[name, key, inner] = id(entry)
-                if isinstance(entry, Tensor):
-                    held[name, key, inner, "values"] = (
-                        entry.tolist(),
-                        entry._version,
-                        entry.grad,
-                        entry.data_ptr(),
-                    )
-            if isinstance(value, torch.Generator):
-                held[name, key, "state"] = value.get_state().tolist()
-            if isinstance(value, (list, int)):
-                held[name, key, "contents"] = copy.copy(value)
-    return held
+def contents(model: nn.Module) -> list:
+    """Return what the modules hold, by identity and by value."""
+    held = [vars(part) for part in model.modules()]
+    tensors = [(id(t), t._version, t.grad) for t in (*model.parameters(), *model.buffers())]
+    generators = [
+        value.get_state().tolist()
+        for attributes in held
+        for value in attributes.values()
+        if isinstance(value, torch.Generator)
+    ]
+    return [str(held), [[*map(id, part.values())] for part in held], tensors, generators]
 
 
 @pytest.mark.parametrize("make", [Busy, Merging, GateOutside])

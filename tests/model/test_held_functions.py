@@ -209,19 +209,23 @@ def test_blocks_whose_forward_alone_is_called_are_not_reached():
 
 
 class Past(Block):
-    """It reaches a module of the model by its class, of which there is no copy."""
+    """It reaches a module of the model, or what belongs to it, by its class, of which there is no copy."""
 
-    reached = []
+    reached = {}
 
     def forward(self, x):
-        return x + self.reached[0](x)
+        key = "first" if "first" in self.reached else self
+        return x + self.reached[key](x)
 
 
-def test_a_module_that_would_run_in_place_of_its_copy_is_refused():
+@pytest.mark.parametrize("what", ["blocks.0.mlp of the model itself", "what belongs to a module"])
+def test_what_reaches_modules_past_their_copies_is_refused(what):
     torch.manual_seed(0)
     model = Stack([Past(KEPT["recursive"]) for _ in range(2)])
-    Past.reached.append(model.blocks[0].mlp)
-    with pytest.raises(UsageError, match=r"module blocks.0.mlp can't be measured: its copy was"):
+    Past.reached = {block: torch.sin for block in model.blocks}
+    if "mlp" in what:
+        Past.reached["first"] = model.blocks[0].mlp
+    with pytest.raises(UsageError, match=f"can't run on copies: code reaches {what}"):
         tracker.measure(model, INPUTS.float(), k=2)
 
 

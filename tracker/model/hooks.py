@@ -16,7 +16,6 @@ does to an object that can't be copied, such as a logger or a file, is done. Oth
 import builtins
 import dis
 import inspect
-import re
 from collections import ChainMap
 from collections.abc import Iterator
 from functools import cached_property, partial
@@ -94,7 +93,7 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
                 return
             called, given = method, (called, *given)
     function = inspect.unwrap(called)
-    code, steps = function.__code__, [*_steps(function)]
+    code, steps = function.__code__, [*dis.get_instructions(function)]
     names, varargs, varkw = inspect.getargs(code)
     arguments = dict.fromkeys((*names, varargs or "", varkw or ""), ARGUMENT)
     arguments.update(zip(names, given, strict=False))
@@ -109,6 +108,9 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
 
     def loaded(first: dis.Instruction) -> Any:
         name = first.argval
+        # Two variables are loaded in one step from Python 3.13 on.
+        if first.opname in ATTRIBUTES or isinstance(name, tuple):
+            return ARGUMENT
         if name in stored and name not in arguments:
             return loaded(expression(stored[name] - 1)[0])
         if first.opname == "LOAD_CONST":
@@ -156,18 +158,6 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
             name in ("out", "inplace") or _works_in_place(str(name)) for name in names
         ):
             yield ARGUMENT
-
-
-def _steps(function: FunctionType) -> Iterator[dis.Instruction]:
-    """Yield a function's instructions; of two in one (from Python 3.13 on), each, the second in the place of what follows."""
-    steps = [*dis.get_instructions(function)]
-    for step, after in zip(steps, (*steps[1:], steps[-1]), strict=True):
-        kinds = re.findall("(?:LOAD|STORE)_FAST", step.opname)
-        if len(kinds) == 2:
-            yield step._replace(opname=kinds[0], argval=step.argval[0])
-            yield after._replace(opname=kinds[1], argval=step.argval[1])
-        else:
-            yield step
 
 
 def _works_in_place(method: str) -> bool:

@@ -39,6 +39,7 @@ from tracker.model.description import Blocks
 from tracker.model.functions import holds_objects, reachable, rebuild
 from tracker.model.guard import (
     FUNCTIONS,
+    MODULES,
     SharedTensors,
     WriteGuard,
     attributes,
@@ -297,20 +298,26 @@ class ModuleCopier:
 
     @contextmanager
     def refusing_originals(self) -> Iterator[None]:
-        """Refuse a pass of the copy, in this thread, in which a module of the original runs."""
+        """Refuse a pass of the copy, in this thread, that runs a module of the original, or looks for one that was copied."""
         names, thread = names_by_id(self.model), get_ident()
+
+        def refusal(module: str, reached: str) -> UsageError:
+            return UsageError(
+                f"the forward pass can't run on copies: code reaches {module} of the model {reached}, by a global variable, an "
+                "attribute of a class, or an object that can't be copied. Let the modules that use it hold it as an attribute"
+            )
 
         def refuse(module: nn.Module, args: tuple) -> None:
             if get_ident() == thread and isinstance(self.memo.get(id(module)), nn.Module):
-                raise UsageError(
-                    f"the model's module {names.get(id(module)) or type(module).__name__} can't be measured: its copy was made "
-                    "to run, but code reaches the module itself, by a global variable, an attribute of a class, or an object "
-                    "that can't be copied. Let the modules that call it hold it as an attribute"
-                )
+                raise refusal(names.get(id(module)) or type(module).__name__, "itself")
 
         handle = register_module_forward_pre_hook(refuse)
         try:
             yield
+        except KeyError as error:
+            if any(isinstance(key, MODULES) for key in error.args):
+                raise refusal("what belongs to a module", "by the module itself") from error
+            raise
         finally:
             handle.remove()
 

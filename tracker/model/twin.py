@@ -1,9 +1,9 @@
 """Run the caller's own model in its twin: modules of the same classes over the same memory. Its own modules are never touched.
 
 A twin is made as the modules of a replica are (`replica.ModuleCopier`): own attributes, no wrappers, eval mode, the hooks that
-compute. But it has the weights as they are, in their dtypes, and the model's configs, so that it computes as the model does. Other
-threads may run or train the model meanwhile, and a pass may be interrupted anywhere. What a pass writes, to weights or elsewhere,
-ends with the twin, so each pass has its own.
+compute. But it has the weights as they are, in their dtypes, and the model's configs, so that it computes as the model does.
+Other threads may run or train the model meanwhile, and a pass may be interrupted anywhere. What a pass writes, to weights or
+elsewhere, ends with the twin, so each pass has its own.
 """
 
 from collections.abc import Iterator
