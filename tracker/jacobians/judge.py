@@ -9,7 +9,7 @@ whose errors are of order h or h^2, and rounding / h. In each row
 - the derivative agrees if one of them does, to the allowed error and what rounding explains in the largest step. At a kink, such
   as a ReLU's, J is the derivative to one side, or to each side of some units;
 - it is refuted if the central differences of two steps converge, and not to it: they are ten times closer to each other than
-  they are large, and than they are to it; so is rounding; and those to both sides are no further apart than that;
+  they are large, and than they are to it; so is rounding; and those to both sides are three times closer to each other;
 - else differences can't say: each step crosses a jump, or the code amplifies rounding.
 
 What rounding changes in a derivative is measured: `moved` moves states, cotangents and weights by roundings.
@@ -45,6 +45,8 @@ BOUNDS = {
 }
 FIRST = 1  # the step that is tried alone: few units of a ReLU change their sign within it
 CLOSER = 10  # times that differences which converge are closer to each other than to J
+# Times the distance of those to both sides, where J is refuted. At a kink J is about half of it from their mean.
+KINK = 3
 ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside the allowed errors
 
 norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -54,7 +56,9 @@ norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 class Verdict:
     """How a derivative compares with differences in each row."""
 
-    error: Float[Tensor, " R"]  # the least of all differences
+    error: Float[
+        Tensor, " R"
+    ]  # the least of central differences; where none agrees, also of those to one side
     agree: Bool[Tensor, " R"]
     refuted: Bool[Tensor, " R"]
 
@@ -90,26 +94,32 @@ def judge(
     epsilon = EPSILON.get(precision, EPSILON[2])  # numbers of one byte have none of their own
     least = torch.full((len(x),), torch.inf, dtype=torch.float64)
     agree, refuted = (torch.zeros(len(x), dtype=torch.bool) for _ in range(2))
-    central, errors, kinks, noise = [], [], [], []
+    central, sides, errors, kinks, noise = [], [], [], [], []
     for relative in bounds.steps:
         h = step(x, relative)
         with torch.no_grad():
             ahead, behind = (f(x + h * v) - y) / h, (y - f(x - h * v)) / h
         central.append((ahead + behind) / 2)
+        sides += [ahead, behind]
         rounding = ROUNDINGS * epsilon * (norm(x) + norm(y)) / h.squeeze(-1)
         noise.append((rounding / size(central[-1])).cpu())
         kinks.append((norm(ahead - behind) / size(central[-1])).cpu())
         errors.append(error(central[-1]).double())
-        for found in (errors[-1], error(ahead).double(), error(behind).double()):
-            least = torch.fmin(least, found)
+        least = torch.fmin(least, errors[-1])
     if bounds.steps:
-        agree = least <= max(allowed, bounds.differences) + noise[0]
+        accepted = max(allowed, bounds.differences) + noise[0]
+        if not (least <= accepted).all():
+            for side in sides:
+                least = torch.where(
+                    least <= accepted, least, torch.fmin(least, error(side).double())
+                )
+        agree = least <= accepted
     for (i, larger), (j, smaller) in pairwise(enumerate(central)):
         apart, large = norm(larger - smaller), norm(smaller)
         converge = (CLOSER * apart <= large).cpu()
         apart = torch.maximum((apart / size(smaller)).cpu(), noise[j])
         nearest = torch.minimum(errors[i], errors[j])
-        refuted |= converge & (CLOSER * apart <= nearest) & (kinks[j] <= nearest)
+        refuted |= converge & (CLOSER * apart <= nearest) & (KINK * kinks[j] <= nearest)
     return Verdict(least, agree, refuted & ~agree)
 
 
