@@ -16,7 +16,7 @@ from tests.central_differences import by_differences
 from tests.models import FAMILIES, build
 from tests.plain import CausalAttention
 from tracker.common.errors import UsageError
-from tracker.jacobians.witness import Witness, form_of
+from tracker.jacobians.witness import Witness
 
 D = 16
 IDS = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
