@@ -79,6 +79,11 @@ class Answer:
     difference: Any = None
 
     @property
+    def JTu(self) -> Float[Tensor, "B d"]:
+        """The gradient without that of the identity."""
+        return self.gradient - self.u
+
+    @property
     def first_step(self) -> Float[Tensor, "B 1"]:
         """The step of v that is tried alone."""
         return step(self.x, BOUNDS[self.bytes].steps[FIRST])
@@ -191,9 +196,8 @@ class Witness:
         self._in_dtype = partial(CutModel, replica, batch, recording)
         # Else all ranks must run as many passes
         self._repeats = not replica.waits
-        self._copy: CutModel | None = None
-        self._of_copy: dict[int, _Backward] | None = None  # its answers to the same questions
-        self._rounded: list[dict[int, _Backward]] = []  # and those with all moved by roundings
+        # By dtype and number of the pass
+        self._of_copies: dict[tuple[torch.dtype, int], dict[int, _Backward]] = {}
         unasked = "the caller turned it off" if asked == "off" else why_not(replica)
         if not unasked:
             # Numbers of two bytes say little of derivatives.
@@ -226,6 +230,7 @@ class Witness:
         if self.wrong and self.model.divided and self._repeats:
             self.model.choose_all()
             self._ask_for_answers(gradients)
+        self._of_copies = {}
         self._explain_values()
         if gradients:
             fine = {l: a.first_move for l, a in self.answers.items() if BOUNDS[a.bytes].steps}
@@ -259,8 +264,9 @@ class Witness:
         """Accept values that differ by no more than roundings change them."""
         for l in list(self.wrong):
             answer = self.answers[l]
-            if answer.bytes > 2 and (changed := self._rounded_values(l)) is not None:
-                right, error = self._compare_values(self._values[l], answer.tokens, changed)
+            if answer.bytes > 2:
+                changed = self._rounded_values(l)
+                right, _ = self._compare_values(self._values[l], answer.tokens, changed)
                 if right.any():
                     answer.right = right
                     self.findings.unsteady[l] = self.wrong.pop(l)
@@ -373,45 +379,55 @@ class Witness:
             right &= right.all()
         return right, float((error / of_f)[compared].max())
 
-    def _answers_of_copy(self) -> dict[int, _Backward]:
-        """Return what a copy of the model says to the same questions, in float64 if its code runs in it; nothing if it fails."""
-        if self._of_copy is None and self._repeats:
-            for dtype in dict.fromkeys((torch.float64, self.model.replica.dtype)):
-                self._copy, self._of_copy = self._in_dtype(dtype), {}
-                self._copy.samples, self._copy.batch = self.model.samples, self.model.batch
-                if not _failing(self._ask_copy):
-                    break
-        return self._of_copy or {}
+    def _of_copy(self, dtype: torch.dtype, moved: int = 0) -> dict[int, _Backward]:
+        """Return what a copy of the model says to the same questions; nothing if its code fails.
 
-    def _ask_copy(self, move: bool = False) -> None:
-        questions = {l: (answer.tokens, answer.u) for l, answer in self.answers.items()}
-        assert self._copy is not None
-        found = self._pass_backward(self._copy, questions, move)
-        if move:
-            self._rounded.append(found)
-        else:
-            self._of_copy = found
+        Args:
+            dtype: of the copy.
+            moved: 0, or the number of a pass in which states, u and weights are moved by roundings.
+        """
+        if not self._repeats:
+            return {}
+        if (dtype, moved) not in self._of_copies:
+            copy, found = self._copy_in(dtype), {}
+            questions = {l: (answer.tokens, answer.u) for l, answer in self.answers.items()}
+            _failing(lambda: found.update(self._pass_backward(copy, questions, bool(moved))))
+            self._of_copies[dtype, moved] = found
+        return self._of_copies[dtype, moved]
 
-    def _moved_by_roundings(self) -> list[dict[int, _Backward]]:
-        """Return what the copy says with states, u and weights moved by roundings, in several directions."""
-        if self._answers_of_copy():
-            while len(self._rounded) < MOVES and not _failing(partial(self._ask_copy, True)):
-                pass
-        return self._rounded
+    def _copy_in(self, dtype: torch.dtype) -> CutModel:
+        copy = self._in_dtype(dtype)
+        copy.samples, copy.batch = self.model.samples, self.model.batch
+        return copy
 
-    def _rounded_values(self, l: int) -> Float[Tensor, "B n"] | None:
+    @property
+    def _finest(self) -> torch.dtype:
+        """The finest dtype in which a copy runs: code may need another one than float64."""
+        return torch.float64 if self._of_copy(torch.float64) else self.model.replica.dtype
+
+    @property
+    def _own(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        coarse = model_bytes(self.model.replica) <= 4
+        return self.model.dtype or (torch.float32 if coarse else torch.float64)
+
+    def _rounding(
+        self, l: int, dtype: torch.dtype, part: Callable[[_Backward], Tensor], none: Tensor
+    ) -> Float[Tensor, "B *rows"]:
+        """Return the largest part of the answers about a block by which copies of a dtype, moved by roundings, differ."""
+        found = [of[l] for k in range(MOVES) if (of := self._of_copy(dtype, 1 + k))]
+        # Nothing is explained if its code fails.
+        return torch.stack([part(of) for of in found]).amax(0) if found else none
+
+    def _rounded_values(self, l: int) -> Float[Tensor, "B n"]:
         """Return how much roundings change f at each row of a block."""
-        passes = self._moved_by_roundings()
-        return torch.stack([of[l].values[0] for of in passes]).amax(0) if passes else None
+        shape = self.model.calls[0].x[self.model.samples].shape[:2]
+        return self._rounding(l, self._own, lambda of: of.values[0], torch.zeros(shape))
 
-    def _rounded_gradient(self, l: int) -> Float[Tensor, " B"]:
-        """Return how much roundings change J^T u of a block."""
-        passes, own = self._moved_by_roundings(), self._answers_of_copy()[l].JTu
-        return (
-            torch.stack([norm(of[l].JTu - own) for of in passes]).amax(0)
-            if passes
-            else own.new_zeros(len(own))
-        )
+    def _rounded_gradient(self, l: int, dtype: torch.dtype) -> Float[Tensor, " B"]:
+        """Return how far from the true J^T u of a block it is in a dtype, with roundings."""
+        true = self._of_copy(self._finest)[l].JTu
+        return self._rounding(l, dtype, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
     def _moved(
         self, model: CutModel, moves: Mapping[int, Float[Tensor, "B d"]], crowded: bool
@@ -511,21 +527,36 @@ class Witness:
         """Judge products J^T u at the rows of some samples."""
         l = call.layer
         rounding = ROUNDINGS * EPSILON[least] * _ratio(answer.u[asked], JTu)
-        errors = _ratio((answer.gradient - answer.u)[asked] - JTu, JTu)
+        errors = _ratio(answer.JTu[asked] - JTu, JTu)
         error = float(errors.max())
         # Else the sum u + J^T u hides J^T u.
         if (errors <= allowed + rounding).all() and (rounding <= allowed).all():
             self.findings.note("derivative", error)
             return
-        if l in (of_copy := self._answers_of_copy()):
-            of_J = _ratio(of_copy[l].JTu[asked] - JTu, JTu)
-            if (errors <= allowed + rounding).all() and (of_J <= allowed).all():
-                self.findings.note("derivative", float(of_J.max()))
-                return
+        if l in (finest := self._of_copy(self._finest)):
             sizes = norm(JTu).clamp_min(torch.finfo(torch.float64).tiny)
-            changed = CLOSER * self._rounded_gradient(l)[asked] / sizes
-            if (errors <= allowed + rounding + changed).all() and (of_J <= allowed + changed).all():
-                self.findings.unsteady[l] = error
+            true = finest[l].JTu[asked]
+            of_J, of_model = _ratio(true - JTu, JTu), _ratio(answer.JTu[asked] - true, JTu)
+            steady = True
+            if not (right := of_J <= allowed).all():
+                steady = False
+                right = (
+                    of_J
+                    <= allowed + CLOSER * self._rounded_gradient(l, self._finest)[asked] / sizes
+                )
+            if not (own := of_model <= allowed + rounding).all():
+                steady = False
+                own = (
+                    of_model
+                    <= allowed
+                    + rounding
+                    + CLOSER * self._rounded_gradient(l, self._own)[asked] / sizes
+                )
+            if (right & own).all():
+                if steady:
+                    self.findings.note("derivative", float(of_J.max()))
+                else:
+                    self.findings.unsteady[l] = error
                 return
             error = max(error, float(of_J.max()))
         # Also where it is NaN
@@ -589,9 +620,9 @@ class Witness:
             return judge(f, x, own, v, error, size, precision, allowed)
 
         verdict = by_values(self.model, answer.bytes)
-        if not verdict.agree.all() and answer.bytes < 8 and l in (copy := self._answers_of_copy()):
-            assert self._copy is not None
-            verdict = by_values(self._copy, copy[l].bytes)
+        finest = {} if verdict.agree.all() else self._of_copy(self._finest)
+        if l in finest and finest[l].bytes > answer.bytes:
+            verdict = by_values(self._copy_in(self._finest), finest[l].bytes)
         if verdict.agree.all():
             self.findings.note("differences", float(verdict.error.max()))
             if half and not self._samples_are_apart(l, answer, asked):
@@ -599,11 +630,9 @@ class Witness:
             return
         if verdict.refuted.any():
             largest = float(verdict.error[verdict.refuted].max())
-            changed = (
-                CLOSER * (self._rounded_gradient(l)[asked] / norm(Jv))
-                if self._answers_of_copy()
-                else 0
-            )
+            changed = torch.zeros(len(asked))
+            if l in finest:
+                changed = CLOSER * self._rounded_gradient(l, self._finest)[asked] / norm(Jv)
             if not (verdict.error <= changed)[verdict.refuted].all():
                 raise self._other_derivative(
                     call, f"J v by differences of its values differs by {largest:.1e}"
@@ -620,7 +649,8 @@ class Witness:
         change, x = norm(crowded - alone), answer.x[asked]
         bounds = BOUNDS[answer.bytes].exact * norm(alone - x)
         bounds += ROUNDINGS * EPSILON[answer.bytes] * norm(alone)
-        if not (change <= bounds).all() and (changed := self._rounded_values(l)) is not None:
+        if not (change <= bounds).all():
+            changed = self._rounded_values(l)
             bounds += CLOSER * changed[asked, torch.tensor(answer.tokens)[asked]]
         if not (change <= bounds).all():
             self.mixing[l] = float(_ratio(crowded - alone, alone - x).max())
