@@ -9,7 +9,7 @@ whose errors are of order h or h^2, and rounding / h. In each row
 - the derivative agrees if one of them does, to the allowed error and what rounding explains in the largest step. At a kink, such
   as a ReLU's, J is the derivative to one side, or to each side of some units;
 - it is refuted if the central differences of two steps converge, and not to it: they are ten times closer to each other than
-  they are large, and than they are to it; so is rounding; and those to both sides are no further apart than that;
+  they are large, and than they are to it; so is rounding; and those to both sides are three times closer to each other;
 - else differences can't say: each step crosses a jump, or the code amplifies rounding.
 
 What rounding changes in a derivative is measured: `moved` moves states, cotangents and weights by roundings.
@@ -45,6 +45,8 @@ BOUNDS = {
 }
 FIRST = 1  # the step that is tried alone: few units of a ReLU change their sign within it
 CLOSER = 10  # times that differences which converge are closer to each other than to J
+# Times the distance of those to both sides, where J is refuted. At a kink J is about half of it from their mean.
+KINK = 3
 ROUNDINGS = 2  # of the sums x + f and u + J^T u, beside the allowed errors
 
 norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
@@ -109,7 +111,7 @@ def judge(
         converge = (CLOSER * apart <= large).cpu()
         apart = torch.maximum((apart / size(smaller)).cpu(), noise[j])
         nearest = torch.minimum(errors[i], errors[j])
-        refuted |= converge & (CLOSER * apart <= nearest) & (kinks[j] <= nearest)
+        refuted |= converge & (CLOSER * apart <= nearest) & (KINK * kinks[j] <= nearest)
     return Verdict(least, agree, refuted & ~agree)
 
 
