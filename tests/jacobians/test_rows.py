@@ -68,9 +68,7 @@ def test_rows_that_mix_outside_attention_are_measured_over_the_full_sequence():
 @pytest.mark.parametrize("path", tracker.jacobians.rows.PATHS)
 @pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
 @pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_is_caught(
-    monkeypatch, planted, positions, path
-):
+def test_a_detached_key_or_value_is_caught(monkeypatch, planted, positions, path):
     """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
     faulty = {path: detached(tracker.jacobians.rows.PATHS[path], planted)}
     model, inputs = build("gpt_neox")
@@ -91,7 +89,7 @@ def test_where_the_formula_fails_its_check_the_models_own_attention_serves(monke
         out = honest(expansion, *live)
         return 1.01 * out if fault == "value" else out.detach() + 1.01 * (out - out.detach())
 
-    model, inputs = build("llama, grouped keys")
+    model, inputs = build("gpt_neox")
     rows = [(b, inputs.shape[1] - 1) for b in range(len(inputs))]
     seen = jacobians_at(model, inputs, rows)
     honest = tracker.jacobians.row_attention.Expansion.__call__

@@ -56,7 +56,9 @@ norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
 class Verdict:
     """How a derivative compares with differences in each row."""
 
-    error: Float[Tensor, " R"]  # the least of all differences
+    error: Float[
+        Tensor, " R"
+    ]  # the least of central differences; where none agrees, also of those to one side
     agree: Bool[Tensor, " R"]
     refuted: Bool[Tensor, " R"]
 
@@ -92,20 +94,26 @@ def judge(
     epsilon = EPSILON.get(precision, EPSILON[2])  # numbers of one byte have none of their own
     least = torch.full((len(x),), torch.inf, dtype=torch.float64)
     agree, refuted = (torch.zeros(len(x), dtype=torch.bool) for _ in range(2))
-    central, errors, kinks, noise = [], [], [], []
+    central, sides, errors, kinks, noise = [], [], [], [], []
     for relative in bounds.steps:
         h = step(x, relative)
         with torch.no_grad():
             ahead, behind = (f(x + h * v) - y) / h, (y - f(x - h * v)) / h
         central.append((ahead + behind) / 2)
+        sides += [ahead, behind]
         rounding = ROUNDINGS * epsilon * (norm(x) + norm(y)) / h.squeeze(-1)
         noise.append((rounding / size(central[-1])).cpu())
         kinks.append((norm(ahead - behind) / size(central[-1])).cpu())
         errors.append(error(central[-1]).double())
-        for found in (errors[-1], error(ahead).double(), error(behind).double()):
-            least = torch.fmin(least, found)
+        least = torch.fmin(least, errors[-1])
     if bounds.steps:
-        agree = least <= max(allowed, bounds.differences) + noise[0]
+        accepted = max(allowed, bounds.differences) + noise[0]
+        if not (least <= accepted).all():
+            for side in sides:
+                least = torch.where(
+                    least <= accepted, least, torch.fmin(least, error(side).double())
+                )
+        agree = least <= accepted
     for (i, larger), (j, smaller) in pairwise(enumerate(central)):
         apart, large = norm(larger - smaller), norm(smaller)
         converge = (CLOSER * apart <= large).cpu()
