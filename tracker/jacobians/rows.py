@@ -14,9 +14,9 @@ block's weights, where it pays in the order that costs least (`elimination`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import nan
+from math import isnan, nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -67,8 +67,7 @@ class CheckResults:
 
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
-    # NaN for the full sequence, which is the reference, and for a block that an earlier measurement checked
-    derivative_error: float
+    derivative_error: float  # of J^T u at rows that the model was asked about; NaN for others
     # Of each row, against differences of values; NaN where they were not used
     independent_errors: tuple[float, ...]
 
@@ -173,8 +172,11 @@ class Jacobians:
             require_finite(finite, selections[i][0])
         call, (_, first) = selections[0][0], results[0]
         try:
-            for (call, rows), (J, _) in zip(selections, results, strict=True):
-                self._compare_with_model(call, rows, J)
+            for i, (of_call, rows) in enumerate(selections):
+                J, checks = results[i]
+                errors = checks.derivative_error, *self._compare_with_model(of_call, rows, J)
+                largest = max((error for error in errors if not isnan(error)), default=nan)
+                results[i] = J, replace(checks, derivative_error=largest)
         except BlocksNotFound:
             if not first.sliced:
                 raise
@@ -184,13 +186,15 @@ class Jacobians:
             return self(selections)
         return results
 
-    def _compare_with_model(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
-        """Compare Jacobians with what the caller's model says, if it was asked about this call."""
+    def _compare_with_model(
+        self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]
+    ) -> list[float]:
+        """Compare Jacobians with what the caller's model says, if it was asked about this call; return the errors of J^T u."""
         outcome = self.independent.get(call.layer)
         of_values = self.derivative != "autograd" and (
             outcome is None or outcome.method != DETACHED
         )
-        for witness in self.witnesses:
+        return [
             witness.judge(
                 call,
                 rows,
@@ -199,6 +203,8 @@ class Jacobians:
                 gradients=not self._attached,
                 differences=of_values,
             )
+            for witness in self.witnesses
+        ]
 
     def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]

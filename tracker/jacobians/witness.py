@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import nan
 from typing import Any
 
 import torch
@@ -386,11 +387,12 @@ class Witness:
             dtype: of the copy.
             moved: 0, or the number of a pass in which states, u and weights are moved by roundings.
         """
+        if not self._repeats:
+            return {}
         if (dtype, moved) not in self._of_copies:
             copy, found = self._copy_in(dtype), {}
             questions = {l: (answer.tokens, answer.u) for l, answer in self.answers.items()}
-            if self._repeats:
-                _failing(lambda: found.update(self._pass_backward(copy, questions, bool(moved))))
+            _failing(lambda: found.update(self._pass_backward(copy, questions, bool(moved))))
             self._of_copies[dtype, moved] = found
         return self._of_copies[dtype, moved]
 
@@ -472,8 +474,11 @@ class Witness:
         exact: bool,
         gradients: bool,
         differences: bool,
-    ) -> None:
+    ) -> float:
         """Compare the Jacobians of a call at some rows, without the identity, with what the model says.
+
+        Returns:
+            The error of J^T u; NaN if the model was not asked about these rows.
 
         Args:
             exact: whether J was formed in the precision of its dtype.
@@ -490,13 +495,13 @@ class Witness:
             or call is not self.model.calls[call.layer - 1]
             or rows.source is not None
         ):
-            return
+            return nan
         self.require_values(call.layer)
         samples, tokens = torch.tensor(self.model.asked), torch.tensor(answer.tokens)
         same = (rows.sample == samples[:, None]) & (rows.token == tokens[:, None])
         asked, at = (same & answer.right[:, None]).nonzero(as_tuple=True)
         if not len(asked):
-            return
+            return nan
         least = min(answer.bytes, J.itemsize)
         (at,) = to_device(J.device, at)
         (given,) = to_device(J.device, torch.stack([answer.u, answer.v])[:, asked].to(J.dtype))
@@ -504,15 +509,16 @@ class Witness:
         JTu, Jv = _plain(
             torch.stack([(J.mT @ given[0, ..., None])[..., 0], (J @ given[1, ..., None])[..., 0]])
         )
-        exactly = BOUNDS[least if exact else 2]
+        exactly, error = BOUNDS[least if exact else 2], nan
         if gradients:
             if call.layer == 1:
                 self._require_no_way_beside(call, answer, norm(JTu).max())
-            self._judge_gradient(call, answer, asked, JTu, exactly.exact, least)
+            error = self._judge_gradient(call, answer, asked, JTu, exactly.exact, least)
         half = len(answer.y) // 2
         if answer.difference is not None and differences and (asked >= half).any():
             later = asked >= half
             self._judge_differences(call, answer, asked[later], Jv[later], exactly.differences)
+        return error
 
     def _judge_gradient(
         self,
@@ -522,8 +528,8 @@ class Witness:
         JTu: Float[Tensor, "r d"],
         allowed: float,
         least: int,
-    ) -> None:
-        """Judge products J^T u at the rows of some samples."""
+    ) -> float:
+        """Judge products J^T u at the rows of some samples; return the largest error."""
         l = call.layer
         rounding = ROUNDINGS * EPSILON[least] * _ratio(answer.u[asked], JTu)
         errors = _ratio(answer.JTu[asked] - JTu, JTu)
@@ -531,7 +537,7 @@ class Witness:
         # Else the sum u + J^T u hides J^T u.
         if (errors <= allowed + rounding).all() and (rounding <= allowed).all():
             self.findings.note("derivative", error)
-            return
+            return error
         if l in (finest := self._of_copy(self._finest)):
             sizes = norm(JTu).clamp_min(torch.finfo(torch.float64).tiny)
             true = finest[l].JTu[asked]
@@ -556,7 +562,7 @@ class Witness:
                     self.findings.note("derivative", float(of_J.max()))
                 else:
                     self.findings.unsteady[l] = error
-                return
+                return float(of_J.max())
             error = max(error, float(of_J.max()))
         # Also where it is NaN
         raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
