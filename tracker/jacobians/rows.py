@@ -14,9 +14,9 @@ block's weights, where it pays in the order that costs least (`elimination`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import isnan, nan
+from math import nan
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -67,7 +67,8 @@ class CheckResults:
 
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
-    derivative_error: float  # of J^T u at rows that the model was asked about; NaN for others
+    # NaN where single rows are not compared with the full sequence: but for blocks with several attentions, and pairs of rows
+    derivative_error: float
     # Of each row, against differences of values; NaN where they were not used
     independent_errors: tuple[float, ...]
 
@@ -172,11 +173,8 @@ class Jacobians:
             require_finite(finite, selections[i][0])
         call, (_, first) = selections[0][0], results[0]
         try:
-            for i, (of_call, rows) in enumerate(selections):
-                J, checks = results[i]
-                errors = checks.derivative_error, *self._compare_with_model(of_call, rows, J)
-                largest = max((error for error in errors if not isnan(error)), default=nan)
-                results[i] = J, replace(checks, derivative_error=largest)
+            for (call, rows), (J, _) in zip(selections, results, strict=True):
+                self._compare_with_model(call, rows, J)
         except BlocksNotFound:
             if not first.sliced:
                 raise
@@ -186,15 +184,13 @@ class Jacobians:
             return self(selections)
         return results
 
-    def _compare_with_model(
-        self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]
-    ) -> list[float]:
-        """Compare Jacobians with what the caller's model says, if it was asked about this call; return the errors of J^T u."""
+    def _compare_with_model(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
+        """Compare Jacobians with what the caller's model says, if it was asked about this call."""
         outcome = self.independent.get(call.layer)
         of_values = self.derivative != "autograd" and (
             outcome is None or outcome.method != DETACHED
         )
-        return [
+        for witness in self.witnesses:
             witness.judge(
                 call,
                 rows,
@@ -203,8 +199,6 @@ class Jacobians:
                 gradients=not self._attached,
                 differences=of_values,
             )
-            for witness in self.witnesses
-        ]
 
     def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]

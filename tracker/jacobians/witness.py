@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from math import nan
 from typing import Any
 
 import torch
@@ -474,11 +473,8 @@ class Witness:
         exact: bool,
         gradients: bool,
         differences: bool,
-    ) -> float:
+    ) -> None:
         """Compare the Jacobians of a call at some rows, without the identity, with what the model says.
-
-        Returns:
-            The error of J^T u; NaN if the model was not asked about these rows.
 
         Args:
             exact: whether J was formed in the precision of its dtype.
@@ -495,13 +491,13 @@ class Witness:
             or call is not self.model.calls[call.layer - 1]
             or rows.source is not None
         ):
-            return nan
+            return
         self.require_values(call.layer)
         samples, tokens = torch.tensor(self.model.asked), torch.tensor(answer.tokens)
         same = (rows.sample == samples[:, None]) & (rows.token == tokens[:, None])
         asked, at = (same & answer.right[:, None]).nonzero(as_tuple=True)
         if not len(asked):
-            return nan
+            return
         least = min(answer.bytes, J.itemsize)
         (at,) = to_device(J.device, at)
         (given,) = to_device(J.device, torch.stack([answer.u, answer.v])[:, asked].to(J.dtype))
@@ -509,16 +505,15 @@ class Witness:
         JTu, Jv = _plain(
             torch.stack([(J.mT @ given[0, ..., None])[..., 0], (J @ given[1, ..., None])[..., 0]])
         )
-        exactly, error = BOUNDS[least if exact else 2], nan
+        exactly = BOUNDS[least if exact else 2]
         if gradients:
             if call.layer == 1:
                 self._require_no_way_beside(call, answer, norm(JTu).max())
-            error = self._judge_gradient(call, answer, asked, JTu, exactly.exact, least)
+            self._judge_gradient(call, answer, asked, JTu, exactly.exact, least)
         half = len(answer.y) // 2
         if answer.difference is not None and differences and (asked >= half).any():
             later = asked >= half
             self._judge_differences(call, answer, asked[later], Jv[later], exactly.differences)
-        return error
 
     def _judge_gradient(
         self,
@@ -528,8 +523,8 @@ class Witness:
         JTu: Float[Tensor, "r d"],
         allowed: float,
         least: int,
-    ) -> float:
-        """Judge products J^T u at the rows of some samples; return the largest error."""
+    ) -> None:
+        """Judge products J^T u at the rows of some samples."""
         l = call.layer
         rounding = ROUNDINGS * EPSILON[least] * _ratio(answer.u[asked], JTu)
         errors = _ratio(answer.JTu[asked] - JTu, JTu)
@@ -537,7 +532,7 @@ class Witness:
         # Else the sum u + J^T u hides J^T u.
         if (errors <= allowed + rounding).all() and (rounding <= allowed).all():
             self.findings.note("derivative", error)
-            return error
+            return
         if l in (finest := self._of_copy(self._finest)):
             sizes = norm(JTu).clamp_min(torch.finfo(torch.float64).tiny)
             true = finest[l].JTu[asked]
@@ -562,7 +557,7 @@ class Witness:
                     self.findings.note("derivative", float(of_J.max()))
                 else:
                     self.findings.unsteady[l] = error
-                return float(of_J.max())
+                return
             error = max(error, float(of_J.max()))
         # Also where it is NaN
         raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")

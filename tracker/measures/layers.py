@@ -190,8 +190,8 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
         "‖f − f₀‖ / max(‖f₀‖, floor ‖x‖), f of the row alone, f₀ as recorded",
     ),
     "derivative_error": (
-        "error of a vector-Jacobian product against the model's own gradient, at one row of each sample",
-        "‖Jᵀu − g‖ / ‖Jᵀu‖, g by the model's backward pass less u, u random",
+        "error of a vector-Jacobian product of a row alone against that of the full sequence; NaN where the model is asked",
+        "‖Jᵀu − g‖ / max(‖g‖, floor ‖u‖), g of the full sequence, u random",
     ),
     "independent_error": (
         "error of J v against differences of values",
