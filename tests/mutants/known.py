@@ -625,9 +625,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "SpanCall: field(kw_only=True) -> field(kw_only=False) (2)",
         "_TensorReplacement.current: self.replaced[id(value)][1] -> self.replaced[id(value)][2]",
     ),
-    "tracker/spans/checks.py": (
-        "check_stateless: calls[0].span[0] -> calls[0].span[1]",
-    ),
+    "tracker/spans/checks.py": ("check_stateless: calls[0].span[0] -> calls[0].span[1]",),
     "tracker/spans/recording.py": (
         "_Recorder.calls: calls[-1] -> calls[-2] (3)",
         "_Recorder.calls: order != sorted(order) or any((start == end for start, end in self.spans)) -> order != sorted(order) and any((start == end for start, end in self.spans))",

@@ -8,14 +8,15 @@ block at one row of each sample, about its values at all rows:
     values        from the recorded state, the block gives the recorded output
     derivative    J^T u, along every path, in two backward passes: from the rows of half of the samples, then of the others.
                   Each must leave the states of the other half without a gradient
-    differences   J v, from the same pass and one with the states of all blocks moved by h v. There the first half of the samples
-                  are near copies of a row of the others, which compete with it for any limited capacity
+    differences   J v, from the same pass and one with the states of all blocks moved by h v
+    crowd         the outputs of the second half of the samples are the same where all states of the first half are near copies
+                  of a row of theirs, which compete with it for any limited capacity
 
 J^T u and J v are compared with products of the Jacobian that was formed, at rows that are measured (`Witness.judge`). If a block
 disagrees in the differences, it is asked again with its state alone moved, which leaves what earlier blocks give to it (keys, the
 first state) as it was, by +- h v and with several h: differences convict only if two steps agree.
 
-Cost: one pass with gradients and one without, of all samples if they are small, else of two.
+Cost: one pass with gradients and one or two without, of all samples if they are small, else of two.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,6 +49,7 @@ from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import GradientsStayOn
 from tracker.linalg.precision import EPSILON, Roundings
 from tracker.linalg.transfer import SEED, to_device
+from tracker.linalg.transfer import moved as on_one_device
 from tracker.model.attention import OriginalAttention, intercept_attention
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound, chained
@@ -234,7 +236,9 @@ class Witness:
         self._explain_values()
         if gradients:
             fine = {l: a.first_move for l, a in self.answers.items() if BOUNDS[a.bytes].steps}
-            for l, ahead in self._moved(self.model, fine, crowded=True).items():
+            if len(self.model.asked) > 1 and self._repeats:
+                self._ask_crowded()
+            for l, ahead in self._moved(self.model, fine).items():
                 answer = self.answers[l]
                 half = len(answer.y) // 2
                 answer.difference = (ahead - answer.y[half:]) / answer.first_step[half:]
@@ -249,7 +253,7 @@ class Witness:
         again, self.wrong = self.wrong or questions, {}
         for l in again:
             row, at = found[l], questions[l][0]
-            right, error = self._compare_values(row, at)
+            right, error = self._compare_values(row.values, row.bytes, at)
             self.answers[l] = Answer(
                 at, row.bytes, row.u, row.gradient, row.beside, v[l - 1], row.x, row.y, right
             )
@@ -266,7 +270,8 @@ class Witness:
             answer = self.answers[l]
             if answer.bytes > 2:
                 changed = self._rounded_values(l)
-                right, _ = self._compare_values(self._values[l], answer.tokens, changed)
+                values = self._values[l].values
+                right, _ = self._compare_values(values, answer.bytes, answer.tokens, changed)
                 if right.any():
                     answer.right = right
                     self.findings.unsteady[l] = self.wrong.pop(l)
@@ -353,11 +358,18 @@ class Witness:
             else:
                 stack.enter_context(torch.no_grad())
             model.run(begin, end, max(questions))
-        tensors = [_plain(torch.stack(of_all)) for of_all in zip(*found.values(), strict=True)]
+        stacked = [
+            torch.stack(of_all).detach().double() for of_all in zip(*found.values(), strict=True)
+        ]
+        tensors = on_one_device(stacked, "cpu")
         return {l: _Backward(least[l], *of_one) for l, *of_one in zip(found, *tensors, strict=True)}
 
     def _compare_values(
-        self, found: _Backward, tokens: Sequence[int], changed: Tensor | float = 0.0
+        self,
+        values: Float[Tensor, "3 B n"],
+        least: int,
+        tokens: Sequence[int],
+        changed: Tensor | float = 0.0,
     ) -> tuple[Bool[Tensor, " B"], float]:
         """Return whether a block's f is the recorded one at each sample's row, and the largest error, relative to f.
 
@@ -367,11 +379,10 @@ class Witness:
         Args:
             changed: how much roundings change it.
         """
-        least = found.bytes
-        compared = torch.zeros(found.values.shape[1:], dtype=torch.bool)
+        compared = torch.zeros(values.shape[1:], dtype=torch.bool)
         for b, sample in enumerate(self.model.asked):
             compared[b, self.valid[sample] if least > 2 else tokens[b]] = True
-        error, of_f, of_y = found.values
+        error, of_f, of_y = values
         of_f = of_f.clamp_min(torch.finfo(torch.float64).tiny)
         allowed = BOUNDS[least].exact * of_f + ROUNDINGS * EPSILON[least] * of_y + CLOSER * changed
         right = ((error <= allowed) | ~compared).all(-1)
@@ -429,14 +440,48 @@ class Witness:
         true = self._of_copy(self._finest)[l].JTu
         return self._rounding(l, dtype, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
+    def _ask_crowded(self) -> None:
+        """Find blocks in which outputs of the second half of the samples change if all other states are near copies of a row.
+
+        The copies compete for any limited capacity.
+        """
+        model, half = self.model, len(self.model.asked) // 2
+        values: dict[int, Tensor] = {}
+
+        def begin(l: int, found: Tensor) -> Tensor:
+            x = model.recorded(l, found)
+            if (answer := self.answers.get(l + 1)) is not None:
+                row = x[model.rows(answer.tokens, x)][-1]
+                noise = torch.randn(x[:half].shape, generator=self.generator)
+                (noise,) = to_device(x.device, noise.to(x.dtype))
+                x[:half] = row + NEAR * row.square().mean().sqrt() * noise
+            return x
+
+        def end(l: int, y: Tensor) -> None:
+            before, recorded = (model.recorded(k, y, torch.float64) for k in (l - 1, l))
+            values[l] = torch.stack(
+                [norm(y.double() - recorded), norm(recorded - before), norm(recorded)]
+            )
+            values[l][:, :half] = 0
+
+        with torch.no_grad():
+            model.run(begin, end, model.L)
+        for l, of_block in zip(values, _plain(torch.stack([*values.values()])), strict=True):
+            answer = self.answers[l]
+            right, error = self._compare_values(of_block, answer.bytes, answer.tokens)
+            if not right.all() and l not in self.wrong:
+                changed = self._rounded_values(l)
+                right, _ = self._compare_values(of_block, answer.bytes, answer.tokens, changed)
+            if not right.all() and l not in self.wrong:
+                self.mixing.setdefault(l, error)
+
     def _moved(
-        self, model: CutModel, moves: Mapping[int, Float[Tensor, "B d"]], crowded: bool
+        self, model: CutModel, moves: Mapping[int, Float[Tensor, "B d"]]
     ) -> dict[int, Float[Tensor, "b d"]]:
         """Ask for the outputs of some blocks at the rows of the second half of the samples, with their states moved there.
 
         Args:
             moves: by layer; those of the first half of the samples are not made.
-            crowded: whether all states of the first half are near copies of a row of the others.
         """
         ends, half = {}, len(model.asked) // 2
         if not moves:
@@ -446,10 +491,6 @@ class Witness:
             x = model.recorded(l, found)
             if (of_rows := moves.get(l + 1)) is not None:
                 at = model.rows(self.answers[l + 1].tokens, x)
-                if crowded and half:
-                    row = x[at][-1]
-                    noise = torch.randn(x[:half].shape, generator=self.generator).to(x)
-                    x[:half] = row + NEAR * row.square().mean().sqrt() * noise
                 at = at[0][half:], at[1][half:]
                 x[at] += to_device(x.device, of_rows[half:].to(x.dtype))[0]
             return x
@@ -530,10 +571,13 @@ class Witness:
         errors = _ratio(answer.JTu[asked] - JTu, JTu)
         error = float(errors.max())
         # Else the sum u + J^T u hides J^T u.
-        if (errors <= allowed + rounding).all() and (rounding <= allowed).all():
+        agrees = bool((errors <= allowed + rounding).all())
+        hidden = not (rounding <= allowed).all()
+        finest = {} if agrees and not hidden else self._of_copy(self._finest)
+        if agrees and l not in finest:
             self.findings.note("derivative", error)
             return
-        if l in (finest := self._of_copy(self._finest)):
+        if l in finest:
             sizes = norm(JTu).clamp_min(torch.finfo(torch.float64).tiny)
             true = finest[l].JTu[asked]
             of_J, of_model = _ratio(true - JTu, JTu), _ratio(answer.JTu[asked] - true, JTu)
@@ -613,7 +657,7 @@ class Witness:
             def f(points: Tensor) -> Tensor:
                 moves = torch.zeros_like(answer.x)
                 moves[asked] = points - x
-                return self._moved(model, {l: moves}, crowded=False)[l][rows]
+                return self._moved(model, {l: moves})[l][rows]
 
             own = y if model is self.model else f(x)
             size = lambda _: norm(Jv).clamp_min(torch.finfo(torch.float64).tiny)  # noqa: E731
@@ -625,8 +669,6 @@ class Witness:
             verdict = by_values(self._copy_in(self._finest), finest[l].bytes)
         if verdict.agree.all():
             self.findings.note("differences", float(verdict.error.max()))
-            if half and not self._samples_are_apart(l, answer, asked):
-                self.require_apart(call)
             return
         if verdict.refuted.any():
             largest = float(verdict.error[verdict.refuted].max())
@@ -638,23 +680,6 @@ class Witness:
                     call, f"J v by differences of its values differs by {largest:.1e}"
                 )
         self.findings.undecided.add(l)
-
-    def _samples_are_apart(self, l: int, answer: Answer, asked: Tensor) -> bool:
-        """Whether a block's output at rows is the same where the other samples are near copies of one of them."""
-        rows = asked - len(answer.y) // 2
-        alone, crowded = (
-            self._moved(self.model, {l: answer.first_move}, crowd)[l][rows]
-            for crowd in (False, True)
-        )
-        change, x = norm(crowded - alone), answer.x[asked]
-        bounds = BOUNDS[answer.bytes].exact * norm(alone - x)
-        bounds += ROUNDINGS * EPSILON[answer.bytes] * norm(alone)
-        if not (change <= bounds).all():
-            changed = self._rounded_values(l)
-            bounds += CLOSER * changed[asked, torch.tensor(answer.tokens)[asked]]
-        if not (change <= bounds).all():
-            self.mixing[l] = float(_ratio(crowded - alone, alone - x).max())
-        return l not in self.mixing
 
     def require_apart(self, call: BlockCall) -> None:
         """Raise UsageError if the samples of a block depend on each other."""
