@@ -523,6 +523,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "Blocks.__str__: self.unembedding or 'none' -> self.unembedding and 'none'",
     ),
     "tracker/model/functions.py": (
+        "_around: function.__closure__ or () -> function.__closure__ and ()",
         "_held: value.__kwdefaults__ or {} -> value.__kwdefaults__ and {}",
         "returns_value: now.opname == 'RETURN_VALUE' -> now.opname != 'RETURN_VALUE'",
         "returns_value: return True -> return False (3)",
@@ -554,6 +555,11 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "is_experts_kernel: return False -> return True",
         "is_kernel: return False -> return True",
     ),
+    "tracker/model/outside.py": (
+        "_Pickler.persistent_id: isinstance(value, np.ndarray) and value.nbytes > LARGE -> isinstance(value, np.ndarray) or value.nbytes > LARGE",
+        "_Pickler.persistent_id: len(value) > LONG -> len(value) <= LONG",
+        "_is_of_library: f'{module}'.partition('.')[0] in guard.KNOWN -> f'{module}'.partition('.')[0] not in guard.KNOWN",
+    ),
     "tracker/model/random_numbers.py": (
         "noise_like: 1 + values.square().mean().sqrt() -> 1 - values.square().mean().sqrt()",
     ),
@@ -581,6 +587,11 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "adds: diagonal > LEAST -> diagonal <= LEAST",
         "has_matrices: sum((p is not None and p.dim() > 1 for part in parts for p in part._parameters.values())) > 1 -> sum((p is not None and p.dim() > 1 for part in parts for p in part._parameters.values())) <= 1",
         "may_be_block: parameter.dim() > 1 -> parameter.dim() <= 1",
+    ),
+    "tracker/model/tail.py": (
+        "Tail.__torch_function__: self.tables |= {len(t) for t in tensors if t.dim() == 2 and t.is_floating_point()} -> self.tables &= {len(t) for t in tensors if t.dim() == 2 and t.is_floating_point()}",
+        "Tail._gives: 1 < m == n - 1 -> 1 <= m == n - 1",
+        "Tail.find_logits: n - 1 -> n + 1",
     ),
     "tracker/model/undisturbed.py": (
         "undisturbed: part.__dict__.update(copier.copy_nested(attributes), training=False) -> part.__dict__.update(copier.copy_nested(attributes), training=True)",
@@ -647,6 +658,11 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/training/callback.py": (
         "CouplingCallback.setup: trainer.global_step < self.run.last_checked -> trainer.global_step <= self.run.last_checked",
+    ),
+    "tracker/training/claim.py": (
+        "check_inputs: store is None -> store is not None",
+        "open_for_run: earlier is not None and earlier.lock.held and (not earlier.lock.has_file) -> earlier is not None and earlier.lock.held and earlier.lock.has_file",
+        "open_for_run: store.path.resolve() / '.training' -> store.path.resolve() * '.training'",
     ),
     "tracker/training/options.py": (
         "RunOptions: class RunOptions(Options, total=False): -> class RunOptions(Options, total=True):",
