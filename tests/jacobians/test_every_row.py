@@ -207,7 +207,7 @@ def test_samples_that_mix_at_one_token_and_coordinate_are_refused():
     only[-1, 0] = 0.1
     for block in net:
         block.attn.out_proj.weight.data.zero_()
-    with pytest.raises(UsageError, match="mixes the samples.* have a derivative with respect to"):
+    with pytest.raises(UsageError, match="mixes the samples"):
         measured(net, x, "float64")
 
 

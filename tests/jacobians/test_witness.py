@@ -203,7 +203,7 @@ class Unsteady(Block):
 
 @pytest.mark.parametrize(
     "block, error, found",
-    [(Block, 0.02, "refused"), (Unsteady, 0.02, "told"), (Unsteady, 0.5, "refused")],
+    [(Block, 0.02, "refused"), (Unsteady, 0.0, "told"), (Unsteady, 0.02, "refused")],
 )
 def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
     block, error, found, monkeypatch
@@ -451,7 +451,8 @@ def test_nothing_is_asked_where_the_caller_says_so():
     torch.manual_seed(0)
     model = Model()
     model.register_forward_hook(pytest.fail)
-    assert tracker.measure(model, IDS, k=4, witness="off").attrs["witness"] == "not asked"
+    said = tracker.measure(model, IDS, k=4, witness="off").attrs["witness"]
+    assert said.startswith("not asked: the caller turned it off; its copy agrees")
 
 
 def test_the_copy_answers_for_a_model_that_cannot_run():
@@ -471,27 +472,3 @@ def test_the_copy_answers_for_a_model_that_cannot_run():
         attribute.startswith("not asked: RuntimeError: ")
         and "; its copy agrees at one row of each block" in attribute
     )
-
-
-def _form_with_hook(model, factor):
-    """Return the form of a model with a hook that is gone afterwards, so that the next one may lie at its address."""
-    handle = model.blocks[1].register_forward_hook(lambda *_: factor)
-    form = form_of(model)
-    handle.remove()
-    return form
-
-
-def test_a_form_changes_with_modules_and_hooks():
-    torch.manual_seed(0)
-    model = Model()
-    first = form_of(model)
-    with torch.no_grad():
-        model.embedding.weight.add_(1)
-    assert form_of(model) == first
-    handle = model.blocks[1].register_forward_hook(print)
-    assert form_of(model) != first
-    handle.remove()
-    assert form_of(model) == first
-    assert _form_with_hook(model, 1) != _form_with_hook(model, 2)
-    model.blocks[1].mlp = nn.Sequential(nn.Linear(D, D))
-    assert form_of(model) != first

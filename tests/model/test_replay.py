@@ -190,7 +190,6 @@ def test_a_gate_in_float32_is_sliced_and_its_error_told():
     seen = jacobians(model, x)
     for l, (J, checks) in enumerate(seen):
         assert checks.sliced and checks.value_error < SINGLE
-        assert 1e-9 < checks.derivative_error < SINGLE
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
 
 

@@ -236,8 +236,11 @@ class Witness:
         self._explain_values()
         if gradients:
             fine = {l: a.first_move for l, a in self.answers.items() if BOUNDS[a.bytes].steps}
-            if len(self.model.asked) > 1 and self._repeats:
-                self._ask_crowded()
+            B = len(self.model.asked)
+            if B > 1 and self._repeats:
+                # A row may pass before all others, or after them.
+                for sample in {B // 2, B - 1}:
+                    self._ask_crowded(sample)
             for l, ahead in self._moved(self.model, fine).items():
                 answer = self.answers[l]
                 half = len(answer.y) // 2
@@ -440,10 +443,13 @@ class Witness:
         true = self._of_copy(self._finest)[l].JTu
         return self._rounding(l, dtype, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
-    def _ask_crowded(self) -> None:
+    def _ask_crowded(self, sample: int) -> None:
         """Find blocks in which outputs of the second half of the samples change if all other states are near copies of a row.
 
         The copies compete for any limited capacity.
+
+        Args:
+            sample: whose row it is, one of the second half.
         """
         model, half = self.model, len(self.model.asked) // 2
         values: dict[int, Tensor] = {}
@@ -451,7 +457,7 @@ class Witness:
         def begin(l: int, found: Tensor) -> Tensor:
             x = model.recorded(l, found)
             if (answer := self.answers.get(l + 1)) is not None:
-                row = x[model.rows(answer.tokens, x)][-1]
+                row = x[sample, answer.tokens[sample]]
                 noise = torch.randn(x[:half].shape, generator=self.generator)
                 (noise,) = to_device(x.device, noise.to(x.dtype))
                 x[:half] = row + NEAR * row.square().mean().sqrt() * noise
