@@ -7,7 +7,6 @@ replica runs in its place, which shows what reaches a block's output, and not wh
 Cost: a forward pass. Memory with gradients: the graph of one block, and of what precedes block 1.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
@@ -52,12 +51,10 @@ def why_not(replica: Replica) -> str:
 
 
 def model_bytes(replica: Replica) -> int:
-    """Return the bytes of most of the numbers that the caller's model holds as weights."""
-    weights = [p for p in innermost(replica.model).parameters() if p.is_floating_point()]
-    sizes = Counter[int]()
-    for p in weights:
-        sizes[p.itemsize] += p.numel()
-    return sizes.most_common(1)[0][0] if sizes else replica.dtype.itemsize
+    """Return the bytes of the first floating number among the weights of the caller's model."""
+    weights = innermost(replica.model).parameters()
+    sizes = (p.itemsize for p in weights if p.is_floating_point())
+    return next(sizes, replica.dtype.itemsize)
 
 
 class CutModel:
