@@ -58,7 +58,7 @@ class Model(nn.Module):
         super().__init__()
         self.embedding, self.gives = nn.Embedding(30, D), gives
         self.blocks = nn.ModuleList(Block(adds) for _ in range(L))
-        self.outside = nn.Linear(D, 1)
+        self.outside = nn.ModuleList(nn.Linear(D, 1) for _ in range(L))
 
     def step(self, l: int, x: Tensor) -> Tensor:
         return self.blocks[l](x, *self.gives(self, l, x))
@@ -87,6 +87,7 @@ class Fault:
         says: part of the error, which names the block; empty: the Jacobians are right.
         gives: what the model gives the blocks beside the state.
         positions: `tokens=` of the measurement.
+        layers: where it can be seen.
     """
 
     adds: Callable[..., Any]
@@ -94,6 +95,7 @@ class Fault:
     gives: Callable[..., tuple] = lambda model, l, x: ()
     ids: Tensor = IDS
     positions: Sequence[int] = (0, -1)
+    layers: Sequence[int] = range(1, L + 1)
 
     def model(self, seed: int = 0) -> Any:
         torch.manual_seed(seed)
@@ -144,9 +146,9 @@ def by_order(block: Block, x: Tensor) -> Tensor:
 
 
 def by_scores(block: Block, x: Tensor) -> Tensor:
-    """An expert that takes the half of the batch's tokens with the highest scores."""
+    """An expert that takes the third of the batch's tokens with the highest scores."""
     scores = block.gate(x).flatten()
-    return (scores >= scores.median()).view(*x.shape[:2], 1) * block.mlp(x)
+    return (scores >= scores.quantile(2 / 3)).view(*x.shape[:2], 1) * block.mlp(x)
 
 
 def softmax_of_batch(block: Block, x: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def counted(block: Block, x: Tensor) -> Tensor:
 
 
 def set_shift(model: Model, l: int, x: Tensor) -> tuple:
-    model.blocks[l].shift = model.outside(x)
+    model.blocks[l].shift = model.outside[l](x)
     return ()
 
 
@@ -187,7 +189,7 @@ CONTEXT: list[Tensor] = []  # what a model leaves for its blocks; no module hold
 
 
 def leave(model: Model, l: int, x: Tensor) -> tuple:
-    CONTEXT[:] = [model.outside(x)]
+    CONTEXT[:] = [model.outside[l](x)]
     return ()
 
 
@@ -209,7 +211,8 @@ FAULTS = {
     ),
     "detached mean of the batch": Fault(lambda b, x: x.mean(0).detach().tanh() + 0 * x, MIXES),
     "a capacity, in order": Fault(by_order, MIXES),
-    "a capacity, by scores": Fault(by_scores, MIXES),
+    # Copies of the one token that is the last to pass change nothing: one draw in fifteen.
+    "a capacity, by scores": Fault(by_scores, MIXES, layers=[1, 2]),
     "distance from one sample": Fault(
         lambda b, x: (x - 0.5 * x.mean(0, keepdim=True)).tanh(), ids=IDS[:1]
     ),
@@ -251,7 +254,7 @@ FAULTS = {
     "a gate": Fault(
         lambda b, x, gate: gate * x.tanh(),
         OTHER_WAY,
-        gives=lambda m, l, x: ((4 * m.outside(x)).sigmoid(),),
+        gives=lambda m, l, x: ((4 * m.outside[l](x)).sigmoid(),),
     ),
     "a number": Fault(
         lambda b, x, number: number * x.tanh(),
@@ -259,6 +262,7 @@ FAULTS = {
         gives=lambda m, l, x: (x[0, -1].norm().item(),),
         ids=IDS[:1],
         positions=[-1],
+        layers=[2, 3],  # that of block 1 is computed before the state is set
     ),
     "an attribute": Fault(lambda b, x: b.shift + 0 * x, OTHER_WAY, gives=set_shift),
     "a context": Fault(lambda b, x: CONTEXT[0] + 0 * x, UNSTEADY, gives=leave),
@@ -268,15 +272,18 @@ FAULTS = {
 }
 
 
-OTHER_WAYS = [name for name, fault in FAULTS.items() if fault.says == OTHER_WAY]
-# What the model computes without a derivative before block 1 begins is a constant.
-OF_BLOCKS = [(name, l) for name in FAULTS for l in range(1, L + 1) if (name, l) != ("a number", 1)]
+# Differences alone show a number; numbers of two bytes are too coarse for them.
+WAYS_OF_TENSORS = [
+    name for name, fault in FAULTS.items() if fault.says == OTHER_WAY and name != "a number"
+]
 full_sequence = pytest.mark.filterwarnings("ignore:.*full sequence")
 
 
 @full_sequence
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("name, layer", OF_BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "layer"), [(name, layer) for name, fault in FAULTS.items() for layer in fault.layers]
+)
 def test_a_fault_of_one_block_is_refused_or_measured_right(name, layer, dtype):
     fault = FAULTS[name]
     model = fault.model().to(dtype).open(layer)
@@ -289,17 +296,14 @@ def test_a_fault_of_one_block_is_refused_or_measured_right(name, layer, dtype):
     assert_right(ds, model, states(model, fault), CLOSE[dtype], fault.positions)
 
 
-@pytest.mark.parametrize("name", [name for name in OTHER_WAYS if name != "a number"])
+@pytest.mark.parametrize("name", WAYS_OF_TENSORS)
 def test_other_ways_are_refused_in_bfloat16(name):
-    """Numbers of two bytes are too coarse for differences, which alone show a number."""
     fault = FAULTS[name]
     with pytest.raises(UsageError, match=OTHER_WAY):
         fault.measured(fault.model().bfloat16(), torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name", [*(name for name in OTHER_WAYS if name != "a number"), "a context"]
-)
+@pytest.mark.parametrize("name", [*WAYS_OF_TENSORS, "a context"])
 def test_proposed_spans_give_the_true_jacobian(name):
     fault = FAULTS[name]
     model = fault.model().double()

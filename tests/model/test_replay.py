@@ -1,4 +1,4 @@
-"""Blocks run again outside of their model: samples that mix, arithmetic in two precisions, what their code may raise."""
+"""Blocks run again outside of their model: an axis of samples, arithmetic in two precisions, what their code may raise."""
 
 import json
 from dataclasses import dataclass
