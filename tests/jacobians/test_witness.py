@@ -82,7 +82,7 @@ class Unsteady(Block):
 
 @pytest.mark.parametrize(
     "block, error, found",
-    [(Block, 0.02, "refused"), (Unsteady, 0.02, "told"), (Unsteady, 0.5, "refused")],
+    [(Block, 0.02, "refused"), (Unsteady, 0.0, "told"), (Unsteady, 0.02, "refused")],
 )
 def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
     block, error, found, monkeypatch

@@ -45,6 +45,7 @@ from tracker.jacobians.restriction import (
     linearize_rows,
     replay_errors,
     restrict,
+    slicing_errors,
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
@@ -418,7 +419,8 @@ class Jacobians:
         chunk = _chunk(16 * x.numel() + 2 * copied, x, self.memory)
         identity = selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
-        with float32_products("tf32") if self.precision == "tf32" else nullcontext():
+        products = float32_products("tf32") if self.precision == "tf32" else nullcontext()
+        with slicing_errors(), products:
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
             if (
                 isinstance(block, Elimination)

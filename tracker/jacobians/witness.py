@@ -577,8 +577,8 @@ class Witness:
         errors = _ratio(answer.JTu[asked] - JTu, JTu)
         error = float(errors.max())
         # Else the sum u + J^T u hides J^T u.
-        agrees = bool((errors <= allowed + rounding).all())
         hidden = not (rounding <= allowed).all()
+        agrees = bool((errors <= allowed + rounding).all())
         finest = {} if agrees and not hidden else self._of_copy(self._finest)
         if agrees and l not in finest:
             self.findings.note("derivative", error)
@@ -588,11 +588,13 @@ class Witness:
             true = finest[l].JTu[asked]
             of_J, of_model = _ratio(true - JTu, JTu), _ratio(answer.JTu[asked] - true, JTu)
             steady = True
-            if not (right := of_J <= allowed).all():
+            # Nothing is finer than the copy: both sums round.
+            allowed_J = allowed + CLOSER * EPSILON[8] * _ratio(answer.u[asked], JTu)
+            if not (right := of_J <= allowed_J).all():
                 steady = False
                 right = (
                     of_J
-                    <= allowed + CLOSER * self._rounded_gradient(l, self._finest)[asked] / sizes
+                    <= allowed_J + CLOSER * self._rounded_gradient(l, self._finest)[asked] / sizes
                 )
             if not (own := of_model <= allowed + rounding).all():
                 steady = False
