@@ -39,15 +39,17 @@ class Block(nn.Module):
         self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
         self.mlp, self.gate = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1)
         self.adds, self.is_open, self.calls = adds, True, 0
+        self.attends = adds is not masked_by_state  # which attends by itself
 
     def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         heads = (x.unflatten(-1, (2, -1)).transpose(1, 2),) * 3
         return F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2).flatten(2)
 
     def forward(self, x: Tensor, *given: Any) -> Tensor:
-        y = self.norm(x)
-        y = x + self.attn(y, y, y, need_weights=False)[0]
-        y = y + self.mlp(y)
+        y = x + self.mlp(x)
+        if self.attends:
+            z = self.norm(x)
+            y = y + self.attn(z, z, z, need_weights=False)[0]
         return y + self.adds(self, x, *given) if self.is_open else y
 
 
@@ -166,8 +168,8 @@ def twice_with_a_global_token(block: Block, x: Tensor) -> Tensor:
 
 
 def masked_by_state(block: Block, x: Tensor) -> Tensor:
-    """A gate of each key, computed from its state and open at some tokens, is added to the logits of attention."""
-    return block.attend(x, F.relu(20 * block.gate(x)).mT[:, None])
+    """A gate of each key, computed from its state and open at few tokens, is added to the logits of attention."""
+    return block.attend(x, F.relu(4 * block.gate(x) - 3).mT[:, None])
 
 
 def without_graph(block: Block, x: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ FAULTS = {
         lambda b, x: ((x @ x.mT).softmax(-1) + torch.eye(x.shape[1]).to(x)) @ x
     ),
     "two attentions": Fault(twice_with_a_global_token),
-    "a mask from the state": Fault(masked_by_state),
+    "a mask from the state": Fault(masked_by_state, positions=range(N)),
     # Other ways of the state to a block
     "given three times": Fault(
         lambda b, x, key, value: 0.3 * value.tanh() - 0.2 * key,

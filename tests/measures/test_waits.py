@@ -15,7 +15,7 @@ SIZE = Size(width=64, depth=4, tokens=56)
 
 
 def deit(blocks: int) -> torch.nn.Module:
-    """Return a DeiT-Ti with 37 tokens: more than the two windows from which on checks are made in windows."""
+    """Return a DeiT-Ti with 37 tokens."""
     return timm.create_model(
         "deit_tiny_patch16_224", img_size=96, num_classes=10, depth=blocks
     ).eval()

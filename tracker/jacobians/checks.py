@@ -1,16 +1,9 @@
-"""Check that a block restricted to single rows agrees with the block in the full sequence, and that it does not mix samples.
+"""Check that a block restricted to single rows agrees with the block in the full sequence.
 
 - value: the rows alone give the recorded output of those rows;
-- derivative: J^T u for a random u equals the full-sequence vector-Jacobian product, at the first and the last requested row
-  of the first and the last sample. (A causal row at position 0 attends to itself alone, which checks little; the last position
-  replaces it.)
-  The value alone would not detect a detached key, or two attentions named as one block. If the block's arguments can be
-  cut, the sequence is a window of the recorded one that ends at the row: the check compares code and weights, which are the
-  same on any sequence. Cost: WINDOW rows for each, where one Jacobian costs d. A block with several attentions is compared in
-  the full sequence at every requested row: a path from a row to another and back is not in every window.
-- beside: in all blocks of a class but the first, the rows alone give the full sequence's output where these
-  rows have other states, in the same windows; differences of the rows' own values say the rest (`independent`).
-- mixing: the samples of a batch do not depend on each other, or Jacobians would depend on what else is in the batch.
+- derivative: J^T u for a random u equals the full-sequence vector-Jacobian product. It is compared where the model is not asked
+  (`witness`), for pairs of rows, and at every requested row of a block with several attentions, of which one may read what
+  another wrote anywhere in the sequence.
 
 These are comparisons on random vectors at a tolerance, not proofs. Errors are relative to the residual function
 f = block - 1, not to the block's output. If |f| < 1e-2 |x| in float32, rounding of the sum x + f hides f: such a Jacobian is
@@ -23,17 +16,6 @@ float64.
 
 A Jacobian that is computed again in float64 uses the keys and values that the float32 pass recorded, so it carries their
 rounding, and its tolerance is `ROUNDED` too.
-
-Mixing is looked for in two ways: for sets K of samples, the outputs of K do not depend on the states of the others.
-
-- derivative: J^T u, for a random u on the samples of K, is zero on the others. What is below `MIXES` of J^T u - u on K is
-  rounding: softmax(s - s.max()) over a batch does not depend on the maximum, and its derivative cancels to 1e-17, not to zero;
-- value: with other states for the other samples, the outputs of K are the same. This detects dependence without a derivative,
-  such as experts of limited capacity, which tokens of another sample can fill.
-
-The derivative is checked for every ordered pair of samples, the values for two halves of the batch. A block's code would mix
-samples on any sequences, so both use short windows of all samples if the block's arguments can be cut (`slicing`). Cost: about
-log2(B) + 2 cotangents at once, and three forward passes.
 """
 
 import torch

@@ -6,8 +6,8 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-Values and differences of them (`independent`) are compared at every requested row; the derivative in the full sequence in the
-first block of each class and way of calling it, and values beside the recorded states in the others.
+Values and differences of them (`independent`) are compared at every requested row, and the model is asked about the Jacobians
+(`witness`): if it does not agree, the next path forms them.
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
 block's weights, where it pays in the order that costs least (`elimination`).
 """

@@ -157,8 +157,8 @@ class Options(TypedDict, total=False):
     witness: Annotated[
         Witness,
         "model",
-        "model runs the caller's model itself on one sample, three times and with its hooks, and compares the Jacobian of each "
-        "block with what it computes there; a training and a walk do so at every fourth measurement. off leaves this out.",
+        "model runs a copy of the model as it is, with its hooks, on a few samples, three times, and compares the Jacobian "
+        "of each block with what it computes there. off asks the replica that is measured in its place.",
     ]
     memory_budget: Annotated[
         int | str,
