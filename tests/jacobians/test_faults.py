@@ -232,6 +232,9 @@ FAULTS = {
     "no_grad": Fault(without_graph),
     # Tokens, by the block's own code
     "mean over tokens": Fault(lambda b, x: x.mean(1, keepdim=True) ** 2),
+    "mean over tokens at few of them": Fault(
+        lambda b, x: F.relu(4 * b.gate(x) - 3) * x.mean(1, keepdim=True), positions=range(N)
+    ),
     "first token": Fault(lambda b, x: (x[:, :1] * x).tanh()),
     "mean over equal tokens": Fault(lambda b, x: x.mean(1, keepdim=True).tanh() + 0 * x, ids=EQUAL),
     "distance of equal tokens": Fault(lambda b, x: x - x.mean(1, keepdim=True), ids=EQUAL),
