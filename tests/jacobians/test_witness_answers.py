@@ -34,7 +34,7 @@ def asked(make=Model, dtype=torch.float64, ids=IDS):
     recording = record(replica, batch.arguments, batch.keywords)
     rows = Rows(*torch.cartesian_prod(torch.arange(len(ids)), torch.tensor(MEASURED)).T)
     witness = Witness(replica, batch, recording, rows, [range(N)] * len(ids), Findings())
-    assert not witness.findings.unasked and not witness.findings.failed
+    assert not witness.findings.unasked
     return witness, model
 
 
@@ -62,7 +62,8 @@ def judged(witness, l, J, gradients=True, differences=True, exact=True):
     at = torch.arange(B + 1) % B, torch.cat([tokens, torch.tensor([0])])
     J = torch.cat([J, torch.eye(D, dtype=J.dtype)[None]])
     options = {"gradients": gradients, "differences": differences, "exact": exact}
-    witness.judge(call, Rows(*at), J, **options)
+    asked, products = witness.products(call, Rows(*at), J)
+    witness.judge(call, asked, products, J.itemsize, **options)
 
 
 def test_answers_are_the_derivatives_of_the_model(found):
@@ -123,13 +124,16 @@ def test_what_can_not_be_judged_is_left(found):
     """Another call of the block, rows of other sources, and rows that were not asked about."""
     witness, _ = found
     call, tokens = witness.model.calls[1], torch.tensor(witness.answers[2].tokens)
-    wrong = torch.eye(D, dtype=torch.float64).expand(B, -1, -1)
-    samples, options = torch.arange(B), {"gradients": True, "differences": True, "exact": True}
-    with pytest.raises(UsageError):
-        witness.judge(call, Rows(samples, tokens), wrong, **options)
-    witness.judge(replace(call), Rows(samples, tokens), wrong, **options)
-    witness.judge(call, Rows(samples, tokens, torch.zeros(B, dtype=torch.long)), wrong, **options)
-    witness.judge(call, Rows(samples, (tokens + 1) % N), wrong, **options)
+    J = torch.eye(D, dtype=torch.float64).expand(B, -1, -1)
+    samples = torch.arange(B)
+    assert witness.products(call, Rows(samples, tokens), J) is not None
+    sources = torch.zeros(B, dtype=torch.long)
+    for other, rows in (
+        (replace(call), Rows(samples, tokens)),
+        (call, Rows(samples, tokens, sources)),
+        (call, Rows(samples, (tokens + 1) % N)),
+    ):
+        assert witness.products(other, rows, J) is None
 
 
 class SecondBlock(Block):

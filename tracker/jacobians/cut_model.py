@@ -10,6 +10,8 @@ Cost: a forward pass. Memory with gradients: the graph of one block, and of what
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -133,11 +135,11 @@ class CutModel:
         """Return the gradients of products to a block's state; and the size of those to rows of the first state along what was
         computed from it before block 1 began, which the leaf does not reach.
         """
-        first = self.first is not None and self.first.requires_grad
-        inputs = [leaf, self.first] if first else [leaf]
         found = []
         # The mode of boundaries would replace the first state by the leaf
         with torch._C.DisableTorchFunction():
+            first = self.first is not None and self.first.requires_grad
+            inputs = [leaf, self.first] if first else [leaf]
             for i, product in enumerate(products):
                 # What was computed before block 1 began is differentiated once for each block.
                 retain = first or i + 1 < len(products)
@@ -232,7 +234,8 @@ class CutModel:
                 at_boundaries(module, hooks) if spans else self._at_modules(module, enter, leave),
             ):
                 if torch.is_grad_enabled():
-                    from_inputs.callback(register_module_forward_hook(_in_graph).remove)
+                    here = partial(_in_graph, get_ident())
+                    from_inputs.callback(register_module_forward_hook(here).remove)
                 yield
         finally:
             self.first = None  # with its graph
@@ -293,8 +296,10 @@ class CutModel:
         return copy
 
 
-def _in_graph(module: nn.Module, args: tuple, output: Any) -> Any:
-    """Return a module's output as part of a graph that begins there at the latest: a forward hook."""
-    if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
+def _in_graph(thread: int, module: nn.Module, args: tuple, output: Any) -> Any:
+    """Return a module's output as part of a graph that begins there at the latest: a forward hook, for one thread."""
+    if get_ident() != thread or not isinstance(output, Tensor):
+        return output
+    if output.is_floating_point() and not output.requires_grad:
         return output.detach().requires_grad_().clone()  # a leaf does not allow work in place
     return output

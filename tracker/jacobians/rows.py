@@ -52,8 +52,8 @@ from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.jacobians.witness import Witness
 from tracker.linalg.jacobian import Linearization, RowFunction, dense_jacobian
 from tracker.linalg.linear import FreeBuffers
-from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
-from tracker.linalg.transfer import read, to_device
+from tracker.linalg.precision import FAST, float32_products, relative_error, tolerance
+from tracker.linalg.transfer import moved, read, to_device
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica
@@ -82,6 +82,16 @@ class CheckResults:
     def sliced(self) -> bool:
         """Whether single rows were used."""
         return self.path != "full sequence"
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read of a call's Jacobians."""
+
+    finite: bool
+    hidden: bool  # whether rounding hides some row's J from the dtype
+    # Of each witness that was asked about rows of the call: the samples, and J^T u and J v
+    products: list[tuple[Witness, Tensor, Float[Tensor, "2 r d"]]]
 
 
 # R d^3 from which the cheapest order of products (`elimination`) is worth finding. Reverse mode takes 1.02 times as long for one
@@ -165,17 +175,18 @@ class Jacobians:
         """
         dtype, known = selections[0][0].x.dtype, dict(self.independent)
         results = self._formed(dtype, selections)
-        for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
+        answers = self._read(selections, results)
+        for i, (call, rows) in enumerate(selections):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
-            if selections[i][1].source is None and hidden:
+            if rows.source is None and answers[i].hidden:
                 ((J, checks),) = self._formed(torch.float64, selections[i : i + 1])
                 results[i] = J.to(dtype), checks
-                finite = bool(is_finite(results[i][0]))
-            require_finite(finite, selections[i][0])
-        call, (_, first) = selections[0][0], results[0]
+                (answers[i],) = self._read(selections[i : i + 1], results[i : i + 1])
+            require_finite(answers[i].finite, call)
+        (call, _), (_, first) = selections[0], results[0]
         try:
-            for (call, rows), (J, _) in zip(selections, results, strict=True):
-                self._compare_with_model(call, rows, J)
+            for (call, _), answer in zip(selections, answers, strict=True):
+                self._compare_with_model(call, answer, dtype)
         except BlocksNotFound:
             if not first.sliced:
                 raise
@@ -185,17 +196,45 @@ class Jacobians:
             return self(selections)
         return results
 
-    def _compare_with_model(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
+    def _read(
+        self,
+        selections: Sequence[CallRows],
+        results: Sequence[tuple[Float[Tensor, "R d d"], CheckResults]],
+    ) -> list["_Read"]:
+        """Read what is known of formed Jacobians before they are used, for which the host waits once."""
+        found, tensors = [], []
+        for (call, rows), (J, _) in zip(selections, results, strict=True):
+            tensors.append(quality(J, J.dtype))
+            of_call = [
+                (witness, *products)
+                for witness in self.witnesses
+                if (products := witness.products(call, rows, J)) is not None
+            ]
+            tensors += [products for *_, products in of_call]
+            found.append(of_call)
+        values = iter(moved(tensors, "cpu"))
+        return [
+            _Read(
+                *next(values).bool().tolist(),
+                [(witness, asked, next(values).double()) for witness, asked, _ in of_call],
+            )
+            for of_call in found
+        ]
+
+    def _compare_with_model(self, call: BlockCall, answer: "_Read", dtype: torch.dtype) -> None:
         """Compare Jacobians with what the caller's model says, if it was asked about this call."""
+        for witness in self.witnesses:
+            witness.require_values(call.layer)
         outcome = self.independent.get(call.layer)
         of_values = self.derivative != "autograd" and (
             outcome is None or outcome.method != DETACHED
         )
-        for witness in self.witnesses:
+        for witness, asked, products in answer.products:
             witness.judge(
                 call,
-                rows,
-                J,
+                asked,
+                products,
+                dtype.itemsize,
                 exact=self.precision == "float32",
                 gradients=not self._attached,
                 differences=of_values,

@@ -264,7 +264,16 @@ def measure_calls(
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             check_chain(replica, recording, batch)
         valid = [sample.valid for sample in of_batch]
-        witness = Witness(replica, batch, recording, rows, valid, findings, settings.witness)
+        witness = Witness(
+            replica,
+            batch,
+            recording,
+            rows,
+            valid,
+            findings,
+            settings.witness,
+            gradients=settings.forms_jacobians,
+        )
         jacobians.witnesses.append(witness)
         # Else its answers are judged when Jacobians are formed.
         if not settings.includes("coupling"):

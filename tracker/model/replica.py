@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tracker.common.errors import UsageError
+from tracker.linalg.transfer import read
 from tracker.model.attention import hook_attn_method
 from tracker.model.description import Blocks
 from tracker.model.functions import holds_objects, reachable, rebuild
@@ -614,11 +615,17 @@ class Replica:
 
     def fill_zeros(self, parts: Iterable[nn.Module]) -> None:
         """Give parameters of these parts that are all zero other values, the same in every pass, while the parts hold weights."""
-        for part in parts:
-            parameters = part.__dict__["_parameters"]
-            for name, value in parameters.items():
-                if value is not None and value.is_floating_point() and not value.any():
-                    parameters[name] = noise_like(value)
+        held = [
+            (part.__dict__["_parameters"], name, value)
+            for part in parts
+            for name, value in part.__dict__["_parameters"].items()
+            if value is not None and value.is_floating_point()
+        ]
+        for (parameters, name, value), nonzero in zip(
+            held, read([value.any() for *_, value in held]), strict=True
+        ):
+            if not nonzero:
+                parameters[name] = noise_like(value)
 
     def copy_inputs(self, value: Any) -> Any:
         """Copy a forward pass's inputs, nested or not, their tensors converted: the pass may write to them."""
