@@ -200,9 +200,9 @@ class Jacobians:
         self,
         selections: Sequence[CallRows],
         results: Sequence[tuple[Float[Tensor, "R d d"], CheckResults]],
-    ) -> list["_Read"]:
+    ) -> list[_Read]:
         """Read what is known of formed Jacobians before they are used, for which the host waits once."""
-        found, tensors = [], []
+        tensors, found = [], []
         for (call, rows), (J, _) in zip(selections, results, strict=True):
             tensors.append(quality(J, J.dtype))
             of_call = [
@@ -213,15 +213,14 @@ class Jacobians:
             tensors += [products for *_, products in of_call]
             found.append(of_call)
         values = iter(moved(tensors, "cpu"))
-        return [
-            _Read(
-                *next(values).bool().tolist(),
-                [(witness, asked, next(values).double()) for witness, asked, _ in of_call],
-            )
-            for of_call in found
-        ]
+        answers = []
+        for of_call in found:
+            finite, hidden = next(values).bool().tolist()
+            products = [(witness, asked, next(values).double()) for witness, asked, _ in of_call]
+            answers.append(_Read(finite, hidden, products))
+        return answers
 
-    def _compare_with_model(self, call: BlockCall, answer: "_Read", dtype: torch.dtype) -> None:
+    def _compare_with_model(self, call: BlockCall, answer: _Read, dtype: torch.dtype) -> None:
         """Compare Jacobians with what the caller's model says, if it was asked about this call."""
         for witness in self.witnesses:
             witness.require_values(call.layer)

@@ -207,7 +207,7 @@ class Witness:
             unasked = self._ask(self._in_dtype(), gradients and not coarse)
             if coarse and gradients and not unasked:
                 wrong = self.wrong
-                unasked = self._ask(self._in_dtype(replica.dtype))
+                unasked = self._ask(self._in_dtype(replica.dtype), gradients)
                 self.wrong |= wrong
         if unasked:
             findings.unasked = unasked
