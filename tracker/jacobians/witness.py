@@ -686,7 +686,8 @@ class Witness:
             largest = float(verdict.error[verdict.refuted].max())
             changed = torch.zeros(len(asked))
             if l in finest:
-                changed = CLOSER * self._rounded_gradient(l, self._finest)[asked] / norm(Jv)
+                formed_in = self.model.replica.dtype
+                changed = CLOSER * self._rounded_gradient(l, formed_in)[asked] / norm(Jv)
             if not (verdict.error <= changed)[verdict.refuted].all():
                 raise self._other_derivative(
                     call, f"J v by differences of its values differs by {largest:.1e}"
