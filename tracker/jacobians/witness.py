@@ -2,32 +2,26 @@
 
 What forms a Jacobian replays recorded calls of blocks in the replica, with their other arguments held. It can't see what the
 replica does not run as the model does, nor that a block's state reaches it by another way than its first argument, nor that
-samples depend on each other. So the model itself is run, cut at the boundaries of its blocks (`cut_model`), and asked about each
-block at one row of each sample, about its values at all rows:
+samples depend on each other. So the model itself is run, cut at the boundaries of its blocks (`cut_model`), and asked (`questions`)
+about each block at one row of each sample, about its values at all rows: whether from the recorded state it gives the recorded
+output; for J^T u and J v, which are compared with products of the Jacobian that was formed, at rows that are measured
+(`Witness.judge`); and whether samples depend on each other, by derivatives or by a limited capacity.
 
-    values        from the recorded state, the block gives the recorded output
-    derivative    J^T u, along every path, in two backward passes: from the rows of half of the samples, then of the others.
-                  Each must leave the states of the other half without a gradient
-    differences   J v, from the same pass and one with the states of all blocks moved by h v
-    crowd         the outputs of the second half of the samples are the same where all states of the first half are near copies
-                  of a row of theirs, which compete with it for any limited capacity
+If a block disagrees in J v, it is asked again with its state alone moved, which leaves what earlier blocks give to it (keys, the
+first state) as it was, by +- h v and with several h: differences convict only if two steps agree. If it disagrees in J^T u, both are
+compared with a copy in float64, and with what roundings change in copies.
 
-J^T u and J v are compared with products of the Jacobian that was formed, at rows that are measured (`Witness.judge`). If a block
-disagrees in the differences, it is asked again with its state alone moved, which leaves what earlier blocks give to it (keys, the
-first state) as it was, by +- h v and with several h: differences convict only if two steps agree.
-
-Cost: one pass with gradients and one or two without, of all samples if they are small, else of two.
+Cost: one pass with gradients and three without, of all samples if they are small, else of two.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from tracker.common.errors import UsageError
 from tracker.common.values import Witness as Asked
@@ -40,17 +34,20 @@ from tracker.jacobians.judge import (
     ROUNDINGS,
     Verdict,
     judge,
-    move_weights,
-    moved,
     norm,
     step,
 )
+from tracker.jacobians.questions import (
+    Backward,
+    Disturbance,
+    Question,
+    ask_backward,
+    ask_crowded,
+    ask_moved,
+)
 from tracker.jacobians.slicing import Rows
-from tracker.linalg.jacobian import GradientsStayOn
-from tracker.linalg.precision import EPSILON, Roundings
+from tracker.linalg.precision import EPSILON
 from tracker.linalg.transfer import SEED, to_device
-from tracker.linalg.transfer import moved as on_one_device
-from tracker.model.attention import OriginalAttention, intercept_attention
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.recording import BlockCall, Recording
@@ -60,31 +57,18 @@ from tracker.provenance import digest
 ROWS = 3  # that are tried where values differ
 MOVES = 4  # passes in which all blocks are moved by roundings, in different directions
 TINY = torch.finfo(torch.float64).tiny  # in place of a norm of 0
-NEAR = 1e-3  # how far near copies of a row are apart, relative to it
 
 
 @dataclass
-class Answer:
-    """What the model says of one block at a row of each sample. Vectors are in float64 on the CPU."""
+class Answer(Backward):
+    """What the model says of one block at a row of each sample."""
 
     tokens: Sequence[int]
-    bytes: int  # of the numbers that the block computes with
-    u: Float[Tensor, "B d"]
-    gradient: Float[Tensor, "B d"]  # u^T d(block) / dx along every path
-    # |u^T d(block) / dx_1| at the row, along what was computed from the first state x_1 before block 1 began
-    beside: Float[Tensor, " B"]
     v: Float[Tensor, "B d"]
-    x: Float[Tensor, "B d"]
-    y: Float[Tensor, "B d"]  # output
     right: Bool[Tensor, " B"]  # whether the output is the recorded one
     # Of the second half of the samples: d(block) / dx v, from y and a state that is moved by the first step; None for numbers
     # of two bytes
     difference: Any = None
-
-    @property
-    def JTu(self) -> Float[Tensor, "B d"]:
-        """The gradient without that of the identity."""
-        return self.gradient - self.u
 
     @property
     def first_step(self) -> Float[Tensor, "B 1"]:
@@ -95,28 +79,6 @@ class Answer:
     def first_move(self) -> Float[Tensor, "B d"]:
         """The move of the state by it."""
         return self.first_step * self.v
-
-
-@dataclass
-class _Backward:
-    """What one block's part of the backward passes gives at the rows, in float64 on the CPU."""
-
-    bytes: int  # of the numbers that the block computes with
-    x: Float[Tensor, "B d"]
-    y: Float[Tensor, "B d"]
-    u: Float[Tensor, "B d"]  # rounded as it was in the pass
-    gradient: Float[Tensor, "B d"]
-    beside: Float[Tensor, " B"]  # as in `Answer`
-    leak: Float[Tensor, ""]  # the gradient by other samples, relative to J^T u
-    values: Float[Tensor, "3 B n"]  # at all rows: |f - the recorded f|, |f| recorded, |output|
-
-    @property
-    def JTu(self) -> Float[Tensor, "B d"]:
-        """The gradient without that of the identity."""
-        return self.gradient - self.u
-
-
-Questions = Mapping[int, tuple[Sequence[int], Float[Tensor, "B d"]]]  # by layer: tokens and u
 
 
 @dataclass
@@ -183,13 +145,10 @@ class Witness:
         gradients: bool = True,
     ) -> None:
         self.answers: dict[int, Answer] = {}  # by layer
-        # Layers whose values differ from the recorded ones, by how much, and where
+        # Layers whose values differ from the recorded ones, and by how much
         self.wrong: dict[int, float] = {}
-        self._values: dict[int, _Backward] = {}
-        self.mixing: dict[
-            int, float
-        ] = {}  # layers whose samples depend on each other, and by how much
-        self.moving: set[int] = set()  # layers whose attention has a mask that depends on the state
+        # Layers whose samples depend on each other, and by how much
+        self.mixing: dict[int, float] = {}
         # Other weights have other states, and are asked about other rows: by digits that all processors agree in.
         last = recording.calls[-1].y[:1, :1]
         self.seed = SEED + int(digest([last.bfloat16().float().cpu()])[:8], 16)
@@ -199,7 +158,7 @@ class Witness:
         # Else all ranks must run as many passes
         self._repeats = not replica.waits
         # By dtype and number of the pass
-        self._of_copies: dict[tuple[torch.dtype, int], dict[int, _Backward]] = {}
+        self._of_copies: dict[tuple[torch.dtype, int], dict[int, Backward]] = {}
         unasked = "the caller turned it off" if asked == "off" else why_not(replica)
         if not unasked:
             # Numbers of two bytes say little of derivatives.
@@ -245,7 +204,7 @@ class Witness:
                 # A row may pass before all others, or after them.
                 for sample in {B // 2, B - 1}:
                     self._ask_crowded(sample)
-            for l, ahead in self._moved(self.model, fine).items():
+            for l, ahead in ask_moved(self.model, self._tokens, fine).items():
                 answer = self.answers[l]
                 half = len(answer.y) // 2
                 answer.difference = (ahead - answer.y[half:]) / answer.first_step[half:]
@@ -255,21 +214,28 @@ class Witness:
         L, d, asked = self.model.L, self.model.calls[0].x.shape[-1], self.model.asked
         tokens = [self._draw_token(sample, L) for sample in asked]
         u, v = torch.randn(2, L, len(asked), d, generator=self.generator, dtype=torch.float64)
-        questions = {l: ([of[l - 1] for of in tokens], u[l - 1]) for l in range(1, L + 1)}
-        found = self._pass_backward(self.model, questions, gradients=gradients)
+        questions = {l: Question([of[l - 1] for of in tokens], u[l - 1]) for l in range(1, L + 1)}
+        found = ask_backward(self.model, questions, gradients)
         again, self.wrong = self.wrong or questions, {}
         for l in again:
-            row, at = found[l], questions[l][0]
+            row, at = found[l], questions[l].tokens
             right, error = self._compare_values(row.values, row.bytes, at)
-            self.answers[l] = Answer(
-                at, row.bytes, row.u, row.gradient, row.beside, v[l - 1], row.x, row.y, right
-            )
+            self.answers[l] = Answer(**vars(row), tokens=at, v=v[l - 1], right=right)
             if row.leak > BOUNDS[row.bytes].exact:
                 self.mixing[l] = float(row.leak)
             if right.any():
                 self.findings.note("values", error)
             else:
-                self.wrong[l], self._values[l] = error, row
+                self.wrong[l] = error
+
+    @property
+    def moving(self) -> set[int]:
+        """The layers whose attention has a mask that depends on the state."""
+        return {l for l, answer in self.answers.items() if answer.moving}
+
+    @property
+    def _tokens(self) -> dict[int, Sequence[int]]:
+        return {l: answer.tokens for l, answer in self.answers.items()}
 
     def _explain_values(self) -> None:
         """Accept values that differ by no more than roundings change them."""
@@ -277,8 +243,7 @@ class Witness:
             answer = self.answers[l]
             if answer.bytes > 2:
                 changed = self._rounded_values(l)
-                values = self._values[l].values
-                right, _ = self._compare_values(values, answer.bytes, answer.tokens, changed)
+                right, _ = self._compare_values(answer.values, answer.bytes, answer.tokens, changed)
                 if right.any():
                     answer.right = right
                     self.findings.unsteady[l] = self.wrong.pop(l)
@@ -288,88 +253,6 @@ class Witness:
         tokens = self.rows.token[self.rows.sample == sample].tolist() or [self.valid[sample][-1]]
         drawn = torch.randint(len(tokens), (count,), generator=self.generator)
         return [tokens[i] for i in drawn.tolist()]
-
-    def _pass_backward(
-        self, model: CutModel, questions: Questions, move: bool = False, gradients: bool = True
-    ) -> dict[int, _Backward]:
-        """Run a model, and the backward passes of some blocks from their outputs at rows, weighted by u, to their states.
-
-        Args:
-            move: whether states, u and the weights, of a copy, are moved by roundings of what each block computes with.
-            gradients: whether to run backward passes; else J^T u is u.
-        """
-        leaf = torch.empty(0)
-        # Of each block, the fields of `_Backward` except the first
-        found: dict[int, tuple[Tensor, ...]] = {}
-        least: dict[int, int] = {}
-        half = len(model.asked) // 2
-
-        def load(l: int, parts: Iterable[nn.Module]) -> None:
-            move_weights(parts, self.answers[l].bytes, self.generator)
-
-        def disturbed(l: int, t: Tensor) -> Tensor:
-            return moved(t, self.answers[l].bytes, self.generator) if move else t
-
-        def begin(l: int, state: Tensor) -> Tensor:
-            nonlocal leaf
-            leaf, roundings.least = model.recorded(l, state), state.itemsize
-            if l + 1 in questions:
-                leaf = disturbed(l + 1, leaf)
-            # The model may work in place, which a leaf does not allow
-            return leaf.requires_grad_(gradients).clone()
-
-        def see(attention: OriginalAttention, *given: Any) -> Any:
-            mask = given[3]
-            if isinstance(mask, Tensor) and mask.requires_grad and model.ended >= 0:
-                (own,) = torch.autograd.grad(mask.sum(), leaf, retain_graph=True, allow_unused=True)
-                if own is not None:
-                    self.moving.add(model.ended + 1)
-            return attention(*given)
-
-        def end(l: int, y: Tensor) -> None:
-            if l not in questions:
-                return
-            least[l] = min(y.itemsize, roundings.least)
-            tokens, u = questions[l]
-            at = model.rows(tokens, y)
-            (cotangent,) = to_device(y.device, disturbed(l, u.to(y.dtype)))
-            own, leak = cotangent, y.new_zeros(())
-            beside = y.new_zeros(len(tokens), dtype=torch.float64)
-            if gradients:
-                weighted = (y[at] * cotangent).sum(-1)
-                parts = (slice(half), slice(half, None))[not half :]
-                to_states, beside = model.gradients([weighted[p].sum() for p in parts], leaf, at)
-                own = torch.cat([to_states[0][:half], to_states[-1][half:]])[at]
-            if gradients and half:
-                JTu = (own - cotangent).abs()
-                of_others = [to_states[0][half:].abs().amax(), to_states[1][:half].abs().amax()]
-                # NaN is 0 times the infinite derivative of a row that attends to nothing: no mixing.
-                leak = (
-                    (torch.stack(of_others) / torch.stack([JTu[:half].amax(), JTu[half:].amax()]))
-                    .nan_to_num(0, torch.inf)
-                    .amax()
-                )
-            x, y = leaf.detach(), y.detach()
-            f = model.recorded(l, y, torch.float64) - model.recorded(l - 1, y, torch.float64)
-            values = torch.stack([norm(y.double() - x.double() - f), norm(f), norm(y)])
-            found[l] = (x[at], y[at], cotangent, own, beside, leak, values)
-
-        with ExitStack() as stack:
-            roundings = stack.enter_context(Roundings())
-            if move:
-                model.loaded = load
-                stack.callback(setattr, model, "loaded", lambda *_: None)
-            if gradients:
-                for context in (torch.enable_grad(), GradientsStayOn(), intercept_attention(see)):
-                    stack.enter_context(context)
-            else:
-                stack.enter_context(torch.no_grad())
-            model.run(begin, end, max(questions))
-        stacked = [
-            torch.stack(of_all).detach().double() for of_all in zip(*found.values(), strict=True)
-        ]
-        tensors = on_one_device(stacked, "cpu")
-        return {l: _Backward(least[l], *of_one) for l, *of_one in zip(found, *tensors, strict=True)}
 
     def _compare_values(
         self,
@@ -397,7 +280,7 @@ class Witness:
             right &= right.all()
         return right, float((error / of_f)[compared].max())
 
-    def _of_copy(self, dtype: torch.dtype, moved: int = 0) -> dict[int, _Backward]:
+    def _of_copy(self, dtype: torch.dtype, moved: int = 0) -> dict[int, Backward]:
         """Return what a copy of the model says to the same questions; nothing if its code fails.
 
         Args:
@@ -408,8 +291,10 @@ class Witness:
             return {}
         if (dtype, moved) not in self._of_copies:
             copy, found = self._copy_in(dtype), {}
-            questions = {l: (answer.tokens, answer.u) for l, answer in self.answers.items()}
-            _failing(lambda: found.update(self._pass_backward(copy, questions, bool(moved))))
+            questions = {l: Question(answer.tokens, answer.u) for l, answer in self.answers.items()}
+            bytes = {l: answer.bytes for l, answer in self.answers.items()}
+            disturbance = Disturbance(bytes, self.generator) if moved else None
+            _failing(lambda: found.update(ask_backward(copy, questions, disturbance=disturbance)))
             self._of_copies[dtype, moved] = found
         return self._of_copies[dtype, moved]
 
@@ -430,7 +315,7 @@ class Witness:
         return self.model.dtype or (torch.float32 if coarse else torch.float64)
 
     def _rounding(
-        self, l: int, dtype: torch.dtype, part: Callable[[_Backward], Tensor], none: Tensor
+        self, l: int, dtype: torch.dtype, part: Callable[[Backward], Tensor], none: Tensor
     ) -> Float[Tensor, "B *rows"]:
         """Return the largest part of the answers about a block by which copies of a dtype, moved by roundings, differ."""
         found = [of[l] for k in range(MOVES) if (of := self._of_copy(dtype, 1 + k))]
@@ -448,70 +333,16 @@ class Witness:
         return self._rounding(l, dtype, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
     def _ask_crowded(self, sample: int) -> None:
-        """Find blocks in which outputs of the second half of the samples change if all other states are near copies of a row.
-
-        The copies compete for any limited capacity.
-
-        Args:
-            sample: whose row it is, one of the second half.
-        """
-        model, half = self.model, len(self.model.asked) // 2
-        values: dict[int, Tensor] = {}
-
-        def begin(l: int, found: Tensor) -> Tensor:
-            x = model.recorded(l, found)
-            if (answer := self.answers.get(l + 1)) is not None:
-                row = x[sample, answer.tokens[sample]]
-                noise = torch.randn(x[:half].shape, generator=self.generator)
-                (noise,) = to_device(x.device, noise.to(x.dtype))
-                x[:half] = row + NEAR * row.square().mean().sqrt() * noise
-            return x
-
-        def end(l: int, y: Tensor) -> None:
-            before, recorded = (model.recorded(k, y, torch.float64) for k in (l - 1, l))
-            values[l] = torch.stack(
-                [norm(y.double() - recorded), norm(recorded - before), norm(recorded)]
-            )
-            values[l][:, :half] = 0
-
-        with torch.no_grad():
-            model.run(begin, end, model.L)
-        for l, of_block in zip(values, _plain(torch.stack([*values.values()])), strict=True):
+        """Find blocks in which outputs of samples change if the states of the others are near copies of a row of this sample."""
+        found = ask_crowded(self.model, self._tokens, sample, self.generator)
+        for l, values in found.items():
             answer = self.answers[l]
-            right, error = self._compare_values(of_block, answer.bytes, answer.tokens)
+            right, error = self._compare_values(values, answer.bytes, answer.tokens)
             if not right.all() and l not in self.wrong:
                 changed = self._rounded_values(l)
-                right, _ = self._compare_values(of_block, answer.bytes, answer.tokens, changed)
+                right, _ = self._compare_values(values, answer.bytes, answer.tokens, changed)
             if not right.all() and l not in self.wrong:
                 self.mixing.setdefault(l, error)
-
-    def _moved(
-        self, model: CutModel, moves: Mapping[int, Float[Tensor, "B d"]]
-    ) -> dict[int, Float[Tensor, "b d"]]:
-        """Ask for the outputs of some blocks at the rows of the second half of the samples, with their states moved there.
-
-        Args:
-            moves: by layer; those of the first half of the samples are not made.
-        """
-        ends, half = {}, len(model.asked) // 2
-        if not moves:
-            return {}
-
-        def begin(l: int, found: Tensor) -> Tensor:
-            x = model.recorded(l, found)
-            if (of_rows := moves.get(l + 1)) is not None:
-                at = model.rows(self.answers[l + 1].tokens, x)
-                at = at[0][half:], at[1][half:]
-                x[at] += to_device(x.device, of_rows[half:].to(x.dtype))[0]
-            return x
-
-        def end(l: int, y: Tensor) -> None:
-            if l in moves:
-                ends[l] = y[model.rows(self.answers[l].tokens, y)][half:]
-
-        with torch.no_grad():
-            model.run(begin, end, max(moves))
-        return dict(zip(ends, _plain(torch.stack([*ends.values()])), strict=True))
 
     # Judging.
 
@@ -669,7 +500,7 @@ class Witness:
             def f(points: Tensor) -> Tensor:
                 moves = torch.zeros_like(answer.x)
                 moves[asked] = points - x
-                return self._moved(model, {l: moves})[l][rows]
+                return ask_moved(model, self._tokens, {l: moves})[l][rows]
 
             own = y if model is self.model else f(x)
             size = lambda _: norm(Jv).clamp_min(TINY)  # noqa: E731
@@ -727,10 +558,6 @@ class Witness:
             "code depends on the batch."
         )
         return BlocksNotFound(finding, chained(self.model.replica.description))
-
-
-def _plain(t: Tensor) -> Tensor:
-    return t.detach().cpu().double()
 
 
 def _failing(run: Callable[[], None]) -> str:
