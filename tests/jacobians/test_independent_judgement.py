@@ -12,10 +12,10 @@ from tracker.jacobians.independent import (
     DETACHED,
     PROBES,
     Disagreement,
-    _amplified_rounding,
     _error_of_products,
     _judge,
     _largest_error,
+    amplified_rounding,
     differ_from_values,
     settle,
     settle_full_sequence,
@@ -291,7 +291,7 @@ def at_rows(call):
     """Return the rows of a call, and their Jacobians."""
     rows = Rows(torch.tensor([0, 1]), torch.tensor([3, 6]))
     with call.replica.materialize(call.block):
-        function = independent._in_full_sequence(call, rows, False)
+        function = independent._function_of(rows, None, False)(call)
         block = linearize(function.f, rows.select(call.x))
         J = torch.stack(
             [block.pullback(one.expand_as(block.y)[None])[0] for one in torch.eye(32).double()], 1
@@ -314,6 +314,5 @@ def test_formed_jacobians_are_settled(call, at_rows, row_attention):
 
 def test_a_rounding_of_the_state_changes_products_little(call, at_rows):
     rows, _ = at_rows
-    function_of = lambda call: independent._in_full_sequence(call, rows, False)  # noqa: E731
-    found = _amplified_rounding(call, rows, function_of)
+    found = amplified_rounding(call, rows, None)
     assert 1e-17 < found < 1e-13

@@ -11,7 +11,7 @@ from tests.home_made import WIDTH, Flat
 from tracker.common.errors import UsageError
 from tracker.jacobians.witness import Witness
 
-MEASURE = "import sys; from tests.jacobians.test_ranks import measure; measure(sys.argv[2], int(sys.argv[3]))"
+MEASURE = "import sys; from tests.jacobians.test_passes_of_ranks import measure; measure(sys.argv[2], int(sys.argv[3]))"
 
 
 class Waiting(nn.Module):

@@ -87,12 +87,9 @@ class Unsteady(Block):
 def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
     block, error, found, monkeypatch
 ):
-    judge = Witness.judge
-
-    def planted(self, call, rows, J, **options):
-        return judge(self, call, rows, (1 + error) * J, **options)
-
-    monkeypatch.setattr(Witness, "judge", planted)
+    products = Witness.products
+    planted = lambda self, call, rows, J: products(self, call, rows, (1 + error) * J)  # noqa: E731
+    monkeypatch.setattr(Witness, "products", planted)
     torch.manual_seed(0)
     model = Model(block).eval()
     if found == "refused":

@@ -48,7 +48,13 @@ from tracker.jacobians.restriction import (
     running_rows,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.jacobian import GradientsStayOn, Linearization, RowFunction, linearize
+from tracker.linalg.jacobian import (
+    GradientsStayOn,
+    Linearization,
+    RowFunction,
+    dense_jacobian,
+    linearize,
+)
 from tracker.linalg.precision import FAST, FLOOR, Roundings, tolerance
 from tracker.linalg.transfer import SEED, standard_normal
 from tracker.model.recording import BlockCall
@@ -133,12 +139,10 @@ def settle(
         NotSliceable: if that is so at single rows alone.
     """
     if row_attention is None:
-        return _settle(
-            call, rows, partial(_in_full_sequence, rows=rows, attached=attached), (J, allowed)
-        )
-    at_rows = lambda call: Function(restrict([(call, rows)], row_attention, attached), running_rows)  # noqa: E731
+        return _settle(call, rows, _function_of(rows, None, attached), (J, allowed))
     found = None
     with suppress(UsageError):
+        at_rows = _function_of(rows, row_attention, attached)
         found = _settle(call, rows, at_rows, (J, allowed))
         if found.method != DETACHED:
             return found
@@ -156,7 +160,25 @@ def settle_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) ->
     Raises:
         UsageError: if reverse mode does not give the derivative of the block's values.
     """
-    return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached))
+    return _settle(call, rows, _function_of(rows, None, attached))
+
+
+def amplified_rounding(
+    call: BlockCall, rows: Rows, row_attention: RowAttention | None, attached: bool = False
+) -> float:
+    """Return how far roundings take J^T u from its true value, relative to it; 0 if the code does not run in float64.
+
+    Arguments as in `settle`.
+    """
+    function_of = _function_of(rows, row_attention, attached)
+    try:
+        with _in(torch.float64, call) as fine:
+            function, x = function_of(fine), rows.select_sources(fine.x)
+            with function.running():
+                expected = linearize(function.f, x).pullback(_cotangents(x))
+    except (UsageError, NotSliceable):
+        return 0.0
+    return _amplified_rounding(call, rows, function_of, expected)
 
 
 @dataclass(frozen=True)
@@ -167,8 +189,19 @@ class Function:
     running: Callable[[], AbstractContextManager[Roundings]]
 
 
-def _in_full_sequence(call: BlockCall, rows: Rows, attached: bool) -> Function:
-    return Function(full_sequence(call, rows, attached), partial(running_full_sequence, call))
+FunctionOf = Callable[[BlockCall], Function]
+
+
+def _function_of(rows: Rows, row_attention: RowAttention | None, attached: bool) -> FunctionOf:
+    """Return what makes the function of a call at rows; arguments as in `settle`."""
+
+    def function_of(call: BlockCall) -> Function:
+        if row_attention is None:
+            f = full_sequence(call, rows, attached)
+            return Function(f, partial(running_full_sequence, call))
+        return Function(restrict([(call, rows)], row_attention, attached), running_rows)
+
+    return function_of
 
 
 Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
@@ -177,7 +210,7 @@ Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
 def _settle(
     call: BlockCall,
     rows: Rows,
-    function_of: Callable[[BlockCall], Function],
+    function_of: FunctionOf,
     formed: Formed | None = None,
 ) -> Independent:
     """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
@@ -223,7 +256,7 @@ def _settle(
 def _amplified_rounding(
     call: BlockCall,
     rows: Rows,
-    function_of: Callable[[BlockCall], Function],
+    function_of: FunctionOf,
     expected: Float[Tensor, "P R d"],
 ) -> float:
     """Return how far J^T u is from its true value, in the measuring dtype, where the state and weights are moved by roundings.
@@ -239,8 +272,10 @@ def _amplified_rounding(
         with function.running():
             for _ in range(PROBES):
                 move_weights(call.block.modules(), x.itemsize, generator)
-                nearby = linearize(function.f, moved(x, x.itemsize, generator)).pullback(u)
-                changes.append(_largest_error(nearby, expected, residual, u))
+                block = linearize(function.f, moved(x, x.itemsize, generator))
+                # As it is formed: products with random vectors round more than those with unit vectors.
+                J = dense_jacobian(block.pullback, block.y, PROBES, residual)
+                changes.append(_largest_error(_products(J, u, residual), expected, residual, u))
     return max(changes)
 
 
@@ -306,8 +341,14 @@ def _cotangents(x: Float[Tensor, "R d"]) -> Float[Tensor, "P R d"]:
 def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: bool) -> float:
     """Return the error of formed J^T u against reverse mode."""
     u = _cotangents(x)
-    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
-    return _largest_error(found, block.pullback(u), residual, u)
+    return _largest_error(_products(J.to(u.dtype), u, residual), block.pullback(u), residual, u)
+
+
+def _products(
+    J: Float[Tensor, "R d d"], u: Float[Tensor, "P R d"], residual: bool
+) -> Float[Tensor, "P R d"]:
+    """Return J^T u with the identity, if J is without it."""
+    return torch.einsum("prd,rde->pre", u, J) + residual * u
 
 
 def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:

@@ -33,7 +33,13 @@ from tracker.jacobians.checks import (
     require_reproduction,
 )
 from tracker.jacobians.elimination import Elimination, Heads
-from tracker.jacobians.independent import DETACHED, Independent, differ_from_values, settle
+from tracker.jacobians.independent import (
+    DETACHED,
+    Independent,
+    amplified_rounding,
+    differ_from_values,
+    settle,
+)
 from tracker.jacobians.judge import BOUNDS, FIRST
 from tracker.jacobians.restriction import (
     CallRows,
@@ -90,8 +96,8 @@ class _Read:
 
     finite: bool
     hidden: bool  # whether rounding hides some row's J from the dtype
-    # Of each witness that was asked about rows of the call: the samples, and J^T u and J v
-    products: list[tuple[Witness, Tensor, Float[Tensor, "2 r d"]]]
+    # Of each witness that was asked about rows of the call: the samples, the rows, and J^T u and J v
+    products: list[tuple[Witness, Tensor, Tensor, Float[Tensor, "2 r d"]]]
 
 
 # R d^3 from which the cheapest order of products (`elimination`) is worth finding. Reverse mode takes 1.02 times as long for one
@@ -185,8 +191,8 @@ class Jacobians:
             require_finite(answers[i].finite, call)
         (call, _), (_, first) = selections[0], results[0]
         try:
-            for (call, _), answer in zip(selections, answers, strict=True):
-                self._compare_with_model(call, answer, dtype)
+            for (call, rows), answer, (_, checks) in zip(selections, answers, results, strict=True):
+                self._compare_with_model(call, rows, answer, checks)
         except BlocksNotFound:
             if not first.sliced:
                 raise
@@ -216,11 +222,13 @@ class Jacobians:
         answers = []
         for of_call in found:
             finite, hidden = next(values).bool().tolist()
-            products = [(witness, asked, next(values).double()) for witness, asked, _ in of_call]
+            products = [(*of_one, next(values).double()) for *of_one, _ in of_call]
             answers.append(_Read(finite, hidden, products))
         return answers
 
-    def _compare_with_model(self, call: BlockCall, answer: _Read, dtype: torch.dtype) -> None:
+    def _compare_with_model(
+        self, call: BlockCall, rows: Rows, answer: _Read, checks: CheckResults
+    ) -> None:
         """Compare Jacobians with what the caller's model says, if it was asked about this call."""
         for witness in self.witnesses:
             witness.require_values(call.layer)
@@ -228,12 +236,14 @@ class Jacobians:
         of_values = self.derivative != "autograd" and (
             outcome is None or outcome.method != DETACHED
         )
-        for witness, asked, products in answer.products:
+        path = PATHS.get(checks.path)
+        for witness, asked, at, products in answer.products:
             witness.judge(
                 call,
                 asked,
                 products,
-                dtype.itemsize,
+                call.x.itemsize,
+                partial(amplified_rounding, call, rows.subset(at), path, self._attached),
                 exact=self.precision == "float32",
                 gradients=not self._attached,
                 differences=of_values,

@@ -2,14 +2,14 @@
 
 What forms a Jacobian replays recorded calls of blocks in the replica, with their other arguments held. It can't see what the
 replica does not run as the model does, nor that a block's state reaches it by another way than its first argument, nor that
-samples depend on each other. So the model itself is run, cut at the boundaries of its blocks (`cut_model`), and asked (`questions`)
-about each block at one row of each sample, about its values at all rows: whether from the recorded state it gives the recorded
-output; for J^T u and J v, which are compared with products of the Jacobian that was formed, at rows that are measured
-(`Witness.judge`); and whether samples depend on each other, by derivatives or by a limited capacity.
+samples depend on each other. So the model itself is run, cut at the boundaries of its blocks (`cut_model`), and asked
+(`questions`) about each block at one row of each sample, about its values at all rows: whether from the recorded state it gives
+the recorded output; for J^T u and J v, which are compared with products of the Jacobian that was formed, at rows that are
+measured (`Witness.judge`); and whether samples depend on each other, by derivatives or by a limited capacity.
 
-If a block disagrees in J v, it is asked again with its state alone moved, which leaves what earlier blocks give to it (keys, the
-first state) as it was, by +- h v and with several h: differences convict only if two steps agree. If it disagrees in J^T u, both are
-compared with a copy in float64, and with what roundings change in copies.
+If a block disagrees in J v, it is asked again with its state alone moved, which leaves what earlier blocks give to it (keys,
+the first state) as it was, by +- h v and with several h: differences convict only if two steps agree. If it disagrees in J^T u,
+both are compared with a copy in float64, and with what roundings change in copies.
 
 Cost: one pass with gradients and three without, of all samples if they are small, else of two.
 """
@@ -315,22 +315,22 @@ class Witness:
         return self.model.dtype or (torch.float32 if coarse else torch.float64)
 
     def _rounding(
-        self, l: int, dtype: torch.dtype, part: Callable[[Backward], Tensor], none: Tensor
+        self, l: int, part: Callable[[Backward], Tensor], none: Tensor
     ) -> Float[Tensor, "B *rows"]:
-        """Return the largest part of the answers about a block by which copies of a dtype, moved by roundings, differ."""
-        found = [of[l] for k in range(MOVES) if (of := self._of_copy(dtype, 1 + k))]
+        """Return the largest of a part of the answers about a block by copies that are moved by roundings of the model's dtype."""
+        found = [of[l] for k in range(MOVES) if (of := self._of_copy(self._own, 1 + k))]
         # Nothing is explained if its code fails.
         return torch.stack([part(of) for of in found]).amax(0) if found else none
 
     def _rounded_values(self, l: int) -> Float[Tensor, "B n"]:
         """Return how much roundings change f at each row of a block."""
         shape = self.model.calls[0].x[self.model.samples].shape[:2]
-        return self._rounding(l, self._own, lambda of: of.values[0], torch.zeros(shape))
+        return self._rounding(l, lambda of: of.values[0], torch.zeros(shape))
 
-    def _rounded_gradient(self, l: int, dtype: torch.dtype) -> Float[Tensor, " B"]:
-        """Return how far from the true J^T u of a block it is in a dtype, with roundings."""
+    def _rounded_gradient(self, l: int) -> Float[Tensor, " B"]:
+        """Return how far roundings take the model's J^T u of a block from its true value."""
         true = self._of_copy(self._finest)[l].JTu
-        return self._rounding(l, dtype, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
+        return self._rounding(l, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
     def _ask_crowded(self, sample: int) -> None:
         """Find blocks in which outputs of samples change if the states of the others are near copies of a row of this sample."""
@@ -348,10 +348,10 @@ class Witness:
 
     def products(
         self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]
-    ) -> tuple[Tensor, Float[Tensor, "2 r d"]] | None:
-        """Return J^T u and J v at rows that the model was asked about, and the samples; None if it was not asked about any.
+    ) -> tuple[Tensor, Tensor, Float[Tensor, "2 r d"]] | None:
+        """Return J^T u and J v at rows that the model was asked about; None if it was not asked about any.
 
-        The samples are those of `Answer`, on the CPU.
+        Before them, on the CPU: the samples, among those of `Answer`, and which rows they are.
         """
         answer = self.answers.get(call.layer)
         is_of = call is self.model.calls[call.layer - 1] and rows.source is None
@@ -363,9 +363,9 @@ class Witness:
         if not len(asked):
             return None
         given = torch.stack([answer.u, answer.v])[:, asked].to(J.dtype)
-        at, (u, v) = to_device(J.device, at, given)
-        J = J[at]
-        return asked, torch.stack([(u[:, None] @ J)[:, 0], (J @ v[..., None])[..., 0]])
+        there, (u, v) = to_device(J.device, at, given)
+        J = J[there]
+        return asked, at, torch.stack([(u[:, None] @ J)[:, 0], (J @ v[..., None])[..., 0]])
 
     def judge(
         self,
@@ -373,6 +373,7 @@ class Witness:
         asked: Tensor,
         products: Float[Tensor, "2 r d"],
         bytes: int,
+        rounding: Callable[[], float],
         *,
         exact: bool,
         gradients: bool,
@@ -384,6 +385,7 @@ class Witness:
             asked: the samples of the rows.
             products: of the Jacobians, in float64 on the CPU.
             bytes: of the numbers of the Jacobians.
+            rounding: returns how far roundings take J^T u from its true value, relative to it.
             exact: whether J was formed in the precision of its dtype.
             gradients: whether J is meant to be what autograd computes.
             differences: whether J is meant to be the derivative of the values.
@@ -397,11 +399,13 @@ class Witness:
         if gradients:
             if call.layer == 1:
                 self._require_no_way_beside(call, answer, norm(JTu).max())
-            self._judge_gradient(call, answer, asked, JTu, exactly.exact, least)
+            self._judge_gradient(call, answer, asked, JTu, exactly.exact, least, rounding)
         half = len(answer.y) // 2
         if answer.difference is not None and differences and (asked >= half).any():
             later = asked >= half
-            self._judge_differences(call, answer, asked[later], Jv[later], exactly.differences)
+            self._judge_differences(
+                call, answer, asked[later], Jv[later], exactly.differences, rounding
+            )
 
     def _judge_gradient(
         self,
@@ -411,6 +415,7 @@ class Witness:
         JTu: Float[Tensor, "r d"],
         allowed: float,
         least: int,
+        rounding_of_J: Callable[[], float],
     ) -> None:
         """Judge products J^T u at the rows of some samples."""
         l = call.layer
@@ -425,27 +430,23 @@ class Witness:
             self.findings.note("derivative", error)
             return
         if l in finest:
-            true, sizes = finest[l].JTu[asked], norm(JTu).clamp_min(TINY)
+            true = finest[l].JTu[asked]
+            of_J, of_model = _ratio(true - JTu, JTu), _ratio(answer.JTu[asked] - true, JTu)
             # Nothing is finer than the copy: its sum u + J^T u rounds, too.
-            of_copy = CLOSER * EPSILON[8] * _ratio(answer.u[asked], JTu)
-            steady, explained = True, True
-            compared = [
-                (JTu, self.model.replica.dtype, of_copy),
-                (answer.JTu[asked], self._own, rounding),
-            ]
-            for found, dtype, of_sums in compared:
-                off, most = norm(found - true) / sizes, allowed + of_sums
-                error = max(error, float(off.max()))
-                if not (off <= most).all():
-                    steady = False
-                    most = most + CLOSER * self._rounded_gradient(l, dtype)[asked] / sizes
-                    explained &= bool((off <= most).all())
-            if steady:
-                self.findings.note("derivative", float(norm(true - JTu).div(sizes).max()))
+            allowed_J = allowed + CLOSER * EPSILON[8] * _ratio(answer.u[asked], JTu)
+            allowed_model = allowed + rounding
+            if (of_J <= allowed_J).all() and (of_model <= allowed_model).all():
+                self.findings.note("derivative", float(of_J.max()))
                 return
-            if explained:
+            if not (of_J <= allowed_J).all():
+                allowed_J = allowed_J + CLOSER * rounding_of_J()
+            if not (of_model <= allowed_model).all():
+                sizes = norm(JTu).clamp_min(TINY)
+                allowed_model = allowed_model + CLOSER * self._rounded_gradient(l)[asked] / sizes
+            if (of_J <= allowed_J).all() and (of_model <= allowed_model).all():
                 self.findings.unsteady[l] = error
                 return
+            error = max(error, float(of_J.max()))
         # Also where it is NaN
         raise self._other_derivative(call, f"J^T u by its backward pass differs by {error:.1e}")
 
@@ -475,6 +476,7 @@ class Witness:
         asked: Tensor,
         Jv: Float[Tensor, "r d"],
         allowed: float,
+        rounding_of_J: Callable[[], float],
     ) -> None:
         """Judge products J v at the rows of some samples of the second half."""
         l, half = call.layer, len(answer.y) // 2
@@ -515,11 +517,7 @@ class Witness:
             return
         if verdict.refuted.any():
             largest = float(verdict.error[verdict.refuted].max())
-            changed = torch.zeros(len(asked))
-            if l in finest:
-                formed_in = self.model.replica.dtype
-                changed = CLOSER * self._rounded_gradient(l, formed_in)[asked] / norm(Jv)
-            if not (verdict.error <= changed)[verdict.refuted].all():
+            if not largest <= CLOSER * rounding_of_J():
                 raise self._other_derivative(
                     call, f"J v by differences of its values differs by {largest:.1e}"
                 )
