@@ -317,7 +317,7 @@ class Witness:
     def _rounding(
         self, l: int, part: Callable[[Backward], Tensor], none: Tensor
     ) -> Float[Tensor, "B *rows"]:
-        """Return the largest of a part of the answers about a block by copies that are moved by roundings of the model's dtype."""
+        """Return the largest of a part of what copies, moved by roundings of the model's dtype, answer about a block."""
         found = [of[l] for k in range(MOVES) if (of := self._of_copy(self._own, 1 + k))]
         # Nothing is explained if its code fails.
         return torch.stack([part(of) for of in found]).amax(0) if found else none
