@@ -214,8 +214,8 @@ class CutModel:
         oriented = self.replica.oriented
 
         def leave(found: Tensor) -> Tensor:
+            end(self.ended + 1, oriented(found))
             self.ended += 1
-            end(self.ended, oriented(found))
             if self.ended == last:
                 raise StopForward(None)
             return oriented(begin(self.ended, found))

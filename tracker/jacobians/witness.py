@@ -159,29 +159,39 @@ class Witness:
         self._repeats = not replica.waits
         # By dtype and number of the pass
         self._of_copies: dict[tuple[torch.dtype, int], dict[int, Backward]] = {}
+        failure = None
         unasked = "the caller turned it off" if asked == "off" else why_not(replica)
         if not unasked:
             # Numbers of two bytes say little of derivatives.
             coarse = model_bytes(replica) == 2 < replica.dtype.itemsize
-            unasked = self._ask(self._in_dtype(), gradients and not coarse)
-            if coarse and gradients and not unasked:
+            failure = self._ask(self._in_dtype(), gradients and not coarse)
+            if coarse and gradients and failure is None:
                 wrong = self.wrong
-                unasked = self._ask(self._in_dtype(replica.dtype), gradients)
+                failure = self._ask(self._in_dtype(replica.dtype), gradients)
                 self.wrong |= wrong
-        if unasked:
-            findings.unasked = unasked
-            if failure := self._ask(self._in_dtype(replica.dtype), gradients):
-                raise UsageError(
-                    "what the Jacobians are compared with can't be computed: cut where its blocks begin and end, the model "
-                    f"fails ({unasked}), and so does its copy in {replica.dtype} ({failure})"
-                )
+        if unasked or failure is not None:
+            findings.unasked = unasked or _first_line(failure)
+            failure = None  # with the tensors that its traceback holds
+            failure = self._ask(self._in_dtype(replica.dtype), gradients)
+            if failure is not None:
+                raise self._failed(failure)
 
-    def _ask(self, model: CutModel, gradients: bool) -> str:
-        """Ask about all blocks, with gradients or about values alone; return why that failed, if it did."""
+    def _ask(self, model: CutModel, gradients: bool) -> Exception | None:
+        """Ask about all blocks, with gradients or about values alone; return what made that fail, if it did."""
         self.model, self.answers, self.wrong, self.mixing = model, {}, {}, {}
         self.generator = torch.Generator().manual_seed(self.seed)
         model.choose(int(torch.randint(len(self.valid), (), generator=self.generator)))
         return _failing(partial(self._ask_model, gradients))
+
+    def _failed(self, failure: Exception) -> UsageError:
+        """Return the error for a model that can't be asked, nor its copy."""
+        running = max(self.model.ended, 0)
+        error = UsageError(
+            f"block {running + 1} ({self.model.calls[running].name}) can't be asked whether it computes what was recorded: run "
+            f"again from the recorded states, its code, or what runs before it, raises {_first_line(failure)}"
+        )
+        error.__cause__ = failure
+        return error
 
     # Asking.
 
@@ -558,8 +568,8 @@ class Witness:
         return BlocksNotFound(finding, chained(self.model.replica.description))
 
 
-def _failing(run: Callable[[], None]) -> str:
-    """Run passes of a model; return how they fail, if they do."""
+def _failing(run: Callable[[], None]) -> Exception | None:
+    """Run passes of a model; return what made them fail, if they did."""
     try:
         run()
     # Of the model's code, whatever it is: it may need what is not installed here
@@ -568,8 +578,12 @@ def _failing(run: Callable[[], None]) -> str:
             raise
         if not is_allocation_failure(error):
             raise_device_errors(error)
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return ""
+        return error
+    return None
+
+
+def _first_line(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _ratio(
