@@ -46,7 +46,6 @@ class Slots:
 
 
 def adder(total=0):
-
     def add(k=0):
         nonlocal total
         total += k

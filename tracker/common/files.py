@@ -330,10 +330,10 @@ def visible(directory: Path) -> list[Path]:
         for place, inside, names in os.walk(link):
             here = Path(place)
             inside[:] = [name for name in inside if not name.startswith(".")]
-            if here.resolve() in listed:
+            if (real := here.resolve()) in listed:
                 inside.clear()
                 continue
-            listed.add(here.resolve())
-            links += [here / name for name in inside if (here / name).is_symlink()]
+            listed.add(real)
+            links += filter(Path.is_symlink, map(here.joinpath, inside))
             found += [here / n for n in names if not n.startswith(".") and (here / n).is_file()]
     return sorted(found)

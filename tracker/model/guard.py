@@ -11,6 +11,7 @@ shared memory first replaces the replica's tensors by copies; the operation then
 memory and version counters stay as they were. Cost: some microseconds for each operation; no copy where nothing is written.
 """
 
+import io
 import pickle
 import sys
 from collections import deque
@@ -110,15 +111,17 @@ def equal_nested(now: Any, saved: Any) -> bool:
         return len(now) == len(saved) and all(map(equal_nested, now, saved))
     if isinstance(now, (*SCALARS, set)):
         return now == saved or now != now  # NaN
-    return is_opaque(now) and pickled(now) is not None and pickled(now) == pickled(saved)
+    return is_opaque(now) and pickled(now) == pickled(saved) != b""
 
 
-def pickled(value: Any) -> bytes | None:
-    """Return what tells the contents of an array, an iterator, a generator; None if it can't be pickled."""
+def pickled(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
+    """Return bytes that differ if what is in a value has changed; none if it can't be pickled."""
+    written = io.BytesIO()
     try:
-        return pickle.dumps(value)
+        pickler(written).dump(value)
     except Exception:  # of any type: code of the object's class runs
-        return None
+        return b""
+    return written.getvalue()
 
 
 def clone_if_tensor(value: Any) -> Any:

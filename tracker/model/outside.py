@@ -8,11 +8,11 @@ What was None was made at its first use, and is not named. Not noticed: what is 
 pickled, to large arrays, and by the code of installed libraries.
 """
 
-import io
 import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from types import FunctionType, GeneratorType
 from typing import Any
@@ -36,17 +36,15 @@ PLAIN = (*guard.SCALARS, *guard.LEAVES, *guard.CONTAINERS)
 @contextmanager
 def noticing_writes(model: nn.Module) -> Iterator[None]:
     """Compare what the code of a model reaches before and after its forward passes run on copies."""
-    # With the owners, so that their ids are not reused
-    before = {
-        (id(owner), name): (_contents(value), owner) for owner, name, value, _ in _reached(model)
-    }
+    reached = [*_reached(model)]  # kept alive, so that ids are not reused
+    before = {(id(owner), name): _contents(value) for owner, name, value, _ in reached}
     none = _contents(None)
     try:
         yield
     finally:
         warned, written = WARNED.setdefault(model, set()), []
         for owner, name, value, place in _reached(model):
-            old, _ = before.get((id(owner), name), (none, owner))
+            old = before.get((id(owner), name), none)
             if place not in warned and old not in (none, b"", now := _contents(value)) and now:
                 written.append(f"{place} ({type(value).__name__})")
                 warned.add(place)
@@ -92,19 +90,8 @@ def _reached(model: nn.Module) -> Iterator[tuple[Any, str, Any, str]]:
 
 def _is_copied(value: Any) -> bool:
     """Whether a replica's modules hold a copy of a value, or what is neither copied nor written to."""
-    if isinstance(value, (*PLAIN, np.ndarray)) or guard.is_data(value):
-        return True
-    return guard.copy_opaque(value) is not value
-
-
-def _contents(value: Any) -> bytes:
-    """Return bytes that differ if what is in a value has changed; none if it can't be pickled."""
-    pickled = io.BytesIO()
-    try:
-        _Pickler(pickled).dump(value)
-    except Exception:  # of any type: code of the object's class runs
-        return b""
-    return pickled.getvalue()
+    plain = isinstance(value, (*PLAIN, np.ndarray))
+    return plain or guard.is_data(value) or guard.copy_opaque(value) is not value
 
 
 class _Pickler(pickle.Pickler):
@@ -133,6 +120,9 @@ class _Pickler(pickle.Pickler):
             # It holds objects in many levels: what its attributes are, not what is in them
             held = {name: v if isinstance(v, (int, str)) else id(v) for name, v in held.items()}
         return type(value), (), held
+
+
+_contents = partial(guard.pickled, pickler=_Pickler)
 
 
 def _is_of_library(module: Any) -> bool:

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from tracker.devices import raise_device_errors
 from tracker.model.hidden_state import floating_tensors, named_values
 from tracker.model.replica import Replica
 
@@ -160,7 +161,9 @@ class Tail(TorchFunctionMode):
         at = torch.arange(len(rows), device=x.device).flip(0) // 2
         try:
             again = self._again(z, rows[at])
-        except Exception:  # of any type: the model's functions get states that it did not compute
+        # Of any type: functions get states that the model did not compute
+        except Exception as error:
+            raise_device_errors(error)
             return False
         return torch.allclose(again, own[at], atol=EQUAL)
 
@@ -173,8 +176,7 @@ class Tail(TorchFunctionMode):
         held = pad(rows, (0, 0, 0, B * m - len(rows))).view(B, m, d).to(self._state.dtype)
         # Tokens that have no logits keep their states.
         whole = torch.cat([own[:, : self._read.start], held, own[:, self._read.stop :]], 1)
-        state = self.replica.oriented(whole)
-        now = {id(self._state): state.contiguous()}
+        now = {id(self._state): self.replica.oriented(whole).contiguous()}
         # What it writes must not reach the caller's tensors.
         with self.replica.guard():
             for call in self._calls:
