@@ -22,7 +22,6 @@ STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("jacobian", "tracker.jacobians.rows:Jacobians", "__call__"),
     # Called within the stage before, like the next ones
     ("checks", "tracker.jacobians.rows", "derivative_error"),
-    ("checks", "tracker.jacobians.rows", "find_mixing"),
     ("checks", "tracker.jacobians.rows", "differ_from_values"),
     ("checks", "tracker.jacobians.rows", "settle"),
     ("svd", "tracker.measures.layers", "triplets_of_each"),

@@ -17,15 +17,13 @@ from tracker.store import Store
 from tracker.version import SCHEMA
 
 WIDTH = 64  # of the models
-# What differs between two runs with the same numbers. In a resumed store, the convention comes from the store, and which blocks
-# are checked in full depends on what a process has measured.
-VOLATILE = ("created", "seconds", "final_norm_reason", "witness", "derivative_checked")
-CHECKS = ("diagnostics_derivative_error", "diagnostics_derivative_error_normed")
+# What differs between two runs with the same numbers. In a resumed store, the convention comes from the store.
+VOLATILE = ("created", "seconds", "final_norm_reason")
 
 
 def lasting(results: xr.Dataset) -> xr.Dataset:
     """Return results without what differs between two runs with the same numbers."""
-    kept = results.drop_vars((*VOLATILE, *CHECKS), errors="ignore")
+    kept = results.drop_vars(VOLATILE, errors="ignore")
     kept.attrs = {name: value for name, value in kept.attrs.items() if name not in VOLATILE}
     return kept
 

@@ -27,11 +27,9 @@ from tracker.devices import is_allocation_failure, raise_device_errors, release_
 from tracker.jacobians.checks import require_derivative
 from tracker.jacobians.independent import settle_full_sequence
 from tracker.jacobians.restriction import FAILURES
-from tracker.jacobians.rows import CheckCache
 from tracker.linalg.jacobian import keeping_at_most
 from tracker.measures.calls import measure_calls, record_call
 from tracker.measures.dataset import Sample, assemble, labelled
-from tracker.measures.earlier import naming_steps
 from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
@@ -226,14 +224,13 @@ def _prepared(
     device: torch.device,
 ) -> Iterator[Replica]:
     """Prepare the model; if blocks are not found, then or later, try those that the error proposes, and raise what came of it."""
-    with naming_steps(settings.spared):
-        try:
-            with prepare(
-                model, blocks, calls, device, settings.torch_dtype, settings.tokens
-            ) as replica:
-                yield replica
-        except BlocksNotFound as error:
-            raise _tried(error, model, calls[0], settings, device) from error.__cause__
+    try:
+        with prepare(
+            model, blocks, calls, device, settings.torch_dtype, settings.tokens
+        ) as replica:
+            yield replica
+    except BlocksNotFound as error:
+        raise _tried(error, model, calls[0], settings, device) from error.__cause__
 
 
 def _tried(
@@ -285,7 +282,6 @@ def _why_not_measurable(
         with prepare(
             model, blocks, [batch], device, settings.torch_dtype, settings.tokens
         ) as replica:
-            cache = CheckCache(settings.torch_dtype)
             recording, rows, _ = record_call(replica, batch, settings, settings.memory(4))
             check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             for call in recording.calls:
@@ -293,7 +289,6 @@ def _why_not_measurable(
                 # What can't be cut is linearized over its whole sequences: products take several times what is kept for them.
                 limited = keeping_at_most(settings.memory_budget // 4)
                 with replica.materialize(call.block), replica.materialize(call.final_norm), limited:
-                    cache.require_independent_samples(call, rows)
                     require_derivative(call, rows, replica.dtype)
                     if settings.derivative != "autograd":
                         _, group = next(rows.disjoint_groups())

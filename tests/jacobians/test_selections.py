@@ -96,7 +96,7 @@ def test_tf32_is_allowed_for_the_products_alone(monkeypatch):
         return dense_jacobian(*arguments)
 
     def failing(*arguments):
-        raise RuntimeError("planted")
+        raise KeyboardInterrupt
 
     jacobians = Jacobians(replica, "tf32")
     selected = [(calls[0], Rows(torch.tensor([0]), torch.tensor([6])))]
@@ -105,6 +105,6 @@ def test_tf32_is_allowed_for_the_products_alone(monkeypatch):
     assert set(in_passes) == {"highest"} and in_products == ["high"]
     assert torch.get_float32_matmul_precision() == "highest"
     monkeypatch.setattr("tracker.jacobians.rows.dense_jacobian", failing)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(KeyboardInterrupt):
         jacobians(selected)
     assert torch.get_float32_matmul_precision() == "highest"

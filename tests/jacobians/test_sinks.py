@@ -26,11 +26,11 @@ FAMILIES = (
 )
 
 
-def with_sink(name, dimensions=slice(None), scale=1e4, length=7):
-    """Return a model and inputs whose first token has large states, in all dimensions or in some."""
+def with_sink(name, dimensions=slice(None), scale=1e4, length=7, at=0):
+    """Return a model and inputs whose first token, or another, has large states, in all dimensions or in some."""
     model, inputs = build(name, Size(tokens=length))
     inputs = inputs.clamp(min=SINK + 1)
-    inputs[:, 0] = SINK
+    inputs[:, at] = SINK
     with torch.no_grad():
         model.get_input_embeddings().weight[SINK, dimensions] *= scale
     return model, inputs
@@ -90,9 +90,9 @@ PLANTED = [
 @pytest.mark.parametrize(
     "name, planted", [*PLANTED, ("llama, grouped keys", "rotary"), ("gpt_neox", "rotary")]
 )
-@pytest.mark.parametrize("length", [7, 40])
-def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
-    model, inputs = with_sink(name, length=length)
+def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted):
+    """The sink attends to other tokens: alone, its output does not depend on its key."""
+    model, inputs = with_sink(name, at=3)
     if planted == "rotary":
         slice_argument = tracker.jacobians.restriction.slice_argument
 
@@ -108,6 +108,6 @@ def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted, length):
             path: detached(honest, planted) for path, honest in tracker.jacobians.rows.PATHS.items()
         }
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)
-    with pytest.warns(UserWarning, match="failed its derivative check"):
-        ds = tracker.measure(model, inputs, k=4, tokens=[0])
+    with pytest.warns(UserWarning, match="single rows"):
+        ds = tracker.measure(model, inputs, k=4, tokens=[3])
     assert not ds.diagnostics_sliced.any()

@@ -1,8 +1,4 @@
-"""What of a block's arguments and masks belongs to a row, or to a window of tokens, written out row by row."""
-
-from collections import OrderedDict
-from dataclasses import replace
-from inspect import BoundArguments
+"""What of a block's arguments and masks belongs to a row, written out row by row."""
 
 import pytest
 import torch
@@ -13,7 +9,6 @@ from tracker.jacobians.slicing import (
     NotSliceable,
     Rows,
     concatenate_argument,
-    cut_windows,
     mask_rows,
     slice_argument,
 )
@@ -34,12 +29,6 @@ def numbers(*shape):
 def call():
     _, ((call, *_),) = recorded(build("gpt_neox")[0], [tokens(B, n)])
     return call
-
-
-def with_argument(call, name, value):
-    """Return a call with another argument beside the state."""
-    arguments = OrderedDict({call.state: call.x, name: value})
-    return replace(call, arguments=BoundArguments(call.arguments.signature, arguments))
 
 
 def test_rows_of_states():
@@ -132,15 +121,11 @@ def test_what_can_not_be_divided_is_named(call, what):
     name, value = UNKNOWN[what]
     with pytest.raises(NotSliceable, match=f"'{name}' divides into rows is not known"):
         slice_argument(name, value, call, ROWS)
-    with pytest.raises(NotSliceable, match=f"'{name}' divides into rows is not known"):
-        cut_windows(with_argument(call, name, value), ROWS, 2)
 
 
 def test_arguments_without_tensors_are_left(call):
     value = {"use_cache": True, "sizes": [1, 2]}
     assert slice_argument("options", value, call, ROWS) == value
-    cut, _ = cut_windows(with_argument(call, "options", value), ROWS, 2)
-    assert cut.arguments.arguments["options"] == value
 
 
 def test_arguments_of_several_recordings():
@@ -193,65 +178,3 @@ def test_a_recorded_attention_without_a_mask():
     assert torch.equal(mask_rows(AttentionCall(key, key, None, True), at), expected)
     with pytest.raises(NotSliceable, match="attention mask of type str"):
         mask_rows(AttentionCall(key, key, "causal", False), at)
-
-
-def windows_of(value, starts, width, axes):
-    """Return for each row the part of its sample in its window, along some axes of the sample."""
-    parts = []
-    for (b, _), start in zip(PLACES, starts, strict=True):
-        part = value[b if len(value) > 1 else 0]
-        for axis in axes:
-            part = part.narrow(axis, start, width)
-        parts.append(part)
-    return torch.stack(parts)
-
-
-WINDOWS = {  # an argument, and the axes of a sample that are cut; none: the value of the samples as it is
-    "by token": ("position_ids", numbers(B, n), [0]),
-    "by token, shared": ("position_ids", numbers(1, n, 2), [0]),
-    "padding": ("src_key_padding_mask", numbers(B, n), [0]),
-    "padding of as many samples": ("src_key_padding_mask", numbers(n, n), [0]),
-    "padding by another name": ("attention_mask", numbers(B, n), [0]),
-    "mask": ("attention_mask", numbers(B, 1, n, n), [1, 2]),
-    "mask, shared": ("attn_mask", numbers(1, H, n, n), [1, 2]),
-    "mask for all queries": ("attn_mask", numbers(B, 1, 1, n), [2]),
-}
-
-
-@pytest.mark.parametrize("what", WINDOWS)
-@pytest.mark.parametrize("width", [1, 2, 3, n + 3])
-def test_windows_that_end_at_rows(call, what, width):
-    name, value, axes = WINDOWS[what]
-    key, v = numbers(B, H, n, 3), numbers(1, H, n, 2)
-    mask = numbers(B, 1, n, n)
-    given = replace(
-        with_argument(call, name, value),
-        attention=[AttentionCall(key, v, mask, True), AttentionCall(v, key, None, False)],
-    )
-    cut, moved = cut_windows(given, ROWS, width)
-    width = min(width, n)
-    starts = [max(0, t - width + 1) for _, t in PLACES]
-    assert moved.sample.tolist() == [0, 1, 2, 3]
-    assert moved.token.tolist() == [t - s for (_, t), s in zip(PLACES, starts, strict=True)]
-    assert torch.equal(cut.x, windows_of(call.x, starts, width, [0]))
-    assert torch.equal(cut.arguments.arguments[name], windows_of(value, starts, width, axes))
-    assert cut.arguments.arguments[call.state] is call.x  # replaced when the call is run
-    first, second = cut.attention
-    for seen, whole in ((first.key, key), (first.value, v), (second.key, v), (second.value, key)):
-        assert torch.equal(seen, windows_of(whole, starts, width, [1]))
-    assert torch.equal(first.mask, windows_of(mask, starts, width, [1, 2]))
-    assert second.mask is None and (first.causal, second.causal) == (True, False)
-
-
-def test_what_has_no_batch_axis_is_cut_where_all_rows_have_one_window(call):
-    ids, mask = numbers(n), numbers(n, n)
-    both = with_argument(call, "kwargs", {"cache_position": (ids,), "src_mask": mask})
-    for rows in (AT_ONE_TOKEN, AT_ONE_TOKEN.subset(slice(1))):
-        cut, moved = cut_windows(both, rows, 2)
-        found = cut.arguments.arguments["kwargs"]
-        assert moved.token.tolist() == [1] * len(rows)
-        assert torch.equal(found["cache_position"][0], ids[2:4])
-        assert torch.equal(found["src_mask"], mask[2:4, 2:4])
-    for name, value in (("cache_position", ids), ("src_mask", mask)):
-        with pytest.raises(NotSliceable, match=name):
-            cut_windows(with_argument(call, name, value), ROWS, 2)

@@ -1,10 +1,6 @@
-"""The caller's own model is asked about its blocks: what reaches a block by another way is found, sound models agree, and the
-model stays as it was.
-"""
+"""The caller's own model is asked about its blocks: sound models agree, and the model stays as it was."""
 
-import copy
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -13,11 +9,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracker
-from tests.central_differences import by_differences
 from tests.models import FAMILIES, build
 from tests.plain import CausalAttention
 from tracker.common.errors import UsageError
-from tracker.jacobians.witness import Witness, form_of
+from tracker.jacobians.witness import Witness
 
 D = 16
 IDS = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
@@ -55,93 +50,9 @@ class Model(nn.Module):
         return x
 
 
-# Models whose blocks' calls are not the whole of what they do to the state. All have plain blocks if nothing is done about it.
-
-
-class Thrice(Block):
-    def forward(self, value: Tensor, key: Tensor, query: Tensor) -> Tensor:
-        return query + self.f(query) + 0.3 * value.tanh() - 0.2 * key
-
-
-class GivenThrice(Model):
-    def __init__(self):
-        super().__init__(Thrice)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x, x, x)
-
-
-class Memory(Block):
-    """As nn.TransformerDecoderLayer: cross attention to a memory, which is the state here."""
-
-    def __init__(self):
-        super().__init__()
-        self.cross = nn.MultiheadAttention(D, 2, batch_first=True)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return x + self.f(x) + self.cross(x, memory, memory, need_weights=False)[0]
-
-
-class OwnMemory(Model):
-    def __init__(self):
-        super().__init__(Memory)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x, torch.cat([torch.ones_like(x[:, :1]), x], 1))
-
-
 class Gated(Block):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return x + gate * self.f(x)
-
-
-class GateOutside(Model):
-    def __init__(self):
-        super().__init__(Gated)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x, (4 * self.outside[l](x)).sigmoid())
-
-
-class Reading(Block):
-    shift: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x) + self.shift
-
-
-class Attribute(Model):
-    """The model sets an attribute of the block to something that it computes from the state."""
-
-    def __init__(self):
-        super().__init__(Reading)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        self.blocks[l].shift = self.outside[l](x)
-        return self.blocks[l](x)
-
-
-class Context:
-    """What a model leaves for its blocks; no module holds it."""
-
-    state: Tensor
-
-
-CONTEXT = Context()
-
-
-class ReadingContext(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x) + 0.3 * CONTEXT.state
-
-
-class SharedContext(Model):
-    def __init__(self):
-        super().__init__(ReadingContext)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        CONTEXT.state = self.outside[l](x)
-        return self.blocks[l](x)
 
 
 class GateOfTheFirst(Model):
@@ -154,40 +65,7 @@ class GateOfTheFirst(Model):
         return self.blocks[l](x, torch.ones_like(x) if l else (4 * self.outside[l](x)).sigmoid())
 
 
-class Number(Model):
-    """The model computes a number from the state, which autograd does not see: differences alone show it."""
-
-    def __init__(self):
-        super().__init__(Gated)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x, x[0, -1].norm().item() * 0.3)
-
-
 OTHER_WAY = "is not the derivative of what the model computes there"
-FAULTS = {
-    "given three times": (GivenThrice, OTHER_WAY),
-    "a memory": (OwnMemory, OTHER_WAY),
-    "a gate": (GateOutside, OTHER_WAY),
-    "an attribute": (Attribute, OTHER_WAY),
-    "a gate of block 1": (GateOfTheFirst, OTHER_WAY),
-    "a context": (SharedContext, "does not reproduce its own output"),
-    "a number": (Number, OTHER_WAY),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_what_reaches_a_block_by_another_way_is_refused_or_measured_right(fault, dtype):
-    make, why = FAULTS[fault]
-    if fault == "a number" and dtype == torch.bfloat16:
-        pytest.skip("numbers of two bytes are too coarse for differences, which alone show it")
-    torch.manual_seed(0)
-    model = make().eval().to(dtype)
-    with pytest.raises(UsageError, match=why):
-        tracker.measure(
-            model, IDS[:1], k=4, dtype=torch.float32 if dtype == torch.bfloat16 else dtype
-        )
 
 
 class Unsteady(Block):
@@ -204,17 +82,14 @@ class Unsteady(Block):
 
 @pytest.mark.parametrize(
     "block, error, found",
-    [(Block, 0.02, "refused"), (Unsteady, 0.02, "told"), (Unsteady, 0.5, "refused")],
+    [(Block, 0.02, "refused"), (Unsteady, 0.0, "told"), (Unsteady, 0.02, "refused")],
 )
 def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
     block, error, found, monkeypatch
 ):
-    judge = Witness.judge
-
-    def planted(self, call, rows, J, **options):
-        return judge(self, call, rows, (1 + error) * J, **options)
-
-    monkeypatch.setattr(Witness, "judge", planted)
+    products = Witness.products
+    planted = lambda self, call, rows, J: products(self, call, rows, (1 + error) * J)  # noqa: E731
+    monkeypatch.setattr(Witness, "products", planted)
     torch.manual_seed(0)
     model = Model(block).eval()
     if found == "refused":
@@ -225,44 +100,6 @@ def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
             "in 3 blocks J^T u differs by up to"
             in tracker.measure(model, IDS, k=4).attrs["witness"]
         )
-
-
-@pytest.mark.parametrize(
-    "fault",
-    ["given three times", "a memory", "a gate", "an attribute", "a gate of block 1", "a context"],
-)
-def test_proposed_spans_give_the_true_jacobian(fault):
-    torch.manual_seed(0)
-    model = FAULTS[fault][0]().eval().double()
-    with pytest.raises(UsageError, match="each line was tried on these inputs") as caught:
-        tracker.measure(model, IDS, k=4, dtype="float64")
-    line = str(caught.value).partition("blocks=")[2].partition("  #")[0]
-    blocks = eval(line, {"model": model, "find_blocks": tracker.find_blocks})
-    ds = tracker.measure(model, IDS, k=4, dtype="float64", blocks=blocks, keep="jacobian")
-    assert ds.attrs["witness"].startswith("agrees")
-    with torch.no_grad():
-        x = model.embedding(IDS)
-        for l in range(3):
-            J = torch.from_numpy(ds.jacobian.values[1, 0, l])
-            assert torch.allclose(J, by_differences(partial(model.step, l), x, (1, -1)), atol=1e-7)
-            x = model.step(l, x)
-
-
-def test_a_function_that_differs_in_the_copy_is_refused(monkeypatch):
-    """A hook of the caller's that changes what a block returns is no part of the copy."""
-    torch.manual_seed(0)
-    model = Model().eval()
-    with torch.no_grad():
-        factor = torch.full((D,), 1.5)
-    model.blocks[1].mlp.register_forward_hook(lambda module, args, y: factor * y)
-    try:
-        ds = tracker.measure(model, IDS, k=4)
-    except UsageError as error:
-        assert "block 2 (blocks.1): from the same state, the model computes another output" in str(
-            error
-        )
-    else:  # the copy runs it too
-        assert ds.attrs["witness"].startswith("agrees")
 
 
 def at_one_token(y):
@@ -281,9 +118,14 @@ OF_SOME = {
 
 
 @pytest.mark.parametrize("where", OF_SOME)
-def test_values_are_compared_at_all_tokens_and_with_two_samples(where):
-    """The hook holds no weights, so the copy does not run it; the token that is measured is the last one."""
+def test_a_copy_that_differs_is_refused_at_all_tokens_and_with_two_samples(where, monkeypatch):
+    """It lacks a hook; the token that is measured is the last one."""
+
+    def remove_hooks(replica, *_):
+        replica.blocks[0]._forward_hooks.clear()
+
     torch.manual_seed(0)
+    monkeypatch.setattr("tracker.model.replica.adjust_configs", remove_hooks)
     model = Model().eval()
     model.blocks[0].register_forward_hook(lambda module, args, y: OF_SOME[where](y))
     with pytest.raises(
@@ -429,29 +271,20 @@ class Merging(Model):
         return super().train(mode)
 
 
-def contents(model: nn.Module) -> dict:
-    """Return the objects that the modules hold, by identity, and the values of tensors and generators."""
-    held = {}
-    for name, part in model.named_modules():
-        for key, value in vars(part).items():
-            held[name, key] = id(value)
-            for inner, entry in value.items() if isinstance(value, dict) else ():
-                held[name, key, inner] = id(entry)
-                if isinstance(entry, Tensor):
-                    held[name, key, inner, "values"] = (
-                        entry.tolist(),
-                        entry._version,
-                        entry.grad,
-                        entry.data_ptr(),
-                    )
-            if isinstance(value, torch.Generator):
-                held[name, key, "state"] = value.get_state().tolist()
-            if isinstance(value, (list, int)):
-                held[name, key, "contents"] = copy.copy(value)
-    return held
+def contents(model: nn.Module) -> list:
+    """Return what the modules hold, by identity and by value."""
+    held = [vars(part) for part in model.modules()]
+    tensors = [(id(t), t._version, t.grad) for t in (*model.parameters(), *model.buffers())]
+    generators = [
+        value.get_state().tolist()
+        for attributes in held
+        for value in attributes.values()
+        if isinstance(value, torch.Generator)
+    ]
+    return [str(held), [[*map(id, part.values())] for part in held], tensors, generators]
 
 
-@pytest.mark.parametrize("make", [Busy, Merging, GateOutside])
+@pytest.mark.parametrize("make", [Busy, Merging, GateOfTheFirst])
 def test_the_model_stays_as_it_was(make):
     torch.manual_seed(0)
     model = make().train()
@@ -463,17 +296,18 @@ def test_the_model_stays_as_it_was(make):
         attribute = tracker.measure(model, IDS, k=4).attrs["witness"]
         assert attribute.startswith("agrees"), attribute
     except UsageError:
-        assert make is GateOutside
+        assert make is GateOfTheFirst
     assert contents(model) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert seen == []  # what its hooks hold was copied, too
 
 
-def test_nothing_is_asked_where_the_caller_says_so():
+def test_the_copy_answers_where_the_caller_says_so():
     torch.manual_seed(0)
     model = Model()
     model.register_forward_hook(pytest.fail)
-    assert tracker.measure(model, IDS, k=4, witness="off").attrs["witness"] == "not asked"
+    attribute = tracker.measure(model, IDS, k=4, witness="off").attrs["witness"]
+    assert attribute.startswith("not asked: the caller turned it off; its copy agrees")
 
 
 def test_the_copy_answers_for_a_model_that_cannot_run():
@@ -493,27 +327,3 @@ def test_the_copy_answers_for_a_model_that_cannot_run():
         attribute.startswith("not asked: RuntimeError: ")
         and "; its copy agrees at one row of each block" in attribute
     )
-
-
-def _form_with_hook(model, factor):
-    """Return the form of a model with a hook that is gone afterwards, so that the next one may lie at its address."""
-    handle = model.blocks[1].register_forward_hook(lambda *_: factor)
-    form = form_of(model)
-    handle.remove()
-    return form
-
-
-def test_a_form_changes_with_modules_and_hooks():
-    torch.manual_seed(0)
-    model = Model()
-    first = form_of(model)
-    with torch.no_grad():
-        model.embedding.weight.add_(1)
-    assert form_of(model) == first
-    handle = model.blocks[1].register_forward_hook(print)
-    assert form_of(model) != first
-    handle.remove()
-    assert form_of(model) == first
-    assert _form_with_hook(model, 1) != _form_with_hook(model, 2)
-    model.blocks[1].mlp = nn.Sequential(nn.Linear(D, D))
-    assert form_of(model) != first

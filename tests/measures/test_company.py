@@ -13,14 +13,8 @@ from tracker.measures.settings import EVERYTHING
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value
 TEXTS = ("abcdefg", "qrs", "hello world", "qrs tuv")
-OF_WHOLE = {
-    "seconds",
-    "created",
-    "witness",
-    "inputs_sha256",
-    "token_ids_sha256",
-    "derivative_checked",
-}  # attributes that are of all inputs together
+# Attributes that are of all inputs together
+OF_WHOLE = {"seconds", "created", "witness", "inputs_sha256", "token_ids_sha256"}
 
 
 @cache

@@ -15,7 +15,7 @@ SIZE = Size(width=64, depth=4, tokens=56)
 
 
 def deit(blocks: int) -> torch.nn.Module:
-    """Return a DeiT-Ti with 37 tokens: more than the two windows from which on checks are made in windows."""
+    """Return a DeiT-Ti with 37 tokens."""
     return timm.create_model(
         "deit_tiny_patch16_224", img_size=96, num_classes=10, depth=blocks
     ).eval()
@@ -49,25 +49,14 @@ def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, by which equal blocks are told, and four are for null levels: the frames, a
-    # fixed vector, the products of singular vectors and their root. A norm by rows is two launches.
-    assert few.syncs <= 85 and few.launches <= 1850
-
-
-def test_the_witness_waits_once_for_a_block(pretend):
-    """When its answer is compared with J. The rest is read together."""
-    asked, unasked = (
-        [costs(pretend, deit(blocks), images(8), witness=witness) for blocks in (2, 3)]
-        for witness in ("model", "off")
-    )
-    of_block = [(b.syncs - a.syncs, b.launches - a.launches) for a, b in (asked, unasked)]
-    assert of_block[0][0] - of_block[1][0] <= 6
-    assert of_block[0][1] - of_block[1][1] <= 400
+    # fixed vector, the products of singular vectors and their root. The answers of the model's copy are among them. A norm by
+    # rows is two launches.
+    assert few.syncs <= 60 and few.launches <= 1850
 
 
 def test_a_block_waits_a_few_times(pretend):
     two, three = (costs(pretend, deit(blocks), images(8)) for blocks in (2, 3))
-    # One wait, four copies and 83 launches are for the values of its rows beside the recorded states.
-    assert three.syncs - two.syncs <= 9
+    assert three.syncs - two.syncs <= 6
     assert three.to_device - two.to_device <= 11
     assert three.launches - two.launches <= 570
 
@@ -97,7 +86,7 @@ def test_a_wide_block_takes_few_kernels():
         with Kernels() as kernels:
             tracker.measure(wide(blocks), PROMPT, **WIDE)
         numbers.append(kernels.number)
-    assert numbers[1] - numbers[0] <= 880
+    assert numbers[1] - numbers[0] <= 810
 
 
 def test_a_wide_block_waits_a_few_times(pretend):
@@ -106,7 +95,7 @@ def test_a_wide_block_waits_a_few_times(pretend):
         costs(pretend, wide(blocks), PROMPT, svd="krylov", witness="model", **WIDE)
         for blocks in (3, 4)
     )
-    assert three.syncs - two.syncs <= 13
+    assert three.syncs - two.syncs <= 10
     assert three.launches - two.launches <= 640
 
 
@@ -119,21 +108,23 @@ def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatc
     )
     assert totals(few) == totals(many)
     # One wait is for the first numbers of all blocks, two for modules outside the blocks that take and return a state.
-    assert few.syncs <= 51
+    # The answers of the model's copy are among them.
+    assert few.syncs <= 53
 
 
 def test_a_prompt_waits_a_few_times(pretend):
     """Each prompt has its own forward pass, in which two values are read for each block; the Jacobians are formed together.
 
-    Of the launches, 150 are its attention at the two ends of the difference that each block's rows are compared with.
+    Of the launches, 150 are its attention at the two ends of the difference that each block's rows are compared with. The passes
+    of the model's copy are among them.
     """
     few, many = (
         costs(pretend, neox(size=SIZE).eval(), PROMPTS[:number], tokenizer=Letters())
         for number in (4, 8)
     )
-    assert (many.syncs - few.syncs) / 4 <= 14
-    assert (many.to_host - few.to_host) / 4 <= 1
-    assert (many.launches - few.launches) / 4 <= 955
+    assert (many.syncs - few.syncs) / 4 <= 20
+    assert (many.to_host - few.to_host) / 4 <= 4
+    assert (many.launches - few.launches) / 4 <= 1590
 
 
 @pytest.mark.parametrize("tokens", [None, [0, -1]])
@@ -144,6 +135,6 @@ def test_checks_decide_and_err_as_on_the_cpu(pretend, tokens):
         tracker.measure(model, x, device=device, **options) for device in ("cpu", pretend.device)
     )
     np.testing.assert_array_equal(found.diagnostics_sliced, expected.diagnostics_sliced)
-    for name in ("diagnostics_value_error", "diagnostics_derivative_error"):
-        np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12)
-        assert found[name].dtype == expected[name].dtype and (found[name] <= 1e-9).all()
+    of_pair = found.diagnostics_value_error, expected.diagnostics_value_error
+    np.testing.assert_allclose(*of_pair, rtol=0, atol=1e-12)
+    assert of_pair[0].dtype == of_pair[1].dtype and (of_pair[0] <= 1e-9).all()

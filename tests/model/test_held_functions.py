@@ -1,6 +1,8 @@
 """Functions that modules keep run the copies' modules in a replica: no module of the caller's model runs."""
 
 import functools
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import FunctionType, MethodType
 
 import numpy as np
@@ -14,7 +16,9 @@ from tests.central_differences import assert_measured_as_it_runs
 from tests.jacobians.test_rows import Stack
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
+from tracker.model.random_numbers import Generators
 from tracker.model.replica import Replica
+from tracker.model.twin import twin_of
 
 D, HEADS = 8, 2
 
@@ -48,6 +52,17 @@ class Block(nn.Module):
 
     def through_mlp(self, x, sign=1.0):
         return sign * self.mlp(x)
+
+
+class InSlot(nn.Module):
+    __slots__ = ("mlp",)
+
+    def __init__(self, mlp):
+        super().__init__()
+        object.__setattr__(self, "mlp", mlp)
+
+    def forward(self, x):
+        return self.mlp(x)
 
 
 def recursive(block):
@@ -109,6 +124,11 @@ KEPT = {
     "decorated": decorated,
     "globals": of_globals,
     "shared variable": shared_variable,
+    "weak reference": lambda block: (lambda mlp: lambda x: mlp()(x))(weakref.ref(block.mlp)),
+    "proxy": lambda block: (lambda mlp: lambda x: mlp(x))(weakref.proxy(block.mlp)),
+    "weak set": lambda block: (lambda mlps: lambda x: [*mlps][0](x))(weakref.WeakSet([block.mlp])),
+    "key": lambda block: (lambda signs: lambda x: signs[block.mlp] * x)({block.mlp: -1.0}),
+    "slot": lambda block: InSlot(block.mlp),
     "compiled": lambda block: torch.compile(lambda x: block.mlp(x), backend="eager"),
 }
 
@@ -188,6 +208,46 @@ def test_blocks_whose_forward_alone_is_called_are_not_reached():
         tracker.measure(MODELS["methods"]().eval(), INPUTS.float(), k=2)
 
 
+class Past(Block):
+    """It reaches a module of the model, or what belongs to it, by its class, of which there is no copy."""
+
+    reached = {}
+
+    def forward(self, x):
+        key = "first" if "first" in self.reached else self
+        return x + self.reached[key](x)
+
+
+@pytest.mark.parametrize("what", ["blocks.0.mlp of the model itself", "what belongs to a module"])
+def test_what_reaches_modules_past_their_copies_is_refused(what):
+    torch.manual_seed(0)
+    model = Stack([Past(KEPT["recursive"]) for _ in range(2)])
+    Past.reached = {block: torch.sin for block in model.blocks}
+    if "mlp" in what:
+        Past.reached["first"] = model.blocks[0].mlp
+    with pytest.raises(UsageError, match=f"can't run on copies: code reaches {what}"):
+        tracker.measure(model, INPUTS.float(), k=2)
+
+
+def test_a_model_runs_and_learns_in_another_thread_while_its_twin_runs():
+    model, x = model_of(KEPT["lambda over self"]).eval(), INPUTS.float()
+
+    def learn(_=None):
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected, y = learn(), model(x).detach()
+    with ThreadPoolExecutor() as other, twin_of(model, Generators(x.device)) as twin:
+        before = [(dict(vars(part)), part.training) for part in model.modules()]
+        # Within a pass of the twin
+        twin.blocks[1].register_forward_hook(lambda *_: gradients.extend(other.map(learn, [0])))
+        gradients = []
+        torch.testing.assert_close(twin(x), y)
+        assert before == [(dict(vars(part)), part.training) for part in model.modules()]
+    torch.testing.assert_close(gradients, [expected])
+
+
 def test_functions_without_modules_stay_the_same_objects():
     plain = [F.gelu, F.silu, lambda x: 2 * x, str.upper, "text".upper]
     model = model_of(KEPT["lambda over self"])
@@ -197,13 +257,6 @@ def test_functions_without_modules_stay_the_same_objects():
     kept = replica.module.blocks[0].kept
     assert kept is not model.blocks[0].kept and kept.__name__ == "<lambda>"
     assert kept.__closure__[0].cell_contents is replica.module.blocks[0]
-
-
-def test_a_compiled_function_is_rebuilt_without_its_wrapper():
-    model = model_of(KEPT["compiled"])
-    replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu")).module
-    assert hasattr(model.blocks[0].kept, "_torchdynamo_orig_callable")
-    assert not hasattr(replica.blocks[0].kept, "_torchdynamo_orig_callable")
 
 
 def test_a_forward_replaced_by_a_function_is_measured():

@@ -1,11 +1,14 @@
 """Hooks that compute part of a model's function run in a replica; the caller's hooks that record are not disturbed."""
 
+import copy
 import functools
-from types import FunctionType
+import threading
+from collections import defaultdict
 
-import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+import wandb
 from torch import nn
 
 import tracker
@@ -16,6 +19,15 @@ from tests.model.test_held_functions import INPUTS, KEPT, Block
 D = INPUTS.shape[-1]
 
 
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, module, arguments, output):
+        return output + self.linear(output)
+
+
 class Adapted(Stack):
     """A model whose hooks are part of its function: positions before some modules, adapters after."""
 
@@ -23,6 +35,7 @@ class Adapted(Stack):
         torch.manual_seed(0)
         super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
         self.adapter = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        self.hook = Adapter()
         self.positions = nn.Parameter(torch.randn(1, 9, D))
         register(self, *self.blocks)
         self.double().eval()
@@ -41,57 +54,17 @@ def positions_before_the_first(model, first, second):
     first.register_forward_pre_hook(model.add_positions)
 
 
-def positions_before_every_block(model, first, second):
-    for block in (first, second):
-        block.register_forward_pre_hook(model.add_positions)
-
-
-def positions_inside(model, first, second):
-    second.attention.register_forward_pre_hook(model.add_positions)
-
-
 def a_method_with_keywords(model, first, second):
     second.register_forward_pre_hook(model.shift, with_kwargs=True)
-
-
-def an_adapter_after_a_block(model, first, second):
-    first.register_forward_hook(lambda module, arguments, output: output + model.adapter(output))
 
 
 def an_adapter_inside(model, first, second):
     second.mlp.register_forward_hook(model.adapt)
 
 
-def a_partial(model, first, second):
-    def adapt(adapter, module, arguments, output):
-        return output + adapter(output)
-
-    second.register_forward_hook(functools.partial(adapt, model.adapter))
-
-
 def a_hook_over_its_own_module(model, first, second):
     first.attention.adapter = nn.Linear(D, D)
     first.attention.register_forward_hook(lambda module, arguments, output: module.adapter(output))
-
-
-def a_module_as_hook(model, first, second):
-    class Adapter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(D, D)
-
-        def forward(self, module, arguments, output):
-            return output + self.linear(output)
-
-    model.hook = Adapter()
-    first.register_forward_hook(model.hook)
-
-
-def a_tensor(model, first, second):
-    direction = torch.randn(D, dtype=torch.float64)
-    first.register_forward_hook(
-        lambda module, arguments, output: output + (output @ direction)[..., None] * direction
-    )
 
 
 def two_in_order(model, first, second):
@@ -102,54 +75,97 @@ def two_in_order(model, first, second):
     )
 
 
-REGISTER = [
-    positions_before_the_first,
-    positions_before_every_block,
-    positions_inside,
-    a_method_with_keywords,
-    an_adapter_after_a_block,
-    an_adapter_inside,
-    a_partial,
-    a_hook_over_its_own_module,
-    a_module_as_hook,
-    a_tensor,
-    two_in_order,
-]
+class Steering:
+    def __init__(self):
+        self.direction = torch.randn(D, dtype=torch.float64)
+
+    def __call__(self, module, arguments, output):
+        return output + (output @ self.direction)[..., None] * self.direction
 
 
-@pytest.mark.parametrize("register", REGISTER)
-def test_hooks_of_the_model_are_measured(register):
-    model = Adapted(register)
-    hooks = [
-        list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values())
-        for m in model.modules()
-    ]
+def after_the_mlp(make):
+    def register(model, first, second):
+        second.mlp.register_forward_hook(make(model))
+
+    return register
+
+
+def in_place(module, arguments, output):
+    output.mul_(2)
+
+
+def of_a_part(module, arguments, output):
+    part = output[0]
+    part[:, 0] = 2 * part[:, 1]
+
+
+def augmented(module, arguments, output):
+    output[..., 0] += output[..., 1]
+
+
+def of_torch(module, arguments, output):
+    F.relu_(output)
+
+
+def of_all(module, arguments, output):
+    for sample in [output]:
+        through_a_function(sample)
+
+
+def through_a_function(states):
+    states.add_(states.roll(1, -1))
+
+
+def at_times(module, arguments, output):
+    if module.training:
+        return None
+    return 1.5 * output
+
+
+COMPUTE = {
+    "positions before the first": positions_before_the_first,
+    "a method with keywords": a_method_with_keywords,
+    "an adapter inside": an_adapter_inside,
+    "over its own module": a_hook_over_its_own_module,
+    "two in order": two_in_order,
+    "a partial": after_the_mlp(lambda model: functools.partial(Adapter.forward, model.hook)),
+    "an object": after_the_mlp(lambda model: Steering()),
+    "in place": after_the_mlp(lambda model: in_place),
+    "of a part": after_the_mlp(lambda model: of_a_part),
+    "augmented": after_the_mlp(lambda model: augmented),
+    "of torch": after_the_mlp(lambda model: of_torch),
+    "of all": after_the_mlp(lambda model: of_all),
+    "at times": after_the_mlp(lambda model: at_times),
+    "and appends": after_the_mlp(lambda model: lambda m, a, y: SEEN.append(y) or model.adapter(y)),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTE)
+def test_hooks_that_compute_are_measured(name):
+    model = Adapted(COMPUTE[name])
     assert_measured_as_it_runs(model, INPUTS, model.blocks)
-    assert hooks == [
-        list(m._forward_hooks.values()) + list(m._forward_pre_hooks.values())
-        for m in model.modules()
-    ]
 
 
-def test_hooks_of_the_model_run_with_weights_in_the_measuring_dtype():
-    """In training mode and float32; the caller's modules do not run."""
-    model = Adapted(an_adapter_inside)
-    expected = tracker.measure(model, INPUTS, k=2, dtype=torch.float64)
-    for module in model.modules():
-        module.register_forward_hook(lambda *_: pytest.fail("a module of the caller's model ran"))
-    seen = tracker.measure(model.float().train(), INPUTS, k=2, dtype=torch.float64, witness="off")
-    np.testing.assert_allclose(seen.norm, expected.norm, rtol=1e-12)
+SEEN, STATISTICS, CALLS = [], defaultdict(list), 0
 
 
 class Recorder:
     """As loggers, profilers and summaries have it."""
 
     def __init__(self):
-        self.fired = 0
+        self.fired, self.mean, self.lock = 0, torch.zeros(D), threading.Lock()
 
     def record(self, module, arguments, output):
         self.fired += 1
+        self.mean.lerp_(output.detach().mean((0, 1)), 0.1)
         return output
+
+    def __call__(self, module, arguments, output):
+        with self.lock:
+            self.write(output.numpy())  # fails under torch.func
+
+    def write(self, values):
+        STATISTICS["written"].append(values)
 
 
 class Recording(Stack):
@@ -157,45 +173,90 @@ class Recording(Stack):
         torch.manual_seed(0)
         super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
         self.seen, self.values = [], None
-        self.blocks[0].register_forward_hook(self.record)
         self.eval()
 
     def record(self, module, arguments, output):
-        self.values = output.numpy()  # fails under torch.func
+        self.values = output.numpy()
         self.seen.append(module)
 
 
-def test_hooks_that_record_do_not_run():
-    model, plain, states, recorder = Recording(), Recording(), [], Recorder()
-    plain.blocks[0]._forward_hooks.clear()
-    model.blocks[1].register_forward_hook(lambda module, arguments, output: states.append(output))
-    model.blocks[1].register_forward_hook(recorder.record)
+def count(*_):
+    global CALLS
+    CALLS += 1
+
+
+def in_a_variable():
+    last = None
+
+    def record(module, arguments, output):
+        nonlocal last
+        last = output.numpy()
+        SEEN.append(last)
+
+    return record
+
+
+def summarize(module, arguments, output):
+    total = 0.0
+    for sample in output:
+        total += float(sample.mean())
+    STATISTICS["mean"] = total
+    module.last = total
+
+
+RECORD = {
+    "a list": lambda model: lambda m, a, y: SEEN.append(float(y.mean())),
+    "a dictionary": lambda model: lambda m, a, y: STATISTICS[m].append(y.numpy()),
+    "a global": lambda model: count,
+    "a variable": lambda model: in_a_variable(),
+    "sums": lambda model: summarize,
+    "an object": lambda model: Recorder().record,
+    "a called object": lambda model: Recorder(),
+    "the model": lambda model: model.record,
+    "a writer": lambda model: functools.partial(lambda r, m, a, y: r.write(y.item()), Recorder()),
+    "wandb": lambda model: lambda m, a, y: wandb.log({"mean": y.mean()}),
+}
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_hooks_that_record_are_silent(name, monkeypatch):
+    model, plain = Recording(), Recording()
+    monkeypatch.setattr(wandb, "log", lambda row: SEEN.append(row))
+    hook = RECORD[name](model)
+    model.blocks[1].attention.register_forward_hook(hook)
     model.blocks[1].register_full_backward_hook(lambda *_: pytest.fail("a gradient hook ran"))
-    model.register_forward_hook(lambda module, arguments, output: states.append(module.training))
+    recorder = getattr(hook, "__self__", hook)
+    held = (model, model.blocks[1].attention, recorder)
+
+    def recorded():
+        attributes = [dict(vars(holder)) for holder in held]
+        return copy.copy(SEEN), dict(STATISTICS), CALLS, len(model.seen), attributes
+
+    before = recorded()
     seen, expected = (tracker.measure(m, INPUTS.float(), k=2) for m in (model, plain))
     assert (seen.miscoupling == expected.miscoupling).all()
-    assert states == [] and recorder.fired == 0 and model.seen == [] and model.values is None
+    assert str(recorded()) == str(before)
 
 
-def test_a_list_to_which_a_hook_of_the_model_appends_is_not_the_callers():
-    seen = []
-
-    def register(model, first, second):
-        first.register_forward_hook(
-            lambda module, arguments, output: seen.append(output) or model.adapter(output)
-        )
-
-    tracker.measure(Adapted(register), INPUTS, k=2, dtype=torch.float64)
-    assert seen == []
+FEATURES = []
 
 
-def test_a_hook_whose_code_names_no_weights_is_not_taken_for_one():
-    """It reads an attribute that is called as a tensor of its script."""
-    scope = {"data": torch.ones(2), "seen": []}
+def an_attribute(block):
+    def leave(module, arguments, output):
+        block.feature = output.sin()
+
+    return leave, lambda x: block.mlp(x) * block.feature
+
+
+def an_entry(block):
+    return lambda m, a, y: FEATURES.append(y.sin()), lambda x: block.mlp(x) * block.features.pop()
+
+
+@pytest.mark.parametrize("make", [an_attribute, an_entry])
+def test_what_hooks_leave_for_a_later_module_is_measured(make):
     model = Adapted(lambda *_: None)
-    hook = FunctionType(
-        (lambda module, arguments, output: seen.append(output.data)).__code__, scope
-    )  # type: ignore[name-defined]
-    model.blocks[0].register_forward_hook(hook)
-    tracker.measure(model, INPUTS, k=2, dtype=torch.float64, witness="off")
-    assert scope["seen"] == []
+    for block in model.blocks:
+        hook, block.kept = make(block)
+        block.features = FEATURES
+        block.attention.register_forward_hook(hook)
+    assert_measured_as_it_runs(model, INPUTS, model.blocks)

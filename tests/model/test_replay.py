@@ -1,4 +1,4 @@
-"""Blocks run again outside of their model: samples that mix, arithmetic in two precisions, what their code may raise."""
+"""Blocks run again outside of their model: an axis of samples, arithmetic in two precisions, what their code may raise."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,6 @@ from tests.jacobians.test_rows import Attention, Stack, random
 from tests.models import tokens
 from tests.rounding import rounding
 from tracker.common.errors import UsageError
-from tracker.jacobians.checks import separating_sets
 
 
 class Block(nn.Module):
@@ -44,93 +43,6 @@ class Block(nn.Module):
 def stack(block, *arguments):
     torch.manual_seed(0)
     return Stack([block(*arguments) for _ in range(2)]).double()
-
-
-# Samples that mix
-
-
-class OverBatch(Block):
-    """Each sample less the mean of the batch."""
-
-    def forward(self, x):
-        return self.plain(x) - 0.1 * x.mean(0)
-
-
-class Tiny(Block):
-    def forward(self, x):
-        return self.plain(x) + 1e-10 * x.mean(0)
-
-
-class BatchNorm(Block):
-    def forward(self, x):
-        return x + F.batch_norm(self.plain(x).mT, None, None, training=True).mT
-
-
-class Across(Block):
-    """Attention across the batch."""
-
-    def forward(self, x):
-        return x + self.attend(x.transpose(0, 1)).transpose(0, 1)
-
-
-class FromBefore(Block):
-    """A sample depends on the one before it alone."""
-
-    def forward(self, x):
-        return self.plain(x) + torch.cat([torch.zeros_like(x[:1]), x[:-1]])
-
-
-class Detached(Block):
-    def forward(self, x):
-        return self.plain(x) + x.mean(0).detach().tanh()
-
-
-class Capacity(Block):
-    """Two experts that take half of the batch's tokens each, first come, first served: no derivative shows it."""
-
-    def forward(self, x):
-        chosen = F.one_hot((self.linear(x)[..., 0] > 0).long().flatten(), 2)
-        place = (chosen.cumsum(0) * chosen).sum(-1)
-        taken = (place <= x.shape[0] * x.shape[1] // 2).view(*x.shape[:2], 1)
-        return self.plain(x) + taken * self.linear(x)
-
-
-MIXED = [OverBatch, Tiny, BatchNorm, Across, FromBefore, Detached, Capacity]
-
-
-MIXED_CASES = [
-    (block, 5, 5, torch.float64) for block in MIXED
-]  # one window of tokens and several, two samples and more
-MIXED_CASES += [
-    (OverBatch, 2, 5, torch.float32),
-    (Across, 2, 40, torch.float64),
-    (FromBefore, 3, 40, torch.float32),
-]
-# Windows of the fewest tokens
-MIXED_CASES += [(block, 24, 40, torch.float32) for block in MIXED if block is not Tiny]
-
-
-@pytest.mark.parametrize(("block", "B", "n", "dtype"), MIXED_CASES)
-def test_samples_that_mix_are_refused(block, B, n, dtype):
-    with pytest.raises(UsageError, match=r"block 1 \(blocks.0\) mixes the samples.* one at a time"):
-        tracker.measure(stack(block), random(B, n, 8).to(dtype), k=2, dtype=dtype)
-
-
-@pytest.mark.parametrize("block", [OverBatch, Tiny, Across, Detached])
-def test_one_sample_of_such_a_block_is_measured(block):
-    model, x = stack(block), random(1, 5, 8)
-    seen = jacobians(model, x)
-    for l, (J, _) in enumerate(seen):
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=1e-10, rtol=0)
-
-
-def test_the_sets_of_samples_tell_every_two_apart():
-    for B in range(2, 12):
-        sets = list(separating_sets(B))
-        assert all(
-            any(k[a] and not k[b] for k in sets) for a in range(B) for b in range(B) if a != b
-        )
-        assert all(k.any() and not k.all() for k in sets)
 
 
 class Batched(Block):
@@ -278,7 +190,6 @@ def test_a_gate_in_float32_is_sliced_and_its_error_told():
     seen = jacobians(model, x)
     for l, (J, checks) in enumerate(seen):
         assert checks.sliced and checks.value_error < SINGLE
-        assert 1e-9 < checks.derivative_error < SINGLE
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
 
 

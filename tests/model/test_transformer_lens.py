@@ -12,7 +12,6 @@ from tests import brute_force
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
-from tracker.common.errors import UsageError
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
@@ -184,17 +183,14 @@ def test_prompts_and_hooks_of_the_caller(tmp_path):
     model.set_tokenizer(saved_tokenizer(tmp_path))
     model.blocks[1].hook_resid_pre.add_hook(lambda x, hook: fired.append(hook.name) or 2 * x)
     prompt = "the cat sat on the mat"
-    with pytest.raises(
-        UsageError, match="the model computes another output than its copy"
-    ):  # a hook that changes values
-        tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4)
-    fired.clear()
-    ds = tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4, witness="off")
+    ds = tracker.measure(model, prompt, tokenizer=model.tokenizer, k=4)
+    assert ds.attrs["witness"].startswith("agrees")
     assert fired == []
     with torch.no_grad():
         model(model.tokenizer(prompt, return_tensors="pt")["input_ids"])
         assert fired == ["blocks.1.hook_resid_pre"]
         model.reset_hooks()
     ids = model.tokenizer(prompt, return_tensors="pt")["input_ids"]
-    expected = tracker.measure(model, ids, k=4)
-    np.testing.assert_allclose(ds.miscoupling, expected.miscoupling, atol=of_miscouplings(expected))
+    plain = tracker.measure(model, ids, k=4)
+    ratio = ds.singular_value / plain.singular_value
+    assert abs(ratio[:, :, 0] - 1).max() < 1e-4 < abs(ratio[:, :, 1] - 1).max()

@@ -1,4 +1,4 @@
-"""Models as people hold them: compiled, frozen, adapted, offloaded, quantised, hooked. The numbers do not change."""
+"""Models as people hold them: compiled, frozen, adapted, offloaded, quantised. The numbers do not change."""
 
 import copy
 
@@ -96,17 +96,6 @@ def frozen(model, inputs):
     return model.requires_grad_(False)
 
 
-def hooked(model, inputs):
-    own = set(model.modules())
-
-    def watch(module, *_):
-        assert module in own, "a hook of the caller's model fired in its copy"
-
-    for module in model.modules():
-        module.register_forward_hook(watch)
-    return model
-
-
 def offloaded_to_memory(model, inputs):
     from accelerate import cpu_offload
 
@@ -141,13 +130,11 @@ HELD = [
     set_up_by_fabric,
     gradient_checkpointing,
     frozen,
-    hooked,
     offloaded_to_memory,
     prepared_in_bf16,
     data_parallel,
 ]
 NOT_RUN = [
-    hooked,
     data_parallel,
     compiled_tower,
     compiled_parts,

@@ -418,7 +418,7 @@ WRONG = {
     "what the last MLP returns": (
         "pre-norm",
         [*STARTS[:-1], "output of layers.2.1"],
-        r"end of the last span \(the output of layers.2.1\) is not the whole hidden state.*the output of the model changes",
+        r"end of the last span \(the output of layers.2.1\) is not the whole hidden state.*the output of the model also depends",
     ),
     "kept in another tensor": ("kept in another tensor", STARTS, "start of span 1 .* the tensor that residuals add to"),
     "the first state again": ("first state again", STARTS, "start of span 2"),

@@ -116,7 +116,7 @@ def test_a_copy_keeps_the_type_of_its_probe():
         assert isinstance(made.probe, Pair) and torch.equal(made.probe.x, x)
 
 
-def test_a_copy_knows_nothing_of_the_models_that_were_measured():
+def test_a_copy_holds_no_model_that_was_measured():
     class Local(torch.nn.TransformerEncoderLayer):
         """A class that no other process finds."""
 
@@ -124,7 +124,7 @@ def test_a_copy_knows_nothing_of_the_models_that_were_measured():
     layers = (Local(8, 2, 16, batch_first=True, norm_first=True) for _ in range(2))
     watch = tracker.Watch(1, k=2, probe=torch.randn(2, 4, 8), blocks=["0", "1"])
     net = torch.nn.Sequential(*layers).eval()
-    watch(0, net)
-    assert watch(1, net).attrs["witness"] == "not asked"
-    for copy in COPIES.values():
-        assert copy(watch)(2, net).attrs["witness"] != "not asked"
+    for step in range(2):
+        watch(step, net)
+    for copy in COPIES.values():  # of which one pickles
+        assert copy(watch)(2, net).attrs["witness"].startswith("agrees")

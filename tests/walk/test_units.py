@@ -23,7 +23,6 @@ from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import read_reduced, reduced
 from tracker.common.errors import CheckpointError, UsageError
 from tracker.loggers.protocol import Row
-from tracker.measures.earlier import Earlier
 from tracker.measures.options import settings_from
 from tracker.report import write_report
 from tracker.report.contents import carried, contents
@@ -89,7 +88,6 @@ def test_prompts_that_the_model_does_not_take_may_be_cut(monkeypatch):
         None,
         device,
         False,
-        Earlier(),
     )
     said = "fails on the inputs, 2 texts, which --max_tokens can cut: ZeroDivisionError"
     with pytest.raises(UsageError, match=said):

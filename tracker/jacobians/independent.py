@@ -14,21 +14,17 @@ compared again with a small step, and then in float64 (where the block's code ru
 agree then is settled by a linearization of its own, with several steps: for random u_1, ..., u_m, the root mean square of u_i .
 (D v) - (J^T u_i) . v has the size of the error of D v, and is divided by the size of (J - 1) v.
 
-- A block is refused only if differences converge: those of two steps are ten times closer to each other than to J, and further
-  from J than rounding explains. At single rows that is not enough: the full sequence must say the same.
-- At a kink, such as a ReLU whose argument is 0, the differences to both sides converge to two derivatives. J may be that to
-  one side, or of some units to the one and of others to the other side. So a block is not refused if these two are further
-  apart than J is from their mean.
+- A block is refused only if differences converge, and not to J (`judge`). At single rows that is not enough: the full sequence
+  must say the same.
 - If they do not converge, as with weights so large that every step crosses a jump, forward mode must agree with reverse mode.
 - What `detach` holds constant is constant by the model's definition. A disagreement that goes away where `detach` is the
   identity is accepted, and reported with its size; `derivative="values"` measures with `detach` as the identity.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from math import nan
 from typing import Literal
 
@@ -39,6 +35,8 @@ from torch.autograd.function import BackwardCFunction
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
+from tracker.jacobians.judge import BOUNDS, CLOSER, judge, move_weights, moved, norm
+from tracker.jacobians.judge import step as step_of
 from tracker.jacobians.restriction import (
     DETACH,
     FAILURES,
@@ -50,21 +48,18 @@ from tracker.jacobians.restriction import (
     running_rows,
 )
 from tracker.jacobians.slicing import NotSliceable, Rows
-from tracker.linalg.jacobian import GradientsStayOn, Linearization, RowFunction, linearize
-from tracker.linalg.precision import EPSILON, FAST, FLOOR, Roundings, tolerance
-from tracker.linalg.transfer import standard_normal
+from tracker.linalg.jacobian import (
+    GradientsStayOn,
+    Linearization,
+    RowFunction,
+    dense_jacobian,
+    linearize,
+)
+from tracker.linalg.precision import FAST, FLOOR, Roundings, tolerance
+from tracker.linalg.transfer import SEED, standard_normal
 from tracker.model.recording import BlockCall
 
 PROBES = 4  # cotangents
-# By bytes of the numbers that the block computes with: steps h, relative to the root mean square of x, and the allowed error.
-# Numbers of two bytes are too coarse for differences.
-STEPS = {8: (1e-4, 1e-6, 1e-8), 4: (1e-2, 1e-3, 1e-4)}
-ALLOWED = {8: 1e-5, 4: FAST}
-# The same for a formed J, whose rows are settled if they do not agree. In float32 rounding leaves errors of up to 1e-3.
-STEP_IN_ROWS = {8: 1e-4, 4: 1e-3}
-ALLOWED_IN_ROWS = {8: 1e-5, 4: 3e-3}
-CLOSER = 10  # times that differences which converge are closer to each other than to J
-
 Method = Literal["differences", "differences, detached", "forward mode", "none"]
 DETACHED: Method = "differences, detached"
 
@@ -104,13 +99,13 @@ def differ_from_values(
     """
     # The same for each row, whatever rows are measured together; signs, so that no coordinate moves less than others.
     v = standard_normal(x.shape[-1:], x, seed=1).sign().expand_as(x)
-    h = _step(x, step)
+    h = step_of(x, step)
     Jv = (J @ v[..., None]).squeeze(-1)
-    size = torch.maximum(_norm(Jv), FLOOR[v.dtype] * _norm(v))
+    size = torch.maximum(norm(Jv), FLOOR[v.dtype] * norm(v))
 
     def error(difference: Tensor) -> Float[Tensor, " R"]:
         difference = difference - residual * v
-        return (_norm(difference - Jv) / torch.maximum(size, _norm(difference))).cpu()
+        return (norm(difference - Jv) / torch.maximum(size, norm(difference))).cpu()
 
     with torch.no_grad():
         ahead = f(x + h * v)
@@ -144,17 +139,19 @@ def settle(
         NotSliceable: if that is so at single rows alone.
     """
     if row_attention is None:
-        return _settle(
-            call, rows, partial(_in_full_sequence, rows=rows, attached=attached), (J, allowed)
-        )
-    at_rows = lambda call: Function(restrict([(call, rows)], row_attention, attached), running_rows)  # noqa: E731
-    try:
-        return _settle(call, rows, at_rows, (J, allowed))
-    except UsageError:
-        pass
-    for _, group in rows.disjoint_groups():
-        settle_full_sequence(call, group, attached)
-    raise NotSliceable("the derivative at single rows is not that of their values")
+        return _settle(call, rows, _function_of(rows, None, attached), (J, allowed))
+    found = None
+    with suppress(UsageError):
+        at_rows = _function_of(rows, row_attention, attached)
+        found = _settle(call, rows, at_rows, (J, allowed))
+        if found.method != DETACHED:
+            return found
+    groups = [group for _, group in rows.disjoint_groups()]
+    methods = {settle_full_sequence(call, group, attached).method for group in groups}
+    # What the block's own code detaches is detached in the full sequence, too.
+    if found is None or DETACHED not in methods:
+        raise NotSliceable("the derivative at single rows is not that of their values")
+    return found
 
 
 def settle_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> Independent:
@@ -163,7 +160,25 @@ def settle_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) ->
     Raises:
         UsageError: if reverse mode does not give the derivative of the block's values.
     """
-    return _settle(call, rows, partial(_in_full_sequence, rows=rows, attached=attached))
+    return _settle(call, rows, _function_of(rows, None, attached))
+
+
+def amplified_rounding(
+    call: BlockCall, rows: Rows, row_attention: RowAttention | None, attached: bool = False
+) -> float:
+    """Return how far roundings take J^T u from its true value, relative to it; 0 if the code does not run in float64.
+
+    Arguments as in `settle`.
+    """
+    function_of = _function_of(rows, row_attention, attached)
+    try:
+        with _in(torch.float64, call) as fine:
+            function, x = function_of(fine), rows.select_sources(fine.x)
+            with function.running():
+                expected = linearize(function.f, x).pullback(_cotangents(x))
+    except (UsageError, NotSliceable):
+        return 0.0
+    return _amplified_rounding(call, rows, function_of, expected)
 
 
 @dataclass(frozen=True)
@@ -174,8 +189,19 @@ class Function:
     running: Callable[[], AbstractContextManager[Roundings]]
 
 
-def _in_full_sequence(call: BlockCall, rows: Rows, attached: bool) -> Function:
-    return Function(full_sequence(call, rows, attached), partial(running_full_sequence, call))
+FunctionOf = Callable[[BlockCall], Function]
+
+
+def _function_of(rows: Rows, row_attention: RowAttention | None, attached: bool) -> FunctionOf:
+    """Return what makes the function of a call at rows; arguments as in `settle`."""
+
+    def function_of(call: BlockCall) -> Function:
+        if row_attention is None:
+            f = full_sequence(call, rows, attached)
+            return Function(f, partial(running_full_sequence, call))
+        return Function(restrict([(call, rows)], row_attention, attached), running_rows)
+
+    return function_of
 
 
 Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
@@ -184,7 +210,7 @@ Formed = tuple[Tensor, float]  # Jacobians, and the error that is allowed
 def _settle(
     call: BlockCall,
     rows: Rows,
-    function_of: Callable[[BlockCall], Function],
+    function_of: FunctionOf,
     formed: Formed | None = None,
 ) -> Independent:
     """Settle in float64 if the code runs in it: it may require another dtype, as nanochat does of its rotary tables."""
@@ -192,20 +218,18 @@ def _settle(
     # Within a smaller step, few units change their sign.
     if formed is not None and call.x.dtype != torch.float64:
         with _in(call.x.dtype, call) as own, suppress(NotSliceable):
-            if known := _agrees_with(
-                function_of(own), rows.select_sources(own.x), residual, *formed, STEPS[4][-1]
-            ):
-                return known
+            function, x = function_of(own), rows.select_sources(own.x)
+            with function.running():
+                errors = differ_from_values(
+                    function.f, x, formed[0].to(x.dtype), residual, BOUNDS[4].steps[-1]
+                )
+            if bool((errors <= formed[1]).all()):
+                return Independent("differences", float(errors.max()))
     for dtype in dict.fromkeys((torch.float64, call.x.dtype)):
         with _in(dtype, call) as converted:
             function = function_of(converted)
             x = rows.select_sources(converted.x)
             try:
-                step = STEPS[x.itemsize][1]
-                if formed is not None and (
-                    known := _agrees_with(function, x, residual, *formed, step)
-                ):
-                    return known
                 with function.running() as roundings:
                     block = linearize(function.f, x, standard_normal(x.shape, x, seed=1))
             except (UsageError, NotSliceable):
@@ -214,13 +238,14 @@ def _settle(
                 continue
             with function.running():
                 outcome = _judge(call, function.f, x, block, residual, roundings)
-                if (
-                    formed is None
-                    or (off := _error_of_products(formed[0], x, block, residual)) <= FAST
-                ):
+                if formed is None:
                     return outcome
+                off = _error_of_products(formed[0], x, block, residual)
+                if off <= formed[1]:
+                    return outcome
+                expected = block.pullback(_cotangents(x))
         found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
-        if CLOSER * _amplified_rounding(call, rows, function_of) < off:
+        if CLOSER * _amplified_rounding(call, rows, function_of, expected) < off:
             raise Disagreement(
                 f"block {call.layer} ({call.name}): {found}, more than rounding explains"
             )
@@ -229,30 +254,29 @@ def _settle(
 
 
 def _amplified_rounding(
-    call: BlockCall, rows: Rows, function_of: Callable[[BlockCall], Function]
+    call: BlockCall,
+    rows: Rows,
+    function_of: FunctionOf,
+    expected: Float[Tensor, "P R d"],
 ) -> float:
-    """Return how much J^T u changes, in the measuring dtype, with a state that differs by a rounding."""
+    """Return how far J^T u is from its true value, in the measuring dtype, where the state and weights are moved by roundings.
+
+    Args:
+        expected: J^T u of the cotangents of `_cotangents`, in the finest dtype.
+    """
+    generator = torch.Generator().manual_seed(SEED)
+    changes, residual = [], rows.source is None
     with _in(call.x.dtype, call) as own:
         function, x = function_of(own), rows.select_sources(own.x)
-        u = standard_normal((PROBES, *x.shape), x)
-        nearby = x * (1 + torch.finfo(x.dtype).eps * standard_normal(x.shape, x, seed=2))
+        u = _cotangents(x)
         with function.running():
-            g, of_nearby = (linearize(function.f, at).pullback(u) for at in (x, nearby))
-    return _largest_error(of_nearby, g, rows.source is None, u)
-
-
-def _agrees_with(
-    function: Function,
-    x: Tensor,
-    residual: bool,
-    J: Float[Tensor, "R d d"],
-    allowed: float,
-    step: float,
-) -> Independent | None:
-    """Return that formed Jacobians agree with differences of a small step, in which units rarely change their sign."""
-    with function.running():
-        error = float(differ_from_values(function.f, x, J.to(x.dtype), residual, step).max())
-    return Independent("differences", error) if error <= allowed else None
+            for _ in range(PROBES):
+                move_weights(call.block.modules(), x.itemsize, generator)
+                block = linearize(function.f, moved(x, x.itemsize, generator))
+                # As it is formed: products with random vectors round more than those with unit vectors.
+                J = dense_jacobian(block.pullback, block.y, PROBES, residual)
+                changes.append(_largest_error(_products(J, u, residual), expected, residual, u))
+    return max(changes)
 
 
 @contextmanager
@@ -274,22 +298,22 @@ def _judge(
     roundings: Roundings,
 ) -> Independent:
     """Compare reverse mode with differences of several steps and with forward mode."""
-    u, v = standard_normal((PROBES, *x.shape), x), standard_normal(x.shape, x, seed=1)
+    u, v = _cotangents(x), standard_normal(x.shape, x, seed=1)
     g = block.pullback(u)
     precision = min(x.itemsize, roundings.least)
     products = {"u": u, "v": v, "g": g, "residual": residual}
     error, size = partial(_error, **products), partial(_size, **products)
-    values = _compare_with_values(f, x, block.y, v, error, size, precision)
-    wrong = ~values.agree & values.converge
+    values = judge(f, x, block.y, v, error, size, precision)
+    wrong = values.refuted
     forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
     if wrong.any():
-        seen, explained = _explained_by_detach(f, x, u, v, residual, values.differences)
-        if not bool((explained <= ALLOWED[precision])[wrong].all()):
+        seen, explained = _explained_by_detach(f, x, u, v, residual, precision)
+        if not bool(explained[wrong].all()):
             raise _refusal(
                 call, forward[wrong], values.error[wrong], sorted({*seen, *_custom_functions(f, x)})
             )
     unknown = ~values.agree & ~wrong
-    allowed = tolerance(x.dtype, roundings.seen) if values.differences else FAST
+    allowed = tolerance(x.dtype, roundings.seen) if precision in (4, 8) else FAST
     if block.tangent is not None and not bool((forward <= allowed)[unknown].all()):
         raise _refusal(call, forward[unknown], torch.zeros(1), sorted(_custom_functions(f, x)))
     if wrong.any():
@@ -300,7 +324,7 @@ def _judge(
         return Independent("differences", float(values.error.max()))
     reason = (
         "differences do not converge"
-        if values.differences
+        if precision in (4, 8)
         else "it computes in 16 bits, too coarse for differences"
     )
     if block.tangent is None:
@@ -310,133 +334,60 @@ def _judge(
     return Independent("forward mode", float(forward[unknown].max()), reason)
 
 
-@dataclass(frozen=True)
-class Differences:
-    """D v at each row by differences of one step, ahead and behind: (f(x + h v) - y) / h and (y - f(x - h v)) / h."""
-
-    h: Float[Tensor, "R 1"]
-    ahead: Float[Tensor, "R d"]
-    behind: Float[Tensor, "R d"]
-
-    @property
-    def central(self) -> Float[Tensor, "R d"]:
-        """(f(x + h v) - f(x - h v)) / 2h."""
-        return (self.ahead + self.behind) / 2
-
-
-@dataclass(frozen=True)
-class ByValues:
-    """How reverse mode compares with differences of some steps, none for numbers that are too coarse for them."""
-
-    differences: Sequence[Differences]
-    # The least of all steps; where no central difference agrees, also of those to one side
-    error: Float[Tensor, " R"]
-    agree: Bool[Tensor, " R"]
-    converge: Bool[Tensor, " R"]  # and what they converge to is not what reverse mode gives
-
-
-def _compare_with_values(
-    f: RowFunction,
-    x: Float[Tensor, "R d"],
-    y: Float[Tensor, "R d"],
-    v: Float[Tensor, "R d"],
-    error: Callable[[Tensor], Tensor],
-    size: Callable[[Tensor], Tensor],
-    precision: int,
-) -> ByValues:
-    """Compare reverse mode with differences of the steps for a precision, in bytes.
-
-    Args:
-        y: f(x).
-        error: the error of D v in each row.
-        size: what it is relative to.
-    """
-    allowed = ALLOWED.get(precision, 0.0)
-    differences = [_differences(f, x, y, v, _step(x, step)) for step in STEPS.get(precision, ())]
-    errors = [error(one.central) for one in differences]
-    least = torch.full((len(x),), torch.inf)
-    for of_step in errors:
-        least = torch.fmin(least, of_step)
-    if not bool((least <= allowed).all()):
-        for side in (side for one in differences for side in (one.ahead, one.behind)):
-            least = torch.where(least <= allowed, least, torch.fmin(least, error(side)))
-    kinks = [(_norm(one.ahead - one.behind) / size(one.central)).cpu() for one in differences]
-    converge = _converge(differences, errors, kinks, y, v, precision)
-    return ByValues(differences, least, least <= allowed, converge)
+def _cotangents(x: Float[Tensor, "R d"]) -> Float[Tensor, "P R d"]:
+    return standard_normal((PROBES, *x.shape), x)
 
 
 def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: bool) -> float:
     """Return the error of formed J^T u against reverse mode."""
-    u = standard_normal((PROBES, *x.shape), x)
-    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
-    return _largest_error(found, block.pullback(u), residual, u)
+    u = _cotangents(x)
+    return _largest_error(_products(J.to(u.dtype), u, residual), block.pullback(u), residual, u)
+
+
+def _products(
+    J: Float[Tensor, "R d d"], u: Float[Tensor, "P R d"], residual: bool
+) -> Float[Tensor, "P R d"]:
+    """Return J^T u with the identity, if J is without it."""
+    return torch.einsum("prd,rde->pre", u, J) + residual * u
 
 
 def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
     """Return the largest error of products J^T u over the rows, relative to those without the identity."""
     sizes = (
-        torch.maximum(_norm(expected - residual * u), FLOOR[torch.float32] * _norm(u))
+        torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))
         .square()
         .sum(0)
         .sqrt()
     )
-    return float((_norm(g - expected).square().sum(0).sqrt() / sizes).max())
-
-
-def _converge(
-    differences: Sequence[Differences],
-    errors: Sequence[Tensor],
-    kinks: Sequence[Tensor],
-    y: Float[Tensor, "R d"],
-    v: Float[Tensor, "R d"],
-    precision: int,
-) -> Bool[Tensor, " R"]:
-    """Whether, in each row, the differences of two steps agree with each other, and neither rounding nor a kink explains it.
-
-    Args:
-        differences: for each step.
-        errors: of the central ones, for each step.
-        kinks: how far apart those to both sides are, for each step, relative to what errors are relative to.
-    """
-    found = torch.zeros(len(y), dtype=torch.bool)
-    epsilon = EPSILON.get(precision, EPSILON[2])  # numbers of one byte have none of their own
-    of_steps = zip(differences, errors, kinks, strict=True)
-    for (larger, of_larger, _), (smaller, of_smaller, kink) in pairwise(of_steps):
-        size = torch.maximum(_norm(smaller.central), FLOOR[v.dtype] * _norm(v))
-        rounding = epsilon * _norm(y) / smaller.h.squeeze(-1)
-        apart = torch.maximum(_norm(larger.central - smaller.central), rounding) / size
-        error = torch.minimum(of_larger, of_smaller)
-        found |= (CLOSER * apart.cpu() <= error) & (kink <= error)
-    return found
+    return float((norm(g - expected).square().sum(0).sqrt() / sizes).max())
 
 
 def _explained_by_detach(
-    f: RowFunction,
-    x: Tensor,
-    u: Tensor,
-    v: Tensor,
-    residual: bool,
-    differences: Sequence[Differences],
-) -> tuple[set[str], Float[Tensor, " R"]]:
-    """Return what hides values from autograd, and the error of differences where `detach` is the identity."""
-    seen = WithoutDetach()
+    f: RowFunction, x: Tensor, u: Tensor, v: Tensor, residual: bool, precision: int
+) -> tuple[set[str], Bool[Tensor, " R"]]:
+    """Return what hides values from autograd, and whether differences agree where `detach` is the identity."""
+    seen, agree = WithoutDetach(), torch.zeros(len(x), dtype=torch.bool)
 
     def attached(x: Tensor) -> Tensor:
         with seen:
             return f(x)
 
-    errors = [torch.full((len(x),), torch.inf)]
     try:
-        g = linearize(attached, x).pullback(u)
-        errors += [
-            _error(one, u, v, g, residual).nan_to_num(torch.inf)
-            for of_step in differences
-            for one in (of_step.central, of_step.ahead, of_step.behind)
-            if DETACH in seen.names
-        ]
-    except FAILURES as error:  # `detach().numpy()`, among others
-        raise_device_errors(error)
-    return seen.names, torch.stack(errors).amin(0)
+        block = linearize(attached, x)
+        products = {"u": u, "v": v, "g": block.pullback(u), "residual": residual}
+        if DETACH in seen.names:
+            agree = judge(
+                f,
+                x,
+                block.y,
+                v,
+                partial(_error, **products),
+                partial(_size, **products),
+                precision,
+            ).agree
+    except FAILURES as failure:  # `detach().numpy()`, among others
+        raise_device_errors(failure)
+    return seen.names, agree
 
 
 def _error(
@@ -455,28 +406,9 @@ def _size(
     """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
     # |J^T u| has the size of |J|_F, as |J v| has.
     size = torch.maximum(
-        _norm(derivative - residual * v), _norm(g - residual * u).square().mean(0).sqrt()
+        norm(derivative - residual * v), norm(g - residual * u).square().mean(0).sqrt()
     )
-    return torch.maximum(size, FLOOR[v.dtype] * _norm(v))
-
-
-_norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float64)
-
-
-def _step(x: Tensor, relative: float) -> Float[Tensor, "R 1"]:
-    """Return the step of each row; one of zeros has no scale and takes that of the others, or 1."""
-    size = x.square().mean(-1, keepdim=True).sqrt()
-    scale = torch.where(size.mean() == 0, 1.0, size.mean())
-    return relative * torch.where(size == 0, scale, size).clamp_min(
-        torch.finfo(x.dtype).tiny ** 0.5
-    )
-
-
-def _differences(
-    f: RowFunction, x: Tensor, y: Tensor, v: Tensor, h: Float[Tensor, "R 1"]
-) -> Differences:
-    with torch.no_grad():
-        return Differences(h, (f(x + h * v) - y) / h, (y - f(x - h * v)) / h)
+    return torch.maximum(size, FLOOR[v.dtype] * norm(v))
 
 
 def _refusal(

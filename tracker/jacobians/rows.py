@@ -6,13 +6,13 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 - formula: single rows, attention by its formula, expanded to first order once per row;
 - own code: single rows, attention by the model's own code on frozen keys;
 - full sequence: d vector-Jacobian products of the whole sequence, which must reproduce the recorded output.
-Values and differences of them (`independent`) are compared at every requested row; the derivative in the full sequence in the
-first block of each class and way of calling it, and values beside the recorded states in the others.
+Values and differences of them (`independent`) are compared at every requested row, and the model is asked about the Jacobians
+(`witness`): if it does not agree, the next path forms them.
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
 block's weights, where it pays in the order that costs least (`elimination`).
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,27 +23,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.common.errors import Note, UsageError, warn_caller
+from tracker.common.errors import Note, warn_caller
 from tracker.common.values import Derivative, Precision
 from tracker.jacobians.checks import (
     derivative_error,
-    error_beside,
-    find_mixing,
     quality,
     reproduces_recorded_output,
     require_finite,
     require_reproduction,
-    way_of_calling,
 )
 from tracker.jacobians.elimination import Elimination, Heads
 from tracker.jacobians.independent import (
-    ALLOWED_IN_ROWS,
     DETACHED,
-    STEP_IN_ROWS,
     Independent,
+    amplified_rounding,
     differ_from_values,
     settle,
 )
+from tracker.jacobians.judge import BOUNDS, FIRST
 from tracker.jacobians.restriction import (
     CallRows,
     RowAttention,
@@ -54,114 +51,21 @@ from tracker.jacobians.restriction import (
     linearize_rows,
     replay_errors,
     restrict,
+    slicing_errors,
 )
 from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.jacobians.witness import Witness
 from tracker.linalg.jacobian import Linearization, RowFunction, dense_jacobian
 from tracker.linalg.linear import FreeBuffers
-from tracker.linalg.precision import FAST, float32_products, is_finite, relative_error, tolerance
-from tracker.linalg.transfer import read, to_device
+from tracker.linalg.precision import FAST, float32_products, relative_error, tolerance
+from tracker.linalg.transfer import moved, read, to_device
+from tracker.model.proposals import BlocksNotFound
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica
 from tracker.spans.calls import NOT_SLICEABLE, SpanCall
 
 Result = TypeVar("Result")
-
-
-class CheckCache:
-    """Results of checks of a replica's recorded blocks, by block and way of calling it.
-
-    Args:
-        recorded_dtype: the dtype of the recordings.
-        checked: layers that an earlier measurement of the same code checked, and this one need not.
-
-    Attributes:
-        derivative_checked: layers whose own derivative was checked.
-    """
-
-    def __init__(self, recorded_dtype: torch.dtype, checked: Collection[int] = ()) -> None:
-        self.recorded_dtype = recorded_dtype
-        self.checked = set(checked)
-        self.derivative_checked: set[int] = set()
-        # By layer, check and way of calling it
-        self._results: dict[Any, Any] = {}
-        # By class and way of calling it: the error of the derivative in the first block that has a small one
-        self._of_classes: dict[Any, float] = {}
-
-    def _once(self, key: tuple[Any, ...], check: Callable[[], Result]) -> Result:
-        if key not in self._results:
-            self._results[key] = check()
-        return self._results[key]
-
-    def check_again(self, layer: int) -> bool:
-        """Check a layer in full from now on; return whether it was to be left out."""
-        left_out = layer in self.checked
-        self.checked.discard(layer)
-        return left_out
-
-    def derivative_error(
-        self,
-        path: str,
-        row_attention: RowAttention,
-        call: BlockCall,
-        rows: Rows,
-        attached: bool,
-        allowed: float,
-    ) -> float | None:
-        """Return `checks.derivative_error` of a path; None for a block that need not be checked.
-
-        The first block of a class that passes is checked, and others have its error where values agree (`checks.error_beside`).
-
-        Args:
-            allowed: the largest error.
-        """
-
-        def check() -> float:
-            self.derivative_checked.add(call.layer)
-            return derivative_error(call, rows, row_attention, attached)
-
-        if len(call.attention) > 1:  # whether one reads what another wrote depends on the rows
-            return check()
-        if call.layer in self.checked:
-            return None
-        way = ("derivative", path, rows.source is None, way_of_calling(call))
-        of_class = (type(call.block), *way)
-
-        def error() -> float:
-            if of_class not in self._of_classes:
-                own = check()
-                # What is no rounding may be of this block alone, such as one whose gate is open.
-                if own <= tolerance(call.x.dtype, rounded=True):
-                    self._of_classes[of_class] = own
-                return own
-            # One block alone may mix tokens where others of its class do not, such as one whose gate is open.
-            beside = error_beside(call, rows, row_attention, attached)
-            return self._of_classes[of_class] if beside <= allowed else beside
-
-        return self._once((call.layer, *way), error)
-
-    def reproduces_recorded_output(self, call: BlockCall) -> bool:
-        """Return `checks.reproduces_recorded_output`."""
-        key = (call.layer, "reproduced", way_of_calling(call))
-        return self._once(key, lambda: reproduces_recorded_output(call, self.recorded_dtype))
-
-    def require_independent_samples(self, call: BlockCall, rows: Rows) -> None:
-        """Check that the samples of a batch are independent.
-
-        Raises:
-            UsageError: if the block mixes them.
-        """
-        if len(call.x) == 1 or call.layer in self.checked:
-            return
-        _, *way = way_of_calling(call)  # with or without the final norm
-        key = (call.layer, "mixing", *way)
-        # In every block: one may mix them where others of its class do not, such as one whose gate is open.
-        if mixing := self._once(key, lambda: find_mixing(call, rows)):
-            raise UsageError(
-                f"block {call.layer} ({call.name}) mixes the samples of a batch: {mixing}. Its Jacobians would depend on what "
-                "else is in the batch; give the samples one at a time"
-            )
 
 
 @dataclass(frozen=True)
@@ -170,7 +74,7 @@ class CheckResults:
 
     path: Literal["formula", "own code", "full sequence"]  # how the rows' attention was computed
     value_error: float
-    # NaN for the full sequence, which is the reference, and for a block that an earlier measurement checked
+    # NaN where single rows are not compared with the full sequence: but for blocks with several attentions, and pairs of rows
     derivative_error: float
     # Of each row, against differences of values; NaN where they were not used
     independent_errors: tuple[float, ...]
@@ -186,10 +90,23 @@ class CheckResults:
         return self.path != "full sequence"
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What was read of a call's Jacobians."""
+
+    finite: bool
+    hidden: bool  # whether rounding hides some row's J from the dtype
+    # Of each witness that was asked about rows of the call: the samples, the rows, and J^T u and J v
+    products: list[tuple[Witness, Tensor, Tensor, Float[Tensor, "2 r d"]]]
+
+
 # R d^3 from which the cheapest order of products (`elimination`) is worth finding. Reverse mode takes 1.02 times as long for one
 # row of d = 512 on a Xeon with AMX, and 1.16 with AVX2 alone, but 680 launches less; 1.1 and 1.3 for two rows. On an H200, one
 # row of d = 5120 took 38 ms in TF32, whose products take 3: the rest is launching.
 WORTHWHILE = {True: 1 << 28, False: 1 << 39}
+# Why single rows are not used where the model says otherwise
+OTHER_DERIVATIVE = "its derivative at single rows is not that of the model"
+MOVING_MASK = "a mask of its attention depends on its state, which single rows hold constant"
 # Why single rows of a block without attention that is recognised do not give its values.
 OWN_ATTENTION = (
     "its output at a token depends on the rest of the sequence by code of its own, such as attention written out as q @ k.T, a "
@@ -210,7 +127,6 @@ class Jacobians:
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
         derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach`
             as the identity.
-        checked: as in `CheckCache`.
     """
 
     def __init__(
@@ -220,7 +136,6 @@ class Jacobians:
         memory: int = 1 << 30,
         advance: Callable[[int], None] = lambda _: None,
         derivative: Derivative = "checked",
-        checked: Collection[int] = (),
     ) -> None:
         self.replica = replica
         self.precision: Precision = precision
@@ -230,17 +145,14 @@ class Jacobians:
         # Layer -> the check, where differences do not agree or can't be used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
-        self.witness: Witness | None = None  # the caller's model, asked about one recorded call
+        self.witnesses: list[Witness] = []  # the caller's model, asked about recorded calls
+        # By layer: the paths whose Jacobians are not those of the model
+        self._refused: dict[int, set[str]] = {}
         # Layer -> why its attention and MLP were not measured apart
         self.without_halves: dict[int, str] = {}
-        self._checks = CheckCache(replica.dtype, checked)
+        self._reproduced: dict[int, bool] = {}
         self._buffers: FreeBuffers = []
         self._known_heads: dict[Any, Heads | None] = {}
-
-    @property
-    def derivative_checked(self) -> list[int]:
-        """The layers whose own derivative was checked in the full sequence; others have the error of their class."""
-        return sorted(self._checks.derivative_checked)
 
     @property
     def _attached(self) -> bool:
@@ -267,34 +179,75 @@ class Jacobians:
             UsageError: if even the full sequence does not reproduce the recorded output (random or stateful block).
             FloatingPointError: if a Jacobian overflows.
         """
-        dtype = selections[0][0].x.dtype
+        dtype, known = selections[0][0].x.dtype, dict(self.independent)
         results = self._formed(dtype, selections)
-        for i, (finite, hidden) in enumerate(read([quality(J, dtype) for J, _ in results])):
+        answers = self._read(selections, results)
+        for i, (call, rows) in enumerate(selections):
             # For rows with other sources no identity is subtracted, so its rounding can't hide small entries.
-            if selections[i][1].source is None and hidden:
+            if rows.source is None and answers[i].hidden:
                 ((J, checks),) = self._formed(torch.float64, selections[i : i + 1])
                 results[i] = J.to(dtype), checks
-                finite = bool(is_finite(results[i][0]))
-            require_finite(finite, selections[i][0])
-            self._ask_witness(*selections[i], results[i][0])
+                (answers[i],) = self._read(selections[i : i + 1], results[i : i + 1])
+            require_finite(answers[i].finite, call)
+        (call, _), (_, first) = selections[0], results[0]
+        try:
+            for (call, rows), answer, (_, checks) in zip(selections, answers, results, strict=True):
+                self._compare_with_model(call, rows, answer, checks)
+        except BlocksNotFound:
+            if not first.sliced:
+                raise
+            # Single rows need not stand for the full sequence, which may be what the model computes.
+            self._refused.setdefault(call.layer, set()).add(first.path)
+            self.independent = known  # the notes are of Jacobians that are not used
+            return self(selections)
         return results
 
-    def _ask_witness(self, call: BlockCall, rows: Rows, J: Float[Tensor, "R d d"]) -> None:
+    def _read(
+        self,
+        selections: Sequence[CallRows],
+        results: Sequence[tuple[Float[Tensor, "R d d"], CheckResults]],
+    ) -> list[_Read]:
+        """Read what is known of formed Jacobians before they are used, for which the host waits once."""
+        tensors, found = [], []
+        for (call, rows), (J, _) in zip(selections, results, strict=True):
+            tensors.append(quality(J, J.dtype))
+            of_call = [
+                (witness, *products)
+                for witness in self.witnesses
+                if (products := witness.products(call, rows, J)) is not None
+            ]
+            tensors += [products for *_, products in of_call]
+            found.append(of_call)
+        values = iter(moved(tensors, "cpu"))
+        answers = []
+        for of_call in found:
+            finite, hidden = next(values).bool().tolist()
+            products = [(*of_one, next(values).double()) for *of_one, _ in of_call]
+            answers.append(_Read(finite, hidden, products))
+        return answers
+
+    def _compare_with_model(
+        self, call: BlockCall, rows: Rows, answer: _Read, checks: CheckResults
+    ) -> None:
         """Compare Jacobians with what the caller's model says, if it was asked about this call."""
-        if self.witness is None:
-            return
+        for witness in self.witnesses:
+            witness.require_values(call.layer)
         outcome = self.independent.get(call.layer)
         of_values = self.derivative != "autograd" and (
             outcome is None or outcome.method != DETACHED
         )
-        self.witness.judge(
-            call,
-            rows,
-            J,
-            exact=self.precision == "float32",
-            gradients=not self._attached,
-            differences=of_values,
-        )
+        path = PATHS.get(checks.path)
+        for witness, asked, at, products in answer.products:
+            witness.judge(
+                call,
+                asked,
+                products,
+                call.x.itemsize,
+                partial(amplified_rounding, call, rows.subset(at), path, self._attached),
+                exact=self.precision == "float32",
+                gradients=not self._attached,
+                differences=of_values,
+            )
 
     def _formed(
         self, dtype: torch.dtype, selections: Sequence[CallRows]
@@ -306,21 +259,15 @@ class Jacobians:
             self.replica.materialize(call.block, dtype=dtype),
             self.replica.materialize(call.final_norm, dtype=dtype),
         ):
-            for selection in selections:
-                self._checks.require_independent_samples(*selection)
+            for witness in self.witnesses:
+                witness.require_apart(call)
             try:
                 J, checks = self._sliced(selections)
                 return list(
                     zip(J.split([len(rows) for _, rows in selections]), checks, strict=True)
                 )
-            except (NotSliceable, UsageError) as why:
-                # What is left out for a block that an earlier measurement checked may be the reason.
-                again = self._checks.check_again(call.layer)
-                if not again and not isinstance(why, NotSliceable):
-                    raise
+            except NotSliceable as why:
                 reason = str(why)
-            if again:
-                return self._formed(dtype, selections)
             if len(selections) == 1:
                 return [self._full(*selections[0], reason)]
         return [result for selection in selections for result in self._formed(dtype, [selection])]
@@ -331,8 +278,13 @@ class Jacobians:
         """Use the first path that passes its checks; if none does, the first whose error the block's own rounding explains."""
         if isinstance(selections[0][0], SpanCall):
             raise NotSliceable(NOT_SLICEABLE)
-        reason = ""  # not the error: its traceback holds the tensors of the path that failed
-        attempts = [(path, False) for path in PATHS]
+        layer = selections[0][0].layer
+        if any(layer in witness.moving for witness in self.witnesses):
+            raise NotSliceable(MOVING_MASK)
+        refused = self._refused.get(layer, ())
+        # Not the error: its traceback holds the tensors of the path that failed
+        reason = OTHER_DERIVATIVE
+        attempts = [(path, False) for path in PATHS if path not in refused]
         for path, rounded in attempts:
             try:
                 return self._by_path(path, selections, rounded)
@@ -390,10 +342,10 @@ class Jacobians:
             return [(nan,) * len(rows) for _, rows in selections]
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         residual = selections[0][1].source is None
-        bytes = 4 if rounded else x.itemsize
-        allowed = ALLOWED_IN_ROWS[bytes] if self.precision == "float32" else FAST
+        bounds = BOUNDS[4 if rounded else x.itemsize]
+        allowed = bounds.differences if self.precision == "float32" else FAST
         with evaluating:
-            errors = differ_from_values(f, x, J, residual, STEP_IN_ROWS[bytes], y, allowed)
+            errors = differ_from_values(f, x, J, residual, bounds.steps[FIRST], y, allowed)
         found, sizes = [], [len(rows) for _, rows in selections]
         for (call, rows), of_rows, of_call in zip(
             selections, errors.split(sizes), J.split(sizes), strict=True
@@ -424,6 +376,11 @@ class Jacobians:
         known = self.independent.get(call.layer)
         if known is None or not outcome.error <= known.error:
             self.independent[call.layer] = outcome
+
+    def _reproduces(self, call: BlockCall) -> bool:
+        if call.layer not in self._reproduced:
+            self._reproduced[call.layer] = reproduces_recorded_output(call, self.replica.dtype)
+        return self._reproduced[call.layer]
 
     def _linearized(
         self, path: Any, selections: Sequence[CallRows], f: RowFunction, x: Float[Tensor, "R d"]
@@ -470,12 +427,18 @@ class Jacobians:
                 if not call.attention and not block.rounded:
                     raise NotSliceable(OWN_ATTENTION)
                 raise _check_failed("value", value_error, recorded_dtype, block.rounded)
-            error = self._checks.derivative_error(
-                path, PATHS[path], call, rows, self._attached, allowed
-            )
-            if error is not None and not error <= allowed:
-                raise _check_failed("derivative", error, call.x.dtype, block.rounded)
-            derivative_errors.append(nan if error is None else error)
+            error = nan
+            groups = [group for _, group in rows.disjoint_groups()]
+            # Of several attentions, one may read what another wrote anywhere in the sequence. The model is not asked about rows
+            # with other sources.
+            if len(call.attention) > 1 or rows.source is not None:
+                tried = groups if len(call.attention) > 1 else [groups[0], groups[-1]]
+                error = max(
+                    derivative_error(call, group, PATHS[path], self._attached) for group in tried
+                )
+                if not error <= allowed:
+                    raise _check_failed("derivative", error, call.x.dtype, block.rounded)
+            derivative_errors.append(error)
         return value_errors, derivative_errors
 
     def _by_path(
@@ -485,14 +448,13 @@ class Jacobians:
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         f = restrict(selections, PATHS[path], self._attached)
         block = self._linearized(path, selections, f, x)
-        # Of numbers of eight bytes, the error of one-sided differences is larger than is allowed.
-        y = block.y if x.itemsize == 4 else None
+        y = block.y
         # Keys and values of a float32 pass carry its rounding.
         allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
         value_errors, derivative_errors = self._require_right(
             path, selections, block, tolerance(x.dtype, allowed), allowed
         )
-        if rounded and not all(self._checks.reproduces_recorded_output(c) for c, _ in selections):
+        if rounded and not all(self._reproduces(c) for c, _ in selections):
             raise NotSliceable(
                 "the block does not reproduce the recorded output when it runs again"
             )
@@ -505,7 +467,8 @@ class Jacobians:
         chunk = _chunk(16 * x.numel() + 2 * copied, x, self.memory)
         identity = selections[0][1].source is None
         allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
-        with float32_products("tf32") if self.precision == "tf32" else nullcontext():
+        products = float32_products("tf32") if self.precision == "tf32" else nullcontext()
+        with slicing_errors(), products:
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
             if (
                 isinstance(block, Elimination)

@@ -4,10 +4,8 @@ A block restricted to R rows runs as a batch of R sequences of length one. Only 
 the axis known for that name: an axis of length n need not be the token axis.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from inspect import BoundArguments
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -163,104 +161,6 @@ def _per_token(name: str, value: Any, n: int, rows: Rows) -> Tensor:
         at = rows.on(value.device)
         return value[at.sample_in(value), at.token][:, None]
     raise _unknown(name)
-
-
-def cut_windows(call: BlockCall, rows: Rows, width: int) -> tuple[BlockCall, Rows]:
-    """Cut the call into windows of at most `width` tokens that end at the rows (or begin with the sequence), one for each row.
-
-    Keys and values stay the recorded ones. The new call has no output: it is not known, as attention may look beyond the
-    window.
-
-    Returns:
-        The call on R windows, and the rows in them.
-
-    Raises:
-        NotSliceable: if an argument can't be cut.
-    """
-    width = min(width, call.x.shape[1])
-    start = (rows.token - width + 1).clamp(min=0)
-    # The window of all rows, if they have the same one: what has no batch axis can be cut only then.
-    common = None
-    if bool((start == start[0]).all()):
-        common = slice(int(start[0]), int(start[0]) + width)
-    (tokens,) = to_device(call.x.device, start[:, None] + torch.arange(width))
-    windows = _Windows(call.x.shape[1], call.state, rows.on(call.x.device), tokens, common)
-    arguments = OrderedDict(
-        (name, windows.cut(name, value)) for name, value in call.arguments.arguments.items()
-    )
-    attention = []
-    for past in call.attention:
-        mask = None if past.mask is None else windows.mask("attn_mask", past.mask)
-        K, V = windows.keys(past.key), windows.keys(past.value)
-        attention.append(AttentionCall(K, V, mask, past.causal))
-    bound = BoundArguments(call.arguments.signature, arguments)
-    x = call.x[windows.at.sample[:, None], tokens]
-    # The cut call has one sample for each row, whose token has moved with the window's start.
-    moved = Rows(torch.arange(len(rows)), rows.token - start)
-    return replace(call, arguments=bound, x=x, attention=attention), moved
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """Cuts what belongs to sequences into windows. Not a closure that calls itself, which would keep what it has cut.
-
-    Attributes:
-        n: length of the sequences.
-        state: the name of the argument that is the hidden state, which is cut apart from the others.
-        at: the rows.
-        tokens: the positions of each window, (R, width).
-        common: the window of all rows, if they have the same one.
-    """
-
-    n: int
-    state: str
-    at: Indices
-    tokens: Tensor
-    common: slice | None
-
-    def cut(self, name: str, value: Any) -> Any:
-        """Cut an argument of the block."""
-        if isinstance(value, dict):
-            return {key: self.cut(str(key), entry) for key, entry in value.items()}
-        if name == self.state or not contains_tensors(value):
-            return value
-        if name in PER_TOKEN:
-            return self._per_token(name, value)
-        if name in MASKS:
-            return self.mask(name, value)
-        raise _unknown(name)
-
-    def mask(self, name: str, value: Any) -> Any:
-        """Cut a mask of attention or of padding."""
-        n, at, tokens = self.n, self.at, self.tokens
-        if not isinstance(value, Tensor) or value.shape[-1:] != (n,):
-            raise _unknown(name)
-        if value.dim() == 4 and value.shape[-2] in (1, n):
-            value = value[at.sample_in(value)].take_along_dim(tokens[:, None, None], -1)
-            if value.shape[-2] == 1:  # the same for all queries
-                return value
-            return value.take_along_dim(tokens[:, None, :, None], -2)
-        if value.dim() == 2:
-            # (B, n) hides keys of each sample, (n, n) has a row for each query of any sample.
-            if name.endswith("padding_mask") or value.shape[0] != n:
-                return value[at.sample_in(value)[:, None], tokens]
-            if self.common is not None:
-                return value[self.common, self.common]
-        raise _unknown(name)
-
-    def keys(self, value: Tensor) -> Tensor:
-        """Cut recorded keys or values, (B, H, n, d)."""
-        return value[self.at.sample_in(value)].take_along_dim(self.tokens[:, None, :, None], -2)
-
-    def _per_token(self, name: str, value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(self._per_token(name, entry) for entry in value)
-        if isinstance(value, Tensor) and value.dim() == 1 and len(value) == self.n:
-            if self.common is not None:
-                return value[self.common]
-        elif isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.n:
-            return value[self.at.sample_in(value)[:, None], self.tokens]
-        raise _unknown(name)
 
 
 def _unknown(name: str) -> NotSliceable:

@@ -20,7 +20,7 @@ from tracker.common.progress import Progress
 from tracker.common.values import FinalNorm
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
-from tracker.jacobians.witness import Witness
+from tracker.jacobians.witness import Findings, Witness
 from tracker.measures import trajectory
 from tracker.measures.dataset import Sample
 from tracker.measures.depthwise import depthwise_couplings
@@ -229,7 +229,6 @@ def jacobians_of(replica: Replica, settings: Settings, progress: Progress) -> Ja
         settings.memory(4),
         progress.advance,
         settings.derivative,
-        settings.checked,
     )
 
 
@@ -242,7 +241,7 @@ def measure_calls(
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     plan, steps = None, 0  # steps of the progress, for the calls recorded so far
-    equal = NONE
+    equal, findings = NONE, Findings()
     calls, i = list(calls), 0
     while i < len(calls):
         batch = calls[i]
@@ -262,16 +261,23 @@ def measure_calls(
             if settings.final_norm == "auto":
                 warn_of_missing_norm(recording, replica.description)
             # After recording, whose errors are clearer.
-            if settings.asks_model:
-                check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-            # At every step of a training: a block whose projections begin at zero shows itself later.
+            check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
             check_chain(replica, recording, batch)
-            if settings.witness == "model" and settings.asks_model:
-                valid = [sample.valid for sample in of_batch]
-                jacobians.witness = Witness(replica, batch, recording, rows, valid)
-                # Else its answers are judged when Jacobians are formed.
-                if not settings.includes("coupling"):
-                    jacobians.witness.require_all_values()
+        valid = [sample.valid for sample in of_batch]
+        witness = Witness(
+            replica,
+            batch,
+            recording,
+            rows,
+            valid,
+            findings,
+            settings.witness,
+            gradients=settings.forms_jacobians,
+        )
+        jacobians.witnesses.append(witness)
+        # Else its answers are judged when Jacobians are formed.
+        if not settings.includes("coupling"):
+            witness.require_all_values()
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))
@@ -284,6 +290,8 @@ def measure_calls(
                 pending = []
         else:
             progress.advance(len(of_batch))
+        if not pending:
+            jacobians.witnesses = []  # with what they hold of the recordings
         i += 1
     notes: dict[str, dict[int, str]] = {"fallbacks": jacobians.fallbacks}
     notes["independent_checks"] = {
@@ -294,9 +302,7 @@ def measure_calls(
     for sample in samples:
         sample.attributes[ATTRIBUTE] = equal
         sample.notes = notes
-        checked = ", ".join(map(str, jacobians.derivative_checked))
-        sample.attributes["derivative_checked"] = checked or "none"
-        sample.attributes["witness"] = str(jacobians.witness or "not asked")
+        sample.attributes["witness"] = str(findings)
     return samples
 
 

@@ -190,7 +190,7 @@ CERTIFICATE = {  # of each Jacobian and its singular triplets: label, formula
         "‖f − f₀‖ / max(‖f₀‖, floor ‖x‖), f of the row alone, f₀ as recorded",
     ),
     "derivative_error": (
-        "error of a vector-Jacobian product against that of the full sequence",
+        "error of a vector-Jacobian product of a row alone against that of the full sequence; NaN where the model is asked",
         "‖Jᵀu − g‖ / max(‖g‖, floor ‖u‖), g of the full sequence, u random",
     ),
     "independent_error": (

@@ -5,7 +5,7 @@ documentation, flags and forms of values from `Options`. `Settings` has the valu
 Nothing heavy is imported here, so that `--help` is quick.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypedDict, get_args
 
@@ -157,8 +157,8 @@ class Options(TypedDict, total=False):
     witness: Annotated[
         Witness,
         "model",
-        "model runs the caller's model itself on one sample, three times and with its hooks, and compares the Jacobian of each "
-        "block with what it computes there; a training and a walk do so at every fourth measurement. off leaves this out.",
+        "model runs a copy of the model as it is, with its hooks, on a few samples, three times, and compares the Jacobian "
+        "of each block with what it computes there. off asks the replica that is measured in its place.",
     ]
     memory_budget: Annotated[
         int | str,
@@ -227,11 +227,6 @@ class Settings:
     pair_layers: int
 
     keep: tuple[str, ...] = ()  # of `tracker.measure` alone: see `layers.with_kept`
-    # Of a later measurement of a run or walk (`measures.earlier`): blocks that need no full check; whether the model is asked;
-    # steps before it that were measured without some of its checks
-    checked: Set[int] = frozenset()
-    asks_model: bool = True
-    spared: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.precision != "float32" and self.dtype != "float32":

@@ -7,12 +7,11 @@ itself, is followed. What can't be rebuilt stays the same object: C functions, a
 
 import dis
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import pairwise
 from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -30,10 +29,17 @@ def reachable(value: Any) -> Iterator[Any]:
             waiting.extend(_held(value))
 
 
-def holds_objects(function: Any) -> bool:
-    """Whether a function holds anything but numbers and text, or has a variable in common with others."""
-    shared = isinstance(function, FunctionType) and function.__closure__
-    return bool(shared) or not all(isinstance(held, SCALARS) for held in _held(function))
+def holds_objects(function: Any, memo: dict[int, Any]) -> bool:
+    """Whether a function holds anything but numbers and text, or has a variable in common with others, or what was copied."""
+    if isinstance(function, FunctionType) and (function.__closure__ or _copied(function, memo)):
+        return True
+    return not all(isinstance(held, SCALARS) for held in _held(function))
+
+
+def _copied(function: FunctionType, memo: dict[int, Any]) -> dict[str, Any]:
+    """Return the globals of a function of which there are copies, as modules hold them, too."""
+    found = variables(function).items()
+    return {name: value for name, value in found if memo.get(id(value), value) is not value}
 
 
 def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
@@ -50,7 +56,7 @@ def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> 
         return type(function)(copy(function.func), *copy(function.args), **copy(function.keywords))
     cells = function.__closure__ or ()
     new_cells = tuple(memo.setdefault(id(cell), CellType()) for cell in cells)
-    names = _globals(function)
+    names = _globals(function) | _copied(function, memo)
     scope = dict(function.__globals__) if names else function.__globals__
     new = memo[id(function)] = FunctionType(
         function.__code__, scope, function.__name__, None, new_cells
@@ -66,39 +72,17 @@ def rebuild(function: Any, copy: Callable[[Any], Any], memo: dict[int, Any]) -> 
     return new
 
 
-def returns_value(function: Any) -> bool:
-    """Whether a function may return anything but None; its code is read, it is not run."""
-    if isinstance(function, partial):
-        return returns_value(function.func)
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return True
-    for before, now in pairwise(dis.get_instructions(code)):
-        if now.opname == "RETURN_CONST" and now.argval is not None:  # of Python 3.12 and 3.13
-            return True
-        # Code without a return statement ends by loading and returning None.
-        of_none = before.opname == "LOAD_CONST" and before.argval is None
-        if now.opname == "RETURN_VALUE" and not of_none:
-            return True
-    return False
-
-
-def names_in_code(function: Any) -> tuple[str, ...]:
-    """Return the names of globals and attributes that the code of a plain function uses; none for other values."""
-    if isinstance(function, partial):
-        return names_in_code(function.func)
-    return inspect.unwrap(function).__code__.co_names if isinstance(function, FunctionType) else ()
-
-
 def _held(value: Any) -> Iterable[Any]:
     """Return what a container or a function holds."""
     if isinstance(value, MethodType):
         return value.__func__, value.__self__
     if isinstance(value, partial):
         return value.func, *value.args, *value.keywords.values()
+    if isinstance(value, ref):
+        return (value(),)
     if isinstance(value, FunctionType):
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return *_around(value).values(), *defaults, *_globals(value).values(), *vars(value).values()
+        return *around(value).values(), *defaults, *_globals(value).values(), *vars(value).values()
     return entries(value)
 
 
@@ -106,10 +90,11 @@ def variables(function: FunctionType) -> dict[str, Any]:
     """Return the variables of the functions around a function, and the globals that its code reads or sets, by name."""
     scope = function.__globals__
     names = _global_names(function.__code__, ("LOAD_GLOBAL", "STORE_GLOBAL"))
-    return {name: scope[name] for name in names if name in scope} | _around(function)
+    return {name: scope[name] for name in names if name in scope} | around(function)
 
 
-def _around(function: FunctionType) -> dict[str, Any]:
+def around(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of the functions around a function, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if not is_empty(cell)}
 

@@ -34,8 +34,10 @@ from tracker.model.random_numbers import Generator
 
 SCALARS = (str, bytes, bool, int, float, complex, type(None))
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+MODULES = (nn.Module, ref)  # or references to them, as keys
 FUNCTIONS = (FunctionType, MethodType, partial)
 LEAVES = (Tensor, nn.Module, *FUNCTIONS, Generator, type, Enum, ModuleType, Logger, ref)
+COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operations
 # Whose classes in C are known: iterators, text streams, arrays; also locks and files, which can't be copied, but shared.
 KNOWN = {*sys.stdlib_module_names, "numpy"}
 
@@ -68,12 +70,17 @@ def copy_nested(
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     if isinstance(value, (set, frozenset)):
         # Tensors in a set are found by identity, so they are not copied.
-        return memo.setdefault(id(value), copy(value))
+        entries = [leaf(entry) if isinstance(entry, MODULES) else entry for entry in value]
+        return memo.setdefault(id(value), type(value)(entries))
     if isinstance(value, (dict, list, deque)):
-        new = memo[id(value)] = copy(value)
+        new: Any = memo.setdefault(id(value), copy(value))
         # Into the memo before its entries: a container may contain itself.
         for key in list(value) if isinstance(value, dict) else range(len(value)):
-            new[key] = copy_nested(value[key], leaf, memo, is_leaf)
+            entry = copy_nested(value[key], leaf, memo, is_leaf)
+            if isinstance(key, MODULES):
+                del new[key]
+                key = leaf(key)
+            new[key] = entry
     elif is_leaf or is_data(value):
         new = memo[id(value)] = _blank(value)
     else:
@@ -205,6 +212,7 @@ class SharedTensors:
         # Aliases that the current call moved to a copy
         self._copied: list[tuple[Tensor, Tensor]] = []
         self._watched: set[int] = set()  # storages
+        self.waits = False  # whether a pass waited for other ranks (torch.distributed)
         self._written = False
 
     def share(self, tensor: Tensor) -> Tensor:
@@ -283,6 +291,7 @@ class WriteGuard(TorchDispatchMode):
     ) -> Any:
         """Protect the tensors that the operation writes to, then run it."""
         kwargs = kwargs or {}
+        self.shared.waits |= getattr(func, "namespace", "") in COLLECTIVES
         for position, name in _written(func):
             argument = args[position] if position < len(args) else kwargs.get(name)
             for tensor in _tensors(argument):

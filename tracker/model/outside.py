@@ -73,7 +73,7 @@ def _reached(model: nn.Module) -> Iterator[tuple[Any, str, Any, str]]:
             if not _is_copied(held):
                 yield held, "", held, path
             continue
-        if held in followed or _is_of_library(held.__module__):
+        if held in followed or is_of_library(held.__module__):
             continue
         followed.add(held)
         if isinstance(held, FunctionType):
@@ -125,7 +125,7 @@ class _Pickler(pickle.Pickler):
 _contents = partial(guard.pickled, pickler=_Pickler)
 
 
-def _is_of_library(module: Any) -> bool:
+def is_of_library(module: Any) -> bool:
     """Whether a module, by its name, is one of Python or is installed (in site-packages or dist-packages)."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return f"{module}".partition(".")[0] in guard.KNOWN or "-packages" in f"{file}"

@@ -10,7 +10,7 @@ until a forward pass writes to them (`guard`). What a library attaches to a mode
 attribute, except hooks. The attribute by which transformers knows that it has attached them is dropped with them, so that it
 attaches them to the copy when it needs them.
 
-Of hooks, the copy has those that compute part of the model's function (`ModuleCopier.computes`), also rebuilt. A block's own
+Of hooks, the copy has those that compute part of the model's function (`hooks`), also rebuilt. A block's own
 hooks are part of the block: its state is what it receives before its pre-hooks and what it returns after its forward hooks.
 
 A block that reads what an earlier call left in its attributes is not a function of its hidden state. To detect this, the
@@ -24,31 +24,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
-from itertools import chain
+from threading import get_ident
 from types import FunctionType
 from typing import Any
+from weakref import ProxyTypes, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tracker.common.errors import UsageError
+from tracker.linalg.transfer import read
 from tracker.model.attention import hook_attn_method
 from tracker.model.description import Blocks
-from tracker.model.functions import (
-    holds_objects,
-    names_in_code,
-    reachable,
-    rebuild,
-    returns_value,
-)
+from tracker.model.functions import holds_objects, reachable, rebuild
 from tracker.model.guard import (
     FUNCTIONS,
+    MODULES,
     SharedTensors,
     WriteGuard,
+    attributes,
     clone_if_tensor,
     copy_nested,
     equal_nested,
 )
+from tracker.model.hooks import Hooks
 from tracker.model.kernels import is_experts_kernel, is_kernel, supports_sdpa
 from tracker.model.proposals import BlocksNotFound, chained
 from tracker.model.random_numbers import Generator, Generators, noise_like, seed_of
@@ -61,7 +61,7 @@ from tracker.model.weights import (
     plain_class,
     plain_tensor,
 )
-from tracker.model.wrappers import path_inside
+from tracker.model.wrappers import names_by_id, path_inside
 
 
 def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -116,7 +116,7 @@ def adjust_configs(replica: nn.Module, dtype: torch.dtype, device: torch.device)
 
 # Relative, of all entries and of the largest: two runs of the same code may differ in rounding on some devices
 STATELESS = 1e-6
-NOT_STATE = ("_parameters", "_buffers", "_modules", "_weight_hooks", "config", "training")
+NOT_STATE = ("_parameters", "_buffers", "_modules", "config", "training")
 
 
 class ModuleState:
@@ -221,15 +221,9 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
 
 def _attributes(part: nn.Module) -> dict[str, Any]:
-    # What a hook computes before each pass (weight_norm, prune) is no state.
-    computed = {
-        getattr(hook, "name", getattr(hook, "_tensor_name", None))
-        for hook in part.__dict__.get("_weight_hooks", ())
-    }
-    left_out = {*NOT_STATE, *computed}
     attributes = {}
     for name, value in part.__dict__.items():
-        if name not in left_out and not name.endswith(("_hooks", "_hooks_with_kwargs")):
+        if name not in NOT_STATE and not name.endswith(("_hooks", "_hooks_with_kwargs")):
             attributes[name] = value
     return attributes
 
@@ -246,9 +240,20 @@ class ModuleCopier:
         self.shared = shared
         self.generators = generators
         self.memo: dict[int, Any] = {}  # by id of the original
+        self.hooks = Hooks(model)
+        self._copied: list[nn.Module] = []
+
+    def copy_model(self) -> nn.Module:
+        """Copy the model; its hooks after all modules, as they may share what these hold."""
+        new = self.copy(self.model)
+        for module in self._copied:  # which grows
+            self._copy_hooks(module, self.memo[id(module)])
+        return new
 
     def copy(self, module: nn.Module) -> nn.Module:
         """Copy a module and all its parts; each module has one copy, however many modules hold or wrap it."""
+        if isinstance(module, ProxyTypes):
+            module = module.__init__.__self__
         steps, module = path_inside(module)
         new = self.memo[id(module)] if id(module) in self.memo else self._copy(module)
         for step in steps:
@@ -261,10 +266,12 @@ class ModuleCopier:
         # In place of the constructor, which would ask for arguments and allocate weights.
         new = self.memo[id(module)] = object.__new__(plain_class(type(module)))
         state = new.__dict__
-        for name, value in module.__dict__.items():
+        for name, value in attributes(module).items():
             if name == _HOOKS_INSTALLED:
                 continue
-            if name in _HOOKS:
+            if name not in module.__dict__:  # in a slot
+                object.__setattr__(new, name, self.copy_nested(value))
+            elif name in _HOOKS:
                 state[name] = OrderedDict()
             elif name in ("_parameters", "_buffers", "_modules"):
                 state[name] = {
@@ -275,13 +282,7 @@ class ModuleCopier:
                 state[name] = self.copy_nested(value)
         # Dropout off; a compiled call would run the caller's modules.
         state.update(training=False, _compiled_call_impl=None)
-        # Hooks that compute a weight before each forward pass (weight_norm, prune) are part of the model's function.
-        state["_weight_hooks"] = [
-            hook
-            for hook in module._forward_pre_hooks.values()
-            if type(hook).__module__.startswith("torch.nn.utils")
-        ]
-        self._copy_hooks(module, new)
+        self._copied.append(module)
         _replace_forward(module, new)
         return new
 
@@ -289,32 +290,37 @@ class ModuleCopier:
         """Give the copy of a module those of its forward hooks and forward pre-hooks that compute part of its function."""
         for store in _FORWARD_HOOKS:
             for key, hook in module.__dict__[store].items():
-                if not self.computes(module, hook):
+                if not self.hooks.compute(module, hook):
                     continue
                 # A hook's marks (with keywords, called always) are in stores of their own, under the same key.
                 for name, marks in module.__dict__.items():
                     if name in _HOOKS and name.startswith(store) and key in marks:
                         new.__dict__[name][key] = self.copy_nested(marks[key])
 
-    def computes(self, module: nn.Module, hook: Any) -> bool:
-        """Whether a module's hook may compute with weights, its own or held ones, and return what takes a value's place.
+    @contextmanager
+    def refusing_originals(self) -> Iterator[None]:
+        """Refuse a pass of the copy, in this thread, that runs a module of the original, or looks for one that was copied."""
+        names, thread = names_by_id(self.model), get_ident()
 
-        A hook that records holds a list, a logger or a file. One that returns nothing changes nothing, unless it writes in place.
-        """
-        if not isinstance(hook, (*FUNCTIONS, nn.Module)) or not returns_value(hook):
-            return False
-        own = module._parameters.keys() | module._buffers.keys() | module._modules.keys()
-        by_name = not own.isdisjoint(names_in_code(hook))
-        return by_name or any(map(self._has_weights, reachable(hook)))
+        def refusal(module: str, reached: str) -> UsageError:
+            return UsageError(
+                f"the forward pass can't run on copies: code reaches {module} of the model {reached}, by a global variable, an "
+                "attribute of a class, or an object that can't be copied. Let the modules that use it hold it as an attribute"
+            )
 
-    def _has_weights(self, value: Any) -> bool:
-        """Whether a value is a tensor, or a module of the model with weights; a trainer's hooks hold modules around the model."""
-        if not isinstance(value, nn.Module):
-            return isinstance(value, Tensor)
-        tensors = chain(value.parameters(), value.buffers())
-        # A module without weights, such as an activation, is not asked where it belongs.
-        has_tensors = next(tensors, None) is not None
-        return has_tensors and any(value is part for part in self.model.modules())
+        def refuse(module: nn.Module, args: tuple) -> None:
+            if get_ident() == thread and isinstance(self.memo.get(id(module)), nn.Module):
+                raise refusal(names.get(id(module)) or type(module).__name__, "itself")
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        except KeyError as error:
+            if any(isinstance(key, MODULES) for key in error.args):
+                raise refusal("what belongs to a module", "by the module itself") from error
+            raise
+        finally:
+            handle.remove()
 
     def copy_nested(self, value: Any) -> Any:
         """Copy what a module or a function holds."""
@@ -327,7 +333,9 @@ class ModuleCopier:
         if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable"):
             # What `torch.compile` made of a function is compiled for the caller's modules.
             return self.copy_nested(value._torchdynamo_orig_callable)
-        if isinstance(value, FUNCTIONS) and holds_objects(value):
+        if isinstance(value, ref) and isinstance(module := value(), nn.Module):
+            return ref(self.copy(module))
+        if isinstance(value, FUNCTIONS) and holds_objects(value, self.memo):
             return rebuild(value, self.copy_nested, self.memo)
         return self.copy_leaf(value)
 
@@ -414,7 +422,8 @@ class Replica:
         self.model = model
         self._shared = SharedTensors()
         self.generators = Generators(device)
-        self.module = ModuleCopier(model, self._shared, self.generators).copy(model)
+        self._copier = ModuleCopier(model, self._shared, self.generators)
+        self.module = self._copier.copy_model()
         for part in self.module.modules():
             hook_attn_method(part)
             # LightningModule's own record of dtype and device
@@ -446,6 +455,11 @@ class Replica:
         """Return a state (B, n, d) as the model's blocks take it, or one of theirs as (B, n, d): the same exchange of axes."""
         return state if self.description.batch_first else state.transpose(0, 1)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a pass so far waited for other ranks."""
+        return self._shared.waits
+
     def guard(self) -> WriteGuard:
         """Return the context for a forward pass: writes to the caller's tensors go to copies of them."""
         return WriteGuard(self._shared)
@@ -462,7 +476,11 @@ class Replica:
             seed: of the random numbers that the pass may draw.
         """
         self.generators.seed(seed)
-        with self.guard(), noting_forward(type(self.module).__name__):
+        with (
+            self.guard(),
+            noting_forward(type(self.module).__name__),
+            self._copier.refusing_originals(),
+        ):
             try:
                 return self.module(*arguments, **keywords)
             except StopForward as stopped:
@@ -572,9 +590,6 @@ class Replica:
                         for name, t in part.__dict__[store].items()
                     }
                 held[-1].note_buffers()
-                # A part made in a forward pass has no such entry
-                for hook in part.__dict__.get("_weight_hooks", ()):
-                    hook(part, ())
             with self._shared.watch(converted.values()):
                 yield
         finally:
@@ -600,11 +615,17 @@ class Replica:
 
     def fill_zeros(self, parts: Iterable[nn.Module]) -> None:
         """Give parameters of these parts that are all zero other values, the same in every pass, while the parts hold weights."""
-        for part in parts:
-            parameters = part.__dict__["_parameters"]
-            for name, value in parameters.items():
-                if value is not None and value.is_floating_point() and not value.any():
-                    parameters[name] = noise_like(value)
+        held = [
+            (part.__dict__["_parameters"], name, value)
+            for part in parts
+            for name, value in part.__dict__["_parameters"].items()
+            if value is not None and value.is_floating_point()
+        ]
+        for (parameters, name, value), nonzero in zip(
+            held, read([value.any() for *_, value in held]), strict=True
+        ):
+            if not nonzero:
+                parameters[name] = noise_like(value)
 
     def copy_inputs(self, value: Any) -> Any:
         """Copy a forward pass's inputs, nested or not, their tensors converted: the pass may write to them."""

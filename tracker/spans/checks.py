@@ -1,23 +1,22 @@
 """Check that the state at each boundary is the whole state: the rest of the pass depends on earlier values through it alone.
 
-For span l, add noise to the values that the first state is computed from and to every state before span l, and set the start
-of span l to its recorded value: its end must come out as recorded. With the end of the last span set to its recorded value, a
-tensor that the model returns must come out as recorded, one that changes if noise is added there. The check fails if the model
+In one pass with gradients, the state at each boundary is a new leaf. The end of span l may have a derivative with respect to its
+own start, and to no earlier start and none of the values that the first state is computed from. With respect to the end of the
+last span, a tensor that the model returns must have one, and none with respect to what is before it. The check fails if the model
 keeps another tensor in addition to the state (a copy, a normed or an earlier state), or if the boundary is at the wrong place,
-such as the input of attention after its norm. Inputs that do not enter the first state (masks, positions) and weights are
-constants.
+such as the input of attention after its norm. Inputs that do not enter the first state (masks, positions), weights, and earlier
+values that enter without a derivative (`detach`, `argmax`) are constants.
 
-Fixed tensors (`Blocks.fixed`) are set to their recorded values in these passes, so that the rest may depend on them, too. A
-fixed tensor that is the state at a boundary is set there instead of noise. Any other must come out as recorded with noise
-added to every state.
+Fixed tensors (`Blocks.fixed`) are set to their recorded values, so that the rest may depend on them, too. A fixed tensor that is
+the state at a boundary varies in the span that begins there alone. Any other must not depend on a state.
 
-Cost: one forward pass up to the end of every span and two whole ones, small beside the d vector-Jacobian products that each
-span takes later.
+Cost: one forward pass, and a backward pass through each span, small beside the d vector-Jacobian products that each takes later.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 from inspect import BoundArguments
 from typing import Any
 
@@ -25,12 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from tracker.common.errors import UsageError
-from tracker.linalg.precision import TOLERANCE, relative_error
-from tracker.linalg.transfer import SEED
+from tracker.linalg.jacobian import GradientsStayOn
+from tracker.linalg.precision import FLOOR, TOLERANCE, relative_error
+from tracker.linalg.transfer import standard_normal
 from tracker.model.boundaries import Boundary, as_python
 from tracker.model.hidden_state import floating_tensors, hidden_state
 from tracker.model.proposals import BlocksNotFound, Proposal, in_spans
-from tracker.model.replica import STATELESS, ModuleState, Replica, irreproducible, require_stateless
+from tracker.model.random_numbers import noise_like
+from tracker.model.replica import ModuleState, Replica, irreproducible, require_stateless
 from tracker.spans.calls import (
     BoundaryHook,
     InputDependents,
@@ -41,7 +42,6 @@ from tracker.spans.calls import (
     stop_at,
 )
 
-NOISE = 0.5  # of the root mean square of what it is added to
 NOT_REPRODUCED = "the forward pass does not reproduce its own states"
 
 
@@ -56,35 +56,33 @@ def check_stateless(
         calls: the recorded spans.
         before: the modules' attributes before the recorded pass.
     """
-    noisy = _Noise().added(calls[0].x.to(replica.device))
-    hooks = {calls[0].span[0]: replace_with(replica.oriented(noisy)), calls[-1].span[1]: stop_at}
+    x = calls[0].x.to(replica.device)
+    noisy = replica.oriented(x + 0.5 * noise_like(x))
+    hooks = {calls[0].span[0]: replace_with(noisy), calls[-1].span[1]: stop_at}
     again = partial(run, replica, arguments, calls[0].seed, hooks)
     require_stateless(replica.module, before, again, NOT_REPRODUCED, replica.description)
 
 
-class _Noise:
-    """Seeded Gaussian noise, drawn on the CPU in float64, so that it does not depend on device and dtype."""
+@dataclass
+class _Dependence:
+    """Derivatives of a tensor with respect to what is before a boundary, relative to that with respect to the state there."""
 
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(SEED)
+    states: dict[int, float]  # by boundary
+    inputs: float  # to the values that the first state is computed from
 
-    def added(self, x: Tensor) -> Tensor:
-        """Return x with noise added."""
-        drawn = torch.randn(x.shape, generator=self.generator, dtype=torch.float64).to(
-            x.device, x.dtype
-        )
-        return x + NOISE * x.square().mean().sqrt() * drawn
+    @property
+    def largest(self) -> float:
+        return max(self.inputs, *self.states.values(), 0.0)
 
 
 class WholeStateCheck:
-    """The recorded pass, and the errors of passes with noise before one boundary. The replica holds its weights.
+    """The recorded pass, and passes with gradients. The replica holds its weights.
 
     Args:
         replica: the replica that was recorded.
         arguments: of its forward.
         calls: the recorded spans.
         fixed: the recorded values of fixed tensors.
-        output: what the model returned in the recorded pass.
     """
 
     def __init__(
@@ -93,16 +91,13 @@ class WholeStateCheck:
         arguments: BoundArguments,
         calls: Sequence[SpanCall],
         fixed: Mapping[Boundary, Tensor],
-        output: Any,
     ) -> None:
         self.replica, self.dtype, self.device = replica, replica.dtype, replica.device
-        self.arguments, self.calls, self.output, self.seed = arguments, calls, output, calls[0].seed
-        self.add_noise = _Noise().added
+        self.arguments, self.calls, self.seed = arguments, calls, calls[0].seed
         self.first, self.fixed = calls[0].span[0], fixed
         self.held: dict[Boundary, BoundaryHook] = {
             place: hold(value) for place, value in fixed.items()
         }
-        self.sources = self._sources()
 
     def check(self) -> None:
         """Check the states at all boundaries, and the fixed tensors.
@@ -111,161 +106,143 @@ class WholeStateCheck:
             UsageError: if a state is not the whole state, or a fixed tensor depends on a state; also for a forward pass that is
                 random or keeps state.
         """
-        self.require_constant()
-        for l in range(len(self.calls) + 1):
-            error = self.error(l)
-            if error <= TOLERANCE[self.dtype]:
-                continue
-            # A pass that differs from the recorded one without noise, or in NaN, says nothing of the boundary.
-            if not self.error(l, noise=False) <= TOLERANCE[self.dtype]:
-                raise irreproducible(NOT_REPRODUCED, self.replica.description)
-            raise self.failure(l, error)
+        of_ends = self._dependences(self.held)
+        for l, of_end in enumerate(of_ends):
+            if not of_end.largest <= TOLERANCE[self.dtype]:
+                raise self._failure(l, of_ends)
 
-    def error(self, l: int, noise: bool = True) -> float:
-        """Return the relative error of the end of span l (0-based), or of the model's output for l = L, when only the start
-        of the span and fixed tensors are as recorded. Without noise, the error shows whether the pass reproduces itself.
+    def _dependences(self, held: Mapping[Boundary, BoundaryHook]) -> list[_Dependence]:
+        """Return what the end of each span (0-based) depends on besides its start, and the model's output besides the last end.
+
+        Args:
+            held: hooks that set fixed tensors.
         """
-        before: dict[Boundary, BoundaryHook] = {}
-        if noise:
-            before = {
-                self.boundary(k): self.add_noise for k in range(l) if not self._is_fixed(k)
-            } | self.held
-        return self._error(l, before, noise)
+        found: list[_Dependence] = []
+        leaves: list[Tensor] = []  # the states at boundaries
+        zeros: list[
+            Tensor
+        ] = []  # added to what depends on the inputs; then those that the first state depends on
 
-    def _error(self, l: int, before: Mapping[Boundary, BoundaryHook], noisy_inputs: bool) -> float:
-        after, call = l == len(self.calls), self.calls[min(l, len(self.calls) - 1)]
-        hooks = {**before, self.boundary(l): self._recorded(l)}
-        if not after:
-            hooks[call.span[1]] = stop_at
-        output = (
-            self._run_with_noise(hooks)
-            if noisy_inputs
-            else run(self.replica, self.arguments, self.seed, hooks)
-        )
-        if after:
-            outputs, recorded = self._outputs(output), self._outputs(self.output)
-            return min(
-                _relative_difference(outputs[i], recorded[i]) for i in self._compared_outputs
+        def add(i: int, value: Tensor) -> Tensor:
+            zero = torch.zeros_like(value, memory_format=torch.contiguous_format)
+            zeros.append(zero.requires_grad_())
+            return value + zeros[-1]
+
+        def end(l: int, y: Tensor) -> None:
+            call = self.calls[l]
+            x, recorded = call.x.to(self.device), call.y.to(self.device)
+            out = self.replica.oriented(y)
+            error = torch.inf
+            if out.shape == x.shape:
+                error = relative_error(out - x, recorded - x, recorded, self.dtype)
+            # NaN says nothing of the boundary, either.
+            if not error <= TOLERANCE[self.dtype]:
+                if held is self.held:
+                    raise irreproducible(NOT_REPRODUCED, self.replica.description)
+                found.append(
+                    _Dependence({}, torch.inf)
+                )  # a tensor that is held changes in the pass
+                return
+            found.append(self._dependence(y, leaves, zeros, residual=True))
+
+        def start(l: int, state: Tensor) -> Tensor:
+            if l == 0:
+                zeros[:] = [zero for zero in zeros if _depends(state, zero)]
+            recorded = self.calls[l].x if l < len(self.calls) else self.calls[-1].y
+            leaf = self.replica.oriented(recorded.to(self.device)).clone()
+            leaves.append(leaf.requires_grad_())
+            # Later code may work in place
+            return leaf.clone(memory_format=torch.contiguous_format)
+
+        def fixed(place: Boundary, hook: BoundaryHook, value: Tensor) -> Tensor | None:
+            if place in self.fixed and any(_depends(value, leaf) for leaf in leaves):
+                raise self._not_constant(place)
+            return hook(value)
+
+        hooks: dict[Boundary, BoundaryHook] = {
+            place: partial(fixed, place, hook) for place, hook in held.items()
+        }
+        steps: dict[Boundary, list[Callable[[Tensor], Tensor | None]]] = {}
+        for l, call in enumerate(self.calls):
+            steps.setdefault(call.span[0], []).append(partial(start, l))
+            steps.setdefault(call.span[1], []).append(partial(end, l))
+        steps[self.calls[-1].span[1]].append(partial(start, len(self.calls)))
+        hooks |= {place: partial(_last_of, of_place) for place, of_place in steps.items()}
+        with torch.enable_grad(), GradientsStayOn(), InputDependents(add) as dependents:
+            hooks[self.first] = dependents.ending_with(hooks[self.first])
+            arguments = dependents.follow_inputs(self.arguments)
+            output = run(self.replica, arguments, self.seed, hooks)
+        return [*found, self._of_outputs(output, leaves, zeros)]
+
+    def _dependence(
+        self, y: Tensor, leaves: Sequence[Tensor], zeros: Sequence[Tensor], residual: bool = False
+    ) -> _Dependence:
+        """Return what a tensor depends on besides the last leaf; infinite sizes if it does not depend on that.
+
+        Args:
+            residual: whether the identity is left out of the derivative by the last leaf.
+        """
+        *earlier, own = leaves
+        w = standard_normal(y.shape, y)
+        # The modes of boundaries and inputs would replace the leaves
+        with torch._C.DisableTorchFunction():
+            gradients = torch.autograd.grad(
+                y, [own, *earlier, *zeros], w, retain_graph=True, allow_unused=True
             )
-        y = self.replica.oriented(output)
-        # What the span adds is often much smaller than the state that it is added to.
-        x, recorded = call.x.to(self.device), call.y.to(self.device)
-        return (
-            float(relative_error(y - x, recorded - x, recorded, self.dtype))
-            if y.shape == x.shape
-            else float("inf")
+        own_gradient, *others = gradients
+        size = (
+            0.0 if own_gradient is None else _size(own_gradient - w if residual else own_gradient)
         )
+        size = max(size, FLOOR[self.dtype] * _size(w) * residual)
+        sizes = [0.0 if g is None else _size(g) / size if size else torch.inf for g in others]
+        states = {k: of for k, of in enumerate(sizes[: len(earlier)]) if not self._is_fixed(k)}
+        return _Dependence(states, max(sizes[len(earlier) :], default=0.0))
 
-    @cached_property
-    def _compared_outputs(self) -> list[int]:
-        """The floating outputs that depend on the end of the last span, without that state itself if there are others.
+    def _of_outputs(
+        self, output: Any, leaves: Sequence[Tensor], zeros: Sequence[Tensor]
+    ) -> _Dependence:
+        """Return the dependence of the output that depends least on what is before the end of the last span.
 
-        The error of one of them suffices: others may depend on earlier states, too.
+        Of the outputs that depend on this end, one suffices: others may depend on earlier states, too. It is not the state itself
+        if there are others.
 
         Raises:
             UsageError: if there are none.
         """
-        end, state = self.boundary(len(self.calls)), self.calls[-1].y.to(self.device)
-        changed = self._outputs(
-            run(self.replica, self.arguments, self.seed, {**self.held, end: self.add_noise})
-        )
-        recorded = self._outputs(self.output)
-        dependent = [
-            i
-            for i, (a, b) in enumerate(zip(changed, recorded, strict=True))
-            if not _relative_difference(a, b) <= TOLERANCE[self.dtype]
-        ]
+        outputs = floating_tensors(output)
+        if not outputs:
+            raise UsageError(
+                f"the model returns a {type(output).__name__} without a floating tensor, so that its last hidden state is the "
+                "whole state can't be checked; measure a model, or a part of it, that returns what it computes"
+            )
+        dependent = [y for y in outputs if _depends(y, leaves[-1])]
         if not dependent:
             raise UsageError(
-                f"nothing that the model returns depends on the end of the last span (the {end}), so it can't be checked that "
-                "this is the whole hidden state; name boundaries that lead to the model's output, or measure a model that "
-                "returns what it computes from them"
+                f"nothing that the model returns depends on the end of the last span (the {self.boundary(len(self.calls))}), so "
+                "it can't be checked that this is the whole hidden state; name boundaries that lead to the model's output, or "
+                "measure a model that returns what it computes from them"
             )
-        return [i for i in dependent if not torch.equal(recorded[i], state)] or dependent
+        others = [y for y in dependent if not torch.equal(y, leaves[-1])] or dependent
+        return min((self._dependence(y, leaves, zeros) for y in others), key=lambda of: of.largest)
 
-    @staticmethod
-    def _outputs(output: Any) -> list[Tensor]:
-        if tensors := floating_tensors(output):
-            return tensors
-        raise UsageError(
-            f"the model returns a {type(output).__name__} without a floating tensor, so that its last hidden state is the "
-            "whole state can't be checked; measure a model, or a part of it, that returns what it computes"
+    def _not_constant(self, place: Boundary) -> UsageError:
+        states = dict.fromkeys(boundary for call in self.calls for boundary in call.span)
+        return UsageError(
+            f"the {place} depends on the hidden state, so it does not stay fixed when a block is linearized; a fixed tensor is "
+            "computed from the inputs without passing through a block, or is the hidden state at a boundary: "
+            f"{', '.join(map(str, states))}"
         )
-
-    def require_constant(self) -> None:
-        """Check that fixed tensors, other than the states at boundaries, do not depend on a state.
-
-        Raises:
-            UsageError: if one does.
-        """
-        states = {boundary for call in self.calls for boundary in call.span}
-        captured: dict[Boundary, Tensor] = {}
-        hooks: dict[Boundary, BoundaryHook] = {call.span[0]: self.add_noise for call in self.calls}
-        for place in self.fixed.keys() - states:
-            hooks[place] = lambda value, place=place: captured.__setitem__(place, value.clone())
-        if hooks.keys() <= states:
-            return
-        run(self.replica, self.arguments, self.seed, hooks)
-        pairs = {
-            place: (value.to(self.dtype), self.fixed[place].to(value.device, self.dtype))
-            for place, value in captured.items()
-        }
-        changed = [
-            place for place, (a, b) in pairs.items() if not _relative_difference(a, b) <= STATELESS
-        ]
-        if changed:
-            raise UsageError(
-                f"the {changed[0]} depends on the hidden state, so it does not stay fixed when a block is linearized; a fixed "
-                "tensor is computed from the inputs without passing through a block, or is the hidden state at a boundary: "
-                f"{', '.join(map(str, dict.fromkeys(b for call in self.calls for b in call.span)))}"
-            )
 
     def _is_fixed(self, l: int) -> bool:
         """Whether the state at boundary l is fixed, by the name of the start of a span or of the end of the one before."""
         ends = {self.calls[l - 1].span[1]} if l else set()
         return not self.fixed.keys().isdisjoint({self.boundary(l)} | ends)
 
-    def _recorded(self, l: int) -> BoundaryHook:
-        """Return the hook that sets boundary l to its recorded state."""
-        call = self.calls[min(l, len(self.calls) - 1)]
-        state = call.y if l == len(self.calls) else call.x
-        return replace_with(self.replica.oriented(state.to(self.device)))
-
     def boundary(self, l: int) -> Boundary:
         """Return the start of span l, or the end of the last span for l = L."""
         return self.calls[l].span[0] if l < len(self.calls) else self.calls[-1].span[1]
 
-    def _run_with_noise(self, hooks: dict[Boundary, BoundaryHook]) -> Any:
-        """Run with noise on the values that the first state is computed from."""
-        with InputDependents(
-            lambda i, value: self.add_noise(value) if i in self.sources else value
-        ) as dependents:
-            hooks[self.first] = dependents.ending_with(hooks[self.first])
-            return run(self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks)
-
-    def _sources(self) -> set[int]:
-        """Return the numbers of the values (`InputDependents`) that the first state is computed from."""
-        added: list[Tensor] = []
-
-        def add(i: int, value: Tensor) -> Tensor:
-            # Zeros to differentiate by: their gradients show which values the state is computed from.
-            added.append(
-                torch.zeros_like(value, memory_format=torch.contiguous_format).requires_grad_()
-            )
-            return value + added[-1]
-
-        with torch.enable_grad():
-            with InputDependents(add) as dependents:
-                hooks = {**self.held, self.first: dependents.ending_with(stop_at)}
-                state = run(
-                    self.replica, dependents.follow_inputs(self.arguments), self.seed, hooks
-                )
-            if not state.requires_grad:
-                return set()
-            gradients = torch.autograd.grad(state, added, torch.ones_like(state), allow_unused=True)
-        return {i for i, gradient in enumerate(gradients) if gradient is not None}
-
-    def failure(self, l: int, error: float) -> UsageError:
+    def _failure(self, l: int, of_ends: Sequence[_Dependence]) -> UsageError:
         """Return the error for a state that is not the whole state. It names what the rest depends on, too, and proposes to
         declare it as fixed, unless the boundary itself is at the wrong place.
         """
@@ -276,9 +253,10 @@ class WholeStateCheck:
             else f"the start of span {l + 1} (the {here})"
         )
         norm = _norm_that_returns(self.replica, self.arguments, self.seed, here)
-        source = "" if l or norm else self._source_of_first_span()
-        states = self._states_beside(l)
-        beside = [*states, *self._inputs_beside(l)]
+        source = "" if l or norm else self._source_of_first_span(of_ends)
+        states = [k for k, size in of_ends[l].states.items() if not size <= TOLERANCE[self.dtype]]
+        states = list(map(self.boundary, states))
+        beside = [*states, *self._inputs_beside(l, of_ends)]
         fixed = [*self.replica.description.fixed, *beside]
         named = repr(str(fixed[0]) if len(fixed) == 1 else [*map(str, fixed)])
         if norm:
@@ -290,10 +268,11 @@ class WholeStateCheck:
             )
             if beside:
                 remedy += f"; if the model mixes the other tensor in between blocks, declare it: fixed={named}"
+        dependent = "the output of the model" if after else "the end of the span"
+        others = " and ".join(map(str, beside)) or "another tensor"
         finding = (
-            f"{where} is not the whole hidden state: with that tensor as recorded and other states before it, "
-            f"{'the output of the model' if after else 'the end of the span'} changes by {error:.1e} of its size, so it "
-            f"also depends on {' and '.join(map(str, beside)) or 'another tensor'}; {remedy}"
+            f"{where} is not the whole hidden state: beside that tensor, {dependent} also depends on {others} (relative size "
+            f"{of_ends[l].largest:.1e}); {remedy}"
         )
         description = self.replica.description
         if source:
@@ -311,45 +290,29 @@ class WholeStateCheck:
         )
         return BlocksNotFound(finding, [line])
 
-    def _source_of_first_span(self) -> str:
+    def _source_of_first_span(self, of_ends: Sequence[_Dependence]) -> str:
         """Return the module that returns the first state, if only the first span depends on what else is computed from it; ''
         if there is none. What later spans depend on, too, is no part of the first one.
         """
-        for l in range(1, len(self.calls) + 1):
-            if self._depends(
-                l, {self.boundary(k): self._recorded(k) for k in range(l)} | self.held, True
-            ):
-                return ""
+        if any(not of_end.inputs <= TOLERANCE[self.dtype] for of_end in of_ends[1:]):
+            return ""
         state = self.replica.oriented(self.calls[0].x.to(self.device))
         returned = self._outputs_before_first_state()
         return next(
             (place.module for place, value in returned.items() if torch.equal(value, state)), ""
         )
 
-    def _states_beside(self, l: int) -> list[Boundary]:
-        """Return the boundaries before l whose states the end of span l depends on, also if all later ones are as recorded."""
-        states = []
-        for k in range(l):
-            before = {self.boundary(j): self._recorded(j) for j in range(l)} | self.held
-            if not self._is_fixed(k) and self._depends(
-                l, before | {self.boundary(k): self.add_noise}, False
-            ):
-                states.append(self.boundary(k))
-        return states
-
-    def _inputs_beside(self, l: int) -> list[Boundary]:
+    def _inputs_beside(self, l: int, of_ends: Sequence[_Dependence]) -> list[Boundary]:
         """Return the earliest outputs of modules through which the end of span l depends on the inputs, if all states before
         it are as recorded; empty also if there are none.
         """
-        before = {self.boundary(k): self._recorded(k) for k in range(l)} | self.held
-        if not self._depends(l, before, True):
+        if of_ends[l].inputs <= TOLERANCE[self.dtype]:
             return []
-        kept, held = self._outputs_before_first_state(), dict(self.held)
+        kept = self._outputs_before_first_state()
 
         def depends(places: Sequence[Boundary]) -> bool:
-            self.held = held | {place: hold(kept[place]) for place in places}
-            self.sources = self._sources()
-            return self._depends(l, before | self.held, True)
+            held = {place: hold(kept[place]) for place in places}
+            return not self._dependences(self.held | held)[l].inputs <= TOLERANCE[self.dtype]
 
         places = list(kept)
         if depends(places):
@@ -358,9 +321,6 @@ class WholeStateCheck:
             without = [other for other in places if other != place]
             places = places if depends(without) else without
         return places
-
-    def _depends(self, l: int, before: Mapping[Boundary, BoundaryHook], noisy_inputs: bool) -> bool:
-        return not self._error(l, before, noisy_inputs) <= TOLERANCE[self.dtype]
 
     def _outputs_before_first_state(self) -> dict[Boundary, Tensor]:
         """Return the tensors that modules return before the first state, in order; without modules that run several times."""
@@ -384,15 +344,23 @@ class WholeStateCheck:
         }
 
 
-def _relative_difference(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        return float("inf")
-    finite = b.isfinite()  # logits may be masked
-    difference, size = (
-        float(torch.linalg.vector_norm(t[finite], dtype=torch.float64))
-        for t in (torch.where(a == b, 0, a - b), b)
-    )
-    return difference / size if difference else 0.0
+def _last_of(steps: Sequence[Callable[[Tensor], Tensor | None]], state: Tensor) -> Tensor | None:
+    """Take the steps of a boundary; return what the last one does."""
+    return [step(state) for step in steps][-1]
+
+
+def _depends(value: Tensor, leaf: Tensor) -> bool:
+    """Whether a tensor has a derivative with respect to a leaf that is not zero."""
+    if not value.requires_grad:
+        return False
+    with torch._C.DisableTorchFunction():
+        w = torch.ones_like(value)
+        (gradient,) = torch.autograd.grad(value, leaf, w, retain_graph=True, allow_unused=True)
+        return gradient is not None and bool(gradient.any())
+
+
+def _size(gradient: Tensor) -> float:
+    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
 
 
 def _norm_that_returns(

@@ -46,7 +46,7 @@ def record_spans(
         calls = recorder.calls(bound)
         if before.changed():
             check_stateless(replica, bound, calls, before)
-        WholeStateCheck(replica, bound, calls, recorder.fixed, output).check()
+        WholeStateCheck(replica, bound, calls, recorder.fixed).check()
     return recorder.head.recording(calls, drawn_seed, output)
 
 

@@ -26,7 +26,6 @@ from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
 from tracker.measurement import find_on_inputs, to_dataset
-from tracker.measures.earlier import Earlier
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.model.proposals import BlocksNotFound
@@ -97,7 +96,6 @@ class TrainingRun:
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
         self.continues = False  # whether it has measured a step in an earlier training
-        self.earlier = Earlier()
         self.target: Target | None = None
         # Of the present training:
         self.overhead = Overhead(self.max_overhead)
@@ -117,7 +115,6 @@ class TrainingRun:
             "loggers": (),
             "metrics": None,
             "held": None,
-            "earlier": Earlier(),  # by classes, which may be local, and addresses in this process
             "probe": None,
             "held_probe": self._probe_contents(),
         }
@@ -432,7 +429,7 @@ class TrainingRun:
         started = time.perf_counter()
         model, blocks = self.target.model(module), self.target.blocks
         device = together(_measuring_device, device)
-        probe, settings = self.probe, self.earlier.spare(self.measured, model)
+        probe, settings = self.probe, self.measured
         samples = measure_probe(
             self.ranks,
             together,
@@ -447,7 +444,6 @@ class TrainingRun:
         unit = together(
             to_dataset, samples, model, blocks, settings, device, contents(probe), started
         )
-        self.earlier.add(model, unit, step)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

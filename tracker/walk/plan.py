@@ -24,7 +24,6 @@ from tracker.walk.prompts import load_prompts, prompts_digest
 if TYPE_CHECKING:
     import torch
 
-    from tracker.measures.earlier import Earlier
     from tracker.measures.settings import Settings
     from tracker.store import Store
 
@@ -117,7 +116,6 @@ class Measurement:
     max_tokens: int | None
     device: "torch.device"
     own_code: bool  # whether the user's code loads
-    earlier: "Earlier"
 
 
 @dataclass(frozen=True)
@@ -178,7 +176,6 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
 def _measurement(walk: Walk) -> Measurement:
     import torch
 
-    from tracker.measures.earlier import Earlier
     from tracker.measures.options import settings_from
     from tracker.provenance import usable_device
 
@@ -198,7 +195,6 @@ def _measurement(walk: Walk) -> Measurement:
         walk.max_tokens,
         device,
         bool(walk.own_code),
-        Earlier(),
     )
 
 

@@ -54,7 +54,6 @@ def measure_checkpoint(plan: WalkPlan, checkpoint: Checkpoint, directory: Path) 
         unit, resident = _measure(
             measurement, output.store.continued(measurement.settings), model, tokenizer
         )
-    measurement.earlier.add(model, unit, checkpoint.step)
     unit = unit.assign_coords(
         step=checkpoint.step,
         revision=(checkpoint.revision or "") if trained else f"{UNTRAINED}{checkpoint.seed}",
@@ -123,7 +122,7 @@ def _measure(
         if resident:
             model.to(device)
         unit = measure_with(
-            measurement.earlier.spare(replace(settings, memory_budget=budget), model),
+            replace(settings, memory_budget=budget),
             model,
             measurement.inputs,
             tokenizer,

@@ -1,0 +1,75 @@
+"""Sound models are measured whatever is drawn; a derivative that is off at a row that the model is asked about is not used."""
+
+import pytest
+import torch
+
+import tracker
+from tests.jacobians.test_sinks import with_sink
+from tests.models import build
+from tracker.blocks.find import find_blocks
+from tracker.jacobians import row_attention, witness
+
+SEED = witness.SEED
+
+
+def scaled(name, factor, dtype=torch.float32):
+    model, inputs = build(name)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(factor if weight.ndim > 1 else 1)
+    return model.to(dtype), inputs
+
+
+def zero_states():
+    """The first token's state is 0, where all units of a ReLU are at their kink and the norm varies within 1e-3."""
+    model, inputs = build("opt")
+    with torch.no_grad():
+        for table in (model.get_input_embeddings(), model.model.decoder.embed_positions):
+            table.weight.zero_()
+    return model, inputs
+
+
+SOUND = {
+    "zero states": zero_states,
+    "saturated, x 30": lambda: scaled("nn.TransformerEncoder, pre-norm", 30),
+    "saturated, x 100": lambda: scaled("opt", 100),
+    "saturated, x 300": lambda: scaled("gpt_neox", 300),
+    "post-norm": lambda: scaled("bert", 30),
+    "bfloat16": lambda: scaled("mixtral", 1, torch.bfloat16),
+    "sinks": lambda: with_sink("llama, grouped keys"),
+    "small": lambda: scaled("gpt2", 0.02),
+}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_models_are_measured(monkeypatch, name, seed):
+    monkeypatch.setattr(witness, "SEED", SEED + 1000 * seed)
+    ds = tracker.measure(*SOUND[name](), k=2, tokens=[0, -1])
+    assert "not asked" not in ds.attrs["witness"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("part", ["by_query", "by_score", "by_value"])
+@pytest.mark.parametrize("name", ["gpt_neox", "llama, grouped keys"])
+def test_a_part_of_the_formula_that_is_off_is_not_used(monkeypatch, name, part, dtype):
+    expand = row_attention.expand
+
+    def wrong(*given, **named):
+        expansion = expand(*given, **named)
+        getattr(expansion, part).mul_(1.01)
+        return expansion
+
+    paths = []
+    sliced = tracker.jacobians.rows.Jacobians._sliced
+
+    def noted(jacobians, selections):
+        J, checks = sliced(jacobians, selections)
+        paths.append(checks[0].path)
+        return J, checks
+
+    monkeypatch.setattr(row_attention, "expand", wrong)
+    monkeypatch.setattr(tracker.jacobians.rows.Jacobians, "_sliced", noted)
+    model, inputs = build(name)
+    tracker.measure(model, inputs, k=2, dtype=dtype, final_norm="exclude")
+    assert paths.count("own code") == len(find_blocks(model).names)
