@@ -76,15 +76,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "default_width: L >= 20 -> L > 20": "the other formula gives 11 for 20 as well",
         "default_width: L >= 20 -> L >= 21": "the other formula gives 11 for 20 as well",
     },
-    "tracker/linalg/eigenvectors.py": {
-        "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 0, 1)": "LAPACK overwrites it",
-        "_decompose:  for value in (d, d - count + 1, 0, 0) ->  for value in (d, d - count + 1, 1, 0)": "the same",
-        "_decompose: ctypes.c_int(0) -> ctypes.c_int(1)": "the same",
-        "_decompose: scalar(0) -> scalar(1) (2)": "the same",
-        "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2)": "one -1 of two asks for the sizes",
-        "_decompose: ctypes.c_int(-1) -> ctypes.c_int(-2) (2)": "the same",
-        "_decompose: 2 * count -> 3 * count": "a larger workspace",
-    },
     "tracker/measures/block_products.py": {
         "depths: max(1, count - 1) -> max(2, count - 1)": "at count = 2 there are two blocks, and 1.5 is rounded to 2",
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
@@ -383,7 +374,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/linalg/cores.py": (
         "map_on_cores: cores == 1 -> cores != 1",
         "map_on_cores: cores == 1 -> cores == 2",
-        "one_thread_for_scipy: _openblas().limit(limits=1) -> _openblas().limit(limits=2)",
     ),
     "tracker/linalg/costs.py": (
         "eigenvectors_are_cheaper: d // 4 -> d % 4",

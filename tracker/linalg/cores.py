@@ -2,21 +2,10 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
-from threadpoolctl import ThreadpoolController
 from torch import Tensor
-
-_openblas = cache(lambda: ThreadpoolController().select(internal_api="openblas"))
-
-
-def one_thread_for_scipy() -> AbstractContextManager[Any]:
-    """Return the context in which SciPy's LAPACK uses one thread: its own ones wait for each other on small matrices."""
-    return _openblas().limit(limits=1)
-
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")

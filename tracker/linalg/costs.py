@@ -1,7 +1,7 @@
 """Costs of finding singular triplets, by device: which method is expected to be faster, and how many matrices at once.
 
 The unit of cost is an operation of LAPACK on one CPU core. The CPU's figures are measured: single steps by their time
-relative to a product. For flat singular values, iteration and K eigenvectors of J J^T take equally long at about d = 950 for
+relative to a product. For flat singular values, iteration and eigenvectors of J J^T take equally long at about d = 950 for
 K = 10 and d = 1400 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition, and all of it for K = d / 4.
 
 The accelerators' are derived; on an H200 they chose the faster method, or one that takes a fifth longer (docs/gpu.md). Products
@@ -35,7 +35,7 @@ class Costs:
     column: float  # of a column, beside the above
     square: float  # of J J^T, times d^3
     full: float  # of the full decomposition, times d^3
-    symmetric: float  # of K eigenvectors of J J^T, times d^3
+    symmetric: float  # of the eigenvectors of J J^T, times d^3
 
 
 CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=2.0)
@@ -56,7 +56,7 @@ def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) 
 
 
 def eigenvectors_are_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether K eigenvectors of J J^T are expected to take less time than an iteration and than full decomposition."""
+    """Whether eigenvectors of J J^T are expected to take less time than an iteration and than full decomposition."""
     if d < NARROWEST or K > d // 4:
         return False
     return (

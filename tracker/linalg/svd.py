@@ -31,14 +31,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from tracker.common.values import Method
-from tracker.linalg.cores import batch_on_cores, map_on_cores, one_thread_for_scipy
+from tracker.linalg.cores import batch_on_cores, map_on_cores
 from tracker.linalg.costs import (
     MEMORY,
     eigenvectors_are_cheaper,
     krylov_is_cheaper,
     matrices_at_once,
 )
-from tracker.linalg.eigenvectors import first_eigenvectors
 from tracker.linalg.krylov import Product, basis_fits, block_golub_kahan, block_lanczos, start_block
 from tracker.linalg.linear import inner_products, row_products, stacked, uses_onednn
 from tracker.linalg.precision import float32_products, is_finite, power_of_two
@@ -187,16 +186,15 @@ def triplets_of_each(
     """
     device = Js[0].device
     at_once = matrices_at_once(Js[0].shape[-1], K, Js[0].dtype, device, memory)
-    with one_thread_for_scipy():
-        if device.type == "cpu":
-            return map_on_cores(
-                lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J))
-            )
-        matrices = [matrix for J in Js for matrix in J]
-        stacks = (
-            stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once)
+    if device.type == "cpu":
+        return map_on_cores(
+            lambda J: _in_turn(J.split(at_once), K, method), Js, lambda J: advance(len(J))
         )
-        together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
+    matrices = [matrix for J in Js for matrix in J]
+    stacks = (
+        stacked(matrices[start : start + at_once]) for start in range(0, len(matrices), at_once)
+    )
+    together = _in_turn(Js[0].split(at_once) if len(Js) == 1 else stacks, K, method, advance)
     sizes = [len(J) for J in Js]
     by_batch = zip(
         *(getattr(together, field.name).split(sizes) for field in fields(Triplets)), strict=True
@@ -355,8 +353,11 @@ def _is_complete_by_square(
 
 def _top_eigenvectors(A: Tensor, K: int) -> tuple[Float[Tensor, "B d K"], Float[Tensor, "B r"]]:
     """Return the K first eigenvectors of A = J J^T, and the K + 1 first singular values of J, if there are as many."""
-    squares, U = moved(first_eigenvectors(A.cpu(), min(K + 1, A.shape[-1])), A.device)
-    return U[..., :K], squares.clamp_min(0).sqrt()
+    # cuSOLVER's would take one matrix after another.
+    squares, U = batch_on_cores(torch.linalg.eigh, A.cpu())
+    first = squares[..., -K - 1 :].flip(-1), U[..., -K:].flip(-1)
+    squares, U = moved(first, A.device)
+    return U, squares.clamp_min(0).sqrt()
 
 
 def _orthogonal_columns(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
