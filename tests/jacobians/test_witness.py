@@ -147,15 +147,17 @@ def errors_of(ds):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_sound_models_agree(name):
+    """With the model, and with differences of their rows."""
     model, inputs = build(name)
-    ds = tracker.measure(model, inputs, k=4)
-    assert ds.attrs["witness"].startswith("agrees at one row of each block; errors: "), ds.attrs[
-        "witness"
-    ]
+    ds = tracker.measure(model, inputs, k=4, tokens=[1, -1])
+    said = ds.attrs["witness"]
+    assert said.startswith("agrees at one row of each block; errors: "), said
     errors = errors_of(ds)
     assert (
         errors["values"] < 1e-5 and errors["derivative"] < 1e-3 and 0 < errors["differences"] < 2e-2
     ), errors
+    assert ds.attrs["independent_checks"] == "{}"
+    assert ds.diagnostics_independent_error.max() < 3e-3
 
 
 def llama(**options) -> nn.Module:
