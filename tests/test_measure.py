@@ -121,6 +121,7 @@ def test_half_precision_weights_are_measured_in_float32(stored):
     model = model.to(stored)
     seen = tracker.measure(model, inputs, k=4)
     assert {p.dtype for p in model.parameters()} == {stored}
+    assert seen.attrs["witness"].startswith("agrees")
     expected = tracker.measure(model.float(), inputs, k=4)
     for name in ("miscoupling", "lss", "norm_normed"):
         np.testing.assert_array_equal(seen[name].values, expected[name].values)

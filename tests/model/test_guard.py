@@ -144,6 +144,27 @@ def test_nothing_is_changed_where_measuring_raises():
     assert_unchanged(model, before)
 
 
+class Merging(Writer):
+    """As loralib: `eval()` merges an update into the weights, `train()` takes it out again."""
+
+    merged = False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            with torch.no_grad():
+                self.weight.add_(1.0 if self.merged else -1.0)
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_what_a_change_of_mode_writes_stays_with_the_replica():
+    model = Stack([Merging(clamp), Merging(clamp)]).train()
+    before = held(model)
+    tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+    assert_unchanged(model, before)
+    assert not any(block.merged for block in model.blocks)
+
+
 def test_inputs_are_not_written_to():
     class Scaling(Stack):
         def forward(self, batch):

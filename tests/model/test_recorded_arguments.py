@@ -99,7 +99,6 @@ def test_gemma4_unified_shares_keys_between_layers(samples, length):
         layer_types=["sliding_attention", "full_attention"] * 2,
         pad_token_id=0,
     )
-    torch.manual_seed(0)
     model = transformers.Gemma4UnifiedForCausalLM(config).double().eval()
     ids, states = tokens(samples, length), []
     with pytest.warns(UserWarning, match="full sequence"):

@@ -1,4 +1,4 @@
-"""Blocks run again outside of their model: an axis of samples, arithmetic in two precisions, what their code may raise."""
+"""Blocks run again outside of their model: arithmetic in two precisions, what their code may raise."""
 
 import json
 from dataclasses import dataclass
@@ -43,33 +43,6 @@ class Block(nn.Module):
 def stack(block, *arguments):
     torch.manual_seed(0)
     return Stack([block(*arguments) for _ in range(2)]).double()
-
-
-class Batched(Block):
-    """An argument with an axis of samples, of no known name: nothing can be cut, and the whole batch is tried."""
-
-    def forward(self, x, gains=None):
-        gains = (
-            torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None]
-            if gains is None
-            else gains
-        )
-        return x + gains * self.attend(x)
-
-
-class Passing(Stack):
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x, torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None])
-        return x
-
-
-def test_arguments_with_an_axis_of_samples_are_no_mixing():
-    torch.manual_seed(0)
-    model = Passing([Batched(), Batched()]).double()
-    with pytest.warns(UserWarning, match="full sequence"):
-        ds = tracker.measure(model, random(3, 40, 8), k=2, dtype=torch.float64)
-    assert not ds.diagnostics_sliced.any()
 
 
 # Arithmetic in float32 inside a block that is measured in float64
@@ -168,11 +141,6 @@ class CountingGate(Routed):
         return super().forward(x) + 1e-7 * self.calls * x.sin()
 
 
-class Noisy(Block):
-    def forward(self, x):
-        return self.plain(x) * (1 + 1e-6 * torch.randn((), dtype=x.dtype))
-
-
 class OverTokens(Routed):
     """Rows that mix outside attention by 1e-4 of what they do: more than the gate rounds."""
 
@@ -193,7 +161,7 @@ def test_a_gate_in_float32_is_sliced_and_its_error_told():
         torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
 
 
-@pytest.mark.parametrize("block", [Noisy, NoisyGate, CountingGate])
+@pytest.mark.parametrize("block", [NoisyGate, CountingGate])
 @pytest.mark.parametrize("B", [1, 2])
 def test_noise_as_small_as_rounding_is_refused_all_the_same(block, B):
     with pytest.raises(UsageError, match="it is random or keeps state between calls"):
@@ -278,7 +246,6 @@ class Unpacking(Stack):
 @pytest.mark.parametrize("block", [Mapped, Output, OwnOutput])
 def test_blocks_that_return_mappings_and_dataclasses(block):
     x = random(2, 5, 8)
-    torch.manual_seed(0)
     model = Unpacking([block(), block()]).double()
     plain = tracker.measure(stack(Block), x, k=4, dtype=torch.float64)
     seen = tracker.measure(model, x, k=4, dtype=torch.float64)
@@ -331,7 +298,7 @@ def test_checkpointed_blocks(reentrant):
     x = random(2, 5, 8)
     plain = tracker.measure(stack(Block), x, k=2, dtype=torch.float64)
     seen = tracker.measure(stack(Checkpointed, reentrant), x, k=2, dtype=torch.float64)
-    assert seen.diagnostics_sliced.all()
+    assert seen.diagnostics_sliced.all() and seen.attrs["witness"].startswith("agrees")
     assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-10
 
 
@@ -446,7 +413,6 @@ class Widening(Routed):
 
 
 def test_a_stream_kept_in_float32_is_replayed_in_float32():
-    torch.manual_seed(0)
     model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
     for l, (J, checks) in enumerate(jacobians(model, x)):
         assert checks.sliced and checks.value_error < SINGLE

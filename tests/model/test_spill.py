@@ -128,7 +128,6 @@ class Remembering(nn.Module):
 
 
 def test_blocks_are_checked_on_the_device_with_states_from_files(pretend, monkeypatch):
-    torch.manual_seed(0)
     model, inputs = Stack([Remembering(), Remembering()]).to(pretend.device), torch.randn(2, 5, 8)
     again = copy.deepcopy(model)
     usual = tracker.measure(model, inputs, k=4, blocks="blocks")
