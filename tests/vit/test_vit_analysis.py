@@ -680,7 +680,6 @@ def test_page_of_several_seeds_shows_reliabilities(tmp_path):
     assert "<h2>Which measures are reliable?" in page and "<th>reliability of coupling</th>" in page
 
 
-@pytest.mark.slow
 class TestInABrowser:
     pytestmark = browser_test
 

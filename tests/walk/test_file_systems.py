@@ -17,6 +17,8 @@ from tracker import pythia
 from tracker.common.files import Lock
 from tracker.store import Store
 
+pytestmark = pytest.mark.slow
+
 REFUSING = """
 #include <dlfcn.h>
 #include <errno.h>
@@ -99,7 +101,6 @@ def test_walks_without_locks_keep_the_units_of_a_store(walker, refusing):
     assert process.returncode == 0 and "damaged" not in err, err
 
 
-@pytest.mark.slow
 def test_units_that_another_process_has_locked_are_read(walker, capsys):
     assert pythia.main(walker.arguments("--steps", "1,2")) == 0
     store = Store(walker.directory / "out")
@@ -111,7 +112,6 @@ def test_units_that_another_process_has_locked_are_read(walker, capsys):
     assert contents(store).items() > measured.items() and store.steps() == [1, 2, 4]
 
 
-@pytest.mark.slow
 def test_a_unit_that_cannot_be_read_at_this_moment_ends_the_walk(walker, monkeypatch, capsys):
     """Nothing is said to be damaged, and nothing is moved."""
     assert pythia.main(walker.arguments("--steps", "1,2")) == 0
@@ -131,7 +131,6 @@ def test_a_unit_that_cannot_be_read_at_this_moment_ends_the_walk(walker, monkeyp
     assert contents(store) == measured and not (store.path / "damaged").exists()
 
 
-@pytest.mark.slow
 def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(
     walker, monkeypatch, capsys
 ):
@@ -173,7 +172,6 @@ def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(
     ).step.values.tolist() == [1, 2, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("selected", ["1,2,4", "1,2,8"])
 def test_a_damaged_last_unit_stops_no_measurement(walker, selected):
     """A walk reads from the last unit how it is continued."""
@@ -188,7 +186,6 @@ def test_a_damaged_last_unit_stops_no_measurement(walker, selected):
         assert int(store.read(8)["step"]) == 8 and store.file(4).stat().st_size == 5000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before its scores are added", "before the page is written"])
 def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, capsys, when):
     assert pythia.main(walker.arguments("--steps", "1,2")) == 0

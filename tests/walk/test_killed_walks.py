@@ -16,6 +16,8 @@ from checkpoints.copies import PREFIX
 from tests.conftest import Walker
 from tests.walk.test_walk import assert_same_results, commit, snapshots
 
+pytestmark = pytest.mark.slow
+
 NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 
 
@@ -84,7 +86,6 @@ def test_killed_walks_leave_no_copy_and_no_claim_to_the_next(disturbed, tmp_path
     assert_same_results(disturbed.store, tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
 def test_a_walk_that_ignores_hang_ups_goes_on(disturbed):
     status, _ = disturbed.disturb(signal.SIGHUP, 60, True, before=NOHUP)
     assert status == 0

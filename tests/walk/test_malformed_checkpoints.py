@@ -176,19 +176,9 @@ def walk(directory: Path, *options: str) -> int:
     """Walk over the checkpoints in a directory; return the exit status."""
     prompts = directory / "prompts.txt"
     prompts.write_text("import os\nfor name in sorted(names)\n")
-    given = [
-        "--model",
-        str(directory),
-        "--prompts",
-        str(prompts),
-        "--k",
-        "2",
-        "--measures",
-        "coupling",
-    ]
-    return pythia.main(
-        [*given, "--out", str(directory / "out"), "--wandb", "off", "--device", "cpu", *options]
-    )
+    given = f"--model {directory} --prompts {prompts} --out {directory}/out"
+    usual = "--k 2 --measures coupling --wandb off --device cpu"
+    return pythia.main([*given.split(), *usual.split(), *options])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -17,6 +17,8 @@ from tracker import pythia
 from tracker.store import Store
 from tracker.walk import units
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def runs(suite, tmp_path) -> Path:
@@ -55,7 +57,6 @@ def assert_equal_units(found, expected):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["replaced", "cut short", "deleted", "log, link and mode"])
 def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
     change, walker, runs, monkeypatch, capsys
@@ -94,7 +95,6 @@ def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
         assert again == 0
 
 
-@pytest.mark.slow
 def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs, capsys):
     file = runs / "step8" / "model.safetensors"
     assert pythia.main(walker.arguments(model=str(runs))) == 0
@@ -108,7 +108,6 @@ def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs,
     assert pythia.main(walker.arguments(model=str(runs))) == 0
 
 
-@pytest.mark.slow
 def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
     walker, tmp_path, monkeypatch
 ):
@@ -134,7 +133,6 @@ def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"]
 )
@@ -160,7 +158,6 @@ def test_settings_that_change_during_a_walk_leave_it_without_a_page(
     assert store.steps() == [8, 16] and not (store.path / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, capsys):
     """The ids of two tokens are exchanged in step 24's tokenizer: lengths and texts of prompts are the same."""
     out = walker.directory / "out"

@@ -305,16 +305,10 @@ def test_store_without_settings_is_not_continued(walker, run):
 @pytest.mark.slow
 def test_full_disk_keeps_finished_units(walker, run):
     """A limit of 40 kB on the size of files, enforced by the kernel, imitates a full disk."""
-    import resource
-
     assert run("--steps", "0")[0] == 0
     before = Store(walker.directory / "out").file(0).read_bytes()
-    process_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, process_limit[1]))
-    try:
+    with processes.files_of_at_most(40_000):
         status, _, err = run("--steps", "0,1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
     assert status == 1
     assert (
         "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err

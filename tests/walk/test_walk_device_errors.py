@@ -10,6 +10,8 @@ from tracker.jacobians.rows import Jacobians
 from tracker.store import Store
 from tracker.walk import units
 
+pytestmark = pytest.mark.slow
+
 ERRORS = {
     "device": torch.AcceleratorError(
         "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be"
@@ -20,7 +22,6 @@ ERRORS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "measured"), [("device", [0, 1]), ("memory", [0, 1, 4])])
 def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
     measure, store = units.measure_checkpoint, Store(walker.directory / "out")
@@ -46,7 +47,6 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
     assert pythia.main(command) == 0 and store.steps() == [0, 1, 2, 4]
 
 
-@pytest.mark.slow
 def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, monkeypatch, capsys):
     measure, form, starts = units.measure_checkpoint, Jacobians.__call__, {}
 
@@ -88,7 +88,6 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
     assert list(starts) == [0, 1, 2, 4] and len(set(starts.values())) == 1
 
 
-@pytest.mark.slow
 def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, monkeypatch, capsys):
     calls = []
 
