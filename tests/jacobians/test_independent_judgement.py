@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.jacobians.measured import recorded
-from tests.models import build
+from tests.models import build, random
 from tracker.jacobians import independent
 from tracker.jacobians.independent import (
     DETACHED,
@@ -28,8 +28,8 @@ from tracker.linalg.precision import TOLERANCE, Roundings
 from tracker.linalg.transfer import standard_normal
 
 R, D = 3, 12
-W = torch.randn(R, D, D, generator=torch.Generator().manual_seed(4), dtype=torch.float64) / D**0.5
-X = torch.randn(R, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+W = random(R, D, D, seed=4) / D**0.5
+X = random(R, D, seed=5)
 V = standard_normal(X.shape, X, seed=1)
 LARGER = torch.tensor([1, 4, 2]).double()  # errors planted in the rows, relative to each other
 

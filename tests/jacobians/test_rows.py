@@ -10,7 +10,7 @@ from torch import nn
 import tracker
 import tracker.jacobians.rows
 from tests.jacobians.measured import detached
-from tests.models import WIDTH, build, images
+from tests.models import WIDTH, build, images, random
 from tests.test_measure import assert_unchanged, snapshot
 from tracker.common.errors import Note
 
@@ -31,11 +31,7 @@ class Stack(nn.Module):
 
 
 def measured(model):
-    return tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return tracker.measure(model, random(1, 4, 8), k=3, dtype="float64")
 
 
 class Linear(nn.Module):
@@ -61,11 +57,11 @@ def test_a_detached_key_or_value_is_caught(monkeypatch, planted, positions, path
     """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
     faulty = {path: detached(tracker.jacobians.rows.PATHS[path], planted)}
     model, inputs = build("gpt_neox")
-    honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
+    honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype="float64")
     assert honest.diagnostics_sliced.all()
     monkeypatch.setattr(tracker.jacobians.rows, "PATHS", faulty)
     with pytest.warns(UserWarning, match="derivative at single rows is not"):
-        ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype=torch.float64)
+        ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype="float64")
     assert ds.attrs["independent_checks"] == "{}"
     assert not ds.diagnostics_sliced.any() and float(ds.diagnostics_value_error.max()) < 1e-9
     # And the full sequence gives the right answer all the same.
@@ -109,7 +105,7 @@ class Inner(nn.Module):
 def test_a_check_of_one_block_is_not_used_for_another():
     with pytest.warns(UserWarning, match="failed its derivative check"):
         ds = tracker.measure(
-            Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype=torch.float64
+            Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype="float64"
         )
     assert ds.diagnostics_sliced.values[0, 0].tolist() == [True, False]
 

@@ -14,6 +14,7 @@ from torch import nn
 import tracker
 from tests.central_differences import assert_measured_as_it_runs
 from tests.jacobians.test_rows import Stack
+from tests.models import random
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.random_numbers import Generators
@@ -138,7 +139,7 @@ def model_of(keep, seed=0):
     return Stack([Block(keep) for _ in range(2)])
 
 
-INPUTS = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+INPUTS = random(2, 5, D, seed=1)
 
 
 def refuse_to_run(model):

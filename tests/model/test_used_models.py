@@ -220,7 +220,7 @@ class Inference(Own):
 
 
 def measured(model, ids):
-    return tracker.measure(model, ids, k=4, dtype=torch.float64, keep="jacobian")
+    return tracker.measure(model, ids, k=4, dtype="float64", keep="jacobian")
 
 
 def assert_jacobians(ds, model, ids, functorch=True):

@@ -171,7 +171,7 @@ def test_without_the_declaration_the_message_proposes_it(case, blocks):
 
 def refusal(model: nn.Module, blocks=None) -> str:
     with pytest.raises(UsageError) as error:
-        tracker.measure(model, tokens(), blocks=blocks, k=2, dtype=torch.float64)
+        tracker.measure(model, tokens(), blocks=blocks, k=2, dtype="float64")
     return str(error.value)
 
 

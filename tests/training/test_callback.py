@@ -348,7 +348,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
         (file,) = tmp_path.glob(f"*step={step}.ckpt")
         module = Classifier()
         module.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
-        expected = tracker.measure(module, probe, k=(2, 4), dtype=torch.float64).assign_coords(
+        expected = tracker.measure(module, probe, k=(2, 4), dtype="float64").assign_coords(
             step=step
         )
         assert_same_units(store.read(step), expected, 1e-7)

@@ -305,7 +305,7 @@ def test_forward_receives_what_the_loader_yields(case):
     assert set(SEEN) == {type(RUNS[case](X))} == {type(watch.probe)}
     assert_same_units(
         watch.units[2],
-        tracker.measure(module.model, X[:2], k=2, dtype=torch.float64).assign_coords(step=2),
+        tracker.measure(module.model, X[:2], k=2, dtype="float64").assign_coords(step=2),
     )
 
 

@@ -1,7 +1,6 @@
 """Walks on an accelerator: what stays on it, what is copied, and that results and fingerprints are those of the CPU."""
 
 import gc
-import shutil
 import threading
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from checkpoints import integrity
 from checkpoints.load import load_model
 from checkpoints.suites import find_suite
 from tests.conftest import Walker
-from tests.walk.test_walk import commit, snapshots
+from tests.walk.test_walk import copied
 from tracker import measurement, pythia
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import CheckpointError
@@ -33,7 +32,7 @@ def runs(suite, tmp_path_factory) -> Path:
     """A directory of two checkpoints."""
     directory = tmp_path_factory.mktemp("runs")
     for step in (1, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), directory / f"step{step}")
+        copied(suite, step, directory / f"step{step}")
     return directory
 
 

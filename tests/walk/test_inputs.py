@@ -8,7 +8,7 @@ import torch
 
 import tracker
 from checkpoints.load import load
-from tests.walk.test_walk import commit, snapshots
+from tests.walk.test_walk import checkpoint_of
 from tracker import pythia
 from tracker.walk.command import parse
 from tracker.walk.plan import _inputs
@@ -25,7 +25,7 @@ def refusal(walker, capsys, file: Path) -> str:
 
 def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker, suite, capsys):
     """transformers.BatchEncoding is no tensor and no dictionary, and a pickle of it is not read."""
-    model, tokenizer = load(snapshots(suite) / commit(suite, 8))
+    model, tokenizer = load(checkpoint_of(suite, 8))
     file = walker.directory / "inputs.pt"
     encoding = tokenizer(5 * ["import os"], return_tensors="pt")
     torch.save(encoding, file)

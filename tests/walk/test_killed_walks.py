@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints.copies import PREFIX
 from tests.conftest import Walker
-from tests.walk.test_walk import assert_same_results, commit, snapshots
+from tests.walk.test_walk import assert_same_results, copied
 
 pytestmark = pytest.mark.slow
 
@@ -70,7 +70,7 @@ class DisturbedWalks:
 @pytest.fixture
 def disturbed(walker, suite, tmp_path) -> DisturbedWalks:
     for step in (1, 2, 4):
-        shutil.copytree(snapshots(suite) / commit(suite, step), tmp_path / "runs" / f"step{step}")
+        copied(suite, step, tmp_path / "runs" / f"step{step}")
     return DisturbedWalks(walker, tmp_path / "runs")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tracker
-from tests.walk.test_walk import commit, snapshots
+from tests.walk.test_walk import copied
 from tests.walk.test_walk_hub import Toy
 from tracker import pythia
 from tracker.store import Store
@@ -24,10 +24,8 @@ pytestmark = pytest.mark.slow
 def runs(suite, tmp_path) -> Path:
     """A directory of two checkpoints, and step 2 beside it."""
     for step in (8, 16):
-        shutil.copytree(
-            snapshots(suite) / commit(suite, min(step, 8)), tmp_path / "runs" / f"step{step}"
-        )
-    shutil.copytree(snapshots(suite) / commit(suite, 2), tmp_path / "step2")
+        copied(suite, min(step, 8), tmp_path / "runs" / f"step{step}")
+    copied(suite, 2, tmp_path / "step2")
     return tmp_path / "runs"
 
 

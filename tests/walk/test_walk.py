@@ -41,11 +41,20 @@ def commit(cache: Path, step: int) -> str:
     return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
 
 
+def checkpoint_of(cache: Path, step: int) -> Path:
+    return snapshots(cache) / commit(cache, step)
+
+
+def copied(cache: Path, step: int, directory: Path) -> Path:
+    """Copy the checkpoint of a step."""
+    return shutil.copytree(checkpoint_of(cache, step), directory)
+
+
 @pytest.mark.slow
 def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
     """The model has one checkpoint, and its prompts have difficulties."""
     trained = tmp_path / "trained"
-    shutil.copytree(snapshots(suite) / commit(suite, 8), trained)
+    copied(suite, 8, trained)
     rated = tmp_path / "rated.jsonl"
     lines = (("import os", 0.5, "os"), ("for name in", 2, "loops"))
     rated.write_text(
@@ -75,7 +84,7 @@ def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
 def test_walk_with_some_measures(measures, walker, suite, tmp_path):
     """The page has only these measures, and a step may have more than eight digits."""
     model = tmp_path / "runs" / "step1000000000"
-    shutil.copytree(snapshots(suite) / commit(suite, 8), model)
+    copied(suite, 8, model)
     assert pythia.main(walker.arguments("--measures", measures, model=str(model.parent))) == 0
     assert Store(tmp_path / "out").steps() == [1_000_000_000]
     assert (tmp_path / "out" / "report.html").exists()
@@ -87,7 +96,7 @@ def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, c
 
     steps = walker.directory / "steps"
     for step in (0, 1):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        copied(suite, step, steps / f"step{step}")
     assert walk("--steps", "0") == 0
     store = Store(walker.directory / "out")
     older = store.read_settings()
@@ -103,7 +112,7 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     """Another seed is refused, scores belong to trained steps only, and more checkpoints can be added."""
     steps = tmp_path / "steps"
     for step in (4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        copied(suite, step, steps / f"step{step}")
         (steps / f"step{step}" / "scores.json").unlink(missing_ok=True)
     scores = tmp_path / "scores.csv"
     scores.write_text("step,arc\n0,0.1\n4,0.4\n8,0.8\n")
@@ -147,7 +156,7 @@ def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, s
     """Units without the final norm, by a version that did not find it; "auto" would now include it."""
     steps = tmp_path / "steps"
     for step in (4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        copied(suite, step, steps / f"step{step}")
 
     def walk(out, *more):
         assert (
@@ -402,9 +411,7 @@ def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
     for step in steps:
         (run / f"checkpoint-{step}").mkdir(parents=True)
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(
-                snapshots(suite) / commit(suite, step) / name, run / f"checkpoint-{step}" / name
-            )
+            shutil.copy(checkpoint_of(suite, step) / name, run / f"checkpoint-{step}" / name)
 
 
 @pytest.mark.slow
@@ -412,7 +419,7 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(
     walker, suite, tmp_path, capsys
 ):
     """One line for all of them; --tokenizer and --inputs measure them, and the results are those of their own tokenizer."""
-    run, tokenizer = tmp_path / "run", str(snapshots(suite) / commit(suite, 0))
+    run, tokenizer = tmp_path / "run", str(checkpoint_of(suite, 0))
     without_tokenizer(suite, run, 1, 4, 8)
     assert pythia.main(walker.arguments(model=str(run))) == 1
     printed = capsys.readouterr()
@@ -430,7 +437,7 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(
     assert Store(tmp_path / "named").read_settings()["tokenizer"] == str(Path(tokenizer).resolve())
     own = tmp_path / "own"
     for step in (1, 4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), own / f"checkpoint-{step}")
+        copied(suite, step, own / f"checkpoint-{step}")
     assert pythia.main(walker.arguments("--out", str(tmp_path / "expected"), model=str(own))) == 0
     of_named, expected = (tracker.open_results(tmp_path / name) for name in ("named", "expected"))
     assert np.array_equal(of_named.miscoupling, expected.miscoupling)

@@ -8,7 +8,7 @@ import torch
 
 from checkpoints.configuration import pythia_shapes
 from tests.walk.test_malformed_checkpoints import configured
-from tests.walk.test_walk import STEPS, commit, snapshots
+from tests.walk.test_walk import STEPS, copied, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia
 from tracker.common.text import size
@@ -65,7 +65,7 @@ def served_pythia(served, suite):  # noqa: F811
     repository, shape = served.root / "models--EleutherAI--pythia-14m", pythia_shapes()["14m"]
     for step in (128, 256):
         snapshot = repository / "snapshots" / f"{step:040}"
-        shutil.copytree(snapshots(suite) / commit(suite, 8), snapshot)
+        copied(suite, 8, snapshot)
         shape.config(dtype="float16").save_pretrained(snapshot)
         (snapshot / "model.safetensors").unlink()
         with open(snapshot / "pytorch_model.bin", "wb") as file:

@@ -25,7 +25,9 @@ from tests.hub_server import serve
 from tests.walk.test_walk import (
     STEPS,
     assert_same_results,
+    checkpoint_of,
     commit,
+    copied,
     snapshots,
     start_and_stay_at_the_second,
 )
@@ -61,7 +63,7 @@ def served(suite, tmp_path, monkeypatch):
     root = tmp_path / "hub"
     shutil.copytree(suite, root)
     for step in STEPS:
-        shard(snapshots(root) / commit(root, step))
+        shard(checkpoint_of(root, step))
     with serve(root) as server:
         monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -77,8 +79,8 @@ def plant(root: Path, step: int, *shards: str) -> None:
     """Replace shards of a step by those of the last step."""
     for name in shards:
         shutil.copy(
-            snapshots(root) / commit(root, STEPS[-1]) / name,
-            snapshots(root) / commit(root, step) / name,
+            checkpoint_of(root, STEPS[-1]) / name,
+            checkpoint_of(root, step) / name,
         )
 
 
@@ -125,9 +127,7 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
     )
     served.fail(f"GET .*{commit(served.root, 4)}/{SHARDS[0]}", status=503, times=2)
     served.fail(f"GET .*{commit(served.root, 2)}/{SHARDS[1]}", content=lambda b: b[::-1], times=2)
-    of_one = sum(
-        f.stat().st_size for f in (snapshots(served.root) / commit(served.root, 0)).iterdir()
-    )
+    of_one = sum(f.stat().st_size for f in checkpoint_of(served.root, 0).iterdir())
     budget = ("--disk_budget", f"{2.2 * of_one:.0f}B")
     assert pythia.main(walker.arguments(*budget)) == 1
     out, err = capsys.readouterr()
@@ -261,7 +261,7 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
 def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     run = tmp_path / "run"
     for step in (1, 4):
-        shutil.copytree(snapshots(suite) / commit(suite, step), run / f"checkpoint-{step}")
+        copied(suite, step, run / f"checkpoint-{step}")
     arguments = walker.arguments(model=str(run))
     assert pythia.main(arguments) == 0 and pythia.main(arguments) == 0
     shutil.copy(
@@ -332,7 +332,7 @@ def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp
         and ds.sizes["prompt"] == 2
         and len(set(ds.fingerprint.values)) == 2
     )
-    tokenizer = str(snapshots(suite) / commit(suite, 0))
+    tokenizer = str(checkpoint_of(suite, 0))
     assert (
         pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
     )
