@@ -40,7 +40,7 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
         == f"{len(STEPS) - 1}: step {', '.join(str(step) for step in STEPS if step != 2)}"
     )
     assert not [path for path in served.requested("resolve") if path.endswith(".safetensors")]
-    assert not files_below(walker.directory / "out", tmp_path / "cache")
+    assert not files_below(walker.out, tmp_path / "cache")
     assert found["blocks"].startswith("3 blocks") and "per checkpoint" in found["in all"]
 
 
@@ -53,7 +53,7 @@ def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsy
     assert (
         listed["download"].startswith(size(one)) and "0 MB are in the cache" in listed["download"]
     )
-    assert pythia.main(walker.arguments("--steps", "2")) == 0
+    assert walker.main("--steps", "2") == 0
     after = dry_run(capsys, *walker.arguments())
     assert float(after["download"].split()[0]) < float(listed["download"].split()[0])
     assert after["to measure"].startswith(f"{len(STEPS) - 1}:")
