@@ -99,7 +99,23 @@ class Walker:
     def arguments(self, *more: str, model: str = "block-coupling/nano") -> list[str]:
         """Return a walk's command line; the options in `more` override the defaults."""
         given = ["--model", model, "--prompts", str(self.prompts), "--k", "4,8", "--device", "cpu"]
-        return [*given, "--out", str(self.directory / "out"), "--wandb", "off", *more]
+        return [*given, "--out", str(self.out), "--wandb", "off", *more]
+
+    @property
+    def out(self) -> Path:
+        return self.directory / "out"
+
+    @property
+    def store(self):
+        from tracker.store import Store
+
+        return Store(self.out)
+
+    def main(self, *arguments: str, **options: str) -> int:
+        """Walk in this process; return the exit status."""
+        from tracker import pythia
+
+        return pythia.main(self.arguments(*arguments, **options))
 
     @property
     def environment(self) -> dict[str, str]:

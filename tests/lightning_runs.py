@@ -11,6 +11,7 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -195,14 +196,17 @@ StrategyRegistry.register("pretend", SingleDeviceStrategy, device="pretend:0", o
 ON_PRETEND_DEVICE = {"accelerator": "pretend", "strategy": "pretend", "devices": 1}
 
 
-def trainer(callbacks=(), max_steps: int = 8, **options) -> lightning.Trainer:
-    """Return a trainer on the CPU without output."""
+def trainer(callbacks=(), max_steps: int = 8, keep=None, **options) -> lightning.Trainer:
+    """Return a trainer on the CPU without output; `keep` is where it keeps a checkpoint of each step."""
     quiet = {
         "logger": False,
-        "enable_checkpointing": False,
+        "enable_checkpointing": keep is not None,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+    if keep is not None:
+        of_each_step = ModelCheckpoint(keep, "{step}", every_n_train_steps=1, save_top_k=-1)
+        callbacks = [*callbacks, of_each_step]
     return lightning.Trainer(
         callbacks=list(callbacks), max_steps=max_steps, **{"accelerator": "cpu", **quiet, **options}
     )
@@ -265,9 +269,6 @@ def main():
         dtype=torch.float64,
         save_dir=given.out / "store",
     )
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(
-        given.out, every_n_train_steps=1, save_top_k=-1
-    )
     drop = 0.1 if given.random else 0.0
     strategy, module = given.strategy, partial(Classifier, drop=drop)
     if strategy == "fsdp2":
@@ -279,9 +280,10 @@ def main():
             save_distributed_checkpoint=False,
         )
         module = partial(Sharded, drop=drop)
-    callbacks = [keep] if given.plain else [watch, keep]
     fit(
-        trainer(callbacks, devices=given.devices, strategy=strategy, enable_checkpointing=True),
+        trainer(
+            [] if given.plain else [watch], keep=given.out, devices=given.devices, strategy=strategy
+        ),
         module,
         # One batch is the whole data, and by default nothing is random: Lightning does not restore the random state of a run.
         data=Noisy(noise=1.0 if given.random else 0.0),

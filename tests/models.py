@@ -195,6 +195,11 @@ class Encoder(nn.Module):
         return self.encoder(x, mask=mask, is_causal=self.causal)
 
 
+def random(*shape: int, seed: int = 0) -> Tensor:
+    """Return normal numbers in float64."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 def tokens(samples: int = 2, length: int = 7) -> Tensor:
     return torch.randint(
         3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1)

@@ -5,6 +5,7 @@ A start takes a tenth of a second in place of ten. `cold=True` starts a fresh in
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -12,8 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO
@@ -85,6 +86,17 @@ def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
         raise AssertionError(
             f"the process ended with {process.returncode} before it printed {line!r}: {err}"
         )
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Limit the size of files of this process and of those that it starts, as a full disk does."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 def children_seconds() -> float:

@@ -25,20 +25,7 @@ from tests.rounding import of_vectors, rounding
 from tests.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
 
-QUICK = [
-    "--shape",
-    "14m",
-    "--tokens",
-    "6",
-    "--blocks",
-    "2",
-    "--k",
-    "5",
-    "--repeats",
-    "1",
-    "--memory",
-    "false",
-]
+QUICK = "--shape 14m --tokens 6 --blocks 2 --k 5 --repeats 1 --memory false".split()
 
 
 def run(directory, *arguments: str) -> dict:
@@ -271,20 +258,7 @@ def test_environment_without_the_files_of_linux(monkeypatch):
 def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(machine, "synchronize", waits.append)
-    small = [
-        "--width",
-        "16",
-        "--depth",
-        "2",
-        "--patch_size",
-        "16",
-        "--batch",
-        "4",
-        "--every",
-        "4",
-        "--probe",
-        "2",
-    ]
+    small = "--width 16 --depth 2 --patch_size 16 --batch 4 --every 4 --probe 2".split()
     out = tmp_path / "new" / "callback.json"
     assert callback.main([*small, "--repeats", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())

@@ -54,7 +54,7 @@ def test_padding_in_a_mapping_changes_nothing():
         "attention_mask": torch.tensor([[1] * 5 + [0] * 3]),
     }
     plain, masked = (
-        tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64) for x in (ids, padded)
+        tracker.measure(model, x, k=4, tokens="all", dtype="float64") for x in (ids, padded)
     )
     np.testing.assert_allclose(
         masked.miscoupling.values[:, :5], plain.miscoupling.values, atol=1e-9
@@ -121,6 +121,7 @@ def test_half_precision_weights_are_measured_in_float32(stored):
     model = model.to(stored)
     seen = tracker.measure(model, inputs, k=4)
     assert {p.dtype for p in model.parameters()} == {stored}
+    assert seen.attrs["witness"].startswith("agrees")
     expected = tracker.measure(model.float(), inputs, k=4)
     for name in ("miscoupling", "lss", "norm_normed"):
         np.testing.assert_array_equal(seen[name].values, expected[name].values)
@@ -133,10 +134,10 @@ def test_half_precision_weights_are_measured_in_float32(stored):
 def test_final_norm_conventions():
     model, inputs = build("gpt_neox")
     ds = {
-        c: tracker.measure(model, inputs, k=4, final_norm=c, dtype=torch.float64)
+        c: tracker.measure(model, inputs, k=4, final_norm=c, dtype="float64")
         for c in ("include", "exclude")
     }
-    auto = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    auto = tracker.measure(model, inputs, k=4, dtype="float64")
     np.testing.assert_array_equal(auto.miscoupling, ds["include"].miscoupling)
     assert (
         auto.attrs["final_norm"] == "include"
@@ -158,9 +159,9 @@ def test_final_norm_conventions():
 def test_the_last_block_is_left_out_where_the_others_are_named():
     """As in an older script of the paper's authors."""
     model, inputs = build("gpt_neox")
-    whole = tracker.measure(model, inputs, k=4, dtype=torch.float64)
+    whole = tracker.measure(model, inputs, k=4, dtype="float64")
     blocks = [f"gpt_neox.layers.{l}" for l in range(DEPTH - 1)]
-    others = tracker.measure(model, inputs, k=4, dtype=torch.float64, blocks=blocks)
+    others = tracker.measure(model, inputs, k=4, dtype="float64", blocks=blocks)
     inner = {"layer": slice(0, DEPTH - 1), "layer_other": slice(0, DEPTH - 1)}
     np.testing.assert_allclose(others.miscoupling, whole.miscoupling.isel(inner), atol=1e-12)
     np.testing.assert_array_equal(others.norm, whole.norm[:, :DEPTH])
@@ -240,7 +241,7 @@ def test_model_is_unchanged(name):
             "block 1 .* measured over the full sequence",
         ):
             warnings.filterwarnings("ignore", expected)
-        ds = tracker.measure(model, inputs, k=2, dtype=torch.float64)
+        ds = tracker.measure(model, inputs, k=2, dtype="float64")
     assert_unchanged(model, before)
     assert not fired and ds.attrs["padding"] == "none"
 

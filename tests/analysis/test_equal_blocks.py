@@ -150,7 +150,6 @@ def test_the_summary_names_equal_blocks(looped):
 
 
 def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
-    torch.manual_seed(0)
     config = transformers.AlbertConfig(
         vocab_size=VOCABULARY, embedding_size=16, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
         intermediate_size=2 * WIDTH,
@@ -192,7 +191,6 @@ def test_which_blocks_are_equal():
 
 
 def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
-    torch.manual_seed(0)
     encoder = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
     x = torch.randn(3, 6, WIDTH)
     units = {}

@@ -307,7 +307,7 @@ def perturbed(make: Callable[[], nn.Module]) -> nn.Module:
 
 def assert_measured_as_by_brute_force(model, inputs, container, norm, position, **keywords):
     """Mis-couplings at the position that is measured by default, between the blocks that are named here by hand."""
-    ds = tracker.measure(model, inputs, k=K, dtype=torch.float64, **keywords)
+    ds = tracker.measure(model, inputs, k=K, dtype="float64", **keywords)
     assert (ds.token_position == position).all()
     assert ds.attrs["final_norm"] == ("exclude" if norm is None else "include")
     assert norm is None or ds.attrs["final_norm_module"] == norm

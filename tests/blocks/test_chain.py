@@ -168,7 +168,6 @@ def projection():
 
 
 def test_what_is_no_block_next_to_the_blocks_is_no_reason_to_refuse():
-    torch.manual_seed(0)
     norms = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
     before = [("positions", Positions()), ("norms", norms), ("project", projection())]
     after = [("transform", nn.Sequential(nn.LayerNorm(WIDTH), projection()))]

@@ -66,7 +66,6 @@ def measured_as_by_brute_force(model, inputs, names, batch_first=True, **keyword
 @pytest.mark.parametrize("name", FOUND)
 def test_blocks_are_found_whatever_their_attention_is_called(name):
     make, inputs, pattern = FOUND[name]
-    torch.manual_seed(0)
     names = [pattern.format(i=i) for i in range(DEPTH)]
     measured_as_by_brute_force(
         make().double().eval(), inputs, names, batch_first=name != "sequence first"

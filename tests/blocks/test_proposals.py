@@ -42,7 +42,6 @@ KINDS = [home_made.Torch, home_made.Flat]  # with attention that has a name, and
 
 @pytest.mark.parametrize("block", KINDS)
 def test_a_block_that_is_in_a_list_several_times_is_measured_at_each_call(block):
-    torch.manual_seed(0)
     one, other = block(), block()
     shared = Model(nn.ModuleList([one, other, one, other]))
     copies = Model(nn.ModuleList(copy.deepcopy(b) for b in (one, other, one, other)))
@@ -57,7 +56,6 @@ def test_a_block_that_is_in_a_list_several_times_is_measured_at_each_call(block)
 
 @pytest.mark.parametrize("block", KINDS)
 def test_blocks_in_a_list_of_lists_are_proposed_as_one_chain(block):
-    torch.manual_seed(0)
     chunks = Model(nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)))
     flat = Model(nn.ModuleList(b for chunk in chunks.blocks for b in chunk))  # type: ignore[union-attr]
     flat.embed, flat.head = chunks.embed, chunks.head

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import list_branches, list_revisions
+from tests import processes
 from tests.hub_server import Handler, Hub, blob, serve
 from tracker.common.errors import CheckpointError, Unreachable
 
@@ -540,12 +540,8 @@ def test_partly_written_reference_is_not_listed_as_a_branch(fetcher, monkeypatch
 
 def test_full_disk_is_reported(fetcher):
     """A limit of 200 kB on the size of files, enforced by the kernel, imitates a full disk."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limit[1]))
-    try:
+    with processes.files_of_at_most(200_000):
         full = process(fetcher, "step1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert "step1 does not fit on the disk of" in full.communicate()[0]
     fetcher.assert_whole(1, fetcher.fetch(1))
 

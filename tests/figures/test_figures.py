@@ -111,6 +111,11 @@ def close(seen, expected, **options):
     np.testing.assert_allclose(np.asarray(seen, float), np.asarray(expected, float), **options)
 
 
+def coupling(ds):
+    """Null level less mis-coupling by eq. 14."""
+    return (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized).sel(k=K)
+
+
 def off_diagonal(matrices):
     """Mean over l != l' of (..., L, L)."""
     L = matrices.shape[-1]
@@ -120,17 +125,8 @@ def off_diagonal(matrices):
 @pytest.mark.slow
 def test_1b(one, tmp_path):
     table, ds = drawn("1b", one, tmp_path), open_results(one)
-    m = (
-        ds.offdiag_normalized.sel(k=K)
-        .transpose("step", "prompt", "token", "layer", "layer_other")
-        .values[:, :, 0]
-    )
-    level = (
-        null_level(ds, "offdiag_normalized")
-        .sel(k=K)
-        .transpose("step", "prompt", "token", "layer", "layer_other")
-    )
-    close(table.coupling, off_diagonal(level.values[:, :, 0] - m).mean(1), atol=1e-6)
+    by_prompt = coupling(ds).transpose("step", "prompt", "token", "layer", "layer_other")
+    close(table.coupling, off_diagonal(by_prompt.values[:, :, 0]).mean(1), atol=1e-6)
     assert (table.unrelated == 0).all()
     assert (table.low <= table.coupling).all() and (table.coupling <= table.high).all()
 
@@ -192,11 +188,9 @@ def test_1c(one, tmp_path):
         "without an onset: evenly spaced"
     )
     row = table[(table.step == 2000) & (table.layer == 1) & (table.layer_other == 3)]
-    last = ds.offdiag_normalized.sel(k=K, step=2000)
-    both = (last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)).mean() / 2
-    level = null_level(ds, "offdiag_normalized").sel(k=K, step=2000)
-    level = (level.sel(layer=1, layer_other=3) + level.sel(layer=3, layer_other=1)).mean() / 2
-    close(row.coupling, level - both, rtol=1e-5)
+    last = coupling(ds).sel(step=2000)
+    both = last.sel(layer=1, layer_other=3) + last.sel(layer=3, layer_other=1)
+    close(row.coupling, both.mean() / 2, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -260,11 +254,7 @@ def test_5_and_25(one, tmp_path):
 @pytest.mark.slow
 def test_9(one, tmp_path):
     table, ds = drawn("9", one, tmp_path), open_results(one)
-    below = (
-        (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized)
-        .sel(k=K, step=2000)
-        .values[:, 0]
-    )
+    below = coupling(ds).sel(step=2000).values[:, 0]
     close(table.coupling, off_diagonal(below), atol=1e-6)
     assert (table.tokens == 7).all() and "difficulty" not in table
     figure, _ = figure_of("9", one)
@@ -294,11 +284,7 @@ def test_15(one, tmp_path):
     other = store(tmp_path / "other", seed=3, steps=(0, 2000))
     table = drawn("15", [one, other], tmp_path)
     ds = open_results(other)
-    below = (
-        (null_level(ds, "offdiag_normalized") - ds.offdiag_normalized)
-        .sel(k=K, step=2000)
-        .values[:, 0]
-    )
+    below = coupling(ds).sel(step=2000).values[:, 0]
     close(
         table[table.result == "other"].coupling,
         [below[:, l].sum(-1).mean() / 2 for l in range(3)],
@@ -435,8 +421,7 @@ def test_null_levels_are_drawn_by_depth(one):
 def couplings_and_scores(paths):
     """Mean coupling and score of each model at the last step."""
     last = [open_results(path).sel(step=2000) for path in paths]
-    below = [null_level(ds, "offdiag_normalized") - ds.offdiag_normalized for ds in last]
-    couplings = [off_diagonal(values.sel(k=K).values[:, 0]).mean() for values in below]
+    couplings = [off_diagonal(coupling(ds).values[:, 0]).mean() for ds in last]
     return couplings, [float(ds.score.mean()) for ds in last]
 
 

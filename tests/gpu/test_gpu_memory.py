@@ -12,6 +12,8 @@ from tests.gpu.accelerators import DEVICES, Accelerator
 from tests.lightning_runs import Classifier, Noisy, fit, trainer
 from tests.models import Size, build
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"k": 4, "tokens": "all", "measures": "coupling", "svd": "full"}
 
 
@@ -20,7 +22,6 @@ def assert_same(a, b):
     np.testing.assert_allclose(a.singular_value, b.singular_value, rtol=1e-4)
 
 
-@pytest.mark.slow
 @DEVICES
 def test_a_measurement_that_runs_out_of_memory_leaves_none_behind(accelerator):
     model, inputs = build("gpt_neox", accelerator.size, samples=4)
@@ -41,7 +42,6 @@ def test_a_measurement_that_runs_out_of_memory_leaves_none_behind(accelerator):
     assert_same(measure(memory_budget=large), expected)
 
 
-@pytest.mark.slow
 @DEVICES
 def test_the_callback_measures_with_a_smaller_budget_where_memory_runs_out(accelerator):
     width, length, samples = accelerator.size.width, accelerator.size.tokens, 8
@@ -73,7 +73,6 @@ def test_the_callback_measures_with_a_smaller_budget_where_memory_runs_out(accel
     assert_same(units[0], expected)
 
 
-@pytest.mark.slow
 @DEVICES
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
 def test_weights_on_the_host_give_the_same_and_take_less_memory(accelerator: Accelerator, stored):

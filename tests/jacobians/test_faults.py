@@ -226,6 +226,18 @@ FAULTS = {
     # What autograd gives
     "wrong backward": Fault(lambda b, x: Wrong.apply(x, 0.5), f"{NOT_GIVEN}.*function Wrong"),
     "backward too large by a twentieth": Fault(lambda b, x: Wrong.apply(x, 1.05), NOT_GIVEN),
+    "backward too large by a hundredth": Fault(lambda b, x: Wrong.apply(x, 1.01), NOT_GIVEN),
+    "right backward": Fault(lambda b, x: Wrong.apply(x, 1.0)),
+    "wrong backward at few tokens": Fault(
+        lambda b, x: torch.where(b.gate(x) > 0.4, Wrong.apply(x, 0.5), x.tanh()),
+        f"{NOT_GIVEN}.*function Wrong",
+        positions=range(N),
+    ),
+    # A single row is the last one
+    "wrong backward at the last token": Fault(
+        lambda b, x: torch.cat([x[:, :-1].tanh(), Wrong.apply(x[:, -1:], 0.5)], 1), positions=(0, 2)
+    ),
+    "NumPy": Fault(lambda b, x: torch.from_numpy(x.detach().numpy()).tanh(), f"{NOT_GIVEN}.*numpy"),
     ".data": Fault(lambda b, x: x.data.tanh(), NOT_GIVEN),
     "item() of one sample": Fault(lambda b, x: x * x[0, -1].norm().item(), "item", ids=IDS[:1]),
     "item() of a batch": Fault(lambda b, x: x * x[0, -1].norm().item(), MIXES),

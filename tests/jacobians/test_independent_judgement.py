@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.jacobians.measured import recorded
-from tests.models import build
+from tests.models import build, random
 from tracker.jacobians import independent
 from tracker.jacobians.independent import (
     DETACHED,
@@ -28,8 +28,8 @@ from tracker.linalg.precision import TOLERANCE, Roundings
 from tracker.linalg.transfer import standard_normal
 
 R, D = 3, 12
-W = torch.randn(R, D, D, generator=torch.Generator().manual_seed(4), dtype=torch.float64) / D**0.5
-X = torch.randn(R, D, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+W = random(R, D, D, seed=4) / D**0.5
+X = random(R, D, seed=5)
 V = standard_normal(X.shape, X, seed=1)
 LARGER = torch.tensor([1, 4, 2]).double()  # errors planted in the rows, relative to each other
 
@@ -89,13 +89,16 @@ def test_the_largest_error_of_all_rows_is_returned(call):
         assert found.error == pytest.approx(float(expected), rel=1e-2)
 
 
+@pytest.mark.parametrize("agrees", [False, True])
 @pytest.mark.parametrize("right", range(R))
-def test_rows_that_are_wrong_are_refused_with_their_largest_error(call, right):
+def test_rows_that_are_wrong_are_refused_with_their_largest_error(call, right, agrees):
+    """Also where forward mode agrees with reverse mode."""
     off = 0.02 * LARGER[:, None, None]
     off[right] = 0
+    tangent = off[:, 0, 0] if agrees else None
     errors = errors_of((1 + off) * J, -off * J)
     with pytest.raises(Disagreement, match=f"values by {float(errors.max()):.1e} \\(relative\\)"):
-        judged(call, smooth, off=off[..., 0])
+        judged(call, smooth, off=off[..., 0], tangent=tangent)
 
 
 def test_a_wrong_forward_mode_is_named_with_the_error_of_rows_that_are_wrong(call):
@@ -260,14 +263,16 @@ def test_a_difference_to_one_side_is_enough(call):
     ].differences
 
 
-def test_the_error_of_differences_from_values():
-    """The largest error of a formed J, by row; differences of a linear function are exact."""
-    f = lambda x: x + products(x)  # noqa: E731
+@pytest.mark.parametrize("residual", [True, False])
+def test_the_error_of_differences_from_values(residual):
+    """The largest error of a formed J without the identity, by row; differences of a linear function are exact."""
+    J = 1e-3 * W
+    f = lambda x: residual * x + 1e-3 * products(x)  # noqa: E731
     v = standard_normal(X.shape[-1:], X, seed=1)
-    off = W * (1 + 1e-3 * LARGER[:, None, None])
-    wrong = (off - W) @ v
+    off = J * (1 + 1e-3 * LARGER[:, None, None])
+    wrong = (off - J) @ v
     expected = wrong.norm(dim=-1) / (off @ v).norm(dim=-1)
-    found = differ_from_values(f, X, off, True, 1e-4)
+    found = differ_from_values(f, X, off, residual, 1e-4)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 

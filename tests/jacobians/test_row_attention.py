@@ -14,6 +14,16 @@ from tracker.model.recording import AttentionCall
 R, H, n, e, f = 3, 4, 6, 5, 7
 
 
+close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+
+
+@pytest.fixture
+def double():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 def attention(formula, query, key, value, K, V, own, mask):
     """Written out row by row, head by head."""
     G, out = key.shape[1], []
@@ -44,49 +54,36 @@ def attention(formula, query, key, value, K, V, own, mask):
     ids=["plain", "scale", "cap", "all"],
 )
 @pytest.mark.parametrize("masked", ["none", "bool", "added"])
-def test_value_and_jacobian(formula, G, masked):
-    torch.set_default_dtype(torch.float64)
-    try:
-        shapes = (R, H, 1, e), (R, G, 1, e), (R, G, 1, f), (R, G, n, e), (R, G, n, f)
-        query, key, value, K, V = (torch.randn(*shape) for shape in shapes)
-        own = torch.tensor([0, 3, n - 1])
-        mask = {
-            "none": None,
-            "bool": torch.rand(R, 1, 1, n) < 0.7,
-            "added": torch.randn(R, H, 1, n),
-        }[masked]
-        if masked == "bool":
-            mask[torch.arange(R), :, :, own] = True
-        live = torch.zeros(R, 1, 1, n, 1, dtype=torch.bool)
-        live[torch.arange(R), :, :, own] = True
-        at = live[:, 0]
-        expansion = expand(
-            formula, query, torch.where(at, key, K), torch.where(at, value, V), mask, own
-        )
-        torch.testing.assert_close(
-            expansion(query, key, value),
-            attention(formula, query, key, value, K, V, own, mask),
-            atol=1e-12,
-            rtol=0,
-        )
-        seen = torch.autograd.functional.jacobian(expansion, (query, key, value))
-        expected = torch.autograd.functional.jacobian(
-            lambda *given: attention(formula, *given, K, V, own, mask), (query, key, value)
-        )
-        point, v = (query, key, value), tuple(torch.randn_like(t) for t in (query, key, value))
-        pushed = sum(torch.tensordot(J, t, dims=4) for J, t in zip(expected, v, strict=True))
-        for one, other in zip(seen, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
-        by_forward_mode = torch.func.jvp(expansion, point, v)[1]
-        twice_back = torch.autograd.functional.jvp(expansion, point, v)[1]
-        for found in (by_forward_mode, twice_back):
-            torch.testing.assert_close(found, pushed, atol=1e-12, rtol=0)
-        of_values = torch.func.jvp(lambda value: expansion(query, key, value), (value,), v[2:])[1]
-        torch.testing.assert_close(
-            of_values, torch.tensordot(expected[2], v[2], dims=4), atol=1e-12, rtol=0
-        )
-    finally:
-        torch.set_default_dtype(torch.float32)
+def test_value_and_jacobian(double, formula, G, masked):
+    shapes = (R, H, 1, e), (R, G, 1, e), (R, G, 1, f), (R, G, n, e), (R, G, n, f)
+    query, key, value, K, V = (torch.randn(*shape) for shape in shapes)
+    own = torch.tensor([0, 3, n - 1])
+    mask = {
+        "none": None,
+        "bool": torch.rand(R, 1, 1, n) < 0.7,
+        "added": torch.randn(R, H, 1, n),
+    }[masked]
+    if masked == "bool":
+        mask[torch.arange(R), :, :, own] = True
+    live = torch.zeros(R, 1, n, 1, dtype=torch.bool)
+    live[torch.arange(R), :, own] = True
+    expansion = expand(
+        formula, query, torch.where(live, key, K), torch.where(live, value, V), mask, own
+    )
+    point = query, key, value
+    by_hand = lambda *given: attention(formula, *given, K, V, own, mask)  # noqa: E731
+    close(expansion(*point), by_hand(*point))
+    seen, expected = (torch.autograd.functional.jacobian(g, point) for g in (expansion, by_hand))
+    v = tuple(torch.randn_like(t) for t in point)
+    pushed = sum(torch.tensordot(J, t, dims=4) for J, t in zip(expected, v, strict=True))
+    for one, other in zip(seen, expected, strict=True):
+        close(one, other)
+    by_forward_mode = torch.func.jvp(expansion, point, v)[1]
+    twice_back = torch.autograd.functional.jvp(expansion, point, v)[1]
+    for found in (by_forward_mode, twice_back):
+        close(found, pushed)
+    of_values = torch.func.jvp(lambda value: expansion(query, key, value), (value,), v[2:])[1]
+    close(of_values, torch.tensordot(expected[2], v[2], dims=4))
 
 
 def own_code(formula, query, key, value, mask, causal):
@@ -95,13 +92,6 @@ def own_code(formula, query, key, value, mask, causal):
     K, V = (kept.repeat_interleave(share, dim=1) for kept in (key, value))
     s = scale * query @ K.mT
     return (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1) @ V
-
-
-@pytest.fixture
-def double():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
@@ -145,7 +135,6 @@ def test_rows_of_several_recordings(method, scale, rows, live, frozen, monkeypat
         monkeypatch.setattr(row_attention, "_rows_at_once", lambda *_: rows)
     formula = Formula(scale)
     attention = OriginalAttention(partial(own_code, formula), formula)
-    close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
     expected = torch.autograd.functional.jacobian(
         lambda *given: by_hand(formula, *given, frozen), live
     )
@@ -167,7 +156,7 @@ def test_the_output_is_what_the_model_expects(method, live, frozen):
     )
     for given, recorded in ((live, frozen), ([one[:3] for one in live], frozen[:1])):
         output, weights = method(attention, *given, recorded)
-        torch.testing.assert_close(output, by_hand(formula, *given, recorded), atol=1e-12, rtol=0)
+        close(output, by_hand(formula, *given, recorded))
         assert weights == "weights"
 
 
@@ -207,9 +196,9 @@ def test_only_what_is_asked_for_has_a_derivative(live, frozen):
         )
         v, u = torch.randn_like(live[i]), torch.randn(5, H, 1, f)
         pushed, expected = (torch.func.jvp(g, (live[i],), (v,))[1] for g in functions)
-        torch.testing.assert_close(pushed, expected, atol=1e-12, rtol=0)
+        close(pushed, expected)
         pulled, expected = (torch.func.vjp(g, live[i])[1](u)[0] for g in functions)
-        torch.testing.assert_close(pulled, expected, atol=1e-12, rtol=0)
+        close(pulled, expected)
 
 
 def test_many_cotangents_are_folded_not_copied():

@@ -3,18 +3,13 @@
 import pytest
 import torch
 
+from tests.measures.test_coupling import rotation
 from tracker.linalg.products import MOST, Chain
-
-
-def rotation(d, seed, dtype=torch.float64):
-    return torch.linalg.qr(
-        torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    ).Q
 
 
 def factors(values, count, dtype=torch.float64):
     """Return matrices whose product has the singular values `values` to the power `count`: each maps one basis to the next."""
-    Q = [rotation(len(values), seed) for seed in range(count + 1)]
+    Q = [rotation(seed, len(values)) for seed in range(count + 1)]
     return [(Q[i + 1] @ torch.diag(values) @ Q[i].mT).to(dtype)[None] for i in range(count)]
 
 
@@ -68,7 +63,7 @@ def test_orthogonal_factors_are_multiplied_in_groups(monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_singular_factors(rank):
-    u, v = rotation(6, 1)[:, :rank], rotation(6, 2)[:, :rank]
+    u, v = rotation(1, 6)[:, :rank], rotation(2, 6)[:, :rank]
     found = chained([2 * u @ v.mT[None], *factors(torch.ones(6, dtype=torch.float64), 3)])
     torch.testing.assert_close(
         found, torch.tensor([2.0 * rank, 0, 0, 0, 0, 0]).double(), rtol=1e-12, atol=1e-12

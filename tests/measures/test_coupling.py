@@ -3,12 +3,13 @@
 import torch
 
 from tests.conftest import ROOT
+from tests.models import random
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures.coupling import DEFINITIONS, depth_means, in_bases, miscouplings, side_by_side
 
 
 def jacobians(seed: int, L: int = 3, d: int = 12, dtype=torch.float64):
-    return torch.randn(L, d, d, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    return random(L, d, d, seed=seed).to(dtype)
 
 
 def coupling_matrices(J, U, V):
@@ -24,9 +25,7 @@ def measured(J, K):
 
 
 def rotation(seed: int, d: int):
-    return torch.linalg.qr(
-        torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    ).Q
+    return torch.linalg.qr(random(d, d, seed=seed)).Q
 
 
 def test_texts_have_the_equations_of_the_definitions():

@@ -56,7 +56,6 @@ class Block(torch.nn.Module):
 
 
 def test_modules_whose_names_mislead_are_refused():
-    torch.manual_seed(0)
     x = torch.randn(2, 5, 16, dtype=torch.float64)
     model = Stack([Block(), Block()]).double().eval()
     ds = tracker.measure(model, x, k=2, measures=MEASURES, dtype="float64", blocks="blocks")

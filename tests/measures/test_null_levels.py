@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, build, neox, tokens
+from tests.models import Size, build, neox, random, tokens
 from tracker.analysis.null_levels import null_level, null_spread
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
@@ -18,9 +18,7 @@ DRAWS = 2000
 
 def falling(d, power, seed):
     """A Jacobian with singular values k^-power in random bases."""
-    U, _, V = torch.linalg.svd(
-        torch.randn(d, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    )
+    U, _, V = torch.linalg.svd(random(d, d, seed=seed))
     return U * torch.arange(1, d + 1, dtype=torch.float64) ** -power @ V
 
 

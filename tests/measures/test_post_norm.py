@@ -145,7 +145,6 @@ def test_spans_between_boundaries_are_told_apart_too(make):
 
 def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     """The numbers in docs/limits.md: far below the null level untrained, two singular values of 1 in every block."""
-    torch.manual_seed(0)
     config = transformers.BertConfig(
         hidden_size=128,
         num_hidden_layers=6,
@@ -167,7 +166,6 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
 @pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
 def test_norms_set_the_length_of_states():
     """The numbers in docs/measurements.md: no growth at any depth, or only from the first state to the second."""
-    torch.manual_seed(0)
     sizes = dict(
         hidden_size=32,
         num_hidden_layers=4,
@@ -193,7 +191,6 @@ def test_norms_set_the_length_of_states():
 @pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
 def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from_the_null_level():
     """The table in docs/measurements.md: which of eight symbols occurs most often? Tokens differ once the model is trained."""
-    torch.manual_seed(0)
     sizes = dict(
         hidden_size=64,
         num_hidden_layers=6,

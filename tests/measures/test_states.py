@@ -7,7 +7,7 @@ import torch
 
 from tests.jacobians.measured import CPU
 from tests.jacobians.test_witness import IDS, Model
-from tests.models import build
+from tests.models import build, random
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
 from tracker.measures.states import (
@@ -67,7 +67,7 @@ def recorded():
 
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (3, 3)])
 def test_principal_axes_are_those_of_states_without_padding(lengths):
-    y = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = random(2, 5, 8)
     found = _principal_axes(y, [range(n) for n in lengths])
     for n, x, mean, axes in zip(lengths, y, *found, strict=True):
         torch.testing.assert_close(mean, x[:n].mean(0))

@@ -1,18 +1,16 @@
 """Trajectory measures: each token by itself in NumPy, what is undefined, and the default width of windows."""
 
-from math import log
-
 import numpy as np
 import pytest
 import torch
 
+from tests.measures.formulas import OF_PATHS
+from tests.models import random
 from tracker.measures import trajectory
 
 
 def states(seed: int = 0, L: int = 8, n: int = 5, d: int = 6):
-    return torch.randn(
-        L + 1, n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).cumsum(0)
+    return random(L + 1, n, d, seed=seed).cumsum(0)
 
 
 def test_what_is_undefined_is_nan():
@@ -38,51 +36,15 @@ def test_default_width(L, width):
     assert trajectory.default_width(L) == width
 
 
-def by_hand(X):
-    """Return the measures of one token's states (depth, d)."""
-    steps, norms = np.diff(X, axis=0), np.linalg.norm(X, axis=1)
-    lengths = np.linalg.norm(steps, axis=1)
-    alphas = np.log(norms[1:] / norms[:-1])
-    cosines = [
-        a @ b / np.linalg.norm(a) / np.linalg.norm(b) for a, b in zip(X, X[1:], strict=False)
-    ]
-    return {
-        "lss": len(steps) / np.linalg.norm((steps / lengths[:, None]).sum(0)),
-        "expodistance": alphas.var() / alphas.mean() ** 2,
-        "alpha_mean": log(norms[-1] / norms[0]) / len(steps),
-        "equidistance": lengths.std() / lengths.mean(),
-        "norms": norms,
-        "update_ratio": lengths / norms[:-1],
-        "block_influence": 1 - np.array(cosines),
-        "update_cosine": [
-            f @ x / np.linalg.norm(f) / np.linalg.norm(x) for f, x in zip(steps, X, strict=False)
-        ],
-    }
-
-
+@pytest.mark.parametrize("name", [name for name in OF_PATHS if name != "norm"])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-def test_each_token_by_itself(scale):
+def test_each_token_by_itself(name, scale):
     X = scale * states()
-    for t in range(X.shape[1]):
-        for name, expected in by_hand(X[:, t].numpy()).items():
-            found = getattr(trajectory, name)(X)[..., t]
-            np.testing.assert_allclose(found, expected, rtol=1e-10, err_msg=name)
-
-
-@pytest.mark.parametrize("name", ["lss", "expodistance", "equidistance"])
-@pytest.mark.parametrize("width", [3, 5, 9, 11])
-def test_windows_are_of_the_states_around_each_layer(name, width):
-    X = states()
-    found, half = getattr(trajectory, name)(X, width), width // 2
-    assert found.shape == (8, 5)
-    for l in range(1, 9):
-        fits = half <= l and l + half <= 8
-        for t in range(5):
-            if fits:
-                expected = by_hand(X[l - half : l + half + 1, t].numpy())[name]
-                assert float(found[l - 1, t]) == pytest.approx(expected, rel=1e-10)
-            else:
-                assert found[l - 1, t].isnan()
+    measure, paths = getattr(trajectory, name.removesuffix("_window")), X.movedim(1, 0).numpy()
+    windows = [{"window": width} for width in (3, 5, 9, 11)]
+    for options in windows if name.endswith("_window") else [{}]:
+        expected = np.stack([OF_PATHS[name](path, **options) for path in paths], -1)
+        np.testing.assert_allclose(measure(X, *options.values()), expected, rtol=1e-10)
 
 
 def test_growth_that_is_zero_but_for_rounding_has_no_expodistance():
@@ -94,7 +56,7 @@ def test_growth_that_is_zero_but_for_rounding_has_no_expodistance():
 
 def test_principal_axes():
     """Eigenvectors of the covariance, whose largest entries are positive; none without variance along it."""
-    x = torch.randn(20, 6, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    x = random(20, 6, seed=4)
     x = x * torch.tensor([1, 9.0, 2, 5, 1, 0.5]) + 3
     for rows in (x, -x):
         mean, axes = trajectory.principal_axes(rows)

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.jacobians.test_rows import Attention, Stack, random
-from tests.models import tokens
+from tests.jacobians.test_rows import Attention, Stack, measured
+from tests.models import random, tokens
 from tests.rounding import rounding
 from tracker.common.errors import UsageError
 
@@ -140,8 +140,29 @@ def test_nothing_is_changed_where_measuring_raises():
     model = Stack([Writer(clamp), Writer(write_and_fail)])
     before = held(model)
     with pytest.raises(RuntimeError, match="planted"):
-        tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64)
+        measured(model)
     assert_unchanged(model, before)
+
+
+class Merging(Writer):
+    """As loralib: `eval()` merges an update into the weights, `train()` takes it out again."""
+
+    merged = False
+
+    def train(self, mode=True):
+        if mode == self.merged:
+            with torch.no_grad():
+                self.weight.add_(1.0 if self.merged else -1.0)
+            self.merged = not mode
+        return super().train(mode)
+
+
+def test_what_a_change_of_mode_writes_stays_with_the_replica():
+    model = Stack([Merging(clamp), Merging(clamp)]).train()
+    before = held(model)
+    measured(model)
+    assert_unchanged(model, before)
+    assert not any(block.merged for block in model.blocks)
 
 
 def test_inputs_are_not_written_to():
@@ -161,7 +182,7 @@ def test_inputs_are_not_written_to():
 
     x, seen = random(1, 4, 8), [[]]
     value, version = x.clone(), x._version
-    tracker.measure(Own(), {"x": x, "seen": seen}, k=3, dtype=torch.float64)
+    tracker.measure(Own(), {"x": x, "seen": seen}, k=3, dtype="float64")
     assert torch.equal(x, value) and x._version == version and seen == [[]]
 
 
@@ -208,5 +229,5 @@ def test_a_module_outside_the_tree_is_not_run():
             return super().forward(self.listed[0](x))
 
     model = Stack([Holder(), Holder()])
-    tracker.measure(model, random(1, 4, 8), k=3, dtype=torch.float64, witness="off")
+    tracker.measure(model, random(1, 4, 8), k=3, dtype="float64", witness="off")
     assert ran and not {id(block.listed[0]) for block in model.blocks} & set(map(id, ran))

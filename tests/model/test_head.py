@@ -135,7 +135,7 @@ def own_entropies(model: nn.Module, inputs: Tensor, blocks: list[str]) -> Tensor
 @pytest.mark.parametrize("name", PREDICTING)
 def test_the_entropy_is_of_the_model_s_logits(name):
     model, inputs = PREDICTING[name]().double().eval(), tokens(2, 7)
-    ds = tracker.measure(model, inputs, measures="entropy, trajectory", dtype=torch.float64)
+    ds = tracker.measure(model, inputs, measures="entropy, trajectory", dtype="float64")
     own = own_entropies(model, inputs, ds.attrs["blocks"].split(", "))
     of = slice(own.shape[2]) if own.shape[2] == 6 else slice(7 - own.shape[2], 7)
     np.testing.assert_allclose(ds.entropy[..., of], own, rtol=0, atol=1e-12)

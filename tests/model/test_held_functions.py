@@ -14,6 +14,7 @@ from torch import nn
 import tracker
 from tests.central_differences import assert_measured_as_it_runs
 from tests.jacobians.test_rows import Stack
+from tests.models import random
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.random_numbers import Generators
@@ -138,7 +139,7 @@ def model_of(keep, seed=0):
     return Stack([Block(keep) for _ in range(2)])
 
 
-INPUTS = torch.randn(2, 5, D, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+INPUTS = random(2, 5, D, seed=1)
 
 
 def refuse_to_run(model):
@@ -196,7 +197,6 @@ MODELS = {
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "methods"])
 def test_blocks_are_reached_through_functions(name):
-    torch.manual_seed(0)
     model = MODELS[name]().double().eval()
     blocks = [model.get_submodule(block) for block in find_blocks(model).names]
     assert len(blocks) == 2
@@ -220,7 +220,6 @@ class Past(Block):
 
 @pytest.mark.parametrize("what", ["blocks.0.mlp of the model itself", "what belongs to a module"])
 def test_what_reaches_modules_past_their_copies_is_refused(what):
-    torch.manual_seed(0)
     model = Stack([Past(KEPT["recursive"]) for _ in range(2)])
     Past.reached = {block: torch.sin for block in model.blocks}
     if "mlp" in what:
@@ -259,13 +258,20 @@ def test_functions_without_modules_stay_the_same_objects():
     assert kept.__closure__[0].cell_contents is replica.module.blocks[0]
 
 
-def test_a_forward_replaced_by_a_function_is_measured():
-    def patch(linear):
-        original = linear.forward
-        linear.forward = lambda x: 2 * original(x)
+def as_function(linear):
+    original = linear.forward
+    return lambda x: 2 * original(x)
 
+
+def as_method(linear):
+    return MethodType(lambda self, x: 2 * F.linear(x, self.weight, self.bias), linear)
+
+
+@pytest.mark.parametrize("replace", [as_function, as_method])
+def test_a_forward_replaced_on_the_instance_is_measured(replace):
     model = model_of(KEPT["lambda over self"]).double().eval()
-    patch(model.blocks[0].attention.qkv)
+    qkv = model.blocks[0].attention.qkv
+    qkv.forward = replace(qkv)
     assert_measured_as_it_runs(model, INPUTS, model.blocks)
 
 
@@ -288,7 +294,7 @@ def test_a_replaced_forward_that_accelerate_wraps_is_measured():
 
     model = model_of(KEPT["lambda over self"]).eval()
     qkv = model.blocks[0].attention.qkv
-    qkv.forward = MethodType(lambda self, x: 2 * F.linear(x, self.weight, self.bias), qkv)
+    qkv.forward = as_method(qkv)
     expected = tracker.measure(model, INPUTS.float(), k=2)
     cpu_offload(model, execution_device=torch.device("cpu"))
     np.testing.assert_array_equal(

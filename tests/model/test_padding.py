@@ -11,9 +11,10 @@ from torch import nn
 
 import tracker
 from tests.home_made import HEADS, MLP, WIDTH
+from tests.models import random
 
 DEPTH, LENGTHS, N = 3, [4, 7, 6], 7
-SAMPLES = torch.randn(3, N, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+SAMPLES = random(3, N, WIDTH, seed=1)
 PADDED = torch.arange(N) >= torch.tensor(LENGTHS)[:, None]  # on the right
 X = SAMPLES.masked_fill(PADDED[..., None], 0.5)
 
@@ -403,7 +404,7 @@ def test_what_the_caller_states_is_used():
 @pytest.mark.parametrize("seed", range(3))
 def test_states_that_were_drawn_as_noise_is(seed):
     """Noise that is a multiple of the states changes nothing behind a layer norm, which would confirm any padding."""
-    x = torch.randn(3, N, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(seed))
+    x = random(3, N, WIDTH, seed=seed)
     with pytest.warns(
         UserWarning, match="the attention in blocks.0 hides positions from all others"
     ):

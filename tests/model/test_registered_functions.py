@@ -108,7 +108,6 @@ def test_registered_experts_are_measured(registries):
         return output
 
     ExpertsInterface.register("halved", halved)
-    torch.manual_seed(0)
     config = transformers.MixtralConfig(
         **SIZE, **GROUPED, num_local_experts=3, num_experts_per_tok=2
     )
@@ -125,7 +124,6 @@ def test_registered_experts_are_measured(registries):
 @pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
 def test_kernels_give_way_to_attention_with_soft_caps_and_sinks(family, name):
     """sdpa has neither."""
-    torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**SIZE, **GROUPED, **MORE[family])
     model = (
         getattr(transformers, f"{family}Model")

@@ -1,4 +1,4 @@
-"""Blocks run again outside of their model: an axis of samples, arithmetic in two precisions, what their code may raise."""
+"""Blocks run again outside of their model: arithmetic in two precisions, what their code may raise."""
 
 import json
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 import tracker
 from tests.brute_force import run
 from tests.jacobians.measured import jacobians_at
-from tests.jacobians.test_rows import Attention, Stack, random
-from tests.models import tokens
+from tests.jacobians.test_rows import Attention, Stack
+from tests.models import random, tokens
 from tests.rounding import rounding
 from tracker.common.errors import UsageError
 
@@ -23,9 +23,9 @@ from tracker.common.errors import UsageError
 class Block(nn.Module):
     """x + attention + tanh of a linear layer, and what a subclass adds."""
 
-    def __init__(self, d=8):
+    def __init__(self):
         super().__init__()
-        self.qkv, self.linear = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.qkv, self.linear = nn.Linear(8, 24), nn.Linear(8, 8)
         self.attention = Attention()
 
     def attend(self, x):
@@ -43,33 +43,6 @@ class Block(nn.Module):
 def stack(block, *arguments):
     torch.manual_seed(0)
     return Stack([block(*arguments) for _ in range(2)]).double()
-
-
-class Batched(Block):
-    """An argument with an axis of samples, of no known name: nothing can be cut, and the whole batch is tried."""
-
-    def forward(self, x, gains=None):
-        gains = (
-            torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None]
-            if gains is None
-            else gains
-        )
-        return x + gains * self.attend(x)
-
-
-class Passing(Stack):
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x, torch.linspace(0.5, 1.5, len(x), dtype=x.dtype)[:, None, None])
-        return x
-
-
-def test_arguments_with_an_axis_of_samples_are_no_mixing():
-    torch.manual_seed(0)
-    model = Passing([Batched(), Batched()]).double()
-    with pytest.warns(UserWarning, match="full sequence"):
-        ds = tracker.measure(model, random(3, 40, 8), k=2, dtype=torch.float64)
-    assert not ds.diagnostics_sliced.any()
 
 
 # Arithmetic in float32 inside a block that is measured in float64
@@ -123,9 +96,19 @@ def jacobians(model, inputs):
     return [(J[0], checks) for J, checks in jacobians_at(model, inputs, [(0, inputs.shape[1] - 1)])]
 
 
+def measured(model, samples=1):
+    return tracker.measure(model, random(samples, 5, 8), k=2, dtype="float64")
+
+
 def brute(model, blocks, inputs, l):
     last = inputs.shape[1] - 1
     return run(model, inputs, blocks, None, True, functorch=False).jacobian(l, 0, last, last)
+
+
+def assert_right(seen, model, x, atol=SINGLE):
+    for l, (J, _) in enumerate(seen):
+        expected = brute(model, list(model.blocks), x, l).double()
+        torch.testing.assert_close(J, expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -155,22 +138,12 @@ class Routed(Block):
         return x + self.attend(x) + gate.to(x.dtype) * self.linear(x)
 
 
-class NoisyGate(Routed):
-    def forward(self, x):
-        return super().forward(x) * (1 + 1e-6 * torch.randn((), dtype=x.dtype))
-
-
 class CountingGate(Routed):
     calls = 0
 
     def forward(self, x):
         self.calls += 1
         return super().forward(x) + 1e-7 * self.calls * x.sin()
-
-
-class Noisy(Block):
-    def forward(self, x):
-        return self.plain(x) * (1 + 1e-6 * torch.randn((), dtype=x.dtype))
 
 
 class OverTokens(Routed):
@@ -185,36 +158,54 @@ class ByGradient(Block):
         return self.plain(x) * (1.01 if torch.is_grad_enabled() else 1)
 
 
-def test_a_gate_in_float32_is_sliced_and_its_error_told():
-    model, x = stack(Routed), random(2, 40, 8)
+class Narrow(Stack):
+    """Keeps its stream in float32, whatever its blocks compute in."""
+
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class Widening(Routed):
+    """Its gate is computed in the precision of the state that it is given."""
+
+    def forward(self, x):
+        gate = F.linear(x, self.linear.weight.to(x.dtype)).sigmoid()
+        x = x.to(self.linear.weight.dtype)
+        return (x + self.attend(x) + gate * self.linear(x)).float()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: stack(Routed), lambda: Narrow([Widening(), Widening()]).double()],
+    ids=["gate", "stream"],
+)
+def test_a_gate_or_stream_in_float32_is_sliced_and_its_error_told(make):
+    model, x = make(), random(2, 40, 8)
     seen = jacobians(model, x)
-    for l, (J, checks) in enumerate(seen):
-        assert checks.sliced and checks.value_error < SINGLE
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
+    assert all(checks.sliced and checks.value_error < SINGLE for _, checks in seen)
+    assert_right(seen, model, x)
 
 
-@pytest.mark.parametrize("block", [Noisy, NoisyGate, CountingGate])
-@pytest.mark.parametrize("B", [1, 2])
-def test_noise_as_small_as_rounding_is_refused_all_the_same(block, B):
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_a_count_changes_as_little_as_rounding_is_refused_all_the_same(samples):
     with pytest.raises(UsageError, match="it is random or keeps state between calls"):
-        tracker.measure(stack(block), random(B, 5, 8), k=2, dtype=torch.float64)
+        measured(stack(CountingGate), samples)
 
 
 def test_a_gate_in_float32_hides_no_mixing_of_rows():
     model, x = stack(OverTokens), random(1, 5, 8)
     with pytest.warns(UserWarning, match="value check"):  # once for all blocks
         seen = jacobians(model, x)
-        ds = tracker.measure(model, x, k=2, dtype=torch.float64)
+        ds = measured(model)
     reasons = json.loads(ds.attrs["fallbacks"])
     assert len(reasons) == len(seen) and all("value check" in reason for reason in reasons.values())
-    for l, (J, checks) in enumerate(seen):
-        assert not checks.sliced
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=SINGLE, rtol=0)
+    assert not any(checks.sliced for _, checks in seen)
+    assert_right(seen, model, x)
 
 
 def test_a_block_that_asks_for_the_gradient_mode_is_refused():
     with pytest.raises(UsageError, match="another output with gradients than without"):
-        tracker.measure(stack(ByGradient), random(1, 5, 8), k=2, dtype=torch.float64)
+        measured(stack(ByGradient))
 
 
 class SmallNorm(Block):
@@ -230,7 +221,7 @@ def test_small_jacobians_behind_a_norm_in_float32_are_sliced():
     """They are found again in float64, where the norm's own rounding counts as such."""
     model, x = stack(SmallNorm), random(1, 12, 8)
     x[:, 0] *= 1000
-    exact = tracker.measure(model, x, k=4, tokens="all", dtype=torch.float64)
+    exact = tracker.measure(model, x, k=4, tokens="all", dtype="float64")
     seen = tracker.measure(model.float(), x.float(), k=4, tokens="all")
     assert seen.diagnostics_sliced.all() and exact.diagnostics_sliced.all()
     ratio = seen.singular_value.values[..., :3] / exact.singular_value.values[..., :3]
@@ -240,25 +231,19 @@ def test_small_jacobians_behind_a_norm_in_float32_are_sliced():
 # What a block returns, and what its code may raise
 
 
-class Mapped(Block):
-    def forward(self, x):
-        return {"weights": x.mean((1, 2)), "hidden_states": self.plain(x)}
+class Returning(Block):
+    def __init__(self, returned):
+        super().__init__()
+        self.returned = returned
 
-
-class Output(Block):
     def forward(self, x):
-        return BaseModelOutput(last_hidden_state=self.plain(x), hidden_states=(x,))
+        return self.returned(x, self.plain(x))
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
     out: torch.Tensor
     note: str = ""
-
-
-class OwnOutput(Block):
-    def forward(self, x):
-        return Own(self.plain(x))
 
 
 class Unpacking(Stack):
@@ -275,45 +260,34 @@ class Unpacking(Stack):
         return x
 
 
-@pytest.mark.parametrize("block", [Mapped, Output, OwnOutput])
-def test_blocks_that_return_mappings_and_dataclasses(block):
-    x = random(2, 5, 8)
-    torch.manual_seed(0)
-    model = Unpacking([block(), block()]).double()
-    plain = tracker.measure(stack(Block), x, k=4, dtype=torch.float64)
-    seen = tracker.measure(model, x, k=4, dtype=torch.float64)
+RETURNED = {
+    "mapping": lambda x, y: {"weights": x.mean((1, 2)), "hidden_states": y},
+    "output": lambda x, y: BaseModelOutput(last_hidden_state=y, hidden_states=(x,)),
+    "dataclass": lambda x, y: Own(y),
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_blocks_that_return_mappings_and_dataclasses(name):
+    model = Unpacking([Returning(RETURNED[name]) for _ in range(2)]).double()
+    seen, plain = measured(model, 2), measured(stack(Block), 2)
     assert seen.diagnostics_sliced.all()
     assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-12
 
 
-class Ambiguous(Block):
-    def forward(self, x):
-        return {"first": x, "second": self.plain(x)}
-
-
-class Nothing(Block):
-    def forward(self, x):
-        return None
-
-
-class NoneFirst(Block):
-    def forward(self, x):
-        return None, x
-
-
 @pytest.mark.parametrize(
-    "block, described",
+    "returned, described",
     [
-        (Ambiguous, r"dict\(first: \(1, 5, 8\), second"),
-        (Nothing, "NoneType"),
-        (NoneFirst, r"tuple\(0: NoneType, 1"),
+        (lambda x, y: {"first": x, "second": y}, r"dict\(first: \(1, 5, 8\), second"),
+        (lambda x, y: None, "NoneType"),
+        (lambda x, y: (None, x), r"tuple\(0: NoneType, 1"),
     ],
 )
-def test_what_holds_no_hidden_state_is_named(block, described):
+def test_what_holds_no_hidden_state_is_named(returned, described):
     with pytest.raises(
         UsageError, match=f"block blocks.0 returns {described}.*it must return the hidden state"
     ):
-        tracker.measure(stack(block), random(1, 5, 8), k=2)
+        measured(stack(Returning, returned))
 
 
 class Checkpointed(Block):
@@ -328,17 +302,15 @@ class Checkpointed(Block):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointed_blocks(reentrant):
     """`checkpoint` is imported by name here, as most modules do."""
-    x = random(2, 5, 8)
-    plain = tracker.measure(stack(Block), x, k=2, dtype=torch.float64)
-    seen = tracker.measure(stack(Checkpointed, reentrant), x, k=2, dtype=torch.float64)
-    assert seen.diagnostics_sliced.all()
+    seen, plain = measured(stack(Checkpointed, reentrant), 2), measured(stack(Block), 2)
+    assert seen.diagnostics_sliced.all() and seen.attrs["witness"].startswith("agrees")
     assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-10
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_as_they_were_after_measuring(reentrant):
     model = stack(Checkpointed, reentrant)
-    tracker.measure(model, random(1, 5, 8), k=2, dtype=torch.float64)
+    measured(model)
     runs = []
     model.blocks[0].linear.register_forward_hook(lambda *_: runs.append(1))
     model(random(1, 5, 8).requires_grad_()).sum().backward()
@@ -366,7 +338,7 @@ def test_what_a_blocks_code_raises_names_the_block(error, B):
     with pytest.raises(
         UsageError, match=rf"block 1 \(blocks.0\) .*{type(error).__name__}"
     ) as caught:
-        tracker.measure(stack(Raising, error), random(B, 5, 8), k=2)
+        measured(stack(Raising, error), B)
     assert isinstance(caught.value.__cause__, type(error))
 
 
@@ -387,8 +359,8 @@ class Backward(torch.autograd.Function):
 
 
 class Custom(Block):
-    def __init__(self, fails, d=8):
-        super().__init__(d)
+    def __init__(self, fails):
+        super().__init__()
         self.fails = fails
 
     def forward(self, x):
@@ -397,13 +369,12 @@ class Custom(Block):
 
 def test_a_derivative_that_fails_names_the_block():
     with pytest.raises(UsageError, match=r"block 1 \(blocks.0\) .*no derivative here"):
-        tracker.measure(stack(Custom, True), random(1, 5, 8), k=2)
+        measured(stack(Custom, True))
 
 
 def test_a_derivative_that_has_none_itself():
     model, x = stack(Custom, False), random(1, 5, 8)
-    for l, (J, _) in enumerate(jacobians(model, x)):
-        torch.testing.assert_close(J, brute(model, list(model.blocks), x, l), atol=1e-10, rtol=0)
+    assert_right(jacobians(model, x), model, x, 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -427,29 +398,3 @@ def test_big_bird(name, attention, n):
     for l, (J, _) in enumerate(seen):
         expected = brute(model, list(model.base_model.encoder.layer), ids, l)
         torch.testing.assert_close(J, expected, atol=1e-9, rtol=0)
-
-
-class Narrow(Stack):
-    """Keeps its stream in float32, whatever its blocks compute in."""
-
-    def forward(self, x):
-        return super().forward(x.float())
-
-
-class Widening(Routed):
-    """Its gate is computed in the precision of the state that it is given."""
-
-    def forward(self, x):
-        gate = F.linear(x, self.linear.weight.to(x.dtype)).sigmoid()
-        x = x.to(self.linear.weight.dtype)
-        return (x + self.attend(x) + gate * self.linear(x)).float()
-
-
-def test_a_stream_kept_in_float32_is_replayed_in_float32():
-    torch.manual_seed(0)
-    model, x = Narrow([Widening(), Widening()]).double(), random(2, 5, 8)
-    for l, (J, checks) in enumerate(jacobians(model, x)):
-        assert checks.sliced and checks.value_error < SINGLE
-        torch.testing.assert_close(
-            J, brute(model, list(model.blocks), x, l).double(), atol=SINGLE, rtol=0
-        )

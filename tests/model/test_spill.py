@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import resource
 import tempfile
 
 import numpy as np
@@ -13,6 +12,7 @@ from torch import nn
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
+from tests import processes
 from tests.jacobians.test_rows import Stack
 from tests.models import build, neox, tokens
 from tests.rounding import rounding
@@ -128,7 +128,6 @@ class Remembering(nn.Module):
 
 
 def test_blocks_are_checked_on_the_device_with_states_from_files(pretend, monkeypatch):
-    torch.manual_seed(0)
     model, inputs = Stack([Remembering(), Remembering()]).to(pretend.device), torch.randn(2, 5, 8)
     again = copy.deepcopy(model)
     usual = tracker.measure(model, inputs, k=4, blocks="blocks")
@@ -164,12 +163,7 @@ def test_memory_in_use_does_not_grow_with_the_recording():
 
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
 def test_a_full_disk(directory, entries, room):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limit[1]))
     said = f"{directory} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
-    try:
-        with pytest.raises(UsageError, match=said):
-            Spill(0).keep(torch.randn(entries))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with processes.files_of_at_most(room), pytest.raises(UsageError, match=said):
+        Spill(0).keep(torch.randn(entries))
     assert not any(directory.iterdir())

@@ -18,7 +18,6 @@ from tests.blocks.test_blocks import FOUND
 from tests.brute_force import run
 from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
 from tests.rounding import rounding
-from tracker.common.errors import UsageError
 
 HEAD = WIDTH // HEADS
 
@@ -221,7 +220,7 @@ class Inference(Own):
 
 
 def measured(model, ids):
-    return tracker.measure(model, ids, k=4, dtype=torch.float64, keep="jacobian")
+    return tracker.measure(model, ids, k=4, dtype="float64", keep="jacobian")
 
 
 def assert_jacobians(ds, model, ids, functorch=True):
@@ -336,29 +335,6 @@ def test_inference_mode_of_other_threads_and_after_an_error():
     assert seen == [True, False, True, False] and torch.inference_mode.__enter__ is enter
     with torch.inference_mode():
         assert torch.ones(1).is_inference()
-
-
-class Inside(nn.Module):
-    """A branch that runs without gradients."""
-
-    def __init__(self, branch):
-        super().__init__()
-        self.branch = branch
-
-    def forward(self, x):
-        with torch.inference_mode():
-            return self.branch(x)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_branch_in_inference_mode_is_a_branch_without_gradients():
-    """Whether the missing derivative is refused is not for this test: inference mode adds nothing to it."""
-    model = Own()
-    model.layers[1].attention = Inside(model.layers[1].attention)
-    try:
-        measured(model, tokens(2, 6))
-    except UsageError:
-        pass
 
 
 def dynamic():

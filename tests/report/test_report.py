@@ -33,6 +33,7 @@ CHROMIUM = (
 )
 browser_test = [
     pytest.mark.browser,
+    pytest.mark.slow,
     pytest.mark.skipif(
         CHROMIUM is None and "REQUIRE_BROWSER" not in os.environ,
         reason="no Chromium on the PATH (Debian: apt-get install chromium)",
@@ -223,7 +224,6 @@ class TestNumbers:
 
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_every_matrix_curve_and_level(self, page, results):
         ds = tracker.open_results(results)
         points = curves(ds)
@@ -267,7 +267,6 @@ class TestNumbers:
                             numbers(carried[str(k)][pairs][part]), expected
                         )
 
-    @pytest.mark.slow
     def test_by_distance_by_depth_and_by_prompt(self, page, results):
         ds = tracker.open_results(results).isel(step=3)
         matrix = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
@@ -306,7 +305,6 @@ class TestNumbers:
             numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6
         )
 
-    @pytest.mark.slow
     def test_tokens(self, page, results):
         ds = tracker.open_results(results).isel(step=3)
         page.select_option("#kind", "fixed_output")
@@ -341,7 +339,6 @@ class TestNumbers:
         )
         assert "layers compared across tokensl' = l + 1" in page.text_content("body")
 
-    @pytest.mark.slow
     def test_undefined_values_are_gaps(self, page, results):
         lines = shown(page, "lss")
         assert [value is None for value in named(lines, "median")["y"]] == [
@@ -360,7 +357,6 @@ class TestNumbers:
             False,
         ]
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("which", ["one", "six"])
     def test_every_chart_gives_its_numbers_as_one_table_with_named_columns(self, shared, which):
         page = shared(which)
@@ -394,7 +390,6 @@ class TestNumbers:
                 assert BY_NAME[measures.pop()].label.lower() in title.lower(), title
         assert len(names) == len(visible), "no file replaces another"
 
-    @pytest.mark.slow
     def test_the_numbers_of_a_table_are_the_stores(self, page, results):
         ds = tracker.open_results(results)
         stored = curves(ds).sel(k=4, pairs="mean_offdiag")
@@ -462,7 +457,6 @@ class TestNumbers:
         A = A.sel(layer=1, step=2000).mean("prompt").values
         np.testing.assert_allclose(table.absolute.values.reshape(A.shape), A, atol=np.ptp(A) / 100)
 
-    @pytest.mark.slow
     def test_one_number_has_one_name_in_summary_curves_figures_page_and_wandb(
         self, suite, tmp_path, open_page
     ):
@@ -517,7 +511,6 @@ class TestFirstLook:
 
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_prints_whole(self, shared):
         page = shared("one", color_scheme="dark")
         page.evaluate(
@@ -546,7 +539,6 @@ class TestFirstLook:
 class TestChoices:
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_a_pair_is_picked_by_click_by_keyboard_and_by_number(self, page, results):
         ds = tracker.open_results(results)
         stored = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
@@ -607,7 +599,6 @@ class TestChoices:
         page.select_option("#l", "2")
         assert_picked(2, 2)
 
-    @pytest.mark.slow
     def test_tab_goes_through_everything_in_order(self, open_page, written):
         page, reached = open_page(written("one")), []
         for _ in range(200):
@@ -636,7 +627,6 @@ class TestSaving:
 
     pytestmark = browser_test
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_a_chart_is_saved_as_png_and_svg(self, shared, scheme):
         page = shared("one", color_scheme=scheme)
@@ -668,7 +658,6 @@ class TestSaving:
                     assert len(np.unique(colours)) > 20
         assert page.locator("#used-figure button.png").count() == 0, "a table is no picture"
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("width", [1280, 400])
     def test_what_a_picture_shows_is_where_it_is_on_the_page(self, shared, width):
         """Every cell of the matrix is at its ticks, and the title is within the picture."""
@@ -702,7 +691,6 @@ class TestSteps:
 
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_it_says_where_it_is_logarithmic_and_the_last_step_has_a_tick(self, page):
         def axis():
             shown(page, "coupling")
@@ -717,7 +705,6 @@ class TestSteps:
         page.select_option("#axis", "linear")
         assert axis() == ["linear", "training step", ["0", "500", "1,000", "1,500", "2,000"]]
 
-    @pytest.mark.slow
     def test_it_is_linear_for_evenly_spaced_steps(self, open_page, tmp_path):
         store = generated(tmp_path / "even", range(0, 250, 20), layers=9, ks=(4,))
         page = open_page(write_report(store, tmp_path / "page.html"))
@@ -729,7 +716,6 @@ class TestSteps:
         draw(page, "singular")
         assert "R² = " in page.inner_text("#singular-fit"), "nine blocks"
 
-    @pytest.mark.slow
     def test_no_fit_over_depth_of_few_blocks(self, page):
         names = [line["name"] for line in shown(page, "singular")]
         assert "fit of 1 / s₁" not in names
@@ -742,7 +728,6 @@ class TestSteps:
 class TestSeveral:
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_curves_stand_together_and_the_chooser_changes_the_rest(self, shared, results, other):
         page = shared("two")
         names = distinct_names([results, other])
@@ -771,7 +756,6 @@ class TestSeveral:
 class TestBetween:
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_score_against_coupling_and_sizes(self, shared, several):
         from scipy import stats
 
@@ -815,7 +799,6 @@ class TestBetween:
             assert f"R² = {fit.rvalue**2:.2f} " in said and f"p = {fit.pvalue:.2g}" in said
             assert_line(page, "sizes", x, couplings)
 
-    @pytest.mark.slow
     def test_where_nothing_can_be_fitted(self, several, other, tmp_path):
         write_report([*several[:3], other], tmp_path / "unlike.html")
         assert (
@@ -848,7 +831,6 @@ def assert_line(page, chart, x, y):
 class TestAccess:
     pytestmark = browser_test
 
-    @pytest.mark.slow
     @pytest.mark.parametrize(
         "which, width, theme",
         [
@@ -878,7 +860,6 @@ class TestAccess:
 class TestHonesty:
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_doubts_are_named_and_marked(self, page):
         top, foot = page.inner_text("header"), page.inner_text("footer")
         assert "Step 1 is suspect: another shard's weights." in top
@@ -899,7 +880,6 @@ class TestHonesty:
         ):
             assert said in foot
 
-    @pytest.mark.slow
     def test_fallbacks_and_certificates(self, tmp_path):
         store = Store(generated(tmp_path / "run", (0, 5), layers=3))
         for step in (0, 5):
@@ -913,7 +893,6 @@ class TestHonesty:
         assert "(value differs by 0.1)" in said
         assert "Incomplete: 2 of 18 sets" in said
 
-    @pytest.mark.slow
     @pytest.mark.parametrize("measures", ["coupling", "trajectory", "tokenwise"])
     def test_results_of_one_measure_at_one_step(self, open_page, tmp_path, measures):
         unit = tracker.measure(neox(), tokens(2), k=4, measures=measures, pair_tokens=3)
@@ -932,7 +911,6 @@ class TestHonesty:
 class TestSize:
     pytestmark = browser_test
 
-    @pytest.mark.slow
     def test_large_arrays_are_thinned_and_the_page_says_so(self, open_page, tmp_path, monkeypatch):
         monkeypatch.setattr("tracker.report.contents.ABSOLUTE", 4 * 36 * 16)
         path = generated(tmp_path / "run", range(9), matrices=True)

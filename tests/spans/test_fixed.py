@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.brute_force import couplings, in_one_graph
+from tests.brute_force import in_one_graph
 from tests.models import tokens
 from tests.nanochat import DEPTH, GPT, norm
-from tests.rounding import of_miscouplings
 from tests.spans.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
@@ -116,12 +115,14 @@ def test_jacobians_hold_the_declared_tensors(case):
                 assert (J[r] - of_block).abs().max() < 1e-10 * of_block.abs().max()
 
 
-@pytest.mark.parametrize("boundaries", [CHAIN, NEXT], ids=["mixed in before", "mixed in after"])
-def test_jacobians_are_those_between_two_tensors_of_one_graph(boundaries):
-    model, inputs = gpt(), tokens()
+def test_jacobians_of_spans_with_what_is_mixed_in_after_them():
+    assert_between_tensors_of_one_graph(gpt(), tokens(), NEXT, WTE)
+
+
+def assert_between_tensors_of_one_graph(model, inputs, boundaries, fixed):
     states = states_in_one_graph(model, inputs, boundaries)
     rows = Rows(torch.tensor([1]), torch.tensor([3]))
-    found = found_by_spans(model, inputs, find_blocks(model, boundaries, fixed=WTE), rows)
+    found = found_by_spans(model, inputs, find_blocks(model, boundaries, fixed=fixed), rows)
     for J, x, y in zip(found, states[:-1], states[1:], strict=True):
         expected = in_one_graph(x, y, 1, 3, 3)
         assert (J[0] - expected).abs().max() < 1e-10 * expected.abs().max()
@@ -129,32 +130,7 @@ def test_jacobians_are_those_between_two_tensors_of_one_graph(boundaries):
 
 def test_a_state_that_is_fixed_varies_in_the_span_that_begins_with_it():
     model = Loop("first state again").double().eval()
-    states = states_in_one_graph(model, ids(), STARTS)
-    found = found_by_spans(
-        model,
-        ids(),
-        find_blocks(model, STARTS, fixed=STARTS[0]),
-        Rows(torch.tensor([1]), torch.tensor([3])),
-    )
-    for J, x, y in zip(found, states[:-1], states[1:], strict=True):
-        expected = in_one_graph(x, y, 1, 3, 3)
-        assert (J[0] - expected).abs().max() < 1e-10 * expected.abs().max()
-
-
-def test_measured_couplings_are_those_of_brute_force():
-    model, inputs = gpt(), tokens()
-    ds = tracker.measure(model, inputs, blocks=find_blocks(model, fixed=WTE), **OPTIONS)
-    spans = restated(model, inputs)
-    for b in range(len(inputs)):
-        last = inputs.shape[1] - 1
-        for name, expected in couplings(
-            [jacobian(f, X, b, last, last) for f, X in spans], 4
-        ).items():
-            torch.testing.assert_close(
-                torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9
-            )
-    assert ds.attrs["fixed"] == WTE
-    assert ds.attrs["blocks"].startswith(f"{CHAIN[0]} to {CHAIN[1]}, {CHAIN[1]} to {CHAIN[2]}, ")
+    assert_between_tensors_of_one_graph(model, ids(), STARTS, STARTS[0])
 
 
 def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
@@ -164,16 +140,10 @@ def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
         model.x0_lambdas.fill_(0)
     of_blocks = tracker.measure(model, tokens(), **OPTIONS)
     of_spans = tracker.measure(model, tokens(), blocks=find_blocks(model, fixed=WTE), **OPTIONS)
-    assert of_blocks.attrs["fixed"] == "none"
+    assert (of_blocks.attrs["fixed"], of_spans.attrs["fixed"]) == ("none", WTE)
+    assert of_spans.attrs["blocks"].startswith(f"{CHAIN[0]} to {CHAIN[1]}, {CHAIN[1]} to ")
     for name in ("miscoupling", "lss", "singular_value"):
         np.testing.assert_allclose(of_spans[name], of_blocks[name], rtol=1e-8, atol=1e-10)
-
-
-def test_in_float32():
-    model = gpt()
-    expected = tracker.measure(model, tokens(), blocks=find_blocks(model, fixed=WTE), **OPTIONS)
-    found = tracker.measure(model.float(), tokens(), blocks=find_blocks(model, fixed=WTE), k=4)
-    assert abs(found.miscoupling - expected.miscoupling).max() < of_miscouplings(found)
 
 
 # The refusal names the declaration
@@ -201,7 +171,7 @@ def test_without_the_declaration_the_message_proposes_it(case, blocks):
 
 def refusal(model: nn.Module, blocks=None) -> str:
     with pytest.raises(UsageError) as error:
-        tracker.measure(model, tokens(), blocks=blocks, k=2, dtype=torch.float64)
+        tracker.measure(model, tokens(), blocks=blocks, k=2, dtype="float64")
     return str(error.value)
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracker
-from tests.brute_force import couplings, in_one_graph
+from tests.brute_force import in_one_graph
 from tests.lightning_runs import Classifier, fit, trainer
+from tests.models import random
 from tests.rounding import of_miscouplings
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.blocks.find import find_blocks
@@ -155,8 +156,15 @@ def loop(way: str = "pre-norm", dtype: torch.dtype = torch.float64) -> Loop:
     return Loop(way).to(dtype).eval()
 
 
-def ids(samples: int = 2, length: int = 6) -> Tensor:
-    return torch.randint(20, (samples, length), generator=torch.Generator().manual_seed(1))
+def ids() -> Tensor:
+    return torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(1))
+
+
+def measured(model: nn.Module, blocks=STARTS, inputs: Tensor | None = None, **options):
+    inputs = ids() if inputs is None else inputs
+    return tracker.measure(
+        model, inputs, **{"blocks": blocks, "k": 4, "dtype": "float64"} | options
+    )
 
 
 def vit(pool: str = "cls") -> nn.Module:
@@ -181,7 +189,7 @@ def x_transformer(cls: str, **options) -> nn.Module:
     )
 
 
-IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+IMAGES = random(2, 3, 16, 16, seed=1)
 OF_VIT = [f"input of transformer.layers.{i}.0" for i in range(L)] + ["input of transformer.norm"]
 OF_X = [f"input of attn_layers.layers.{i}.0.0" for i in range(0, 2 * L, 2)] + [
     "input of attn_layers.final_norm"
@@ -209,10 +217,7 @@ CASES = {
         POST_NORMED,
     ),
     "pre-norm": (loop, ids(), STARTS),
-    "outer norm": (lambda: loop("outer norm"), ids(), OUTER),
     "checkpointed": (lambda: loop("checkpointed"), ids(), STARTS),
-    "forty tokens": (loop, ids(2, 40), STARTS),
-    "a parameter, expanded": (lambda: loop("expanded"), ids(), STARTS),
 }
 
 
@@ -276,31 +281,6 @@ def test_jacobians_are_those_between_two_tensors_of_one_graph(case):
         assert torch.equal(value, before[name][0]) and value._version == before[name][1], name
 
 
-@pytest.mark.parametrize("case", ["vit-pytorch", "x-transformers, decoder"])
-def test_measured_couplings_are_those_of_brute_force(case):
-    make, inputs, boundaries = CASES[case]
-    model = make()
-    states = states_in_one_graph(model, inputs, boundaries)
-    # By default the decoder's norm, a language model's, would be part of the last span.
-    ds = tracker.measure(
-        model, inputs, blocks=boundaries, k=4, dtype=torch.float64, final_norm="exclude"
-    )
-    token = 0 if case == "vit-pytorch" else -1  # its class token
-    for b in range(2):
-        at = token % states[0].shape[1]
-        Js = [in_one_graph(x, y, b, at, at) for x, y in pairwise(states)]
-        for name, expected in couplings(Js, 4).items():
-            torch.testing.assert_close(
-                torch.tensor(ds[name].values[b, 0, 0]), expected, rtol=1e-9, atol=1e-9
-            )
-    # A bidirectional model has no other way to these.
-    assert (
-        not ds.diagnostics_sliced.any()
-        and "no module that would run on single rows" in ds.attrs["fallbacks"]
-    )
-    assert ds.attrs["blocks"].startswith(f"{boundaries[0]} to {boundaries[1]}, {boundaries[1]} to ")
-
-
 @pytest.mark.parametrize(
     "way, final_norm", [*((way, "include") for way in WAYS), ("pre-norm", "exclude")]
 )
@@ -328,16 +308,19 @@ def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
     assert_same_units(of_spans.drop_vars(unlike), of_modules.drop_vars(unlike), 1e-8)
     assert of_spans.attrs["final_norm"] == of_modules.attrs["final_norm"] == final_norm
     assert of_spans.attrs["final_norm_module"] == of_modules.attrs["final_norm_module"]
+    assert not of_spans.diagnostics_sliced.any()
+    assert "no module that would run on single rows" in of_spans.attrs["fallbacks"]
+    first, second = WAYS[way][:2]
+    assert of_spans.attrs["blocks"].startswith(f"{first} to {second}, {second} to ")
 
 
 @pytest.mark.slow
 def test_pairs_of_boundaries_are_the_same_as_boundaries_in_order():
     model = x_transformer("Encoder")
-    options = dict(k=4, dtype=torch.float64)
-    expected = tracker.measure(model, ids(), blocks=OF_X, **options)
+    expected = measured(model, OF_X)
     mixed = [(OF_X[l], RETURNED[l + 1]) for l in range(L)]
     for blocks in (list(pairwise(OF_X)), mixed, RETURNED):
-        assert_same_units(tracker.measure(model, ids(), blocks=blocks, **options), expected, 1e-10)
+        assert_same_units(measured(model, blocks), expected, 1e-10)
 
 
 def test_sequence_first():
@@ -362,26 +345,25 @@ def test_sequence_first():
         layer[0] = nn.ModuleList([Across(layer[0])])
     blocks = [f"input of loop.layers.{i}.0.0" for i in range(L)] + ["input of loop.norm"]
     found = find_blocks(model, blocks, batch_first=False)
-    options = dict(k=4, dtype=torch.float64, final_norm="include")
-    expected = tracker.measure(loop(), ids(), blocks=STARTS, **options)
-    assert_same_units(tracker.measure(model, ids(), blocks=found, **options), expected, 1e-9)
+    expected = measured(loop(), final_norm="include")
+    assert_same_units(measured(model, found, final_norm="include"), expected, 1e-9)
     with pytest.raises(
         UsageError, match=r"6 samples of 2 tokens, but 2 were given.*batch_first=False"
     ):
-        tracker.measure(model, ids(), blocks=blocks, k=4)
+        measured(model, blocks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", ["Decoder", "Encoder"])
 def test_in_float32_and_bf16(cls):
     model = x_transformer(cls)
-    expected = tracker.measure(model, ids(), blocks=OF_X, k=4, dtype=torch.float64)
-    found = tracker.measure(model.float(), ids(), blocks=OF_X, k=4)
+    expected = measured(model, OF_X)
+    found = measured(model.float(), OF_X, dtype="float32")
     assert abs(found.miscoupling - expected.miscoupling).max() < of_miscouplings(found)
     rounded = model.bfloat16()
-    found = tracker.measure(rounded, ids(), blocks=OF_X, k=4)
+    found = measured(rounded, OF_X, dtype="float32")
     assert all(parameter.dtype == torch.bfloat16 for parameter in rounded.parameters())
-    exact = tracker.measure(model.double(), ids(), blocks=OF_X, k=4, dtype=torch.float64)
+    exact = measured(model.double(), OF_X)
     assert abs(found.miscoupling - exact.miscoupling).max() < of_miscouplings(found)
 
 
@@ -392,9 +374,8 @@ def test_small_jacobians_are_found_in_float64():
             attention.out.weight.mul_(1e-6), attention.out.bias.mul_(1e-6)
             mlp[-1].weight.mul_(1e-6), mlp[-1].bias.mul_(1e-6)
     # The norm's own Jacobian is not small
-    options = {"blocks": STARTS, "k": 4, "final_norm": "exclude"}
-    expected = tracker.measure(model, ids(), dtype=torch.float64, **options)
-    found = tracker.measure(model.float(), ids(), **options)
+    expected = measured(model, final_norm="exclude")
+    found = measured(model.float(), final_norm="exclude", dtype="float32")
     assert abs(found.miscoupling - expected.miscoupling).max() < of_miscouplings(found)
     assert expected.singular_value.max() < 1e-4
 
@@ -443,7 +424,7 @@ def test_boundaries_at_the_wrong_place_are_refused(case):
     way, blocks, message = WRONG[case]
     model = loop(way)
     with pytest.raises(UsageError, match=message):
-        tracker.measure(model, ids(), blocks=blocks, k=4, dtype=torch.float64)
+        measured(model, blocks)
 
 
 class Beside(Loop):
@@ -466,11 +447,9 @@ def test_outputs_that_can_not_show_a_wrong_end_do_not_hide_it(beside):
     model = Beside().double().eval()
     model.beside = beside
     with pytest.raises(UsageError, match=r"end of the last span .* is not the whole hidden state"):
-        tracker.measure(
-            model, ids(), blocks=[*STARTS[:-1], "output of layers.2.1"], k=4, dtype=torch.float64
-        )
-    found = tracker.measure(model, ids(), blocks=STARTS, k=4, dtype=torch.float64)
-    expected = tracker.measure(loop(), ids(), blocks=STARTS, k=4, dtype=torch.float64)
+        measured(model, [*STARTS[:-1], "output of layers.2.1"])
+    found = measured(model)
+    expected = measured(loop())
     assert found.miscoupling.equals(expected.miscoupling)
 
 
@@ -484,7 +463,7 @@ def test_boundaries_that_do_not_lead_to_the_output_are_refused():
         UsageError,
         match=r"nothing that the model returns depends on the end .*name boundaries that lead",
     ):
-        tracker.measure(Early().double().eval(), ids(), blocks=STARTS, k=4, dtype=torch.float64)
+        measured(Early().double().eval())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -500,7 +479,7 @@ def test_a_weak_way_around_the_state_is_found(dtype):
 
     model = Around().to(dtype).eval()
     with pytest.raises(UsageError, match="start of span 1 .*is not the whole hidden state"):
-        tracker.measure(model, ids(), blocks=STARTS, k=4, dtype=dtype)
+        measured(model, dtype=dtype)
 
 
 def test_the_first_state_as_input_is_checked_too_and_not_written_to():
@@ -514,14 +493,10 @@ def test_the_first_state_as_input_is_checked_too_and_not_written_to():
 
     x = torch.randn(2, 6, WIDTH, dtype=torch.float64)
     kept, version = x.clone(), x._version
-    of_states = tracker.measure(
-        OnStates().double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64
-    )
+    of_states = measured(OnStates().double().eval(), inputs=x)
     assert torch.equal(x, kept) and x._version == version and of_states.sizes["layer"] == L
     with pytest.raises(UsageError, match="start of span 1"):
-        tracker.measure(
-            OnStates("beside").double().eval(), x, blocks=STARTS, k=4, dtype=torch.float64
-        )
+        measured(OnStates("beside").double().eval(), inputs=x)
 
 
 def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
@@ -536,10 +511,7 @@ def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
         halved.layers[1][1][-1].weight.div_(2)
     weight = model.layers[1][1][-1].weight
     kept, version = weight.clone(), weight._version
-    options = dict(blocks=STARTS, k=4, dtype=torch.float64)
-    assert_same_units(
-        tracker.measure(model, ids(), **options), tracker.measure(halved, ids(), **options), 1e-10
-    )
+    assert_same_units(measured(model), measured(halved), 1e-10)
     assert torch.equal(weight, kept) and weight._version == version
 
 
@@ -549,15 +521,15 @@ def test_lists_that_are_never_called_lead_to_boundaries():
     with pytest.raises(
         UsageError, match="never reached 3 of the blocks.* name the boundaries between blocks"
     ):
-        tracker.measure(model, ids(), k=4, dtype=torch.float64)
-    assert tracker.measure(model, ids(), blocks=STARTS, k=4).sizes["layer"] == L
+        measured(model, None)
+    assert measured(model).sizes["layer"] == L
 
 
 def test_a_module_called_twice_is_no_boundary():
     model = loop()
     model.layers[1] = model.layers[0]
     with pytest.raises(UsageError, match="reaches the input of layers.0.0 twice"):
-        tracker.measure(model, ids(), blocks=[STARTS[0], STARTS[2], STARTS[3]], k=4)
+        measured(model, [STARTS[0], *STARTS[2:]])
 
 
 def test_what_returns_no_tensor_can_not_be_checked():
@@ -566,7 +538,7 @@ def test_what_returns_no_tensor_can_not_be_checked():
             super().forward(ids)
 
     with pytest.raises(UsageError, match="returns a NoneType without a floating tensor"):
-        tracker.measure(Silent().eval(), ids(), blocks=STARTS, k=4)
+        measured(Silent().eval())
 
 
 def test_values_that_are_not_finite_are_said_at_their_boundary():
@@ -576,7 +548,7 @@ def test_values_that_are_not_finite_are_said_at_their_boundary():
     with pytest.raises(
         FloatingPointError, match="input of layers.2.0 gives values that are not finite"
     ):
-        tracker.measure(model, ids(), blocks=STARTS, k=4)
+        measured(model)
 
 
 # Finding them
@@ -613,11 +585,11 @@ def test_no_line_is_given_where_it_would_be_a_guess():
 def test_the_class_token():
     found = find_blocks(vit(), OF_VIT)
     assert found.class_token == 0 and found.final_norms[0] == "transformer.norm"
-    ds = tracker.measure(vit(), IMAGES, blocks=OF_VIT, k=4)
+    ds = measured(vit(), OF_VIT, IMAGES)
     assert ds.attrs["tokens"] == "cls" and ds.sizes["position"] == 5
     pooled = vit("mean")
     assert find_blocks(pooled, OF_VIT).class_token is None
-    assert tracker.measure(pooled, IMAGES, blocks=OF_VIT, k=4).attrs["tokens"] == "last"
+    assert measured(pooled, OF_VIT, IMAGES).attrs["tokens"] == "last"
 
 
 # In training

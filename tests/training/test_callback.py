@@ -1,12 +1,11 @@
 """Tests of the callback in real Lightning runs: training is unchanged and measurements equal those of `tracker.measure`."""
 
 import re
-import resource
 import subprocess
 import threading
 import warnings
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import lightning
@@ -107,8 +106,7 @@ def test_training_is_bit_identical_while_a_thread_reads_its_store(tmp_path):
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_live_equals_the_checkpoint(tmp_path, precision):
     watch = Watch(3)
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(trainer([watch, keep], enable_checkpointing=True, precision=precision), Classifier)
+    fit(trainer([watch], keep=tmp_path, precision=precision), Classifier)
     for step, unit in watch.units.items():
         if step:
             module = Classifier.load_from_checkpoint(tmp_path / f"step={step}.ckpt")
@@ -120,7 +118,7 @@ def test_live_equals_the_checkpoint(tmp_path, precision):
 def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
     """Train the suite again, with the callback: the weights are the same, and the units are those of the walk."""
     assert walker.run(OMP_NUM_THREADS=str(torch.get_num_threads()))[0] == 0
-    walked = Store(walker.directory / "out")
+    walked = walker.store
     prompts = [line.replace("\\n", "\n") for line in walker.prompts.read_text().splitlines()]
     _, tokenizer = load(cached_snapshot(nano.REPO, "step0", suite))
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "again"))
@@ -135,9 +133,8 @@ def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
 def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
     """Checkpoints of a run with averaging contain the averaged weights."""
     raw, averaged = Watch(3), Watch(3, weights="averaged")
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
     fit(
-        trainer([raw, EMAWeightAveraging(decay=0.5), averaged, keep], enable_checkpointing=True),
+        trainer([raw, EMAWeightAveraging(decay=0.5), averaged], keep=tmp_path),
         Classifier,
     )
     for step in (3, 6):
@@ -216,8 +213,7 @@ def test_resumed_run_continues_its_units(tmp_path):
         Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b")
     )
     fit(trainer([whole], max_steps=-1, max_epochs=2))
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(trainer([first, keep], max_steps=10, enable_checkpointing=True))
+    fit(trainer([first], max_steps=10, keep=tmp_path))
     assert list(first.units) == [0, 3, 6, 9, 10]
     # Resumed from step 8: later units are set aside and measured again.
     fit(trainer([second], max_steps=-1, max_epochs=2), ckpt_path=tmp_path / "step=8.ckpt")
@@ -249,8 +245,7 @@ class WithFinalNorm(Classifier):
 def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
     """Units written by a version that included the norm of this model; now "auto" would leave it out."""
     first, second = (Watch(4, save_dir=tmp_path / "store") for _ in range(2))
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(trainer([first, keep], max_steps=4, enable_checkpointing=True), WithFinalNorm)
+    fit(trainer([first], max_steps=4, keep=tmp_path), WithFinalNorm)
     assert first.units[4].attrs["final_norm"] == "exclude"
     store = Store(tmp_path / "store")
     for step in store.steps():
@@ -267,8 +262,7 @@ def test_a_resumed_run_keeps_the_final_norm_convention_of_its_units(tmp_path):
 
 @pytest.mark.slow
 def test_another_probe_after_resuming(tmp_path):
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(trainer([Watch(3), keep], enable_checkpointing=True))
+    fit(trainer([Watch(3)], keep=tmp_path))
     again = Watch(3, probe=PROBE + 1)
     with pytest.warns(
         UserWarning, match=r"probe, float32 \(5, 6, 8\), is not .* the checkpoint's is measured"
@@ -300,8 +294,7 @@ def test_another_run_in_the_same_directory(tmp_path):
     fit(trainer([Watch(4, save_dir=tmp_path)], max_steps=1))
     with pytest.raises(UsageError, match="holds the units of another run"):
         fit(trainer([Watch(4, save_dir=tmp_path)]))
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    fit(trainer([Watch(4, save_dir=tmp_path / "b"), keep], enable_checkpointing=True))
+    fit(trainer([Watch(4, save_dir=tmp_path / "b")], keep=tmp_path))
     with pytest.raises(UsageError, match=r"k was \[2\], now \[3\].*never mixed"):
         fit(
             trainer([Watch(4, k=3, save_dir=tmp_path / "b")], max_steps=9),
@@ -355,7 +348,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
         (file,) = tmp_path.glob(f"*step={step}.ckpt")
         module = Classifier()
         module.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
-        expected = tracker.measure(module, probe, k=(2, 4), dtype=torch.float64).assign_coords(
+        expected = tracker.measure(module, probe, k=(2, 4), dtype="float64").assign_coords(
             step=step
         )
         assert_same_units(store.read(step), expected, 1e-7)
@@ -790,19 +783,14 @@ def test_weights_that_are_not_finite_are_skipped():
 
 @pytest.mark.slow
 def test_a_full_disk_is_skipped(tmp_path):
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-
     class Filling(Classifier):
         def on_train_batch_end(self, *_):
             if self.trainer.global_step == 3:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+                stack.enter_context(processes.files_of_at_most(1000))
 
     watch = Watch(4, save_dir=tmp_path)
-    try:
-        with pytest.warns(UserWarning, match="step 4 is measured but not stored"):
-            fit(trainer([watch]), Filling)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with ExitStack() as stack, pytest.warns(UserWarning, match="step 4 is measured but not stored"):
+        fit(trainer([watch]), Filling)
     assert Store(tmp_path).steps() == [0] and list(watch.units) == [0, 4, 8]
 
 

@@ -120,7 +120,6 @@ def test_a_copy_holds_no_model_that_was_measured():
     class Local(torch.nn.TransformerEncoderLayer):
         """A class that no other process finds."""
 
-    torch.manual_seed(0)
     layers = (Local(8, 2, 16, batch_first=True, norm_first=True) for _ in range(2))
     watch = tracker.Watch(1, k=2, probe=torch.randn(2, 4, 8), blocks=["0", "1"])
     net = torch.nn.Sequential(*layers).eval()

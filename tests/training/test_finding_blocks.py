@@ -81,7 +81,6 @@ def in_lightning(model, probe) -> list:
     ids=["watch", "function", "lightning"],
 )
 def test_blocks_that_a_forward_pass_shows(train, probe):
-    torch.manual_seed(0)
     model = OtherList()
     with pytest.raises(UsageError, match="not tried"):
         tracker.find_blocks(model)
@@ -95,7 +94,6 @@ def test_blocks_that_a_forward_pass_shows(train, probe):
 
 @pytest.mark.parametrize("train", [watched, in_lightning])
 def test_proposals_are_tried(train):
-    torch.manual_seed(0)
     model = TwoTowers(home_made.Torch)
     with pytest.raises(UsageError) as asked:
         tracker.measure(model, X, k=K)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torchvision.tv_tensors import Image
 from transformers import (
     BatchEncoding,
@@ -306,7 +305,7 @@ def test_forward_receives_what_the_loader_yields(case):
     assert set(SEEN) == {type(RUNS[case](X))} == {type(watch.probe)}
     assert_same_units(
         watch.units[2],
-        tracker.measure(module.model, X[:2], k=2, dtype=torch.float64).assign_coords(step=2),
+        tracker.measure(module.model, X[:2], k=2, dtype="float64").assign_coords(step=2),
     )
 
 
@@ -326,10 +325,7 @@ def resumable(tmp_path, max_steps, make, probe=None, validation=None, **options)
     watch = Watch(
         2, probe=probe, forward=lambda module, batch: module(batch.x), save_dir=tmp_path / "store"
     )
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    runner = trainer(
-        [watch, keep], max_steps=max_steps, enable_checkpointing=True, num_sanity_val_steps=1
-    )
+    runner = trainer([watch], max_steps=max_steps, keep=tmp_path, num_sanity_val_steps=1)
     runner.fit(
         Batched(attribute),
         loader(make),

@@ -3,7 +3,6 @@
 import gc
 import warnings
 
-import lightning
 import numpy as np
 import pytest
 import torch
@@ -186,12 +185,9 @@ def test_fit_after_running_out_of_memory(tmp_path, step, same):
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_after_an_error_keeps_the_units_before(tmp_path):
-    keep = lightning.pytorch.callbacks.ModelCheckpoint(
-        tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1
-    )
     with pytest.raises(torch.OutOfMemoryError):
         fit(
-            trainer([Watch(1, save_dir=tmp_path / "store"), keep], enable_checkpointing=True),
+            trainer([Watch(1, save_dir=tmp_path / "store")], keep=tmp_path),
             lambda: Filling(3),
         )
     watch = Watch(1, save_dir=tmp_path / "store")

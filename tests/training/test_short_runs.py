@@ -3,7 +3,7 @@
 import lightning
 import pytest
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
@@ -100,8 +100,7 @@ def test_validation_tests_and_predictions_alone(tmp_path):
 @pytest.mark.parametrize("of_checkpoint", [True, False])
 def test_a_test_does_not_disturb_a_training_that_goes_on(tmp_path, of_checkpoint):
     watch, module = Watch(2, probe=None, save_dir=tmp_path / "store"), Tuned()
-    keep = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
-    runner = trainer([watch, keep], max_steps=4, enable_checkpointing=True)
+    runner = trainer([watch], max_steps=4, keep=tmp_path)
     runner.fit(module)
     probe, tester = watch.probe, runner if of_checkpoint else trainer([watch])
     tester.test(

@@ -13,6 +13,8 @@ from tests.training.processes import assert_store_is_like_any_other, run_on_two_
 from tracker.common.errors import UsageError
 from tracker.store import Store
 
+pytestmark = pytest.mark.slow
+
 STEPS, K = 6, 2
 
 
@@ -72,7 +74,6 @@ def state(trainer: Recorder) -> tuple[list, list, torch.Tensor]:
     )
 
 
-@pytest.mark.slow
 def test_a_resumed_run_continues_its_store(tmp_path):
     """Its units are compared with those of a whole run."""
     whole = make(tmp_path / "whole", save_strategy="steps", save_steps=3)
@@ -112,7 +113,6 @@ class Stop(TrainerCallback):
         control.should_training_stop = state.global_step >= self.at
 
 
-@pytest.mark.slow
 def test_units_and_metrics(tmp_path):
     trainer, logs = make(tmp_path, num_train_epochs=2, max_steps=-1), []
     probe = torch.stack([row["input_ids"] for row in data()[:8]])
@@ -136,7 +136,6 @@ def test_units_and_metrics(tmp_path):
     assert [row["step"] for row in history] == [0, 6, 12] and 12 <= len(history[0]) < 20
 
 
-@pytest.mark.slow
 def test_without_the_trainer_a_warning_says_where_metrics_do_not_go(tmp_path):
     trainer = make(tmp_path, report_to=["tensorboard"])
     trainer.add_callback(tracker.TransformersCallback(100, k=K))
@@ -144,7 +143,6 @@ def test_without_the_trainer_a_warning_says_where_metrics_do_not_go(tmp_path):
         trainer.train()
 
 
-@pytest.mark.slow
 def test_data_without_first_samples_needs_a_probe(tmp_path):
     class Endless(torch.utils.data.IterableDataset):
         def __iter__(self):
@@ -165,7 +163,6 @@ def test_data_without_first_samples_needs_a_probe(tmp_path):
             assert trainer.state.global_step == STEPS
 
 
-@pytest.mark.slow
 def test_the_last_step_of_a_run_that_loads_its_best_is_measured_with_its_own_weights(tmp_path):
     trainer, units = make(tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
                           load_best_model_at_end=True, learning_rate=1.0), []  # fmt: skip
@@ -191,7 +188,6 @@ class Keep(TrainerCallback):
         }
 
 
-@pytest.mark.slow
 def test_two_ranks_share_the_probe(tmp_path):
     """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
     run_on_two_ranks("tests.training.trainer_ranks", tmp_path)

@@ -128,7 +128,6 @@ def parse_config(name: str) -> dict:
 
 def test_initial_weights_have_deits_standard_deviations():
     """Truncated normal, 0.02, without biases; the projection of patches is PyTorch's convolution, as in DeiT."""
-    torch.manual_seed(0)
     model = build(Recipe(), 10)
     assert all(
         not p.any()

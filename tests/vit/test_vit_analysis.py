@@ -500,39 +500,36 @@ def test_a_missing_outcome_is_not_called_equal():
     assert (table[(table.outcome == "accuracy") & (table.drop_path == "fixed")].why == "").all()
 
 
+def answer_to(row: pd.Series, **changes) -> str:
+    """Return the answer to a question that can be tested."""
+    (line,) = answers(pd.DataFrame([row.to_dict() | {"why": ""} | changes]))
+    return line
+
+
 def test_reliability_is_unknown_for_the_reason_there_is():
     """Of accuracies that are equal between weight decays, with several seeds."""
     grid = with_seeds(3, effect=0.5)
     of_rate_and_seed = 0.9 - 0.05 * grid.drop_path.values + 0.01 * grid.seed.values
-    first = named_tests(grid.assign(accuracy=("cell", of_rate_and_seed)))
-    row = first.iloc[0].to_dict() | {
-        "why": "",
-        "r": 0.1,
-        "p": 0.5,
-        "attainable": 1.0,
-        "detectable": 0.8,
-    }
-    assert np.isnan(row["reliability_y"])
-    assert (
-        "Reliability is unknown: it takes several seeds, and weight decays that differ."
-        in answers(pd.DataFrame([row]))[0]
-    )
+    first = named_tests(grid.assign(accuracy=("cell", of_rate_and_seed))).iloc[0]
+    assert np.isnan(first.reliability_y)
+    unknown = "Reliability is unknown: it takes several seeds, and weight decays that differ."
+    assert unknown in answer_to(first, r=0.1, p=0.5, attainable=1.0, detectable=0.8)
 
 
 @pytest.mark.parametrize("r, p, text", [(0.9, 1.2e-4, "p = 0.00012"), (-0.9, 9e-5, "p < 0.0001")])
 def test_a_significant_answer_compares_the_sign_with_the_expected_one(r, p, text):
-    row = named_tests(with_seeds(3, effect=0.5)).iloc[0].to_dict() | {"r": r, "p": p, "why": ""}
+    first = named_tests(with_seeds(3, effect=0.5)).iloc[0]
     for expected in "+-":
         answer = "yes" if expected == "+-"[r < 0] else "the opposite"
-        (line,) = answers(pd.DataFrame([row | {"expected": expected}]))
+        line = answer_to(first, r=r, p=p, expected=expected)
         assert f": {answer}, r = {'−' * (r < 0)}0.90" in line and f", {text} (primary test" in line
 
 
 @pytest.mark.parametrize(("p", "answer"), [(0.049, "yes"), (0.051, "not significantly")])
 def test_significant_is_below_5_percent(p, answer):
-    row = named_tests(with_seeds(3, effect=0.5)).iloc[0].to_dict()
-    row |= {"r": 0.5, "p": p, "why": "", "expected": "+", "attainable": 0.9, "detectable": 0.4}
-    assert f": {answer}, r = 0.50" in answers(pd.DataFrame([row]))[0]
+    first = named_tests(with_seeds(3, effect=0.5)).iloc[0]
+    line = answer_to(first, r=0.5, p=p, expected="+", attainable=0.9, detectable=0.4)
+    assert f": {answer}, r = 0.50" in line
 
 
 def test_fits_without_a_test_are_not_counted():
@@ -680,7 +677,6 @@ def test_page_of_several_seeds_shows_reliabilities(tmp_path):
     assert "<h2>Which measures are reliable?" in page and "<th>reliability of coupling</th>" in page
 
 
-@pytest.mark.slow
 class TestInABrowser:
     pytestmark = browser_test
 

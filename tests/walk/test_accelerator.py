@@ -1,7 +1,6 @@
 """Walks on an accelerator: what stays on it, what is copied, and that results and fingerprints are those of the CPU."""
 
 import gc
-import shutil
 import threading
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from checkpoints import integrity
 from checkpoints.load import load_model
 from checkpoints.suites import find_suite
 from tests.conftest import Walker
-from tests.walk.test_walk import commit, snapshots
-from tracker import measurement, pythia
+from tests.walk.test_walk import copied
+from tracker import measurement
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import CheckpointError
 from tracker.model.weights import weights_memory
@@ -33,7 +32,7 @@ def runs(suite, tmp_path_factory) -> Path:
     """A directory of two checkpoints."""
     directory = tmp_path_factory.mktemp("runs")
     for step in (1, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), directory / f"step{step}")
+        copied(suite, step, directory / f"step{step}")
     return directory
 
 
@@ -41,8 +40,8 @@ def runs(suite, tmp_path_factory) -> Path:
 def on_cpu(runs, suite, tmp_path_factory):
     """The results of the walk on the CPU."""
     walker = Walker(suite, tmp_path_factory.mktemp("cpu"))
-    assert pythia.main(walker.arguments(*FLAGS, model=str(runs))) == 0
-    return tracker.open_results(walker.directory / "out").load()
+    assert walker.main(*FLAGS, model=str(runs)) == 0
+    return tracker.open_results(walker.out).load()
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(
         out = walker.directory / where.replace(" ", "_")
         with pretend.memory_limit(before + room), pretend.count() as counts:
             flags = (*FLAGS, "--device", str(pretend.device), "--out", str(out))
-            assert pythia.main(walker.arguments(*flags, model=str(runs))) == 0
+            assert walker.main(*flags, model=str(runs)) == 0
         found = stored[where] = tracker.open_results(out).load()
         assert found.attrs["weights_kept"] == where and found.attrs["memory_budget"] == "0.05 GB"
         assert found.attrs["device"] == "pretend" and counts.launches > 0
@@ -173,13 +172,6 @@ def test_12b_stays_on_a_device_beside_the_default_budget(
 
 @pytest.mark.slow
 def test_precision_and_svd_are_flags_of_the_walk(walker, runs):
-    assert (
-        pythia.main(
-            walker.arguments(
-                "--precision", "bfloat16", "--svd", "krylov", model=str(runs / "step8")
-            )
-        )
-        == 0
-    )
-    found = tracker.open_results(walker.directory / "out")
+    assert walker.main("--precision", "bfloat16", "--svd", "krylov", model=str(runs / "step8")) == 0
+    found = tracker.open_results(walker.out)
     assert found.attrs["precision"] == "bfloat16" and found.attrs["svd"] == "krylov"

@@ -17,6 +17,8 @@ from tracker import pythia
 from tracker.common.files import Lock
 from tracker.store import Store
 
+pytestmark = pytest.mark.slow
+
 REFUSING = """
 #include <dlfcn.h>
 #include <errno.h>
@@ -99,23 +101,21 @@ def test_walks_without_locks_keep_the_units_of_a_store(walker, refusing):
     assert process.returncode == 0 and "damaged" not in err, err
 
 
-@pytest.mark.slow
 def test_units_that_another_process_has_locked_are_read(walker, capsys):
-    assert pythia.main(walker.arguments("--steps", "1,2")) == 0
-    store = Store(walker.directory / "out")
+    assert walker.main("--steps", "1,2") == 0
+    store = walker.store
     measured = contents(store)
     with Lock.wait(store.file(1)), Lock.wait(store.file(2)):
         assert tracker.open_results(store).step.values.tolist() == [1, 2]
-        assert pythia.main(walker.arguments("--steps", "2,4")) == 0
+        assert walker.main("--steps", "2,4") == 0
     assert "damaged" not in capsys.readouterr().err
     assert contents(store).items() > measured.items() and store.steps() == [1, 2, 4]
 
 
-@pytest.mark.slow
 def test_a_unit_that_cannot_be_read_at_this_moment_ends_the_walk(walker, monkeypatch, capsys):
     """Nothing is said to be damaged, and nothing is moved."""
-    assert pythia.main(walker.arguments("--steps", "1,2")) == 0
-    store = Store(walker.directory / "out")
+    assert walker.main("--steps", "1,2") == 0
+    store = walker.store
     measured, read = contents(store), type(store.path).read_bytes
 
     def fails(file):
@@ -125,24 +125,23 @@ def test_a_unit_that_cannot_be_read_at_this_moment_ends_the_walk(walker, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.read_bytes", fails)
-        assert pythia.main(walker.arguments("--steps", "1,2")) == 2
+        assert walker.main("--steps", "1,2") == 2
     err = capsys.readouterr().err
     assert "Input/output error" in err and str(store.file(1)) in err and "damaged" not in err
     assert contents(store) == measured and not (store.path / "damaged").exists()
 
 
-@pytest.mark.slow
 def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(
     walker, monkeypatch, capsys
 ):
-    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
-    store = Store(walker.directory / "out")
+    assert walker.main("--steps", "1,2,4") == 0
+    store = walker.store
     whole = contents(store)
     halves = {store.file(step): store.file(step).read_bytes()[:5000] for step in (1, 2)}
     for file, half in halves.items():
         file.write_bytes(half)
     capsys.readouterr()
-    assert pythia.main(walker.arguments("--steps", "2,4")) == 0
+    assert walker.main("--steps", "2,4") == 0
     err = capsys.readouterr().err
     for step in (1, 2):
         assert (
@@ -163,36 +162,34 @@ def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        assert pythia.main(walker.arguments("--steps", "1")) == 1
+        assert walker.main("--steps", "1") == 1
     assert f"can't write to {store.file(1)} (No space left on device)" in capsys.readouterr().err
     assert store.file(1).read_bytes() == halves[store.file(1)]
-    assert pythia.main(walker.arguments("--steps", "1")) == 0
+    assert walker.main("--steps", "1") == 0
     assert (store.path / "damaged" / "step00000001.nc").read_bytes() == halves[store.file(1)]
     assert contents(store).keys() == whole.keys() and tracker.open_results(
         store
     ).step.values.tolist() == [1, 2, 4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("selected", ["1,2,4", "1,2,8"])
 def test_a_damaged_last_unit_stops_no_measurement(walker, selected):
     """A walk reads from the last unit how it is continued."""
-    assert pythia.main(walker.arguments("--steps", "1,2,4")) == 0
-    store = Store(walker.directory / "out")
+    assert walker.main("--steps", "1,2,4") == 0
+    store = walker.store
     whole = tracker.open_results(store).miscoupling
     store.file(4).write_bytes(store.file(4).read_bytes()[:5000])
-    assert pythia.main(walker.arguments("--steps", selected)) == 0
+    assert walker.main("--steps", selected) == 0
     if "4" in selected:
         np.testing.assert_array_equal(tracker.open_results(store).miscoupling, whole)
     else:
         assert int(store.read(8)["step"]) == 8 and store.file(4).stat().st_size == 5000
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before its scores are added", "before the page is written"])
 def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, capsys, when):
-    assert pythia.main(walker.arguments("--steps", "1,2")) == 0
-    store = Store(walker.directory / "out")
+    assert walker.main("--steps", "1,2") == 0
+    store = walker.store
     halves = {name: content[:5000] for name, content in contents(store).items()}
 
     def damaging(part):
@@ -210,8 +207,8 @@ def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, 
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(pythia, part, damaging(getattr(pythia, part)))
-        assert pythia.main(walker.arguments("--steps", "1,2", *given)) == 1
+        assert walker.main("--steps", "1,2", *given) == 1
     assert f"{store.file(1)} is damaged" in capsys.readouterr().err and contents(store) == halves
-    assert pythia.main(walker.arguments("--steps", "1,2", *given)) == 0
+    assert walker.main("--steps", "1,2", *given) == 0
     assert tracker.open_results(store).step.values.tolist() == [1, 2]
     assert {file.name: file.read_bytes() for file in (store.path / "damaged").iterdir()} == halves

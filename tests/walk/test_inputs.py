@@ -8,8 +8,7 @@ import torch
 
 import tracker
 from checkpoints.load import load
-from tests.walk.test_walk import commit, snapshots
-from tracker import pythia
+from tests.walk.test_walk import checkpoint_of
 from tracker.walk.command import parse
 from tracker.walk.plan import _inputs
 
@@ -17,7 +16,7 @@ SAVE = "give a file that torch.save wrote, with a tensor or a dictionary of tens
 
 
 def refusal(walker, capsys, file: Path) -> str:
-    assert pythia.main(walker.arguments("--inputs", str(file))) == 2
+    assert walker.main("--inputs", str(file)) == 2
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1 and err.startswith(f"error: --inputs {file} ")
     return err
@@ -25,7 +24,7 @@ def refusal(walker, capsys, file: Path) -> str:
 
 def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker, suite, capsys):
     """transformers.BatchEncoding is no tensor and no dictionary, and a pickle of it is not read."""
-    model, tokenizer = load(snapshots(suite) / commit(suite, 8))
+    model, tokenizer = load(checkpoint_of(suite, 8))
     file = walker.directory / "inputs.pt"
     encoding = tokenizer(5 * ["import os"], return_tensors="pt")
     torch.save(encoding, file)
@@ -33,12 +32,12 @@ def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker
     assert "it holds other objects than tensors, whose pickles can run code" in said
     assert SAVE in said and "torch.save(dict(encoding), FILE)" in said
     torch.save(dict(encoding), file)
-    assert pythia.main(walker.arguments("--inputs", str(file), "--steps", "8")) == 0
+    assert walker.main("--inputs", str(file), "--steps", "8") == 0
     assert (
         "5 samples, class token, or last token of a model without one; " in capsys.readouterr().out
     )
     expected = tracker.measure(model, dict(encoding), k=[4, 8])
-    found = tracker.open_results(walker.directory / "out").sel(step=8)
+    found = tracker.open_results(walker.out).sel(step=8)
     np.testing.assert_array_equal(found.miscoupling, expected.miscoupling)
     assert found.attrs["token_ids_sha256"] == expected.attrs["token_ids_sha256"]
 

@@ -14,7 +14,9 @@ import pytest
 
 from checkpoints.copies import PREFIX
 from tests.conftest import Walker
-from tests.walk.test_walk import assert_same_results, commit, snapshots
+from tests.walk.test_walk import assert_same_results, copied
+
+pytestmark = pytest.mark.slow
 
 NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 
@@ -68,7 +70,7 @@ class DisturbedWalks:
 @pytest.fixture
 def disturbed(walker, suite, tmp_path) -> DisturbedWalks:
     for step in (1, 2, 4):
-        shutil.copytree(snapshots(suite) / commit(suite, step), tmp_path / "runs" / f"step{step}")
+        copied(suite, step, tmp_path / "runs" / f"step{step}")
     return DisturbedWalks(walker, tmp_path / "runs")
 
 
@@ -84,7 +86,6 @@ def test_killed_walks_leave_no_copy_and_no_claim_to_the_next(disturbed, tmp_path
     assert_same_results(disturbed.store, tmp_path / "undisturbed")
 
 
-@pytest.mark.slow
 def test_a_walk_that_ignores_hang_ups_goes_on(disturbed):
     status, _ = disturbed.disturb(signal.SIGHUP, 60, True, before=NOHUP)
     assert status == 0

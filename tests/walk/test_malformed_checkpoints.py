@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.load import load
 from checkpoints.scores import read_from_checkpoint
-from tests.walk.test_walk import STEPS, commit, snapshots
+from tests.walk.test_walk import STEPS, copied
 from tracker import pythia
 from tracker.common.errors import CheckpointError
 from tracker.store import Store
@@ -169,26 +168,16 @@ STEP_OF = {name: step for step, name in enumerate(FAILING, 2)}
 
 def copy_of(suite: Path, directory: Path) -> Path:
     """Copy a sound checkpoint."""
-    return shutil.copytree(snapshots(suite) / commit(suite, STEPS[-1]), directory)
+    return copied(suite, STEPS[-1], directory)
 
 
 def walk(directory: Path, *options: str) -> int:
     """Walk over the checkpoints in a directory; return the exit status."""
     prompts = directory / "prompts.txt"
     prompts.write_text("import os\nfor name in sorted(names)\n")
-    given = [
-        "--model",
-        str(directory),
-        "--prompts",
-        str(prompts),
-        "--k",
-        "2",
-        "--measures",
-        "coupling",
-    ]
-    return pythia.main(
-        [*given, "--out", str(directory / "out"), "--wandb", "off", "--device", "cpu", *options]
-    )
+    given = f"--model {directory} --prompts {prompts} --out {directory}/out"
+    usual = "--k 2 --measures coupling --wandb off --device cpu"
+    return pythia.main([*given.split(), *usual.split(), *options])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -11,21 +11,20 @@ import pytest
 import torch
 
 import tracker
-from tests.walk.test_walk import commit, snapshots
+from tests.walk.test_walk import copied
 from tests.walk.test_walk_hub import Toy
-from tracker import pythia
 from tracker.store import Store
 from tracker.walk import units
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
 def runs(suite, tmp_path) -> Path:
     """A directory of two checkpoints, and step 2 beside it."""
     for step in (8, 16):
-        shutil.copytree(
-            snapshots(suite) / commit(suite, min(step, 8)), tmp_path / "runs" / f"step{step}"
-        )
-    shutil.copytree(snapshots(suite) / commit(suite, 2), tmp_path / "step2")
+        copied(suite, min(step, 8), tmp_path / "runs" / f"step{step}")
+    copied(suite, 2, tmp_path / "step2")
     return tmp_path / "runs"
 
 
@@ -55,7 +54,6 @@ def assert_equal_units(found, expected):
         np.testing.assert_array_equal(found[name], expected[name])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("change", ["replaced", "cut short", "deleted", "log, link and mode"])
 def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
     change, walker, runs, monkeypatch, capsys
@@ -64,7 +62,7 @@ def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
     file, other = runs / "step8" / "model.safetensors", runs.parent / "step2" / "model.safetensors"
     (log := file.with_name("train_log.txt")).write_text("step 8\n")
     undisturbed = ("--out", str(runs.parent / "undisturbed"))
-    assert pythia.main(walker.arguments(*undisturbed, model=str(runs))) == 0
+    assert walker.main(*undisturbed, model=str(runs)) == 0
 
     def act():
         if change == "replaced":
@@ -79,11 +77,11 @@ def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
             file.chmod(0o600)
 
     before_the_first_measurement(monkeypatch, act)
-    assert pythia.main(walker.arguments(model=str(runs))) == 0
-    store, expected = Store(walker.directory / "out"), Store(undisturbed[1])
+    assert walker.main(model=str(runs)) == 0
+    store, expected = walker.store, Store(undisturbed[1])
     assert store.steps() == [8, 16]
     assert_equal_units(store.read(8), expected.read(8))
-    again = pythia.main(walker.arguments(model=str(runs)))
+    again = walker.main(model=str(runs))
     if change in ("replaced", "cut short"):
         assert again == 2
         assert (
@@ -94,21 +92,19 @@ def test_what_happens_to_a_checkpoint_while_it_is_measured_changes_no_result(
         assert again == 0
 
 
-@pytest.mark.slow
 def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs, capsys):
     file = runs / "step8" / "model.safetensors"
-    assert pythia.main(walker.arguments(model=str(runs))) == 0
+    assert walker.main(model=str(runs)) == 0
     file.chmod(0o600)
     os.link(file, runs / "kept.safetensors")
-    assert pythia.main(walker.arguments(model=str(runs))) == 0
+    assert walker.main(model=str(runs)) == 0
     replace(file, runs.parent / "step2" / file.name)
-    assert pythia.main(walker.arguments(model=str(runs))) == 2
+    assert walker.main(model=str(runs)) == 2
     assert "the weights of step 8 of" in capsys.readouterr().err
     replace(file, runs / "kept.safetensors")
-    assert pythia.main(walker.arguments(model=str(runs))) == 0
+    assert walker.main(model=str(runs)) == 0
 
 
-@pytest.mark.slow
 def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
     walker, tmp_path, monkeypatch
 ):
@@ -123,18 +119,15 @@ def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
     torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
     flags = ("--module", "tests.walk.test_walk_hub:Toy", "--inputs", str(tmp_path / "inputs.pt"))
     undisturbed = ("--out", str(tmp_path / "undisturbed"))
-    assert pythia.main(walker.arguments(*flags, *undisturbed, model=str(run))) == 0
+    assert walker.main(*flags, *undisturbed, model=str(run)) == 0
     before_the_first_measurement(
         monkeypatch, lambda: shutil.copyfile(tmp_path / "other", run / "step=10.ckpt")
     )
-    assert not other.exists() and pythia.main(walker.arguments(*flags, model=str(run))) == 0
+    assert not other.exists() and walker.main(*flags, model=str(run)) == 0
     for step in (10, 200):
-        assert_equal_units(
-            Store(walker.directory / "out").read(step), Store(undisturbed[1]).read(step)
-        )
+        assert_equal_units(walker.store.read(step), Store(undisturbed[1]).read(step))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit", [lambda content: content | {"dtype": "float64"}, None], ids=["changed", "removed"]
 )
@@ -142,7 +135,7 @@ def test_settings_that_change_during_a_walk_leave_it_without_a_page(
     edit, walker, runs, monkeypatch, capsys
 ):
     """Nobody but a walk respects the lock on them; the page would state settings that nothing was measured with."""
-    store = Store(walker.directory / "out")
+    store = walker.store
 
     def change():
         if edit is None:
@@ -151,7 +144,7 @@ def test_settings_that_change_during_a_walk_leave_it_without_a_page(
             store.settings.write_text(json.dumps(edit(store.read_settings())))
 
     before_the_first_measurement(monkeypatch, change)
-    assert pythia.main(walker.arguments(model=str(runs))) == 1
+    assert walker.main(model=str(runs)) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert (
         line.startswith("no page: ")
@@ -160,11 +153,10 @@ def test_settings_that_change_during_a_walk_leave_it_without_a_page(
     assert store.steps() == [8, 16] and not (store.path / "report.html").exists()
 
 
-@pytest.mark.slow
 def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, capsys):
     """The ids of two tokens are exchanged in step 24's tokenizer: lengths and texts of prompts are the same."""
-    out = walker.directory / "out"
-    assert pythia.main(walker.arguments("--steps", "8", model=str(runs))) == 0
+    out = walker.out
+    assert walker.main("--steps", "8", model=str(runs)) == 0
     assert tracker.open_results(out).attrs["token_ids_sha256"]
     shutil.copytree(runs / "step16", runs / "step24")
     file = runs / "step24" / "tokenizer.json"
@@ -174,7 +166,7 @@ def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, c
     words[first], words[second] = words[second], words[first]
     file.write_text(json.dumps(content))
     capsys.readouterr()
-    assert pythia.main(walker.arguments(model=str(runs))) == 0
+    assert walker.main(model=str(runs)) == 0
     printed = capsys.readouterr().out
     ds = tracker.open_results(out)
     hashes = ds["token_ids_sha256"]

@@ -16,7 +16,7 @@ import xarray as xr
 import tracker
 from tests.models import neox, tokens
 from tests.stores import stored, unit
-from tests.walk.test_walk import commit, snapshots
+from tests.walk.test_walk import copied
 from tracker import pythia
 from tracker import store as results
 from tracker.analysis.curves import scalars
@@ -121,7 +121,7 @@ def walk(walker, reads, suite, tmp_path, monkeypatch):
 
     monkeypatch.setattr(units, "measure_checkpoint", measured)
     for step in range(1, 5):
-        shutil.copytree(snapshots(suite) / commit(suite, 8), tmp_path / "steps" / f"step{step}")
+        copied(suite, 8, tmp_path / "steps" / f"step{step}")
         (tmp_path / "steps" / f"step{step}" / "scores.json").unlink(missing_ok=True)
 
     def walk(*more: str) -> list[int]:
@@ -175,12 +175,12 @@ def test_memory_does_not_grow_with_the_number_of_units(tmp_path, monkeypatch):
     assert grown < size / 2, grown / size
     assert [known.row.step for known in many.known.values()] == list(many.known) == list(range(6))
     pages = [
-        peak(read_reduced, path) for path in (tmp_path, copied(store, [0, 1], tmp_path / "few"))
+        peak(read_reduced, path) for path in (tmp_path, with_units(store, [0, 1], tmp_path / "few"))
     ]
     assert pages[0] - pages[1] < size / 2, (pages[0] - pages[1]) / size
 
 
-def copied(store: Store, steps: list[int], path: Path) -> Path:
+def with_units(store: Store, steps: list[int], path: Path) -> Path:
     Store(path).check_settings({})
     for step in steps:
         shutil.copy(store.file(step), Store(path).file(step))

@@ -41,11 +41,20 @@ def commit(cache: Path, step: int) -> str:
     return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
 
 
+def checkpoint_of(cache: Path, step: int) -> Path:
+    return snapshots(cache) / commit(cache, step)
+
+
+def copied(cache: Path, step: int, directory: Path) -> Path:
+    """Copy the checkpoint of a step."""
+    return shutil.copytree(checkpoint_of(cache, step), directory)
+
+
 @pytest.mark.slow
 def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
     """The model has one checkpoint, and its prompts have difficulties."""
     trained = tmp_path / "trained"
-    shutil.copytree(snapshots(suite) / commit(suite, 8), trained)
+    copied(suite, 8, trained)
     rated = tmp_path / "rated.jsonl"
     lines = (("import os", 0.5, "os"), ("for name in", 2, "loops"))
     rated.write_text(
@@ -75,21 +84,21 @@ def test_untrained_model_is_measured_as_step_0(walker, suite, tmp_path):
 def test_walk_with_some_measures(measures, walker, suite, tmp_path):
     """The page has only these measures, and a step may have more than eight digits."""
     model = tmp_path / "runs" / "step1000000000"
-    shutil.copytree(snapshots(suite) / commit(suite, 8), model)
-    assert pythia.main(walker.arguments("--measures", measures, model=str(model.parent))) == 0
+    copied(suite, 8, model)
+    assert walker.main("--measures", measures, model=str(model.parent)) == 0
     assert Store(tmp_path / "out").steps() == [1_000_000_000]
     assert (tmp_path / "out" / "report.html").exists()
 
 
 def test_results_within_a_block_are_not_continued_across_blocks(walker, suite, capsys):
     def walk(*more):
-        return pythia.main(walker.arguments("--measures", "tokenwise", *more, model=str(steps)))
+        return walker.main("--measures", "tokenwise", *more, model=str(steps))
 
     steps = walker.directory / "steps"
     for step in (0, 1):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        copied(suite, step, steps / f"step{step}")
     assert walk("--steps", "0") == 0
-    store = Store(walker.directory / "out")
+    store = walker.store
     older = store.read_settings()
     assert older.pop("pair_layers") == 1
     store.settings.write_text(json.dumps(older))
@@ -103,13 +112,13 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
     """Another seed is refused, scores belong to trained steps only, and more checkpoints can be added."""
     steps = tmp_path / "steps"
     for step in (4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        copied(suite, step, steps / f"step{step}")
         (steps / f"step{step}" / "scores.json").unlink(missing_ok=True)
     scores = tmp_path / "scores.csv"
     scores.write_text("step,arc\n0,0.1\n4,0.4\n8,0.8\n")
 
     def walk(*more):
-        return pythia.main(walker.arguments(*more, model=str(steps)))
+        return walker.main(*more, model=str(steps))
 
     out = tmp_path / "out"
     assert walk("--steps", "8") == 0
@@ -139,7 +148,7 @@ def test_untrained_model_is_added_to_an_existing_store(walker, suite, tmp_path, 
 @pytest.fixture
 def run(walker, capsys):
     """Return a function that walks over the suite in this process; its result is as that of `walker.run`."""
-    return lambda *arguments: (pythia.main(walker.arguments(*arguments)), *capsys.readouterr())
+    return lambda *arguments: (walker.main(*arguments), *capsys.readouterr())
 
 
 @pytest.mark.slow
@@ -147,13 +156,10 @@ def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, s
     """Units without the final norm, by a version that did not find it; "auto" would now include it."""
     steps = tmp_path / "steps"
     for step in (4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), steps / f"step{step}")
+        copied(suite, step, steps / f"step{step}")
 
     def walk(out, *more):
-        assert (
-            pythia.main(walker.arguments("--out", str(tmp_path / out), *more, model=str(steps)))
-            == 0
-        )
+        assert walker.main("--out", str(tmp_path / out), *more, model=str(steps)) == 0
         return Store(tmp_path / out)
 
     without, older = walk("without", "--final_norm", "exclude"), walk("older", "--steps", "4")
@@ -170,7 +176,7 @@ def test_a_continued_walk_keeps_the_final_norm_convention_of_its_units(walker, s
 def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     status, out, err = walker.run("--steps", "0,2", cold=True)
     assert status == 0, err
-    results = walker.directory / "out"
+    results = walker.out
     assert Store(results).steps() == [0, 2] and (results / "report.html").exists()
     assert "[1/2] step 0: miscoupling" in out and "s left" in out
     written = Store(results).file(2).stat().st_mtime_ns
@@ -196,7 +202,7 @@ def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
 def test_wandb_store_and_page_show_the_same_numbers(walker):
     status, out, err = walker.run("--steps", "0,4,8", "--log", "all", wandb="auto")
     assert status == 0, err
-    lines, directory = out.splitlines(), walker.directory / "out" / "wandb"
+    lines, directory = out.splitlines(), walker.out / "wandb"
     where = f"W&B offline: project block-coupling, run nano, files in {directory}: nothing is sent; --wandb off stops it"
     assert (
         lines[0] == where
@@ -204,14 +210,14 @@ def test_wandb_store_and_page_show_the_same_numbers(walker):
         and "warning" not in err
     )
     assert f"{tracker.summary(walker.directory / 'out')!r}\n" in out
-    found = records(offline_run(walker.directory / "out"))
+    found = records(offline_run(walker.out))
     rows = [row["item"] for row in of("history", found)]
     assert [row["training/step"] for row in rows] == [0, 4, 8]
     assert not [artifact for artifact in of("artifact", found) if artifact["type"] == "results"]
     content = b"".join(file.read_bytes() for file in directory.rglob("*") if file.is_file())
     for prompt in walker.prompts.read_text().splitlines():
         assert prompt.encode() not in content and prompt[:12].encode() not in content
-    ds = tracker.open_results(walker.directory / "out")
+    ds = tracker.open_results(walker.out)
     page = contents(reduced(ds))
     for i, row in enumerate(rows):
         stored = scalars(ds.isel(step=i))
@@ -289,15 +295,15 @@ def test_interrupted_walk_is_resumed(walker, number):
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert "the same command continues with the rest" in err and "Traceback" not in err
-    assert Store(walker.directory / "out").steps() == STEPS[:1]
+    assert walker.store.steps() == STEPS[:1]
     assert walker.run()[0] == 0
-    assert Store(walker.directory / "out").steps() == STEPS
+    assert walker.store.steps() == STEPS
 
 
 @pytest.mark.slow
 def test_store_without_settings_is_not_continued(walker, run):
     assert run("--steps", "0")[0] == 0
-    (walker.directory / "out" / "settings.json").unlink()
+    (walker.out / "settings.json").unlink()
     status, _, err = run("--steps", "1")
     assert status == 2 and "no readable settings.json" in err
 
@@ -305,30 +311,24 @@ def test_store_without_settings_is_not_continued(walker, run):
 @pytest.mark.slow
 def test_full_disk_keeps_finished_units(walker, run):
     """A limit of 40 kB on the size of files, enforced by the kernel, imitates a full disk."""
-    import resource
-
     assert run("--steps", "0")[0] == 0
-    before = Store(walker.directory / "out").file(0).read_bytes()
-    process_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, process_limit[1]))
-    try:
+    before = walker.store.file(0).read_bytes()
+    with processes.files_of_at_most(40_000):
         status, _, err = run("--steps", "0,1")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, process_limit)
     assert status == 1
     assert (
         "can't write to" in err and "finished revisions are kept" in err and "Traceback" not in err
     )
-    assert Store(walker.directory / "out").steps() == [0]
-    assert Store(walker.directory / "out").file(0).read_bytes() == before
+    assert walker.store.steps() == [0]
+    assert walker.store.file(0).read_bytes() == before
     assert run("--steps", "0,1")[0] == 0
 
 
 @pytest.mark.slow
 def test_a_directory_in_place_of_the_page_is_no_full_disk(walker, capsys):
-    page = walker.directory / "out" / "report.html"
+    page = walker.out / "report.html"
     page.mkdir(parents=True)
-    assert pythia.main(walker.arguments("--steps", "8")) == 1
+    assert walker.main("--steps", "8") == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert (
         line.startswith(f"error: can't write to {page} (Is a directory)")
@@ -372,11 +372,11 @@ def test_bad_usage_is_refused(walker, case, monkeypatch, capsys):
     monkeypatch.setenv("NETRC", str(walker.directory / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     try:
-        status = pythia.main(walker.arguments(*arguments))
+        status = walker.main(*arguments)
     except SystemExit as stopped:  # raised by the parser
         status = stopped.code
     assert status == 2 and message in capsys.readouterr().err
-    assert not Store(walker.directory / "out").steps()
+    assert not walker.store.steps()
 
 
 @pytest.mark.slow
@@ -391,7 +391,7 @@ def test_other_settings_are_not_mixed_into_a_store(walker, run):
     walker.prompts.write_text("another prompt\n")
     status, _, err = run("--steps", "1")
     assert status == 2 and "prompts was" in err
-    assert Store(walker.directory / "out").steps() == [0]
+    assert walker.store.steps() == [0]
 
 
 @pytest.mark.slow
@@ -408,9 +408,7 @@ def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
     for step in steps:
         (run / f"checkpoint-{step}").mkdir(parents=True)
         for name in ("config.json", "model.safetensors"):
-            shutil.copy(
-                snapshots(suite) / commit(suite, step) / name, run / f"checkpoint-{step}" / name
-            )
+            shutil.copy(checkpoint_of(suite, step) / name, run / f"checkpoint-{step}" / name)
 
 
 @pytest.mark.slow
@@ -418,9 +416,9 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(
     walker, suite, tmp_path, capsys
 ):
     """One line for all of them; --tokenizer and --inputs measure them, and the results are those of their own tokenizer."""
-    run, tokenizer = tmp_path / "run", str(snapshots(suite) / commit(suite, 0))
+    run, tokenizer = tmp_path / "run", str(checkpoint_of(suite, 0))
     without_tokenizer(suite, run, 1, 4, 8)
-    assert pythia.main(walker.arguments(model=str(run))) == 1
+    assert walker.main(model=str(run)) == 1
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert line.startswith(
@@ -436,8 +434,8 @@ def test_checkpoints_without_a_tokenizer_point_to_the_flags_that_help(
     assert Store(tmp_path / "named").read_settings()["tokenizer"] == str(Path(tokenizer).resolve())
     own = tmp_path / "own"
     for step in (1, 4, 8):
-        shutil.copytree(snapshots(suite) / commit(suite, step), own / f"checkpoint-{step}")
-    assert pythia.main(walker.arguments("--out", str(tmp_path / "expected"), model=str(own))) == 0
+        copied(suite, step, own / f"checkpoint-{step}")
+    assert walker.main("--out", str(tmp_path / "expected"), model=str(own)) == 0
     of_named, expected = (tracker.open_results(tmp_path / name) for name in ("named", "expected"))
     assert np.array_equal(of_named.miscoupling, expected.miscoupling)
 
@@ -455,12 +453,10 @@ def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
     (run / "checkpoint-8" / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "GPTNeoXTokenizer"})
     )
-    assert pythia.main(walker.arguments(model=str(run))) == 1
+    assert walker.main(model=str(run)) == 1
     err = capsys.readouterr().err
     assert "there is none of" in err and "tokenizer.json); add --tokenizer" in err
-    assert (
-        pythia.main(walker.arguments("--tokenizer", str(run / "checkpoint-8"), model=str(run))) == 2
-    )
+    assert walker.main("--tokenizer", str(run / "checkpoint-8"), model=str(run)) == 2
     assert "no such tokenizer" in capsys.readouterr().err
 
 
@@ -471,11 +467,11 @@ def test_a_walk_that_is_about_to_start_keeps_others_from_its_store(walker, monke
 
     def another_first(*arguments):
         monkeypatch.setattr(pythia, "_walk", walk)
-        statuses.append(pythia.main(walker.arguments("--steps", "2", "--k", "3")))
+        statuses.append(walker.main("--steps", "2", "--k", "3"))
         return walk(*arguments)
 
     monkeypatch.setattr(pythia, "_walk", another_first)
-    assert pythia.main(walker.arguments("--steps", "1")) == 0
+    assert walker.main("--steps", "1") == 0
     assert statuses == [2] and "(k was [4, 8], now [3])" in capsys.readouterr().err
-    assert Store(walker.directory / "out").steps() == [1]
-    assert not list(Store(walker.directory / "out").units.glob(".*"))
+    assert walker.store.steps() == [1]
+    assert not list(walker.store.units.glob(".*"))

@@ -7,8 +7,9 @@ import torch
 
 from tracker import measurement, pythia
 from tracker.jacobians.rows import Jacobians
-from tracker.store import Store
 from tracker.walk import units
+
+pytestmark = pytest.mark.slow
 
 ERRORS = {
     "device": torch.AcceleratorError(
@@ -20,10 +21,9 @@ ERRORS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "measured"), [("device", [0, 1]), ("memory", [0, 1, 4])])
 def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
-    measure, store = units.measure_checkpoint, Store(walker.directory / "out")
+    measure, store = units.measure_checkpoint, walker.store
 
     def failing(plan, checkpoint, directory):
         if checkpoint.step == 2:
@@ -46,7 +46,6 @@ def test_errors_of_one_revision(walker, monkeypatch, capsys, kind, measured):
     assert pythia.main(command) == 0 and store.steps() == [0, 1, 2, 4]
 
 
-@pytest.mark.slow
 def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, monkeypatch, capsys):
     measure, form, starts = units.measure_checkpoint, Jacobians.__call__, {}
 
@@ -84,11 +83,10 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
         "failed: step 2: memory runs out with a budget of 0.05 GB beside the weights (CUDA out of memory. Tried to allocate "
         "2.00 GiB); give a smaller --memory_budget\n"
     )
-    assert Store(walker.directory / "out").steps() == [0, 1, 4]
+    assert walker.store.steps() == [0, 1, 4]
     assert list(starts) == [0, 1, 2, 4] and len(set(starts.values())) == 1
 
 
-@pytest.mark.slow
 def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, monkeypatch, capsys):
     calls = []
 
@@ -97,7 +95,7 @@ def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, mo
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     monkeypatch.setattr(measurement, "measure_with", scarce)
-    assert pythia.main(walker.arguments("--steps", "0,1,2,4", "--memory_budget", "50MB")) == 2
+    assert walker.main("--steps", "0,1,2,4", "--memory_budget", "50MB") == 2
     assert calls == [50_000_000] * 3
     assert capsys.readouterr().err == (
         "error: memory runs out with a budget of 0.05 GB beside the weights (Unable to allocate 8.00 GiB); give a smaller "

@@ -8,7 +8,7 @@ import torch
 
 from checkpoints.configuration import pythia_shapes
 from tests.walk.test_malformed_checkpoints import configured
-from tests.walk.test_walk import STEPS, commit, snapshots
+from tests.walk.test_walk import STEPS, copied, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
 from tracker import pythia
 from tracker.common.text import size
@@ -40,7 +40,7 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
         == f"{len(STEPS) - 1}: step {', '.join(str(step) for step in STEPS if step != 2)}"
     )
     assert not [path for path in served.requested("resolve") if path.endswith(".safetensors")]
-    assert not files_below(walker.directory / "out", tmp_path / "cache")
+    assert not files_below(walker.out, tmp_path / "cache")
     assert found["blocks"].startswith("3 blocks") and "per checkpoint" in found["in all"]
 
 
@@ -53,7 +53,7 @@ def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsy
     assert (
         listed["download"].startswith(size(one)) and "0 MB are in the cache" in listed["download"]
     )
-    assert pythia.main(walker.arguments("--steps", "2")) == 0
+    assert walker.main("--steps", "2") == 0
     after = dry_run(capsys, *walker.arguments())
     assert float(after["download"].split()[0]) < float(listed["download"].split()[0])
     assert after["to measure"].startswith(f"{len(STEPS) - 1}:")
@@ -65,7 +65,7 @@ def served_pythia(served, suite):  # noqa: F811
     repository, shape = served.root / "models--EleutherAI--pythia-14m", pythia_shapes()["14m"]
     for step in (128, 256):
         snapshot = repository / "snapshots" / f"{step:040}"
-        shutil.copytree(snapshots(suite) / commit(suite, 8), snapshot)
+        copied(suite, 8, snapshot)
         shape.config(dtype="float16").save_pretrained(snapshot)
         (snapshot / "model.safetensors").unlink()
         with open(snapshot / "pytorch_model.bin", "wb") as file:

@@ -25,7 +25,9 @@ from tests.hub_server import serve
 from tests.walk.test_walk import (
     STEPS,
     assert_same_results,
+    checkpoint_of,
     commit,
+    copied,
     snapshots,
     start_and_stay_at_the_second,
 )
@@ -61,7 +63,7 @@ def served(suite, tmp_path, monkeypatch):
     root = tmp_path / "hub"
     shutil.copytree(suite, root)
     for step in STEPS:
-        shard(snapshots(root) / commit(root, step))
+        shard(checkpoint_of(root, step))
     with serve(root) as server:
         monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -77,8 +79,8 @@ def plant(root: Path, step: int, *shards: str) -> None:
     """Replace shards of a step by those of the last step."""
     for name in shards:
         shutil.copy(
-            snapshots(root) / commit(root, STEPS[-1]) / name,
-            snapshots(root) / commit(root, step) / name,
+            checkpoint_of(root, STEPS[-1]) / name,
+            checkpoint_of(root, step) / name,
         )
 
 
@@ -94,15 +96,15 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
         and "5 checkpoints" in table
     )
     assert not served.requested("resolve")
-    assert pythia.main(walker.arguments()) == 0
+    assert walker.main() == 0
     out = capsys.readouterr().out
     assert "2 of the selected revisions are suspect; they are left out" in out
-    results = walker.directory / "out"
+    results = walker.out
     assert Store(results).steps() == [0, 1, 8]
     for step in (2, 4):
         assert not served.requested(commit(served.root, step) + "/.*safetensors")
     # With --allow_suspect they are measured, and marked in every view.
-    assert pythia.main(walker.arguments("--allow_suspect", "true", "--wandb", "offline")) == 0
+    assert walker.main("--allow_suspect", "true", "--wandb", "offline") == 0
     assert "note: steps 2 and 8 hold the same weights in every tensor" in capsys.readouterr().out
     ds = tracker.open_results(results)
     assert [bool(reason) for reason in ds.suspect.values] == [False, False, True, True, False]
@@ -125,11 +127,9 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
     )
     served.fail(f"GET .*{commit(served.root, 4)}/{SHARDS[0]}", status=503, times=2)
     served.fail(f"GET .*{commit(served.root, 2)}/{SHARDS[1]}", content=lambda b: b[::-1], times=2)
-    of_one = sum(
-        f.stat().st_size for f in (snapshots(served.root) / commit(served.root, 0)).iterdir()
-    )
+    of_one = sum(f.stat().st_size for f in checkpoint_of(served.root, 0).iterdir())
     budget = ("--disk_budget", f"{2.2 * of_one:.0f}B")
-    assert pythia.main(walker.arguments(*budget)) == 1
+    assert walker.main(*budget) == 1
     out, err = capsys.readouterr()
     assert "failed: step 2: model-00002" in err and "Traceback" not in err
     for reason in (
@@ -138,12 +138,12 @@ def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, ser
         "503 Service Unavailable",
     ):
         assert reason in out
-    store = Store(walker.directory / "out")
+    store = walker.store
     assert store.steps() == [0, 1, 4, 8] and "model-00002" in store.skipped()[2]
     assert "No results of step 2: model-00002" in unescape((store.path / "report.html").read_text())
-    assert pythia.main(walker.arguments(*budget)) == 0
+    assert walker.main(*budget) == 0
     assert not store.skipped() and "No results of" not in (store.path / "report.html").read_text()
-    assert Store(walker.directory / "out").steps() == STEPS
+    assert walker.store.steps() == STEPS
     cache = walker.directory / "cache"
     assert (
         sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and not f.is_symlink())
@@ -169,7 +169,7 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
         return measure(plan, checkpoint, directory)
 
     monkeypatch.setattr(units, "measure_checkpoint", watched)
-    assert pythia.main(walker.arguments("--steps", "0,1,2")) == 0
+    assert walker.main("--steps", "0,1,2") == 0
     assert arrived == {1: True, 2: True}
 
 
@@ -177,19 +177,19 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
 def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(
     walker, served, capsys, monkeypatch
 ):
-    assert pythia.main(walker.arguments("--steps", "0")) == 0
+    assert walker.main("--steps", "0") == 0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (weights,) = snapshots(walker.directory / "cache").glob(f"*/{SHARDS[0]}")
-    assert pythia.main(walker.arguments("--out", str(walker.directory / "again"))) == 0
+    assert walker.main("--out", str(walker.directory / "again")) == 0
     assert "offline mode is on" in capsys.readouterr().out
     weights.unlink()
-    assert pythia.main(walker.arguments("--out", str(walker.directory / "third"))) == 1
+    assert walker.main("--out", str(walker.directory / "third")) == 1
     assert "no checkpoint is complete in the cache" in capsys.readouterr().err
 
 
 def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert pythia.main(walker.arguments(model="70m")) == 1
+    assert walker.main(model="70m") == 1
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
     assert "the hub can't be reached (ConnectError" in line and "no checkpoint is complete" in line
@@ -201,7 +201,7 @@ def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monke
 def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_line(
     walker, served, capsys, monkeypatch
 ):
-    assert pythia.main(walker.arguments("--steps", "0,2")) == 0
+    assert walker.main("--steps", "0,2") == 0
     for step in (1, 4, 8):
         (snapshots(walker.directory / "cache").parent / "refs" / f"step{step}").write_text(
             commit(served.root, step)
@@ -209,7 +209,7 @@ def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_li
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     capsys.readouterr()
     again = walker.directory / "again"
-    assert pythia.main(walker.arguments("--out", str(again))) == 1
+    assert walker.main("--out", str(again)) == 1
     assert Store(again).steps() == [0, 2] and (again / "report.html").exists()
     printed = capsys.readouterr()
     (line,) = printed.err.splitlines()
@@ -226,7 +226,7 @@ def test_without_the_hub_cached_revisions_are_measured_and_the_others_are_one_li
 def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys):
     """Each revision is tried: the hub may come back."""
     served.fail("GET .*safetensors", status=503, times=10_000)
-    assert pythia.main(walker.arguments()) == 1
+    assert walker.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert (
         line.startswith("failed: 5 steps (0, 1, 2, 4, 8), the last: can't get model")
@@ -237,17 +237,17 @@ def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys)
 @pytest.mark.slow
 def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, capsys, tmp_path):
     """Its weights are no longer in the cache either, so nothing tells whether they have changed."""
-    assert pythia.main(walker.arguments("--steps", "0,1")) == 0
+    assert walker.main("--steps", "0,1") == 0
     shutil.rmtree(tmp_path / "ours")
     for file in (snapshots(tmp_path / "cache") / commit(served.root, 1)).glob("*.safetensors"):
         file.unlink()
     served.fail(f"GET /api/models/.*/revision/{commit(served.root, 1)}", status=204, times=1000)
-    assert pythia.main(walker.arguments("--steps", "0,1")) == 0
+    assert walker.main("--steps", "0,1") == 0
     out, err = capsys.readouterr()
     assert (
         "step1 can't be compared with the others; step1: can't get the files of" in out and not err
     )
-    assert pythia.main(walker.arguments("--steps", "1", "--out", str(tmp_path / "other"))) == 1
+    assert walker.main("--steps", "1", "--out", str(tmp_path / "other")) == 1
     assert capsys.readouterr().err.startswith(
         "failed: step 1: can't get the files of block-coupling/nano at "
     )
@@ -261,7 +261,7 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
 def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     run = tmp_path / "run"
     for step in (1, 4):
-        shutil.copytree(snapshots(suite) / commit(suite, step), run / f"checkpoint-{step}")
+        copied(suite, step, run / f"checkpoint-{step}")
     arguments = walker.arguments(model=str(run))
     assert pythia.main(arguments) == 0 and pythia.main(arguments) == 0
     shutil.copy(
@@ -270,33 +270,23 @@ def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
     capsys.readouterr()
     assert pythia.main(arguments) == 2
     assert "the weights of step 4 of" in (err := capsys.readouterr().err) and "retrained" in err
-    Store(walker.directory / "out").file(4).unlink()
+    walker.store.file(4).unlink()
     assert pythia.main(arguments) == 0
     assert "steps 1 and 4 hold the same weights" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_own_scores_are_added_to_existing_units(walker, capsys):
-    assert pythia.main(walker.arguments("--steps", "0,8")) == 0
+    assert walker.main("--steps", "0,8") == 0
     (walker.directory / "scores.csv").write_text("step,piqa\n8,0.75\n9,1.0\n")
-    assert (
-        pythia.main(
-            walker.arguments("--steps", "0,8", "--scores", str(walker.directory / "scores.csv"))
-        )
-        == 0
-    )
+    assert walker.main("--steps", "0,8", "--scores", str(walker.directory / "scores.csv")) == 0
     assert "scores: 1 of 2 checkpoints have benchmark results" in capsys.readouterr().out
-    ds = tracker.open_results(walker.directory / "out")
+    ds = tracker.open_results(walker.out)
     assert float(ds.score.sel(step=8, task="piqa")) == 0.75 and bool(
         ds.score.sel(step=0, task="piqa").isnull()
     )
     assert bool(ds.score.sel(task=nano.HELD_OUT).notnull().all())
-    assert (
-        pythia.main(
-            walker.arguments("--steps", "scores", "--scores", str(walker.directory / "scores.csv"))
-        )
-        == 0
-    )
+    assert walker.main("--steps", "scores", "--scores", str(walker.directory / "scores.csv")) == 0
 
 
 class Toy(lightning.LightningModule):
@@ -326,13 +316,13 @@ def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp
         "--module", "tests.walk.test_walk_hub:Toy", model=str(tmp_path / "run")
     )
     assert pythia.main([*arguments, "--inputs", str(tmp_path / "inputs.pt")]) == 0
-    ds = tracker.open_results(walker.directory / "out")
+    ds = tracker.open_results(walker.out)
     assert (
         list(ds.step.values) == [10, 200]
         and ds.sizes["prompt"] == 2
         and len(set(ds.fingerprint.values)) == 2
     )
-    tokenizer = str(snapshots(suite) / commit(suite, 0))
+    tokenizer = str(checkpoint_of(suite, 0))
     assert (
         pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
     )
@@ -350,15 +340,15 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
         if line.startswith("step 1: measured by "):
             assert f"process {first.pid}, " in line and line.endswith("; waiting for it\n")
             break
-    assert len(measured) == 2 and Store(walker.directory / "out").steps() == [0, 4, 8]
+    assert len(measured) == 2 and walker.store.steps() == [0, 4, 8]
     first.send_signal(signal.SIGKILL)
     first.communicate()
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
-    assert Store(walker.directory / "out").steps() == STEPS
+    assert walker.store.steps() == STEPS
     measured += [line for line in out.splitlines() if ": miscoupling " in line]
     assert len(measured) == 4
-    assert not list(Store(walker.directory / "out").units.glob(".*"))
+    assert not list(walker.store.units.glob(".*"))
 
 
 @pytest.mark.slow
@@ -370,11 +360,11 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
     assert all(
         status == 2 and "k was" in err and "never mixed" in err for err, status in ended if status
     )
-    ds = tracker.open_results(walker.directory / "out")
+    ds = tracker.open_results(walker.out)
     assert ds["step"].values.tolist() == [0, 1] and ds["k"].values.tolist() == [
         int(k) for k in kept.split(",")
     ]
-    assert Store(walker.directory / "out").read_settings()["k"] == ds["k"].values.tolist()
+    assert walker.store.read_settings()["k"] == ds["k"].values.tolist()
 
 
 KILLED_BY_A_CHANGE = """
@@ -410,7 +400,7 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
     assert status == 0, err
     changes = int(out.splitlines()[-1].removeprefix("changes: "))
     walker.cache = tmp_path / "killed-cache"
-    store = Store(walker.directory / "out")
+    store = walker.store
     found, random_, killed = [], random.Random(0), 0
     while killed < kills or not any(found):
         last = [random_.randint(1, changes // 2) for _ in range(2)]  # as they share the work
@@ -432,10 +422,8 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
     for process in both:
         _, err = process.communicate(timeout=300)
         assert process.returncode == 0, err
-    assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
-    assert not [
-        name for name in os.listdir(walker.directory / "out" / "units") if name.startswith(".")
-    ]
+    assert_same_results(walker.out, tmp_path / "uninterrupted")
+    assert not [name for name in os.listdir(walker.out / "units") if name.startswith(".")]
 
 
 @pytest.mark.slow
@@ -450,7 +438,7 @@ def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
     patient = "import checkpoints.fetch; checkpoints.fetch.TIMEOUT = 600.0"
     # Ray starts threads and processes of its own.
     process = walker.start("--workers", "2", cold=True, before=patient, **environment)
-    store, killed = Store(walker.directory / "out"), 0
+    store, killed = walker.store, 0
     while not killed and process.poll() is None:
         time.sleep(0.02)
         for step in STEPS:
@@ -462,17 +450,17 @@ def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
     claimed.set()
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert_same_results(walker.directory / "out", tmp_path / "uninterrupted")
+    assert_same_results(walker.out, tmp_path / "uninterrupted")
 
 
 def test_workers_need_ray(walker, served, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert pythia.main(walker.arguments("--workers", "2")) == 2
+    assert walker.main("--workers", "2") == 2
     assert (
         "--workers needs ray, which is not installed: pip install 'block-coupling-tracker[ray]'"
         in capsys.readouterr().err
     )
-    assert pythia.main(walker.arguments("--workers", "-1")) == 2
+    assert walker.main("--workers", "-1") == 2
     assert "--workers -1" in capsys.readouterr().err
 
 
