@@ -256,7 +256,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/analysis/pairs.py": (
         "independent_pairs: (both == pair[:, None]).all -> (both == pair[:, None]).any",
-        "is_one_module: results.sizes['layer'] > 1 and len(set(_modules(results, 'layer').values)) == 1 -> results.sizes['layer'] > 1 or len(set(_modules(results, 'layer').values)) == 1",
+        "is_one_module: results.sizes['layer'] > 1 and len(set(_modules(results))) == 1 -> results.sizes['layer'] > 1 or len(set(_modules(results))) == 1",
         "where_counted: counted_pairs(results) > 0 -> counted_pairs(results) > 1",
     ),
     "tracker/analysis/selections.py": (

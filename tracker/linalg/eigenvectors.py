@@ -69,30 +69,10 @@ def _decompose(A: Float[Tensor, "B d d"], count: int) -> tuple[Tensor, Tensor]:
     def run(matrix: int, W: int, Z: int, work: Any, integers: Any) -> None:
         options = (b"V", b"I", b"L")
         flags = [ctypes.cast(ctypes.c_char_p(flag), ctypes.c_void_p) for flag in options]
-        interval = (
-            ctypes.byref(bound),
-            ctypes.byref(bound),
-            ctypes.byref(first),
-            ctypes.byref(n),
-            ctypes.byref(bound),
-        )
-        _routine(name)(
-            *flags,
-            ctypes.byref(n),
-            matrix,
-            ctypes.byref(n),
-            *interval,
-            ctypes.byref(computed),
-            W,
-            Z,
-            ctypes.byref(n),
-            support,
-            ctypes.byref(work),
-            ctypes.byref(of_work),
-            ctypes.byref(integers),
-            ctypes.byref(of_integers),
-            ctypes.byref(info),
-        )
+        width = ctypes.byref(n)
+        interval = map(ctypes.byref, (bound, bound, first, n, bound, computed))
+        workspaces = map(ctypes.byref, (work, of_work, integers, of_integers, info))
+        _routine(name)(*flags, width, matrix, width, *interval, W, Z, width, support, *workspaces)
         if info.value:
             raise RuntimeError(f"LAPACK's {name} failed (info {info.value})")
 
