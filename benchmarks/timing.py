@@ -4,6 +4,7 @@ import pkgutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -69,26 +70,24 @@ def ours(
         )
 
 
-def published(
-    model: "nn.Module", settings: "Benchmark", clock: "Clock", hand_written: bool = False
+def _published(
+    jacobian: str, model: "nn.Module", settings: "Benchmark", clock: "Clock"
 ) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
-    """Run the published algorithm on the first prompt, or that with Jacobians by hand."""
-    from benchmarks import shapes
-    from benchmarks.published import by_hand, couplings, whole_sequence
+    """Run the published algorithm on the first prompt, with Jacobians by a function of `benchmarks.published`."""
+    from benchmarks import published, shapes
 
     inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(
         settings.device
     )
     position = shapes.position(settings.shape)
-    jacobian = by_hand if hand_written else whole_sequence
-    return couplings(model, shapes.blocks(model), inputs, position, settings.k, clock, jacobian)
+    form = getattr(published, jacobian)
+    return published.couplings(
+        model, shapes.blocks(model), inputs, position, settings.k, clock, form
+    )
 
 
-def by_hand(
-    model: "nn.Module", settings: "Benchmark", clock: "Clock"
-) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
-    """Run the same with Jacobians by hand."""
-    return published(model, settings, clock, hand_written=True)
+published = partial(_published, "whole_sequence")
+by_hand = partial(_published, "by_hand")
 
 
 def timed(run: "Run", model: "nn.Module", settings: "Benchmark") -> dict[str, float]:

@@ -9,7 +9,15 @@ import torch
 import xarray as xr
 
 from tracker.analysis.null_levels import OF_JACOBIANS
-from tracker.measures.coupling import BY_ROTATIONS, Moments, Overlap, level_name, null_levels
+from tracker.measures.coupling import (
+    BY_ROTATIONS,
+    Entries,
+    Moments,
+    Overlap,
+    level_name,
+    root_mean_square,
+    root_mean_square_of_release,
+)
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.measures.trajectory import DECLARED as TRAJECTORY
@@ -94,8 +102,10 @@ def unit(
     of_ks = []
     for k in ks:
         unrelated = Overlap(torch.zeros(prompts, 1, L, k), *torch.zeros(2, prompts, 1, L))
-        top = torch.from_numpy(s[..., :k])
-        of_ks.append(torch.stack(null_levels(BY_ROTATIONS, top, moments, unrelated, WIDTH)))
+        top, entries = torch.from_numpy(s[..., :k]), Entries(moments, unrelated, WIDTH)
+        off, size = entries.off_square.sqrt(), entries.square.sqrt()
+        of_norms = root_mean_square(top, entries), root_mean_square_of_release(top, entries)
+        of_ks.append(torch.stack([*of_norms, off, off / size]))  # as BY_ROTATIONS
     for name, level in zip(BY_ROTATIONS, torch.stack(of_ks, 3), strict=True):
         variables[level_name(name, name)] = pair, np.where(diagonal, 0, level.numpy())
     variables |= {f"overlap_{power}": (pair[:-1], zeros) for power in ("squares", "fourths")}

@@ -120,7 +120,7 @@ def measure(
         )
     check_model(model)
     calls = batches(model, inputs, tokenizer, max_tokens)
-    with _prepared(model, blocks, calls, settings, _device(model, device)) as replica:
+    with prepared(model, blocks, calls, settings, _device(model, device)) as replica:
         return estimate(replica, calls, settings)
 
 
@@ -140,7 +140,7 @@ def measure_with(
     device = _device(model, device)
     calls = batches(model, inputs, tokenizer, max_tokens)
     with (
-        _prepared(model, blocks, calls, settings, device) as replica,
+        prepared(model, blocks, calls, settings, device) as replica,
         progress_bar(progress) as shown,
     ):
         samples = measure_calls(replica, calls, settings, shown)
@@ -158,24 +158,8 @@ def measure_samples(
 
     Of a model whose weights are sharded over ranks, every rank measures the same calls, and all ranks raise if one does.
     """
-    with _prepared(model, blocks, calls, settings, device) as replica:
+    with prepared(model, blocks, calls, settings, device) as replica:
         return measure_calls(replica, calls, settings, Progress())
-
-
-def find_on_inputs(
-    model: nn.Module,
-    blocks: Named | Blocks | None,
-    calls: Sequence[Batch],
-    settings: Settings,
-    device: torch.device,
-) -> Blocks:
-    """Find the blocks as `measure` does, by a forward pass where the module tree does not show them.
-
-    Raises:
-        UsageError: if there are none; it lists the proposals that were tried on these inputs.
-    """
-    with _prepared(model, blocks, calls, settings, device) as replica:
-        return replica.description
 
 
 def measure_with_less_memory(
@@ -202,28 +186,19 @@ def measure_with_less_memory(
     raise torch.OutOfMemoryError(message)
 
 
-def estimate_cost(
-    model: nn.Module,
-    blocks: Blocks,
-    calls: Sequence[Batch],
-    settings: Settings,
-    device: torch.device,
-    depth: int | None = None,
-) -> Cost:
-    """Estimate what measuring some forward calls takes; `depth` as in `estimate`."""
-    with _prepared(model, blocks, calls, settings, device) as replica:
-        return estimate(replica, calls, settings, depth)
-
-
 @contextmanager
-def _prepared(
+def prepared(
     model: nn.Module,
     blocks: Named | Blocks | None,
     calls: Sequence[Batch],
     settings: Settings,
     device: torch.device,
 ) -> Iterator[Replica]:
-    """Prepare the model; if blocks are not found, then or later, try those that the error proposes, and raise what came of it."""
+    """Yield a replica of the model, whose description states the blocks that were found.
+
+    Raises:
+        UsageError: if blocks are not found, then or later; it says which of those that the error proposes can be measured.
+    """
     try:
         with prepare(
             model, blocks, calls, device, settings.torch_dtype, settings.tokens

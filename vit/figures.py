@@ -40,7 +40,6 @@ from vit.statistics import (
     fit_units,
     quantities,
     quantity,
-    unit_labels,
     unit_means,
 )
 
@@ -105,7 +104,7 @@ def outcome_against_coupling(
             lw=0,
         )
         means = unit_means(cells, np.stack([x, y], 1), "drop_path")
-        of_mean = [colours[decay] for decay in unit_labels(cells, "drop_path", "weight_decay")]
+        of_mean = [colours[decay] for decay in np.unique(cells["weight_decay"].values)]
         panel.scatter(*means.T, c=of_mean, **shade, s=24, zorder=3)
         fit = fit_units(cells, x, y, "drop_path")
         title = f"depth rate {rate:g}"

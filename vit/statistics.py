@@ -404,11 +404,6 @@ def unit_means(grid: xr.Dataset, values: np.ndarray, within: str) -> np.ndarray:
     return _means(*_units(grid, within), values)
 
 
-def unit_labels(grid: xr.Dataset, within: str, name: str) -> np.ndarray:
-    """Return the value of a coordinate for each unit, in the order of `unit_means`."""
-    return grid[name].values[np.unique(_units(grid, within)[0], return_index=True)[1]]
-
-
 def _means(label: np.ndarray, block: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Return the means of cells of equal label, (labels, columns), after the effects of blocks are removed.
 

@@ -43,15 +43,19 @@ def of_basis(J, K):
 
 
 def closed_forms(J, other, K):
-    """The levels of all definitions and the spread of the first, A of rotations drawn at random, and s."""
+    """The roots of mean squares, the spread of the first, and the values of all definitions over rotations drawn at random."""
     U, V, overlap = of_basis(other, K)
     s = torch.linalg.svdvals(J)[:K]
     found = coupling.moments(J[None], s[:1])
+    entries = coupling.Entries(found, overlap, len(J))
     levels = {
-        name: float(coupling.null_level(name, s[None], found, overlap, len(J)))
-        for name in MISCOUPLINGS
+        "miscoupling": coupling.root_mean_square(s[None], entries),
+        "miscoupling_release": coupling.root_mean_square_of_release(s[None], entries),
+        "offdiag": entries.off_square.sqrt(),
+        "offdiag_normalized": (entries.off_square / entries.square).sqrt(),
     }
-    spread = float(coupling.spread(s[None], found, overlap, len(J)))
+    levels = {name: float(level) for name, level in levels.items()}
+    spread = float(coupling.spread(s[None], entries))
     A = coupling.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
     return levels, spread, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
 
@@ -114,15 +118,12 @@ def test_moments_of_tiny_jacobians_keep_their_digits():
 )
 def test_levels_are_those_of_random_rotations(kind, d, K, power):
     levels, _, drawn = closed_forms(planted(kind, d, power, 0), planted(kind, d, power, 1), K)
-    for name, values in drawn.items():
-        squares = values**2
+    for name, level in levels.items():
+        squares = drawn[name] ** 2
         chance = 5 * float(squares.std()) / DRAWS**0.5
         # The release's E|A_kk| is that of a normal variable, and the normalized one a ratio of expectations.
         approximate = {"miscoupling": 0.0, "offdiag": 0.0}.get(name, 0.03 if power < 1 else 0.06)
-        assert (
-            abs(float(squares.mean()) - levels[name] ** 2)
-            <= chance + approximate * levels[name] + 1e-12
-        ), name
+        assert abs(float(squares.mean()) - level**2) <= chance + approximate * level + 1e-12, name
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "antisymmetric"])
@@ -170,9 +171,8 @@ def test_the_spread_of_a_dataset():
     for p, t, l, m in np.ndindex(ds.sizes["prompt"], ds.sizes["token"], L, L):
         J = torch.from_numpy(ds.jacobian.values[p, t])
         s = torch.linalg.svdvals(J[l])[None, :3]
-        expected = coupling.spread(
-            s, coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], 3)[2], d
-        )
+        of, overlap = coupling.moments(J[l : l + 1], s[:, 0]), of_basis(J[m], 3)[2]
+        expected = coupling.spread(s, coupling.Entries(of, overlap, d))
         assert l == m or found.values[p, t, 0, l, m] == pytest.approx(float(expected), rel=1e-5)
 
 

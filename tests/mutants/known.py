@@ -69,7 +69,6 @@ KNOWN: dict[str, dict[str, str]] = {
         "depth_means: m.shape[-1] -> m.shape[-2]": "as many layers along both axes",
         "Entries.__init__: max(1, (d - 1) * (d + 2)) -> max(2, (d - 1) * (d + 2))": "at d = 1 it divides 0, and at d = 2 the other is 4",
         "moments: torch.where(scale > 0, scale, 1.0) -> torch.where(scale > 0, scale, 2.0)": "of a matrix of zeros",
-        "null_levels: {'miscoupling_release', OF_TRACE} & {*definitions} -> {'miscoupling_release', OF_TRACE} | {*definitions}": "what was not asked for is computed, too",
     },
     "tracker/measures/trajectory.py": {
         "_squared_variation: mean.abs() > zero -> mean.abs() >= zero": "a mean of 0 gives 0 / 0, which is NaN, too",
@@ -246,7 +245,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/analysis/pairs.py": (
         "independent_pairs: (both == pair[:, None]).all -> (both == pair[:, None]).any",
-        "is_one_module: results.sizes['layer'] > 1 and len(set(_modules(results, 'layer').values)) == 1 -> results.sizes['layer'] > 1 or len(set(_modules(results, 'layer').values)) == 1",
+        "is_one_module: results.sizes['layer'] > 1 and len(set(_modules(results))) == 1 -> results.sizes['layer'] > 1 or len(set(_modules(results))) == 1",
         "where_counted: counted_pairs(results) > 0 -> counted_pairs(results) > 1",
     ),
     "tracker/analysis/selections.py": (

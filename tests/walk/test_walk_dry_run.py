@@ -144,13 +144,13 @@ def test_the_timed_model_is_random_and_has_two_blocks(walker, served, capsys, mo
     from tracker.walk import dry_run as walk_dry_run
 
     seen = []
-    real = walk_dry_run.estimate_cost
+    real = walk_dry_run.estimate
 
-    def watching(model, blocks, *rest):
-        seen.append((len(blocks.names), rest[-1], torch.get_rng_state()))
-        return real(model, blocks, *rest)
+    def watching(replica, *rest):
+        seen.append((len(replica.description.names), rest[-1], torch.get_rng_state()))
+        return real(replica, *rest)
 
-    monkeypatch.setattr(walk_dry_run, "estimate_cost", watching)
+    monkeypatch.setattr(walk_dry_run, "estimate", watching)
     before = torch.get_rng_state()
     dry_run(capsys, *walker.arguments())
     ((blocks, depth, state),) = seen

@@ -13,7 +13,15 @@ from tracker.analysis.variables import in_float64, labelled
 from tracker.common.errors import UsageError
 from tracker.common.text import join_names
 from tracker.measures import coupling
-from tracker.measures.coupling import BY_ROTATIONS, LEVEL, OF_TRACE, Moments, Overlap, level_name
+from tracker.measures.coupling import (
+    BY_ROTATIONS,
+    LEVEL,
+    OF_TRACE,
+    Entries,
+    Moments,
+    Overlap,
+    level_name,
+)
 from tracker.measures.dataset import compared_layers, compared_tokens
 from tracker.measures.declaration import NORMED, Measure
 from tracker.measures.registry import BY_NAME, KINDS
@@ -173,7 +181,7 @@ def _spread(results: xr.Dataset, name: str) -> xr.Variable:
         part = slice(at, at + at_once)
         moments = Moments(*(values[part] for values in of))
         overlap = Overlap(*(values[part] for values in basis)).at(i, k)
-        evaluated[i, part] = coupling.spread(s[part, ..., :k], moments, overlap, d)
+        evaluated[i, part] = coupling.spread(s[part, ..., :k], Entries(moments, overlap, d))
     other = "pair_token_other" if of_tokens else "layer_other"
     samples = [results.sizes[dim] for dim in sample]
     values = evaluated.reshape(len(ks), *samples, *evaluated.shape[2:]).numpy()

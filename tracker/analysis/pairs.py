@@ -39,7 +39,7 @@ def counted_pairs(results: xr.Dataset) -> xr.Variable:
             f"pairs of blocks need the same blocks along layer {listed} and layer_other {others}; select both alike: "
             "results.sel(layer=[1, 2], layer_other=[1, 2])"
         )
-    modules, layers = _modules(results, "layer").values, np.array(listed)
+    modules, layers = _modules(results), np.array(listed)
     of_two_modules = modules[:, None] != modules
     # Neighbours are pairs at distance 1, and the diagonal is at 0.
     distance = abs(layers[:, None] - layers)
@@ -62,7 +62,7 @@ def independent_pairs(matrices: xr.DataArray, results: xr.Dataset) -> Float[ndar
     )
     if not has_one_module(results):
         return values
-    of_layer = _modules(results, "layer").values
+    of_layer = _modules(results)
     # The two modules of each pair, in one order: both directions are in its value already.
     both = np.sort(of_layer[np.stack(np.triu_indices(len(of_layer), 1))], 0)
     of_modules = [values[..., (both == pair[:, None]).all(0)] for pair in np.unique(both, axis=1).T]
@@ -77,7 +77,7 @@ def has_one_module(results: xr.Dataset) -> bool:
 
 def is_one_module(results: xr.Dataset) -> bool:
     """Whether all blocks, of which there are several, are one module."""
-    return results.sizes["layer"] > 1 and len(set(_modules(results, "layer").values)) == 1
+    return results.sizes["layer"] > 1 and len(set(_modules(results))) == 1
 
 
 def has_equal_weights(results: xr.Dataset) -> bool:
@@ -138,8 +138,8 @@ def _groups(results: xr.Dataset, kind: str) -> Groups:
     ]
 
 
-def _modules(results: xr.Dataset, dim: str) -> xr.Variable:
-    """Return the first layer of each layer's module, along `dim`."""
+def _modules(results: xr.Dataset) -> np.ndarray:
+    """Return the first layer of each layer's module."""
     first = {layer: group[0] for group in _groups(results, ONE_MODULE) for layer in group}
-    layers = results.variables[dim].values.astype(int).tolist()
-    return xr.Variable(dim, np.array([first.get(layer, layer) for layer in layers]))
+    layers = results.variables["layer"].values.astype(int).tolist()
+    return np.array([first.get(layer, layer) for layer in layers])

@@ -111,7 +111,7 @@ def summary(
 
 def summary_of_reduced(results: Mapping[str, xr.Dataset]) -> Summary:
     """Return the summary of one result or several along `step`, each as `reduction.reduced` returns it."""
-    return _of_results({name: _result_of_reduced(curve, None) for name, curve in results.items()})
+    return _of_results({name: _result_of_reduced(curve) for name, curve in results.items()})
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class _Result:
         return max(self.coupling, key=lambda step: np.nan_to_num(self.coupling[step], nan=-np.inf))
 
 
-def _result_of_reduced(curve: xr.Dataset, k: int | None) -> _Result:
-    k, name = _chosen(curve, k)
+def _result_of_reduced(curve: xr.Dataset) -> _Result:
+    k, name = _chosen(curve, None)
     steps = curve["step"].values.tolist()
     coupling = (
         curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values

@@ -6,7 +6,7 @@ With J = U S V^T that of the block, J_A of the attention and J_M of the MLP, K t
     shares              sum_k u_k . J_A v_k / sum_k s_k, and of J_M         of what the block does along its top K directions;
                         they add up to 1 where the halves are parallel
     miscoupling         mis-coupling m_K of J_M in the singular bases of J_A, and of J_A in those of J_M; the null
-                        level is the root of the mean square over rotations (`coupling.null_level`)
+                        level is the root of the mean square over rotations (`coupling.root_mean_square`)
     alignment plots     U^T J_A V, U^T J_M V, of the top K                  (Li and Papyan, 2023)
                         diagonal where a half acts along the block's own directions
 
@@ -23,7 +23,14 @@ from torch import Tensor
 from tracker.jacobians.halves import Matrices
 from tracker.linalg.svd import Triplets, top_singular_triplets
 from tracker.measures import coupling
-from tracker.measures.coupling import Moments, moments, moments_of_layers, null_level, overlap
+from tracker.measures.coupling import (
+    Entries,
+    Moments,
+    moments,
+    moments_of_layers,
+    overlap,
+    root_mean_square,
+)
 from tracker.measures.declaration import LAYER, OURS, Measure, of_each_block
 from tracker.measures.single_blocks import jacobian_gain
 
@@ -62,8 +69,8 @@ def _null_level(s: Tensor, of_half: Moments, basis: Triplets) -> Values:
     """Return the null level of the mis-coupling of a half in one basis."""
     d, K = basis.U.shape[-2:]
     of_basis = overlap(basis.U[:, None], basis.V[:, None], [K]).at(0, K)
-    of_layer = moments_of_layers([of_half])
-    return null_level("miscoupling", s[:, None], of_layer, of_basis, d)[:, 0, 0]
+    entries = Entries(moments_of_layers([of_half]), of_basis, d)
+    return root_mean_square(s[:, None], entries)[:, 0, 0]
 
 
 # Words, symbol, the other half

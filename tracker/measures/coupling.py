@@ -28,17 +28,13 @@ the entries of A = (Q U')^T J (Q V') have exactly the mean and the variance
     sigma_ij^2 = |S0|^2 (1 + (1 - 2/d) G_ij^2) / ((d - 1)(d + 2)) + |A0|^2 (1 - G_ij^2) / (d (d - 1))
 
 The null level of a mis-coupling is its mean over Q. `rotations` measures it, and the measurement stores it. The root of the
-expected square has a formula, which serves control variates of that mean, halves of blocks, and results of earlier versions:
+expected square has a formula, which serves control variates of that mean and halves of blocks:
 
     miscoupling                 sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 tau sum_k s_k G_kk) / |s|_2^2)
     miscoupling_release         sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 sum_k s_k E|A_kk|) / |s|_2^2)
-    miscoupling_release_trace   that of miscoupling_release, times |s|_2 / |s|_1
-    offdiag                     sqrt(sum_{i != j} (tau^2 G_ij^2 + sigma_ij^2))
-    offdiag_normalized          the root of that sum over the same sum over all i, j
 
-Those of `miscoupling` and `offdiag` are exact; that of `offdiag_normalized` is of a ratio of expectations, and E|A_kk| that of a
-normal variable. They need few numbers of each block, which are stored: the `Moments` of its Jacobian and the `Overlap` of its
-singular vectors. Derivation: docs/measurements.md.
+The first is exact; in the second E|A_kk| is that of a normal variable. They need few numbers of each block, which are stored: the
+`Moments` of its Jacobian and the `Overlap` of its singular vectors. Derivation: docs/measurements.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -405,57 +401,37 @@ def overlap(
     return Overlap(diagonal, *sums)
 
 
-def null_level(definition: str, s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
-    """Return the formula of a null level for every pair of Jacobian and basis; NaN where the Jacobian is zero.
+def root_mean_square(s: ValuesOfLayers, entries: "Entries") -> Pairs:
+    """Return the root of the expected square of `miscoupling` for every pair of Jacobian and basis; NaN for a Jacobian of zeros.
 
     Args:
-        definition: a name of `coupling.DEFINITIONS`.
         s: top K singular values of the Jacobians.
-        of: moments of the Jacobians, (*batch, L).
-        basis: overlap of the vectors of the bases, (*batch, M).
-        d: width of the model.
+        entries: of A, by the moments of the Jacobians and the overlap of the vectors of the bases.
     """
-    return null_levels([definition], s, of, basis, d)[0]
+    return _root_mean_square(s, entries, entries.tau * _products(s, entries.g))
 
 
-def null_levels(
-    definitions: Sequence[str], s: ValuesOfLayers, of: Moments, basis: Overlap, d: int
-) -> list[Pairs]:
-    """Return the formulas of `null_level` for several definitions; what two of them need is computed once."""
-    if unknown := {*definitions} - {definition.name for definition in DEFINITIONS}:
-        raise ValueError(f"no null level is known for {', '.join(sorted(unknown))}")
+def root_mean_square_of_release(s: ValuesOfLayers, entries: "Entries") -> Pairs:
+    """Return the same of `miscoupling_release`."""
+    return _root_mean_square(s, entries, (entries.diagonal_size() @ s[..., None])[..., 0])
+
+
+def _root_mean_square(s: ValuesOfLayers, entries: "Entries", along: Pairs) -> Pairs:
+    """Return a root from sum_k s_k E A_kk, or sum_k s_k E|A_kk|."""
     # Of a Jacobian of zeros nothing is defined.
-    s = torch.where(s[..., :1] > 0, s, torch.nan)
-    norm, entries = vector_norm(s, dim=-1)[..., None], Entries(of, basis, d)
-    defined = torch.where(norm > 0, 1.0, torch.nan)
-    page = (
-        (1 + (entries.square - 2 * entries.tau * _products(s, entries.g)) / norm**2)
-        .clamp_min(0)
-        .sqrt()
-    )
-    off = entries.off_square.sqrt() * defined
-    levels = {
-        "miscoupling": page,
-        "offdiag": off,
-        "offdiag_normalized": off / entries.square.sqrt(),
-    }
-    # The size of the diagonal takes most of the time
-    if {"miscoupling_release", OF_TRACE} & {*definitions}:
-        overlapping = (entries.diagonal_size() @ s[..., None])[..., 0]
-        release = (1 + (entries.square - 2 * overlapping) / norm**2).clamp_min(0).sqrt()
-        levels |= {"miscoupling_release": release, OF_TRACE: release * norm / s.sum(-1)[..., None]}
-    return [levels[definition] for definition in definitions]
+    norm = vector_norm(torch.where(s[..., :1] > 0, s, torch.nan), dim=-1)[..., None]
+    return (1 + (entries.square - 2 * along) / norm**2).clamp_min(0).sqrt()
 
 
-def spread(s: ValuesOfLayers, of: Moments, basis: Overlap, d: int) -> Pairs:
+def spread(s: ValuesOfLayers, entries: "Entries") -> Pairs:
     """Return the standard deviation of `miscoupling` over Q, to first order in its square.
 
     Its square is a sum over the entries of A, which are taken as independent and normal. Tests show this to hold for
     K <= d / 9, except that it is up to a third too small for antisymmetric Jacobians; for larger K draw Q (`simulated`). The
     other definitions leave out the largest entries, and the rest depend on each other: draw Q for these too. Arguments as for
-    `null_level`.
+    `root_mean_square`.
     """
-    level, entries = null_level("miscoupling", s, of, basis, d), Entries(of, basis, d)
+    level = root_mean_square(s, entries)
     g, tau, a, b = entries.g, entries.tau, entries.a, entries.b
     # The variance of (A_ij - c)^2 is 2 sigma^4 + 4 sigma^2 (mean - c)^2; c = s_k on the diagonal and 0 off it.
     shift = a * (s**2).sum(-1)[..., None] + b * _products(s**2, g**2)

@@ -27,14 +27,6 @@ def path_inside(module: nn.Module) -> tuple[list[str], nn.Module]:
     return steps, module
 
 
-def module_named(model: nn.Module, name: str) -> nn.Module:
-    """Return the model's own module of this name, inside its wrappers."""
-    module = innermost(model)
-    for step in name.split(".") if name else ():
-        module = innermost(module.get_submodule(step))
-    return module
-
-
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model without wrappers at any depth: the model itself if it has none, else shallow copies of its modules.
 

@@ -112,17 +112,13 @@ def runs(module: nn.Module) -> bool:
     return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
 
 
-def map_leaves(batch: Any, change: Callable[[Any], Any], memo: dict[int, Any] | None = None) -> Any:
-    """Copy a batch with `change` applied to every tensor, array, list of texts and object that is not taken apart.
-
-    Args:
-        memo: copies made so far, by the original's `id`.
-    """
+def map_leaves(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """Copy a batch with `change` applied to every tensor, array, list of texts and object that is not taken apart."""
 
     def is_leaf(part: Any) -> bool:
         return is_texts(part) or not (isinstance(part, (tuple, list, dict)) or is_record(part))
 
-    return copy_nested(batch, change, {} if memo is None else memo, is_leaf)
+    return copy_nested(batch, change, {}, is_leaf)
 
 
 def leaves(batch: Any) -> list[Any]:

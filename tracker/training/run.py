@@ -25,7 +25,7 @@ from tracker.analysis.summary import summary
 from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
-from tracker.measurement import find_on_inputs, to_dataset
+from tracker.measurement import prepared, to_dataset
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.model.proposals import BlocksNotFound
@@ -185,10 +185,9 @@ class TrainingRun:
             with isolate_rng():
                 batch = self._given(*arguments)() if known else take()  # type: ignore[reportOptionalCall]
                 calls = probes.forward_calls(unwrap(module), batch, self.tokenizer)
-                blocks = find_on_inputs(
-                    unwrap(module), self.blocks, calls, self.settings, _measuring_device(device)
-                )
-            self.target = Target("", None, blocks)
+                device = _measuring_device(device)
+                with prepared(unwrap(module), self.blocks, calls, self.settings, device) as replica:
+                    self.target = Target("", None, replica.description)
 
     def _given(self, *arguments: Any) -> Callable[[], Any]:
         """Return the function of no arguments that returns the given probe."""

@@ -26,8 +26,8 @@ from checkpoints.suites import Checkpoint
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, duration, entry, join_names, printable, size
-from tracker.measurement import estimate_cost
-from tracker.measures.estimate import Cost
+from tracker.measurement import prepared
+from tracker.measures.estimate import Cost, estimate
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
 from tracker.walk.display import reason
@@ -169,7 +169,8 @@ def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
     calls = batches(small, measurement.inputs, timed.tokenizer, measurement.max_tokens)
     settings = replace(settings, memory_budget=budget)
     depth = None if small is whole else len(blocks.names)
-    cost = estimate_cost(small, find_blocks(small), calls, settings, device, depth)
+    with prepared(small, find_blocks(small), calls, settings, device) as replica:
+        cost = estimate(replica, calls, settings, depth)
     stored = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers()))
     return replace(cost, blocks=str(blocks), weights_bytes=stored)
 
