@@ -9,7 +9,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tracker.common.command_line import OK, reports_errors
@@ -49,7 +49,7 @@ def time_run(run: Run) -> dict:
     import torch
     from timm import create_model
 
-    from benchmarks.machine import Clock, environment, synchronize
+    from benchmarks.machine import Clock, environment, settings_of, synchronize
     from tracker import CouplingCallback
 
     class Training(lightning.LightningModule):
@@ -108,7 +108,7 @@ def time_run(run: Run) -> dict:
     measurement = statistics.median(measurements)
     training = statistics.median(s - m for m, s in zip(measurements, stretches, strict=True))
     return {
-        "run": {**asdict(run), "out": None},
+        "run": settings_of(run),
         "share": statistics.median(m / s for m, s in zip(measurements, stretches, strict=True)),
         "share_every_1000_steps": measurement / (measurement + training * 1000 / run.every),
         "seconds_of_a_measurement": measurement,
@@ -120,11 +120,9 @@ def time_run(run: Run) -> dict:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    from tracker.common.parser import Parser, summary
+    from tracker.common.parser import parsed
 
-    parser = Parser(prog="python -m benchmarks.callback", description=summary(Run))
-    parser.add_class_arguments(Run, as_group=False)
-    run = Run(**parser.parse_args(arguments).as_dict())
+    run = parsed(Run, "benchmarks.callback", arguments)
     from benchmarks.machine import keep
     from tracker.provenance import usable_device
 
@@ -136,8 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"one measurement {result['seconds_of_a_measurement']:.2f} s, every {run.every} steps: "
         f"{result['share']:.1%} of the time"
     )
-    if run.out is not None:
-        keep(result, run.out)
+    keep(result, run.out)
     return OK
 
 

@@ -8,7 +8,7 @@ with the square of their number.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,12 @@ from tracker.common.values import Method, Precision
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+ALGORITHMS = {
+    "ours": "tracker.measure",
+    "published": "the published algorithm",
+    "by_hand": "torch.func.jacrev by hand",
+}
 
 
 @dataclass
@@ -76,11 +82,9 @@ class Benchmark:
 @reports_errors()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.common.parser import Parser, summary
+    from tracker.common.parser import parsed
 
-    parser = Parser(prog="python -m benchmarks.coupling", description=summary(Benchmark))
-    parser.add_class_arguments(Benchmark, as_group=False)
-    settings = Benchmark(**parser.parse_args(arguments).as_dict())
+    settings = parsed(Benchmark, "benchmarks.coupling", arguments)
     for name in ("tokens", "k", "blocks", "prompts", "repeats", "memory_budget"):
         value = getattr(settings, name)
         if value is not None and value < 1:
@@ -98,8 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     usable_device(settings.device, f"--device {settings.device}")
     result = coupling(settings)
     print(table(result))
-    if settings.out:
-        keep(result, settings.out)
+    keep(result, settings.out)
     return OK
 
 
@@ -128,7 +131,7 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     }
     jacobians.clear()
     result: dict[str, Any] = {
-        "settings": {name: value for name, value in asdict(settings).items() if name != "out"},
+        "settings": machine.settings_of(settings),
         "environment": environment,
         "blocks": L,
         "width": d,
@@ -196,57 +199,33 @@ def _rates(
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format a result for a terminal."""
-    mine, theirs = result["ours"], result.get("published", {"stages": {}})
-    settings = result["settings"]
+    """Format a result for a terminal: a line for each algorithm, and what its times are compared with."""
+    settings, ours, certificate = result["settings"], result["ours"], result["certificate"]
     lines = [
         f"{settings['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {settings['k']}, "
-        f"{settings['prompts']} prompt(s), {settings['device']}, {result['environment']['threads']} threads",
-        f"{'stage':10}{'ours, s':>10}{'published, s':>14}{'ratio':>8}{'of GEMM rate':>14}",
+        f"{settings['prompts']} prompt(s), {settings['device']}, {result['environment']['threads']} threads"
     ]
-    for stage in ("whole", *mine["stages"]):
-        own = mine["seconds"] if stage == "whole" else mine["stages"][stage]
-        other = theirs.get("seconds") if stage == "whole" else theirs["stages"].get(stage)
-        ratio = theirs.get("ratio", {}).get(stage)
-        fraction = mine["fraction_of_gemm_rate"].get(stage)
-        lines.append(
-            f"{stage:10}{own:10.3f}{_cell(other, '14.3f')}{_cell(ratio, '8.1f')}{_cell(fraction, '14.1%')}"
-        )
-    if "peak_bytes" in mine:
-        own, other = mine["peak_bytes"] / 1e6, theirs.get("peak_bytes", float("nan")) / 1e6
-        lines.append(
-            f"{'peak, MB':10}{own:10.1f}{_cell(other, '14.1f')}{_cell(other / own, '8.1f')}"
-        )
-    certificate = result["certificate"]
-    lines.append(
-        f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; SVD stage {mine['svd_over_jacobian']:.0%} of the "
-        f"Jacobian stage; residual {certificate['residual']:.1e}, complete {certificate['complete']}, "
-        f"full SVD {certificate['full_svd']:.0%}"
-    )
-    if mine["products_saved"]:
-        lines.append(
-            f"Jacobian stage {mine['speedup_over_gemm']:.2f} times as fast as all products of d cotangents; "
-            f"{mine['products_saved']:.0%} of their operations are skipped"
-        )
-    for name, text in {
-        "published": "the published algorithm",
-        "by_hand": "torch.func.jacrev by hand",
-    }.items():
-        if other := result.get(name):
-            differences = ", ".join(
-                f"{measure} {value:.1e}" for measure, value in other["errors"].items()
-            )
-            lines.append(
-                f"{text} takes {other['ratio']['whole']:.2f} times as long; differences: {differences}"
-            )
-    if settings["prompts"] > 1:
-        lines.append("published: one prompt; ratios are per prompt")
+    for name, text in ALGORITHMS.items():
+        if name not in result:
+            continue
+        algorithm = result[name]
+        parts = [f"{stage} {seconds:.3f} s" for stage, seconds in algorithm["stages"].items()]
+        if "peak_bytes" in algorithm:
+            parts.append(f"peak {algorithm['peak_bytes'] / 1e6:.1f} MB")
+        lines.append(f"{text}: {algorithm['seconds']:.3f} s ({', '.join(parts)})")
+        if name != "ours":
+            ratios = [f"{stage} {ratio:.2f}" for stage, ratio in algorithm["ratio"].items()]
+            errors = [f"{measure} {error:.1e}" for measure, error in algorithm["errors"].items()]
+            lines.append(f"    ratio per prompt: {', '.join(ratios)}; errors: {', '.join(errors)}")
+    rate, saved = ours["fraction_of_gemm_rate"]["jacobian"], ours["products_saved"]
+    lines += [
+        f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; Jacobians at {rate:.1%} of GEMM rate, "
+        f"{ours['speedup_over_gemm']:.2f} times as fast as all products of d cotangents, of whose operations {saved:.0%} are "
+        "skipped",
+        f"SVD stage {ours['svd_over_jacobian']:.0%} of the Jacobian stage; residual {certificate['residual']:.1e}, complete "
+        f"{certificate['complete']}, full SVD {certificate['full_svd']:.0%}",
+    ]
     return "\n".join(lines)
-
-
-def _cell(value: float | None, form: str) -> str:
-    missing = value is None or value != value
-    return f"{'-':>{form.split('.')[0]}}" if missing else f"{value:{form}}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -149,10 +150,16 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
         return process.submit(function, *arguments).result()
 
 
-def keep(result: dict[str, Any], file: Path) -> None:
-    """Write a result and print its path."""
-    save(result, file)
-    print(file)
+def settings_of(command: Any) -> dict[str, Any]:
+    """Return the settings of a benchmark that decide its result."""
+    return {name: value for name, value in asdict(command).items() if name != "out"}
+
+
+def keep(result: dict[str, Any], file: Path | None) -> None:
+    """Write a result and print its path, if there is one."""
+    if file is not None:
+        save(result, file)
+        print(file)
 
 
 def save(result: dict[str, Any], file: Path) -> None:

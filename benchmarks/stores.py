@@ -52,12 +52,9 @@ class Stores:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.common.parser import Parser, summary
+    from tracker.common.parser import parsed
 
-    parser = Parser(prog="python -m benchmarks.stores", description=summary(Stores))
-    parser.add_class_arguments(Stores, as_group=False)
-    settings = Stores(**parser.parse_args(arguments).as_dict())
-
+    settings = parsed(Stores, "benchmarks.stores", arguments)
     from tests.stores import generated
 
     sizes = [int(count) for count in settings.units.split(",")]

@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,17 +48,14 @@ class Streaming:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    from tracker.common.parser import Parser, summary
+    from tracker.common.parser import parsed
 
-    parser = Parser(prog="python -m benchmarks.streaming", description=summary(Streaming))
-    parser.add_class_arguments(Streaming, as_group=False)
-    settings = Streaming(**parser.parse_args(arguments).as_dict())
+    settings = parsed(Streaming, "benchmarks.streaming", arguments)
     from benchmarks.machine import keep
 
     result = streaming(settings)
     print(table(result))
-    if settings.out:
-        keep(result, settings.out)
+    keep(result, settings.out)
     return 0
 
 
@@ -79,7 +76,7 @@ def streaming(settings: Streaming) -> dict[str, Any]:
     values = {name: made[0].pop("values") for name, made in runs.items()}
     reference = values[IN_MEMORY]
     return {
-        "settings": {k: v for k, v in asdict(settings).items() if k != "out"},
+        "settings": machine.settings_of(settings),
         "environment": environment,
         "weights_bytes": weights,
         "ways": {

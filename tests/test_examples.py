@@ -23,6 +23,12 @@ STEPS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def beside_the_script(monkeypatch):
+    """Let a script import what is beside it, as `python examples/NAME.py` does."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
 @pytest.mark.parametrize("name", [*STEPS, "smollm2"])
 def test_help_explains_the_example_and_runs_nothing(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -23,13 +23,15 @@ DEPTH = 3
 RANDOM = dict(
     n_layers=DEPTH, d_model=16, n_ctx=48, d_head=4, n_heads=4, d_vocab=10, seed=0, device="cpu"
 )
-GATED = dict(gated_mlp=True, act_fn="silu", positional_embedding_type="rotary")
-NO_MLP = dict(attn_only=True, act_fn=None)
 HOOKED = {
-    "as GPT-2": {},
-    "as Llama": dict(normalization_type="RMS", n_key_value_heads=2, **GATED),
-    "folded RMSNorm": dict(normalization_type="RMSPre", n_key_value_heads=2, **GATED),
-    "attention only": NO_MLP,
+    "attention only": dict(attn_only=True, act_fn=None),
+    "folded RMSNorm": dict(
+        normalization_type="RMSPre",
+        n_key_value_heads=2,
+        gated_mlp=True,
+        act_fn="silu",
+        positional_embedding_type="rotary",
+    ),
 }
 
 
@@ -62,10 +64,10 @@ pytestmark = [
 FULL = pytest.mark.filterwarnings("ignore:.*measured over the full sequence")
 
 
-def hooked(name="as GPT-2", **options):
+def hooked(**options):
     if int(version("transformer-lens").split(".")[0]) >= 4:
         pytest.skip("TransformerLens 4 has no HookedTransformer")
-    settings = {"act_fn": "gelu", "initializer_range": 0.3, **RANDOM, **HOOKED[name], **options}
+    settings = {"act_fn": "gelu", "initializer_range": 0.3, **RANDOM, **options}
     model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**settings))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -94,33 +96,24 @@ def bridge(name, directory, compatible):
     return model
 
 
-@FULL
-def test_entropy_of_the_next_token():
-    model = hooked()
-    ds = tracker.measure(model, IDS, measures="entropy", dtype="float64")
-    with torch.no_grad():
-        p = model.double()(IDS).softmax(-1)
-    np.testing.assert_allclose(ds.entropy[:, -1], -(p * p.log()).sum(-1), rtol=1e-6)
-
-
 def check_against_brute_force(model, final_norm):
-    """Measure in float64 and compare every Jacobian, norm and mis-coupling; `final_norm` is its name, or None."""
+    """Measure in float64 and compare every Jacobian, norm and mis-coupling; `final_norm` is its name."""
     before = snapshot(model)
     ds = tracker.measure(model, IDS, k=4, tokens="all", dtype="float64")
     assert_unchanged(model, before)
-    assert ds.attrs["final_norm"] == ("include" if final_norm else "exclude")
-    assert ds.attrs["final_norm_module"] == (final_norm or "")
+    assert ds.attrs["final_norm"] == "include"
+    assert ds.attrs["final_norm_module"] == final_norm
     found, model = tracker.find_blocks(model), unwrap(model.to(torch.float64))
     blocks = [model.get_submodule(name) for name in found.names]
     assert len(blocks) == DEPTH and ds.diagnostics_complete.all()
-    norm = model.get_submodule(final_norm) if final_norm else None
+    norm = model.get_submodule(final_norm)
     # Without torch.func, as bridges keep tensors of their last pass.
     expected = brute_force.run(model, IDS, blocks, norm, batch_first=True, functorch=False)
     truth = brute_force_jacobians(expected, IDS)
     assert jacobian_difference(model, IDS, ds, truth, torch.float64) <= 1e-10
     for (b, t), J in truth.items():
         for measure, values in brute_force.couplings(J, 4).items():
-            seen = ds[f"{measure}_normed" if final_norm else measure]
+            seen = ds[f"{measure}_normed"]
             np.testing.assert_allclose(seen.sel(k=4).values[b, t], values, rtol=0, atol=1e-8)
     states = torch.stack([*expected.inputs, expected.last]).norm(dim=-1).movedim(1, 0).detach()
     np.testing.assert_allclose(ds.norm.values, states, rtol=1e-10)
@@ -130,15 +123,9 @@ def check_against_brute_force(model, final_norm):
 @FULL
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooked_transformers_against_brute_force(name):
-    ds = check_against_brute_force(hooked(name), "ln_final")
+    ds = check_against_brute_force(hooked(**HOOKED[name]), "ln_final")
     assert not ds.diagnostics_sliced.any()
     assert "10 logits follow" in ds.attrs["final_norm_reason"]
-
-
-@FULL
-@pytest.mark.filterwarnings("ignore:this is a language model")
-def test_a_hooked_transformer_without_norms():
-    check_against_brute_force(hooked("attention only", normalization_type=None), None)
 
 
 @FULL
@@ -166,9 +153,8 @@ def test_a_plain_bridge_has_the_measures_of_its_hugging_face_model(name, tmp_pat
 
 
 @FULL
-@pytest.mark.parametrize("name", ["as GPT-2", "folded RMSNorm"])
-def test_half_precision_weights_are_measured_in_float32(name):
-    model = hooked(name, dtype=torch.bfloat16)
+def test_half_precision_weights_are_measured_in_float32():
+    model = hooked(dtype=torch.bfloat16)
     seen = tracker.measure(model, IDS, k=4)
     expected = tracker.measure(model.to(torch.float32), IDS, k=4)
     assert seen.attrs["weights_dtype"] == "bfloat16" and seen.attrs["dtype"] == "float32"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from jsonargparse import ArgumentParser
 
@@ -23,6 +23,7 @@ LOG_HELP = (
     "all, or names with commas between them, such as miscoupling/mean_offdiag,trajectory/*"
 )
 
+Command = TypeVar("Command")
 NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
@@ -120,6 +121,13 @@ def _with_underscores(arguments: Sequence[str]) -> list[str]:
         for one in arguments[:end]
     )
     return [*flags, *arguments[end:]]
+
+
+def parsed(command: type[Command], module: str, arguments: Sequence[str] | None) -> Command:
+    """Read the command line of `python -m MODULE`, whose flags are the fields of a dataclass."""
+    parser = Parser(prog=f"python -m {module}", description=summary(command))
+    parser.add_class_arguments(command, as_group=False)
+    return command(**parser.parse_args(arguments).as_dict())
 
 
 def summary(command: type) -> str:
