@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import tracker
 from tests import brute_force, home_made
 from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
+from tests.lightning_runs import trainer
 from tests.models import WIDTH, images, tokens
 from tracker.common.errors import UsageError
 
@@ -227,14 +228,7 @@ class Module(lightning.LightningModule):
 def fit(module, tmp_path):
     callback = tracker.CouplingCallback(every_n_steps=1, k=K, save_dir=tmp_path)
     loader = DataLoader(TensorDataset(tokens()))
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", callbacks=[callback], **quiet)
-    trainer.fit(module, loader, loader)
+    trainer([callback], max_steps=1).fit(module, loader, loader)
 
 
 @pytest.mark.slow

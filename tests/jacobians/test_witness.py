@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import tracker
@@ -219,16 +218,8 @@ def test_the_copy_answers_where_the_caller_says_so():
 
 def test_the_copy_answers_for_a_model_that_cannot_run():
     """Float64 weights, which transformers' grouped experts refuse."""
-    config = transformers.MixtralConfig(
-        vocab_size=30,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=64,
-    )
-    model = transformers.MixtralForCausalLM(config).eval().double()
-    attribute = tracker.measure(model, IDS, k=4, dtype="float64").attrs["witness"]
+    model, inputs = build("mixtral")
+    attribute = tracker.measure(model.double(), inputs, k=4, dtype="float64").attrs["witness"]
     assert (
         attribute.startswith("not asked: RuntimeError: ")
         and "; its copy agrees at one row of each block" in attribute

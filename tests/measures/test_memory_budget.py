@@ -9,43 +9,15 @@ import torch
 BUDGET = 108 << 20
 OPTIONS = {"k": 4, "final_norm": "exclude"}
 CASES = {  # with more bytes of Jacobians than the budget
-    "wide": {
-        "width": 768,
-        "blocks": 2,
-        "prompts": 29,
-        "n": 16,
-        "tokens": "last",
-        "measures": "coupling",
-    },
-    "narrow": {
-        "width": 96,
-        "blocks": 8,
-        "prompts": 12,
-        "n": 48,
-        "tokens": "all",
-        "measures": "coupling",
-    },
-    "in a file": {
-        "width": 768,
-        "blocks": 26,
-        "prompts": 2,
-        "n": 16,
-        "tokens": "last",
-        "measures": "coupling",
-    },
-    "across tokens": {
-        "width": 192,
-        "blocks": 3,
-        "prompts": 14,
-        "n": 24,
-        "tokens": "last",
-        "measures": "tokenwise",
-    },
+    "wide": {"width": 768, "blocks": 2, "prompts": 29, "n": 16},
+    "narrow": {"width": 96, "blocks": 8, "prompts": 12, "n": 48, "tokens": "all"},
+    "in a file": {"width": 768, "blocks": 26, "prompts": 2, "n": 16},
+    "across tokens": {"width": 192, "blocks": 3, "prompts": 14, "n": 24, "measures": "tokenwise"},
 }
 
 
 def peak_of_measurement(
-    width: int, blocks: int, prompts: int, n: int, tokens: str, measures: str
+    width: int, blocks: int, prompts: int, n: int, tokens: str = "last", measures: str = "coupling"
 ) -> tuple[list[str], int]:
     """Return the measured variables, and the largest number of bytes in use above those before the measurement."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM

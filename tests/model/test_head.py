@@ -145,16 +145,6 @@ def test_the_entropy_is_of_the_model_s_logits(name):
         np.testing.assert_allclose(ds.norm_normed[:, -1], 3 * 48**0.5, rtol=1e-3)
 
 
-def test_the_entropy_of_spans_is_that_of_modules():
-    model, inputs = plain().double().eval(), tokens(2, 7)
-    options = {"measures": ["entropy"], "dtype": torch.float64}
-    by_boundaries = tracker.measure(
-        model, inputs, blocks=["input of layers.0", "input of layers.1", "input of last"], **options
-    )
-    expected = tracker.measure(model, inputs, **options)
-    np.testing.assert_allclose(by_boundaries.entropy, expected.entropy, rtol=1e-9)
-
-
 UNKNOWN = {
     "loss alone": (HEADS["loss alone"], "returns none over"),
     "a value read": (lambda model, x: model.logits(x) * float(x.max()), "reads values .*__float__"),
@@ -303,8 +293,11 @@ def test_a_large_head_is_recognised():
 
 
 def test_language_models_of_boundaries_include_their_norm():
-    model = PlainGPT2(gpt2(depth=2)).eval()
+    model, inputs = plain().double().eval(), tokens()
     blocks = ["input of layers.0", "input of layers.1", "input of last"]
-    ds = tracker.measure(model, tokens(), blocks=blocks, **OPTIONS)
-    assert_equal_measures(ds, tracker.measure(model, tokens(), **OPTIONS))
+    options = OPTIONS | {"measures": "coupling,trajectory,entropy"}
+    ds = tracker.measure(model, inputs, blocks=blocks, **options)
+    expected = tracker.measure(model, inputs, **options)
+    assert_equal_measures(ds, expected)
+    np.testing.assert_allclose(ds.entropy, expected.entropy, rtol=1e-9)
     assert ds.attrs["final_norm"] == "include"

@@ -142,6 +142,10 @@ def model_of(keep, seed=0):
 INPUTS = random(2, 5, D, seed=1)
 
 
+def measured(model):
+    return tracker.measure(model, INPUTS.float(), k=2)
+
+
 def refuse_to_run(model):
     """Let every module of the model fail when it runs."""
     for module in model.modules():
@@ -205,7 +209,7 @@ def test_blocks_are_reached_through_functions(name):
 
 def test_blocks_whose_forward_alone_is_called_are_not_reached():
     with pytest.raises(UsageError, match="never reached 2 of the blocks"):
-        tracker.measure(MODELS["methods"]().eval(), INPUTS.float(), k=2)
+        measured(MODELS["methods"]().eval())
 
 
 class Past(Block):
@@ -225,7 +229,7 @@ def test_what_reaches_modules_past_their_copies_is_refused(what):
     if "mlp" in what:
         Past.reached["first"] = model.blocks[0].mlp
     with pytest.raises(UsageError, match=f"can't run on copies: code reaches {what}"):
-        tracker.measure(model, INPUTS.float(), k=2)
+        measured(model)
 
 
 def test_a_model_runs_and_learns_in_another_thread_while_its_twin_runs():
@@ -286,7 +290,7 @@ def test_a_forward_replaced_by_an_object_is_refused():
     model = model_of(KEPT["lambda over self"])
     model.blocks[0].attention.qkv.forward = Twice(model.blocks[0].attention.qkv)
     with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
-        tracker.measure(model, INPUTS.float(), k=2)
+        measured(model)
 
 
 def test_a_replaced_forward_that_accelerate_wraps_is_measured():
@@ -295,8 +299,6 @@ def test_a_replaced_forward_that_accelerate_wraps_is_measured():
     model = model_of(KEPT["lambda over self"]).eval()
     qkv = model.blocks[0].attention.qkv
     qkv.forward = as_method(qkv)
-    expected = tracker.measure(model, INPUTS.float(), k=2)
+    expected = measured(model)
     cpu_offload(model, execution_device=torch.device("cpu"))
-    np.testing.assert_array_equal(
-        tracker.measure(model, INPUTS.float(), k=2).miscoupling, expected.miscoupling
-    )
+    np.testing.assert_array_equal(measured(model).miscoupling, expected.miscoupling)
