@@ -19,7 +19,7 @@ from torch.nn import functional
 import tracker
 from tracker.common.files import write_atomic
 from tracker.common.values import Precision
-from tracker.jacobians import elimination, rows
+from tracker.jacobians import rows
 from tracker.linalg import jacobian, linear
 from tracker.linalg.linear import FrozenLinear, rows_of_identity
 from tracker.linalg.precision import float32_products
@@ -89,20 +89,12 @@ def counted_products() -> Iterator[list[int]]:
     """Record the operations of the products with weights, while Jacobians are formed from their cotangents."""
     counted: list[int] = []
     forming = False
-    multiply, inner, form = linear.multiply, elimination.inner_products, jacobian.dense_jacobian
-
-    def count(operations: int) -> None:
-        if forming:
-            counted.append(operations)
+    multiply, form = linear.multiply, jacobian.dense_jacobian
 
     def of_layer(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        if rows_of_identity(x) is None:
-            count(2 * x.numel() * len(weight))
+        if forming and rows_of_identity(x) is None:
+            counted.append(2 * x.numel() * len(weight))
         return multiply(x, weight, *others)
-
-    def of_rows(X: Tensor, Y: Tensor) -> Tensor:
-        count(2 * X.numel() * Y.shape[-2])
-        return inner(X, Y)
 
     def formed(*operands: Any) -> Tensor:
         nonlocal forming
@@ -114,7 +106,6 @@ def counted_products() -> Iterator[list[int]]:
 
     with (
         patch.object(linear, "multiply", of_layer),
-        patch.object(elimination, "inner_products", of_rows),
         patch.object(jacobian, "dense_jacobian", formed),
         patch.object(rows, "dense_jacobian", formed),
     ):

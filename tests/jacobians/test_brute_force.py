@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tracker
-import tracker.jacobians.rows
 from tests import brute_force
 from tests.conftest import ROOT
 from tests.jacobians.measured import jacobians_at
@@ -19,14 +18,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 K = 6
 J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
-
-
-@pytest.fixture(autouse=True, params=[0, 1 << 60], ids=["cheapest order", "reverse mode"])
-def order(request, monkeypatch):
-    """Multiply in the cheapest order also in models as small as these, or never."""
-    monkeypatch.setattr(
-        tracker.jacobians.rows, "WORTHWHILE", dict.fromkeys((True, False), request.param)
-    )
 
 
 @torch.no_grad()

@@ -377,7 +377,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "restrict: len(divided) > 1 -> len(divided) >= 1",
     ),
     "tracker/jacobians/rows.py": (
-        ": 1 << 39 -> 2 << 39",
         "full_sequence_jacobian: call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int=1 << 30, attached: bool=False -> call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int=1 << 30, attached: bool=True",
     ),
     "tracker/linalg/cores.py": (
@@ -392,7 +391,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/linalg/jacobian.py": (
         "GradientsStayOn.__torch_function__: keywords or {} -> keywords and {}",
-        "_gradients: partial(torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True) -> partial(torch.autograd.grad, y, x, retain_graph=True, allow_unused=False, materialize_grads=True)",
+        "_gradients.gradient: torch.autograd.grad(y, x, u, retain_graph=True, allow_unused=True, materialize_grads=True) -> torch.autograd.grad(y, x, u, retain_graph=True, allow_unused=False, materialize_grads=True)",
         "linearize: v is None -> v is not None (2)",
     ),
     "tracker/linalg/linear.py": (

@@ -5,7 +5,6 @@ the full sequence.
 
 - `rows`: `Jacobians`, which chooses the fastest path that passes its checks, and keeps their results.
 - `restriction`: a block as a function of single rows, or of rows within full sequences.
-- `elimination`: vector-Jacobian products of single rows in the order of multiplication that costs least.
 - `kept`: Jacobians that wait on the device, in the host's memory or in a file.
 - `halves`: Jacobians of attention and MLP apart.
 - `slicing`: token rows, and the parts of a block's arguments and of attention masks that belong to them.

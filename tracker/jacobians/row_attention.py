@@ -14,7 +14,7 @@ but has no value.
 through copies of the keys.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,6 @@ def by_formula(
     key: Float[Tensor, "R G 1 e"],
     value: Float[Tensor, "R G 1 f"],
     frozen: Sequence[tuple[AttentionCall, Rows]],
-    evaluate: "Evaluate" = lambda expansion, *live: expansion(*live),
 ) -> Any:
     """Return the attention of R rows, exact in value and first derivative, from its formula.
 
@@ -47,7 +46,6 @@ def by_formula(
         key: the live keys: the rows' own, or those of their sources.
         value: the live values.
         frozen: the recorded attentions, each with those of the R rows that belong to it.
-        evaluate: the attention's output from its expansion and the live query, key and value.
 
     Raises:
         NotSliceable: if the formula is not known.
@@ -78,7 +76,7 @@ def by_formula(
                 else:
                     expansion.output[span] = attend(*given)[0]
             start += len(rows)
-        return attention.format_output(evaluate(expansion, query, key, value))
+        return attention.format_output(expansion(query, key, value))
 
 
 def by_own_code(
@@ -135,9 +133,6 @@ class Expansion:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Float[Tensor, "R H 1 f"]:
         """Return the output, differentiable in the arguments, which are the point of expansion."""
         return _FirstOrder.apply(query, key, value, self)
-
-
-Evaluate = Callable[[Expansion, Tensor, Tensor, Tensor], Tensor]
 
 
 def attend(

@@ -9,7 +9,7 @@ Three paths, tried in this order for every block (`restriction`, `row_attention`
 Values and differences of them (`independent`) are compared at every requested row, and the model is asked about the Jacobians
 (`witness`): if it does not agree, the next path forms them.
 `CheckResults` states the path, and why it was the full sequence. Cost of the single-row paths: R rows x d cotangents through the
-block's weights, where it pays in the order that costs least (`elimination`).
+block's weights.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,6 @@ from tracker.jacobians.checks import (
     require_finite,
     require_reproduction,
 )
-from tracker.jacobians.elimination import Elimination, Heads
 from tracker.jacobians.independent import (
     DETACHED,
     Independent,
@@ -100,10 +99,6 @@ class _Read:
     products: list[tuple[Witness, Tensor, Tensor, Float[Tensor, "2 r d"]]]
 
 
-# R d^3 from which the cheapest order of products (`elimination`) is worth finding. Reverse mode takes 1.02 times as long for one
-# row of d = 512 on a Xeon with AMX, and 1.16 with AVX2 alone, but 680 launches less; 1.1 and 1.3 for two rows. On an H200, one
-# row of d = 5120 took 38 ms in TF32, whose products take 3: the rest is launching.
-WORTHWHILE = {True: 1 << 28, False: 1 << 39}
 # Why single rows are not used where the model says otherwise
 OTHER_DERIVATIVE = "its derivative at single rows is not that of the model"
 MOVING_MASK = "a mask of its attention depends on its state, which single rows hold constant"
@@ -152,7 +147,6 @@ class Jacobians:
         self.without_halves: dict[int, str] = {}
         self._reproduced: dict[int, bool] = {}
         self._buffers: FreeBuffers = []
-        self._known_heads: dict[Any, Heads | None] = {}
 
     @property
     def _attached(self) -> bool:
@@ -382,24 +376,11 @@ class Jacobians:
             self._reproduced[call.layer] = reproduces_recorded_output(call, self.replica.dtype)
         return self._reproduced[call.layer]
 
-    def _linearized(
-        self, path: Any, selections: Sequence[CallRows], f: RowFunction, x: Float[Tensor, "R d"]
-    ) -> Linearization | Elimination:
-        """Return the block with its derivative, in the cheapest order of products where that is worth finding."""
-        large = len(x) * x.shape[1] ** 3 >= WORTHWHILE[x.device.type == "cpu"]
-        if large and not self._attached:
-            run = partial(restrict, selections) if path == "formula" else lambda _: f
-            block = Elimination(run, x, self._known_heads, self.memory, self._buffers)
-            # A block that rounds to float32 inside gives float64's digits of its own order of products alone.
-            if not (block.rounded and x.dtype == torch.float64):
-                return block
-        return linearize_rows(f, x, self._buffers)
-
     def _require_right(
         self,
         path: Any,
         selections: Sequence[CallRows],
-        block: Linearization | Elimination,
+        block: Linearization,
         allowed: float,
         rounded: bool,
     ) -> tuple[list[float], list[float]]:
@@ -447,7 +428,7 @@ class Jacobians:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         f = restrict(selections, PATHS[path], self._attached)
-        block = self._linearized(path, selections, f, x)
+        block = linearize_rows(f, x, self._buffers)
         y = block.y
         # Keys and values of a float32 pass carry its rounding.
         allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
@@ -466,17 +447,9 @@ class Jacobians:
         copied = _keys_and_values(selections) if path == "own code" else 0
         chunk = _chunk(16 * x.numel() + 2 * copied, x, self.memory)
         identity = selections[0][1].source is None
-        allowed_error = tolerance(x.dtype, block.rounded) if self.precision == "float32" else FAST
         products = float32_products("tf32") if self.precision == "tf32" else nullcontext()
         with slicing_errors(), products:
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
-            if (
-                isinstance(block, Elimination)
-                and not float(block.error(J, identity)) <= allowed_error
-            ):
-                # A guess of the elimination was wrong.
-                block = linearize_rows(f, x, self._buffers)
-                J = dense_jacobian(block.pullback, block.y, chunk, identity)
         errors = self._compare(
             selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers), y
         )

@@ -9,10 +9,10 @@ cotangents, less what rows of an identity save (`linear`). Memory: one chunk of 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -133,27 +133,21 @@ def _gradients(y: Tensor, x: Tensor, cotangents: Float[Tensor, "C R d"]) -> Floa
     """Return the gradients of y with respect to x for C cotangents at once."""
     if not y.requires_grad:  # y does not depend on x
         return torch.zeros_like(cotangents)
-    gradient = partial(
-        torch.autograd.grad, y, x, retain_graph=True, allow_unused=True, materialize_grads=True
-    )
+
+    def gradient(u: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
+        (of_x,) = torch.autograd.grad(
+            y, x, u, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return of_x
+
     if len(cotangents) == 1:
-        return gradient(cotangents[0])[0][None]
-    return for_each(gradient, cotangents, 0)[0]
-
-
-def for_each(
-    products: Callable[[Tensor], tuple[Tensor, ...]], cotangents: Tensor, axis: int
-) -> Sequence[Tensor]:
-    """Return products with each of the cotangents along an axis, stacked along that axis; all at once where it can be."""
+        return gradient(cotangents[0])[None]
     try:
-        return torch.vmap(products, axis, axis)(cotangents)
+        return torch.vmap(gradient)(cotangents)
     except RuntimeError as error:  # an operation without a vmap rule, such as bloom's own GELU
         raise_device_errors(error)
     # Outside the handler, which would keep the traceback and so the failed attempt's tensors.
-    return [
-        torch.stack(parts, axis)
-        for parts in zip(*map(products, cotangents.unbind(axis)), strict=True)
-    ]
+    return torch.stack([gradient(u) for u in cotangents])
 
 
 def dense_jacobian(

@@ -239,7 +239,7 @@ class FrozenLinear(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         keywords = keywords or {}
-        layer = linear_layer(function, arguments, keywords)
+        layer = _linear_layer(function, arguments, keywords)
         if layer is None:
             return function(*arguments, **keywords)
         x, weight, bias = layer
@@ -249,7 +249,7 @@ class FrozenLinear(TorchFunctionMode):
         return FrozenProduct.apply(x, weight, None, own, other) + bias
 
 
-def linear_layer(
+def _linear_layer(
     function: Any, arguments: Any, keywords: Any
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Return x, W and b if the function computes x W^T + b with frozen weights, else None."""

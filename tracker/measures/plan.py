@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tracker.common.values import Method
-from tracker.jacobians.elimination import MERGING
 from tracker.measures.rotations import entries_of_turned
 from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
@@ -107,7 +106,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
     )
     J = plan.bytes_of_jacobian
     of_all = plan.of_row * J
-    forming = 2 * MERGING * J  # half of this memory is for what forms Jacobians
+    forming = 2 * J  # half of this memory holds a block's Jacobian, half what forms it
     beside = ARRAYS * J if OF_ENTRIES & set(plan.measures) else 0
     if of_all <= plan.memory:
         of_row = max(of_all, forming) + plan.bytes_of_pairs + beside
