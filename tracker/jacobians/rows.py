@@ -96,7 +96,7 @@ class _Read:
     finite: bool
     hidden: bool  # whether rounding hides some row's J from the dtype
     # Of each witness that was asked about rows of the call: the samples, the rows, and J^T u and J v
-    products: list[tuple[Witness, Tensor, Tensor, Float[Tensor, "2 r d"]]]
+    products: list[tuple[Witness, Tensor, Tensor, Float[Tensor, "2 _ d"]]]
 
 
 # Why single rows are not used where the model says otherwise
@@ -199,7 +199,7 @@ class Jacobians:
     def _read(
         self,
         selections: Sequence[CallRows],
-        results: Sequence[tuple[Float[Tensor, "R d d"], CheckResults]],
+        results: Sequence[tuple[Float[Tensor, "_ d d"], CheckResults]],
     ) -> list[_Read]:
         """Read what is known of formed Jacobians before they are used, for which the host waits once."""
         tensors, found = [], []
