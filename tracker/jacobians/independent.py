@@ -240,10 +240,10 @@ def _settle(
                 outcome = _judge(call, function.f, x, block, residual, roundings)
                 if formed is None:
                     return outcome
-                off = _error_of_products(formed[0], x, block, residual)
+                expected = block.pullback(_cotangents(x))
+                off = _error_of_products(formed[0], x, expected, residual)
                 if off <= formed[1]:
                     return outcome
-                expected = block.pullback(_cotangents(x))
         found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
         if CLOSER * _amplified_rounding(call, rows, function_of, expected) < off:
             raise Disagreement(
@@ -268,14 +268,13 @@ def _amplified_rounding(
     changes, residual = [], rows.source is None
     with _in(call.x.dtype, call) as own:
         function, x = function_of(own), rows.select_sources(own.x)
-        u = _cotangents(x)
         with function.running():
             for _ in range(PROBES):
                 move_weights(call.block.modules(), x.itemsize, generator)
                 block = linearize(function.f, moved(x, x.itemsize, generator))
                 # As it is formed: products with random vectors round more than those with unit vectors.
                 J = dense_jacobian(block.pullback, block.y, PROBES, residual)
-                changes.append(_largest_error(_products(J, u, residual), expected, residual, u))
+                changes.append(_error_of_products(J, x, expected, residual))
     return max(changes)
 
 
@@ -338,17 +337,16 @@ def _cotangents(x: Float[Tensor, "R d"]) -> Float[Tensor, "P R d"]:
     return standard_normal((PROBES, *x.shape), x)
 
 
-def _error_of_products(J: Tensor, x: Tensor, block: Linearization, residual: bool) -> float:
-    """Return the error of formed J^T u against reverse mode."""
+def _error_of_products(
+    J: Float[Tensor, "R d d"],
+    x: Float[Tensor, "R d"],
+    expected: Float[Tensor, "P R d"],
+    residual: bool,
+) -> float:
+    """Return the error of formed J^T u against that of reverse mode, for the cotangents of `_cotangents`."""
     u = _cotangents(x)
-    return _largest_error(_products(J.to(u.dtype), u, residual), block.pullback(u), residual, u)
-
-
-def _products(
-    J: Float[Tensor, "R d d"], u: Float[Tensor, "P R d"], residual: bool
-) -> Float[Tensor, "P R d"]:
-    """Return J^T u with the identity, if J is without it."""
-    return torch.einsum("prd,rde->pre", u, J) + residual * u
+    found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
+    return _largest_error(found, expected, residual, u)
 
 
 def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:

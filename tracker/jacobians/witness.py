@@ -467,7 +467,7 @@ class Witness:
         """
         most = BOUNDS[answer.bytes].exact * JTu
         later = any(
-            bool((other.beside > BOUNDS[other.bytes].exact * norm(other.gradient - other.u)).any())
+            bool((other.beside > BOUNDS[other.bytes].exact * norm(other.JTu)).any())
             for l, other in self.answers.items()
             if l > 1
         )
