@@ -157,7 +157,7 @@ class Options(TypedDict, total=False):
     witness: Annotated[
         Witness,
         "model",
-        "model runs a copy of the model as it is, with its hooks, on a few samples, three times, and compares the Jacobian "
+        "model runs a copy of the model as it is, with its hooks, on a few samples, a few times, and compares the Jacobian "
         "of each block with what it computes there. off asks the replica that is measured in its place.",
     ]
     memory_budget: Annotated[
