@@ -1,5 +1,6 @@
 """Hooks that compute part of a model's function run in a replica; the caller's hooks that record are not disturbed."""
 
+import builtins
 import copy
 import functools
 import threading
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import wandb
+from ray.experimental.tqdm_ray import safe_print
 from torch import nn
 
 import tracker
@@ -215,6 +217,7 @@ RECORD = {
     "the model": lambda model: model.record,
     "a writer": lambda model: functools.partial(lambda r, m, a, y: r.write(y.item()), Recorder()),
     "wandb": lambda model: lambda m, a, y: wandb.log({"mean": y.mean()}),
+    "print": lambda model: lambda m, a, y: print(y.mean()),
 }
 
 
@@ -222,6 +225,7 @@ RECORD = {
 def test_hooks_that_record_are_silent(name, monkeypatch):
     model, plain = Recording(), Recording()
     monkeypatch.setattr(wandb, "log", lambda row: SEEN.append(row))
+    monkeypatch.setattr(builtins, "print", safe_print)  # as Ray does
     hook = RECORD[name](model)
     model.blocks[1].attention.register_forward_hook(hook)
     model.blocks[1].register_full_backward_hook(lambda *_: pytest.fail("a gradient hook ran"))

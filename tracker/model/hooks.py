@@ -34,6 +34,7 @@ ADDING = ("append", "appendleft", "extend", "insert", "update", "__setitem__")  
 CALLS = ("CALL", "CALL_KW", "CALL_FUNCTION_EX")
 BESIDE = (*CALLS, "PRECALL", "PUSH_NULL", "KW_NAMES")
 RETURNS, ARGUMENT, OTHER = object(), object(), object()
+ADDS = object()  # a call of one of ADDING
 DEPTH = 4  # of calls in calls that are read
 
 
@@ -89,7 +90,10 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
             name = "forward" if isinstance(called, nn.Module) else "__call__"
             method = inspect.getattr_static(type(called), name, None)
             if not isinstance(method, FunctionType):
-                yield OTHER if called is print else ARGUMENT if called is setattr else RETURNS
+                # The name, because Ray puts a function of its own in the place of print.
+                is_print = getattr(called, "__name__", None) == "print"
+                returns_none = called is ADDS or is_print
+                yield OTHER if returns_none else ARGUMENT if called is setattr else RETURNS
                 return
             called, given = method, (called, *given)
     function = inspect.unwrap(called)
@@ -122,7 +126,7 @@ def _effects(called: Any, *given: Any, depth: int = DEPTH) -> Iterator[Any]:
         value = loaded(first)
         for step in more:
             value = _attribute(value, step.argval) if step.opname in ATTRIBUTES else OTHER
-        return print if more and more[-1].argval in ADDING else value
+        return ADDS if more and more[-1].argval in ADDING else value
 
     for end, step in enumerate(steps):
         op, name, before = step.opname, step.argval, steps[end - 1]
