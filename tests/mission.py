@@ -62,7 +62,7 @@ def measure_and_read(directory: Path) -> None:
     )
     tracker.to_frame(ds), tracker.curves(ds), tracker.scalars(ds)
     tracker.measure(model, ids, k=4, tokens=[0, -1], keep="jacobian")
-    tracker.null_level(ds, "miscoupling"), tracker.null_spread(ds)
+    tracker.null_level(ds, "miscoupling")
     tracker.plot(ds).savefig(directory / "one.png")
     for name in ("vit", "timm vit"):
         tracker.measure(*build(name), k=4)

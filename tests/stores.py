@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import xarray as xr
 
-from tracker.analysis.null_levels import OF_JACOBIANS
 from tracker.measures.coupling import (
     BY_ROTATIONS,
     Entries,
@@ -93,22 +92,17 @@ def unit(
         (layer, np.zeros_like(s[..., 0])),
         ((*layer, "rank"), 0 * s),
     )
-    variables |= {
-        name: (layer, np.sqrt((s**2).sum(-1) / 2))
-        for name in ("symmetric_norm", "antisymmetric_norm")
-    }
-    zeros = np.zeros((prompts, 1, len(ks), L), np.float32)
-    moments = Moments(*(torch.from_numpy(variables[name][1]) for name in OF_JACOBIANS))
+    half = torch.from_numpy(np.sqrt((s**2).sum(-1) / 2))
+    moments = Moments(torch.zeros_like(half), symmetric=half, antisymmetric=half)
     of_ks = []
     for k in ks:
-        unrelated = Overlap(torch.zeros(prompts, 1, L, k), *torch.zeros(2, prompts, 1, L))
+        unrelated = Overlap(torch.zeros(prompts, 1, L, k), torch.zeros(prompts, 1, L))
         top, entries = torch.from_numpy(s[..., :k]), Entries(moments, unrelated, WIDTH)
         off, size = entries.off_square.sqrt(), entries.square.sqrt()
         of_norms = root_mean_square(top, entries), root_mean_square_of_release(top, entries)
         of_ks.append(torch.stack([*of_norms, off, off / size]))  # as BY_ROTATIONS
     for name, level in zip(BY_ROTATIONS, torch.stack(of_ks, 3), strict=True):
         variables[level_name(name, name)] = pair, np.where(diagonal, 0, level.numpy())
-    variables |= {f"overlap_{power}": (pair[:-1], zeros) for power in ("squares", "fourths")}
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
     for name in (

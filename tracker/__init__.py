@@ -19,7 +19,6 @@ _MODULES = {
     "Store": "store",
     "measure": "measurement",
     "null_level": "analysis.null_levels",
-    "null_spread": "analysis.null_levels",
     "find_blocks": "blocks.find",
     "open_results": "store",
     "plot": "figures.selection",
@@ -42,7 +41,6 @@ __all__ = [
     "find_blocks",
     "measure",
     "null_level",
-    "null_spread",
     "open_results",
     "plot",
     "scalars",
@@ -53,7 +51,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from tracker.analysis.curves import curves, scalars
-    from tracker.analysis.null_levels import null_level, null_spread
+    from tracker.analysis.null_levels import null_level
     from tracker.analysis.summary import summary, to_frame
     from tracker.blocks.find import find_blocks
     from tracker.figures.selection import plot

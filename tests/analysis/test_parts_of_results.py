@@ -46,7 +46,6 @@ ANALYSES = {
         results, "miscoupling_release_trace"
     ),
     "null_level of tokens": lambda results: tracker.null_level(results, "self_miscoupling"),
-    "null_spread": tracker.null_spread,
     "to_frame": tracker.to_frame,
     "to_frame of positions": lambda results: tracker.to_frame(results, "lss"),
     "scalars": tracker.scalars,
@@ -128,7 +127,7 @@ def test_a_selected_step_and_a_directory(results, ds, tmp_path):
     assert_same(tracker.summary(last), tracker.summary(results.isel(step=[-1])))
     assert "step 8" in tracker.plot(last).axes[0].get_title()
     path = stored(tmp_path / "toy", {8: ds}).path
-    for analyse in (tracker.curves, tracker.scalars, ANALYSES["null_level"], tracker.null_spread):
+    for analyse in (tracker.curves, tracker.scalars, ANALYSES["null_level"]):
         assert_same(analyse(path), analyse(open_results(path)))
     with pytest.raises(UsageError, match=r"scalars are of one step, and these are 2; select one"):
         tracker.scalars(results)
@@ -173,7 +172,7 @@ def test_a_curve_of_the_last_state_needs_the_last_state(ds):
 
 
 @pytest.mark.parametrize("kind", ["netcdf", "float64"])
-@pytest.mark.parametrize("analysis", [name for name in ANALYSES if name != "null_spread"])
+@pytest.mark.parametrize("analysis", ANALYSES)
 def test_a_dataset_of_another_type_or_file(ds, analysis, kind, tmp_path):
     ds = ds.drop_vars([name for name in ds.data_vars if ds[name].dtype == object])
     if kind == "netcdf":
@@ -243,10 +242,6 @@ def test_what_a_part_lacks_is_named(ds):
             match="the null level of miscoupling needs miscoupling_level, which this part .* lacks",
         ):
             analyse(alone)
-    with pytest.raises(
-        UsageError, match="the spread of miscoupling needs singular_value, isotropic, "
-    ):
-        tracker.null_spread(alone)
     with_level = ds[["miscoupling", "miscoupling_level"]]
     rows, expected = (tracker.summary(of).loc["miscoupling"] for of in (with_level, ds))
     pd.testing.assert_frame_equal(rows, expected, check_categorical=False)

@@ -201,11 +201,6 @@ def ratio(a: float, b: float) -> float:
 # Of a block at a token.
 
 
-def overlap(b: Block, K: int, power: int) -> float:
-    G = (b.U.T @ b.V)[:K, :K] ** power
-    return b.vectors(G.sum() - np.trace(G))
-
-
 def alignment(b: Block) -> np.ndarray:
     return np.diagonal(b.U.T @ b.V)[: b.K]
 
@@ -238,11 +233,7 @@ def in_directions(b: Block, half: str) -> np.ndarray:
 OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "singular_value": lambda b: b.s[: b.K],
     "isotropic": lambda b: np.trace(b.J) / b.d,
-    "symmetric_norm": symmetric,
-    "antisymmetric_norm": antisymmetric,
     "alignment": lambda b: b.vectors(alignment(b)),
-    "overlap_squares": partial(overlap, power=2),
-    "overlap_fourths": partial(overlap, power=4),
     "diagnostics_complete": complete,
     "diagnostics_full_svd": lambda b: True,
     "diagnostics_singular_gap": lambda b: -np.diff(b.s[: b.K + 1]) / b.s[0],

@@ -67,8 +67,8 @@ def half_values(halves: dict[str, Matrices] | None, block: Triplets, K: int) -> 
 
 def _null_level(s: Tensor, of_half: Moments, basis: Triplets) -> Values:
     """Return the null level of the mis-coupling of a half in one basis."""
-    d, K = basis.U.shape[-2:]
-    of_basis = overlap(basis.U[:, None], basis.V[:, None], [K]).at(0, K)
+    d = basis.U.shape[-2]
+    of_basis = overlap((basis.U.mT @ basis.V)[:, None])
     entries = Entries(moments_of_layers([of_half]), of_basis, d)
     return root_mean_square(s[:, None], entries)[:, 0, 0]
 

@@ -344,17 +344,11 @@ class Overlap:
 
     Attributes:
         diagonal: G_kk = u_k . v_k.
-        squares: the sum of G_ij^2 over i != j: (*batch) for one k, (*batch, k) for several.
-        fourths: the sum of G_ij^4 over i != j, shaped as `squares`.
+        squares: the sum of G_ij^2 over i != j.
     """
 
     diagonal: Float[Tensor, "*batch K"]
-    squares: Float[Tensor, "..."]
-    fourths: Float[Tensor, "..."]
-
-    def at(self, i: int, k: int) -> "Overlap":
-        """Return the overlap for k, the i-th of the numbers whose sums are along the last axis."""
-        return Overlap(self.diagonal[..., :k], self.squares[..., i], self.fourths[..., i])
+    squares: Float[Tensor, "*batch"]
 
 
 def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
@@ -387,18 +381,10 @@ def moments_of_layers(layers: Sequence[Moments]) -> Moments:
     return Moments(*(torch.stack(values, 1) for values in parts))
 
 
-def overlap(
-    U: Float[Tensor, "*batch d K"], V: Float[Tensor, "*batch d K"], ks: Sequence[int]
-) -> Overlap:
-    """Return the overlap of singular vectors: u_k . v_k for the largest K, and the sums for each of `ks`, (*batch, k)."""
-    G = U.mT @ V
+def overlap(G: Float[Tensor, "*batch K K"]) -> Overlap:
+    """Return the overlap of singular vectors, of which G has the products u_i . v_j."""
     diagonal = G.diagonal(dim1=-2, dim2=-1)
-    squares = (G - torch.diag_embed(diagonal)) ** 2
-    sums = [
-        torch.stack([of_G[..., :k, :k].sum((-2, -1)) for k in ks], -1)
-        for of_G in (squares, squares**2)
-    ]
-    return Overlap(diagonal, *sums)
+    return Overlap(diagonal, ((G - torch.diag_embed(diagonal)) ** 2).sum((-2, -1)))
 
 
 def root_mean_square(s: ValuesOfLayers, entries: "Entries") -> Pairs:
@@ -421,23 +407,6 @@ def _root_mean_square(s: ValuesOfLayers, entries: "Entries", along: Pairs) -> Pa
     # Of a Jacobian of zeros nothing is defined.
     norm = vector_norm(torch.where(s[..., :1] > 0, s, torch.nan), dim=-1)[..., None]
     return (1 + (entries.square - 2 * along) / norm**2).clamp_min(0).sqrt()
-
-
-def spread(s: ValuesOfLayers, entries: "Entries") -> Pairs:
-    """Return the standard deviation of `miscoupling` over Q, to first order in its square.
-
-    Its square is a sum over the entries of A, which are taken as independent and normal. Tests show this to hold for
-    K <= d / 9, except that it is up to a third too small for antisymmetric Jacobians; for larger K draw Q (`simulated`). The
-    other definitions leave out the largest entries, and the rest depend on each other: draw Q for these too. Arguments as for
-    `root_mean_square`.
-    """
-    level = root_mean_square(s, entries)
-    g, tau, a, b = entries.g, entries.tau, entries.a, entries.b
-    # The variance of (A_ij - c)^2 is 2 sigma^4 + 4 sigma^2 (mean - c)^2; c = s_k on the diagonal and 0 off it.
-    shift = a * (s**2).sum(-1)[..., None] + b * _products(s**2, g**2)
-    shift = shift - 2 * tau * (a * _products(s, g) + b * _products(s, g**3))
-    variance = (entries.variance_of_squares + 4 * shift).clamp_min(0)
-    return variance.sqrt() / (2 * level * (s**2).sum(-1)[..., None])
 
 
 def simulated(
@@ -481,16 +450,11 @@ class Entries:
         self.a = (symmetric + antisymmetric)[..., None]
         self.b = (symmetric * (1 - 2 / d) - antisymmetric)[..., None]
         self.g, K = basis.diagonal, basis.diagonal.shape[-1]
-        squares, fourths = basis.squares[..., None, :], basis.fourths[..., None, :]
+        squares = basis.squares[..., None, :]
         on_diagonal = (self.g**2).sum(-1)[..., None, :]
         # Rounding may take a sum that is zero below it.
         self.off_square = ((self.tau**2 + self.b) * squares + K * (K - 1) * self.a).clamp_min(0)
         self.square = self.off_square + (self.tau**2 + self.b) * on_diagonal + K * self.a
-        squares, fourths = squares + on_diagonal, fourths + (self.g**4).sum(-1)[..., None, :]
-        of_variances = K**2 * self.a**2 + 2 * self.a * self.b * squares + self.b**2 * fourths
-        self.variance_of_squares = 2 * of_variances + 4 * self.tau**2 * (
-            self.a * squares + self.b * fourths
-        )
 
     def diagonal_squares(self) -> Float[Tensor, "*batch L M K"]:
         """Return E A_kk^2."""
@@ -516,35 +480,13 @@ def _products(s: ValuesOfLayers, g: Float[Tensor, "*batch M K"]) -> Pairs:
 def declared_parts(
     start: str, end: str, dims: tuple[str, ...], text: str, shared: dict[str, Any]
 ) -> tuple[Measure, ...]:
-    """Return the variables from which null levels are computed: moments of each Jacobian, overlaps of its singular vectors."""
-    of_jacobian = {
-        "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d"),
-        "symmetric_norm": (
-            "norm of the Jacobian's symmetric part without the isotropic one",
-            "‖(J + Jᵀ) / 2 − τ I‖",
-        ),
-        "antisymmetric_norm": ("norm of the Jacobian's antisymmetric part", "‖(J − Jᵀ) / 2‖"),
-    }
-    of_vectors = {
-        "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
-        "overlap_squares": (
-            "overlap of left and right singular vectors: squares", "Σ (uᵢ · vⱼ)² over i ≠ j ≤ K", _with_k(dims),
-        ),
-        "overlap_fourths": (
-            "overlap of left and right singular vectors: fourth powers", "Σ (uᵢ · vⱼ)⁴ over i ≠ j ≤ K", _with_k(dims),
-        ),
-    }  # fmt: skip
+    """Return the variables of what null levels depend on, beside singular values: the trace, and u_k . v_k."""
     declared = {
-        name: (label, formula, dims) for name, (label, formula) in of_jacobian.items()
-    } | of_vectors
+        "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d", dims),
+        "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
+    }  # fmt: skip
     shared = {"reference": OURS} | shared
     return tuple(
         Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)
         for name, (label, formula, of) in declared.items()
     )
-
-
-def _with_k(dims: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the dimensions with K before those of blocks, as in `PAIR` and `TOKEN_PAIR`."""
-    at = dims.index("layer")
-    return (*dims[:at], "k", *dims[at:])

@@ -30,7 +30,7 @@ from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling, single_blocks
 from tracker.measures.block_halves import half_values
 from tracker.measures.block_products import Products
-from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers, overlap
+from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import Plan, measured_calls
@@ -77,9 +77,7 @@ def _couplings(
         # The last Jacobian is of the last block with the final norm: in this convention it takes the last block's place.
         of_calls[NORMED] = [*layers[: L - 1], layers[L]]
     for end, chosen in of_calls.items():
-        values |= {
-            f"{name}{end}": value for name, value in spectra(chosen, plan.ks, SPECTRA).items()
-        }
+        values |= {f"{name}{end}": value for name, value in spectra(chosen, SPECTRA).items()}
     values |= measure_blocks(layers[:L], blocks[:L], measures, halves, min(plan.ks))
     # All arrays of a device in one copy, which waits for it once.
     arrays = to_arrays(values)
@@ -89,29 +87,14 @@ def _couplings(
     return arrays
 
 
-def parts_of_null_levels(layers: Sequence[Layer], ks: Sequence[int]) -> dict[str, Tensor]:
-    """Return what the null levels need of every row, by layer: moments of the Jacobians, overlaps of the singular vectors."""
-    triplets = [layer.triplets for layer in layers]
-    U, V, determined = (_stacked(triplets, part) for part in ("U", "V", "determined"))
-    of_bases = overlap(U, V, ks)
-    moments = moments_of_layers([layer.moments for layer in layers])
-    return {
-        "isotropic": moments.isotropic,
-        "symmetric_norm": moments.symmetric,
-        "antisymmetric_norm": moments.antisymmetric,
-        "alignment": torch.where(determined, of_bases.diagonal, torch.nan),
-        "overlap_squares": of_bases.squares.transpose(1, 2),
-        "overlap_fourths": of_bases.fourths.transpose(1, 2),
-    }
-
-
-def spectra(
-    layers: Sequence[Layer], ks: Sequence[int], parts: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Return parts of the triplets, by name, and of null levels, of every row, by layer."""
+def spectra(layers: Sequence[Layer], parts: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return parts of the triplets, by name, and the declared parts of null levels, of every row, by layer."""
     triplets = [layer.triplets for layer in layers]
     values = {name: _stacked(triplets, part) for name, part in parts.items()}
-    return values | parts_of_null_levels(layers, ks)
+    alignment = (_stacked(triplets, "U") * _stacked(triplets, "V")).sum(-2)
+    values["alignment"] = torch.where(_stacked(triplets, "determined"), alignment, torch.nan)
+    values["isotropic"] = torch.stack([layer.moments.isotropic for layer in layers], 1)
+    return values
 
 
 def _stacked(triplets: Sequence[Triplets], part: str) -> Tensor:

@@ -141,14 +141,14 @@ def _of_rows(
     scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)
     unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
     unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
-    overlaps = overlap(signed_U, signed_V, ks)
+    products = signed_U.mT @ signed_V
     of_ks: list[Tensor] = []
-    for i, k in enumerate(ks):
+    for k in ks:
         of_k, left, right = (
             _at(unit_T, d, K, k),
             *_coordinates(signed_U[..., :k], signed_V[..., :k]),
         )
-        controls = _Controls(unit_s[..., :k], unit_of, overlaps.at(i, k), d)
+        controls = _Controls(unit_s[..., :k], unit_of, overlap(products[..., :k, :k]), d)
         at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
         sums = [
             controls.sums(_matrices(frames_at_once, left, right))

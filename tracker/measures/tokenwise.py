@@ -191,7 +191,7 @@ def _couplings(
             if chosen := [link for link in layers if link in of_kind]:
                 alike = [layers[link] for link in chosen]
                 if what == "jacobians":
-                    values = spectra(alike, plan.ks, PARTS)
+                    values = spectra(alike, PARTS)
                 else:
                     kind_bases = [bases[basis_layers[l]][link] for link in of_kind]
                     values = pairs(alike, plan.ks, measures, bases=kind_bases)
