@@ -132,15 +132,19 @@ def list_branches(repo: str, notify: Notify = print) -> tuple[dict[str, str], st
             del branches[name]
         return branches, ""
     except Unreachable as error:
-        directory = repo_dir(repo) / "refs"
-        # Dot files are being written
-        files = (file for file in directory.rglob("*") if not file.name.startswith("."))
-        cached = {
-            str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))
-        }
-        if cached:
+        if cached := cached_branches(repo):
             return cached, str(error)
         raise Unreachable(f"{error}, and nothing of {repo} is in the cache") from error
+
+
+def cached_branches(repo: str) -> dict[str, str]:
+    """Return the commit of each branch of a repository that the cache knows."""
+    directory = repo_dir(repo) / "refs"
+    # Dot files are being written
+    files = (file for file in directory.rglob("*") if not file.name.startswith("."))
+    return {
+        str(file.relative_to(directory)): commit for file in files if (commit := read_ref(file))
+    }
 
 
 def list_revisions(

@@ -57,30 +57,37 @@ class Examination:
     unlisted: dict[str, str] = field(default_factory=dict)
 
 
-def examine(suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print) -> Examination:
+def examine(
+    suite: Suite, chosen: Sequence[Checkpoint], notify: Notify = print, ask: bool = True
+) -> Examination:
     """List the files of a suite's revisions and compare their hashes.
 
     All revisions are compared; of a suite with more than 200, only the chosen ones and the last. Those that the hub does not
-    list are reported and not compared. A suite that is not on the hub has no listings.
+    list are reported and not compared. A suite that is not on the hub has no listings. Unless `ask`, the hub is not asked.
     """
     if not suite.on_hub:
         return Examination({}, {})
     try:
-        commits, offline = hub.list_branches(suite.source, notify)
+        commits, offline = (
+            hub.list_branches(suite.source, notify)
+            if ask
+            else (hub.cached_branches(suite.source), "")
+        )
     except Unreachable as error:  # the table of known defects works offline
         commits, offline = {}, str(error.__cause__)
+    from_hub = ask and not offline
     every = suite.checkpoints
     compared = every if len(every) <= COMPARED else tuple(dict.fromkeys((*chosen, every[-1])))
     published = {c.name: commits[c.name] for c in compared if c.name in commits}
     listings, faults = hub.list_revisions(
-        suite.source, published, suite.cache_dir, bool(offline), notify
+        suite.source, published, suite.cache_dir, not from_hub, notify
     )
     if not_compared := [c.name for c in compared if c.name in faults]:
         first = not_compared[0]
         notify(
             f"{join_names(not_compared)} can't be compared with the others; {first}: {faults[first]}"
         )
-    suspect = find_suspects(compared, listings, online=not offline, unlisted=faults)
+    suspect = find_suspects(compared, listings, online=from_hub, unlisted=faults)
     unlisted = {revision: str(error) for revision, error in faults.items()}
     return Examination(
         listings, {c.step: suspect[c.step] for c in chosen if c.step in suspect}, offline, unlisted

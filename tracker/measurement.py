@@ -29,8 +29,8 @@ from tracker.jacobians.independent import settle_full_sequence
 from tracker.jacobians.restriction import FAILURES
 from tracker.linalg.jacobian import keeping_at_most
 from tracker.measures.calls import measure_calls, record_call
+from tracker.measures.cost import Cost, cost_of_calls, this_machine
 from tracker.measures.dataset import Sample, assemble, labelled
-from tracker.measures.estimate import Cost, estimate
 from tracker.measures.layers import with_kept
 from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Options, Settings
@@ -97,7 +97,7 @@ def measure(
         progress: whether to show a progress bar after three seconds. Default: on a terminal and in a notebook.
         keep: "jacobian" or "singular_vectors", or both: also return J, and U and V, of every block at every chosen token. J
             takes d² numbers for each; they are kept in the machine's memory.
-        dry_run: return the expected seconds and bytes, estimated from one block, instead of measuring.
+        dry_run: return the expected operations, seconds and bytes, from one recorded call, instead of measuring.
         **options: measurement options.
 
     Returns:
@@ -121,7 +121,7 @@ def measure(
     check_model(model)
     calls = batches(model, inputs, tokenizer, max_tokens)
     with prepared(model, blocks, calls, settings, _device(model, device)) as replica:
-        return estimate(replica, calls, settings)
+        return cost_of_calls(replica, calls, settings, this_machine(replica.device))
 
 
 def measure_with(

@@ -180,7 +180,7 @@ def _dry_run(walk: Walk, plan: WalkPlan) -> int:
         if not plan.output.store.has(checkpoint.step)
     ]
     print_overview(plan, len(missing))
-    for line in describe(plan, missing, walk.disk_budget, walk.tokenizer, walk.debug):
+    for line in describe(plan, missing, walk):
         print(line, flush=True)
     return OK
 

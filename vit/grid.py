@@ -18,7 +18,7 @@ from typing import Any
 from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.values import as_path
 from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
-from vit.overview import costs, limits, shown, state_of
+from vit.overview import describe, shown, state_of
 from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
 from vit.train import parse
 
@@ -47,8 +47,8 @@ class GridCommand:
         cpus_per_cell: CPUs per cell.
         gpus_per_cell: GPUs per cell; cells share a GPU at a fraction. Default: 1 if there are GPUs, else 0.
         retries: number of times that a crashed cell is started again.
-        dry_run: print what would be trained, the expected time, memory and disk space, from a few batches, and the questions that
-            so many decays, rates and seeds can't answer.
+        dry_run: print what would be trained, the expected time and disk space, and the questions that so
+            many decays, rates and seeds can't answer.
     """
 
     weight_decays: float | str = WEIGHT_DECAYS
@@ -112,10 +112,6 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
                 f"{counts}; results would be in {out}; nothing is trained, and nothing is written"
             )
             if missing:
-                from vit.training import try_cell
-
-                trial = try_cell(missing[0], data)
-                print(costs(missing, trial, len(data.train)))
                 seeds = {cell.seed for cell in recipes}
                 more = (
                     cells(replace(grid, seeds=more_seeds(*seeds)), recipe)
@@ -125,7 +121,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
                 added = [
                     cell for cell in more if cell.seed not in seeds and not is_done(cell.directory)
                 ]
-                print(limits(recipes, added, trial, len(data.train)))
+                print(describe(missing, recipes, added, len(data.train), len(data.classes)))
             return OK
         for cell in missing:
             # None, or a directory that can't be used, which is reported when it is trained

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -13,61 +12,68 @@ from tracker.common.text import counted, duration, entry, size
 from vit.cells import finished_epochs, is_done, read
 from vit.recipe import Recipe
 
-if TYPE_CHECKING:
-    from vit.training import Trial
-
+SHARE = 0.25  # of the rate of a product, that the steps of a DeiT-Ti reach on two cores
 SECONDS = 2.0  # between two looks at the cells
 
 
-def costs(missing: Sequence[Recipe], trial: "Trial", images: int) -> str:
-    """Return what training the missing cells would take, in lines.
-
-    Args:
-        trial: of one of these cells.
-        images: number of training images.
-    """
-    seconds = sum(trial.seconds(cell, images) for cell in missing)
-    kept = (
-        f"{size(len(missing) * trial.checkpoint)} (last.ckpt)"
-        if missing[0].keep_checkpoint
-        else "none"
-    )
-    lines = [
-        (
-            "time",
-            f"about {duration(seconds)} in all, one cell at a time, without tests and checkpoints",
-        ),
-        ("memory", f"about {size(trial.memory)} per cell"),
-        ("checkpoints", f"{size(trial.checkpoint)} per cell; kept after training: {kept}"),
-    ]
-    return "\n".join(entry(*line) for line in lines)
-
-
-def limits(recipes: Sequence[Recipe], added: Sequence[Recipe], trial: "Trial", images: int) -> str:
-    """Return which questions a grid can't answer, and what two more seeds would take, in lines.
+def describe(
+    missing: Sequence[Recipe],
+    recipes: Sequence[Recipe],
+    added: Sequence[Recipe],
+    images: int,
+    classes: int,
+) -> str:
+    """Return what training the missing cells would take, which questions a grid can't answer, and what two more seeds would take.
 
     Args:
         recipes: all cells of the grid.
         added: the cells that more seeds would add to a grid of one seed.
-        trial, images: as in `costs`.
+        images: number of training images.
+        classes: number of their classes.
     """
     from vit.answers import more_seeds, unanswerable
+    from vit.model import build
 
+    first = missing[0]
+    weights = sum(parameter.numel() for parameter in build(first, classes).parameters())
+    seconds_of_step = _seconds_of_step(first, weights)
+
+    def time_of(cells: Sequence[Recipe]) -> str:
+        epochs = sum(cell.epochs - finished_epochs(cell.directory) for cell in cells)
+        return duration(epochs * first.steps_per_epoch(images) * seconds_of_step)
+
+    checkpoint = 3 * 4 * weights  # they and AdamW's two moments of each, in bytes
+    kept = f"{size(len(missing) * checkpoint)} (last.ckpt)" if first.keep_checkpoint else "none"
     sizes = [
         len({getattr(cell, name) for cell in recipes})
         for name in ("weight_decay", "drop_path", "seed")
     ]
-    lines = [("questions", line) for line in unanswerable(*sizes)]
+    lines = [
+        (
+            "time",
+            f"about {time_of(missing)} for the steps of all, one cell at a time on this machine",
+        ),
+        ("checkpoints", f"{size(checkpoint)} per cell; kept after training: {kept}"),
+        *(("questions", line) for line in unanswerable(*sizes)),
+    ]
     if added:
-        seconds = sum(trial.seconds(cell, images) for cell in added)
-        seeds = more_seeds(recipes[0].seed)
-        lines.append(
-            (
-                "seeds",
-                f"--seeds {seeds} adds {counted(len(added), 'cell')}, about {duration(seconds)}",
-            )
-        )
+        more = f"--seeds {more_seeds(first.seed)} adds {counted(len(added), 'cell')}"
+        lines.append(("seeds", f"{more}, about {time_of(added)}"))
     return "\n".join(entry(*line) for line in lines)
+
+
+def _seconds_of_step(recipe: Recipe, weights: int) -> float:
+    """Return the seconds of a step on this machine: six operations for each weight and token."""
+    import torch
+
+    from tracker.measures.cost import this_machine
+
+    if recipe.threads:
+        torch.set_num_threads(recipe.threads)
+    gpu = None if recipe.accelerator == "cpu" else torch.accelerator.current_accelerator()
+    machine = this_machine(gpu or torch.device("cpu"))
+    tokens = 1 + (recipe.image_size // recipe.patch_size) ** 2
+    return 6 * weights * tokens * recipe.batch_size / (SHARE * machine.rate)
 
 
 def state_of(recipe: Recipe) -> str:

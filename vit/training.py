@@ -2,17 +2,11 @@
 
 import io
 import pickle
-import resource
 import shutil
 import sys
-import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import ceil
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import lightning
@@ -36,7 +30,7 @@ from tracker.loggers.wandb import (
     with_offline_fallback,
 )
 from tracker.provenance import describe, package_version
-from vit.cells import SCHEMA, check_settings, claim, finished_epochs, read, write
+from vit.cells import SCHEMA, check_settings, claim, read, write
 from vit.data import Data, balanced, load
 from vit.loaders import TEST_BATCH, Batches
 from vit.model import evaluating
@@ -322,88 +316,3 @@ class AtomicCheckpoints(TorchCheckpointIO):
             raise ValueError(
                 f"{path} can't be read ({first_line(error)}); remove it, and the same command trains from the beginning"
             ) from error
-
-
-class StepTimes(lightning.Callback):
-    """Keeps when each step ended; stops the training after SECONDS."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """Note the time, for which a GPU is waited for."""
-        if trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()
-        self.ends.append(time.perf_counter())
-        if len(self.ends) > WARM_UP and self.ends[-1] - self.ends[0] > SECONDS:
-            trainer.should_stop = True
-
-    def typical(self) -> float:
-        """Return the median of the seconds of a step, which the ends of epochs hardly change, without the first steps."""
-        return median(end - start for start, end in pairwise(self.ends[WARM_UP - 1 :]))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a few steps and measurements of a cell took."""
-
-    step: float  # seconds
-    measurement: float  # seconds
-    memory: int  # bytes, peak of the process, or of its GPU
-    checkpoint: int  # bytes
-
-    def seconds(self, recipe: Recipe, images: int) -> float:
-        """Return the seconds of the steps and measurements of a training, less the epochs that are finished.
-
-        Args:
-            images: number of training images.
-        """
-        per_epoch = recipe.steps_per_epoch(images)
-        last, done = recipe.epochs * per_epoch, finished_epochs(recipe.directory) * per_epoch
-        measurements = sum(
-            step > done or step == done == 0 for step in recipe.measured_steps(last) or ()
-        )
-        return (last - done) * self.step + measurements * self.measurement
-
-
-def try_cell(recipe: Recipe, data: Data) -> Trial:
-    """Train a few steps of a cell, test a batch of images and measure twice, in a temporary directory."""
-    if recipe.threads:
-        torch.set_num_threads(recipe.threads)
-    with (
-        tempfile.TemporaryDirectory() as temporary,
-        quiet_lightning(),
-        redirect_stdout(io.StringIO()),
-    ):
-        measure_at = "off" if recipe.measure_at == "off" else "0"  # and after the last step
-        recipe = replace(
-            recipe, out=Path(temporary), measure_at=measure_at, test_every=1, wandb="off"
-        )
-        lightning.seed_everything(recipe.seed, verbose=False)
-        whole_epoch = recipe.steps_per_epoch(len(data.train))
-        steps = min(whole_epoch, WARM_UP + TIMED)
-        epochs = ceil((WARM_UP + TIMED) / steps)
-        # A test is not timed, but one batch of it may need the most memory.
-        limits: dict[str, Any] = {
-            "max_epochs": epochs,
-            "limit_train_batches": steps,
-            "limit_val_batches": 1,
-        }
-        trainer, times = make_trainer(recipe, data, **limits), StepTimes()
-        callbacks: list[lightning.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.append(times)
-        couplings = [callback for callback in callbacks if isinstance(callback, CouplingCallback)]
-        for coupling in couplings:
-            # The share of measuring in a few steps is not that of a training
-            coupling.run.max_overhead = None
-        trainer.fit(
-            Classifier(recipe, len(data.classes), whole_epoch), datamodule=Batches(data, recipe)
-        )
-        # The last measurement: the first one also makes checks whose results are kept.
-        measurement = couplings[0].run.overhead.last if couplings else 0.0
-        on_gpu = trainer.strategy.root_device.type == "cuda"
-        process_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory = torch.cuda.max_memory_reserved() if on_gpu else process_memory
-        return Trial(
-            times.typical(), measurement, memory, (recipe.directory / "last.ckpt").stat().st_size
-        )

@@ -95,10 +95,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "_Controls.__init__: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
         "_coordinates: ROUNDINGS * k -> ROUNDINGS / k": "a margin above rounding",
     },
-    "tracker/analysis/null_levels.py": {
-        "_spread.read: values.values.reshape(-1, *values.shape[len(sample):]) -> values.values.reshape(-2, *values.shape[len(sample):])": "NumPy takes any negative length as the missing one",
-        "_spread: max(1, AT_ONCE // (s[0].numel() * bases)) -> max(2, AT_ONCE // (s[0].numel() * bases))": "samples at once, which change no number",
-    },
+    "tracker/analysis/null_levels.py": {},
     "tracker/analysis/onset.py": {
         "coupled: np.where(several, parts, 1) -> np.where(several, parts, 2)": "where it is not used",
         "coupled: of_prompts > 0 -> of_prompts >= 0": "an error of 0 adds nothing",
@@ -440,14 +437,13 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "of_each_block: more |= {'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS} -> more &= {'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS}",
     ),
     "tracker/measures/equal_blocks.py": ("_first_numbers: p.dim() > 1 -> p.dim() >= 1",),
-    "tracker/measures/estimate.py": (
+    "tracker/measures/cost.py": (
         "_peak: if not settings.forms_jacobians: -> if settings.forms_jacobians:",
         "_peak: max(256, rows) -> max(257, rows)",
         "_peak: min(kept, torch.get_num_threads()) -> max(kept, torch.get_num_threads())",
     ),
     "tracker/measures/layers.py": (
         "kept_bytes: max(settings.ks(d)) -> min(settings.ks(d))",
-        "kept_bytes: recording.calls[0] -> recording.calls[1]",
         "layers_of: plan.kept == 'device' -> plan.kept != 'device'",
     ),
     "tracker/measures/options.py": (
@@ -639,7 +635,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/walk/dry_run.py": (
         "_download_lines: max(largest, shape.file_bytes) -> min(largest, shape.file_bytes)",
         "_download_lines: sources[computed] += 1 -> sources[computed] += 2",
-        "_timed: listing is None or selection.offline -> listing is None and selection.offline",
+        "_model: listing is None or selection.offline -> listing is None and selection.offline",
     ),
     "tracker/walk/plan.py": (
         '_output: walk.scores or "the suite\'s own, zero-shot" -> walk.scores and "the suite\'s own, zero-shot"',
@@ -708,7 +704,5 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "vit/training.py": (
         "train_cell: recipe.directory.mkdir(parents=True, exist_ok=True) -> recipe.directory.mkdir(parents=False, exist_ok=True)",
-        "try_cell: WARM_UP + TIMED -> WARM_UP - TIMED",
-        "try_cell: couplings[0].run.overhead.last if couplings else 0.0 -> couplings[0].run.overhead.last if couplings else 1.0",
     ),
 }

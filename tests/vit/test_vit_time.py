@@ -7,97 +7,59 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from tests.vit.test_vit_grid import arguments
 from tests.vit.test_vit_train import TINY
 from tracker.common.text import duration
 from vit import cells, grid, overview, training
-from vit.data import load
-from vit.training import StepTimes, Trial
-
-TRIAL = Trial(step=2.0, measurement=3.0, memory=0, checkpoint=0)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of the bar of a grid and of the trial, which stands still."""
+    """The time of the bar of a grid, which stands still."""
     clock = SimpleNamespace(now=1000.0)
     standing = SimpleNamespace(perf_counter=lambda: clock.now)
-    for module in (overview, training):
-        monkeypatch.setattr(module, "time", standing)
+    monkeypatch.setattr(overview, "time", standing)
     monkeypatch.setattr("tqdm.std.time", lambda: clock.now)
     return clock
 
 
-@pytest.mark.parametrize(
-    "finished, measure_at, expected",
-    [
-        (0, "log2", 30 * 2 + 7 * 3),  # measured at 0, 1, 2, 4, 8, 16 and 30
-        (0, "10,20,40", 30 * 2 + 4 * 3),
-        (0, "7", 30 * 2 + 3 * 3),  # and at both ends
-        (0, "off", 30 * 2),
-        (5, "log2", 15 * 2 + 2 * 3),
-        (10, "log2", 0),
-    ],
-)
-def test_a_trial_counts_the_steps_and_measurements_to_come(
-    finished, measure_at, expected, tmp_path
-):
-    recipe = replace(TINY, epochs=10, measure_at=measure_at, out=tmp_path)
-    cells.write(tmp_path, "history", [{}] * finished)
-    assert TRIAL.seconds(recipe, 96) == expected
+@pytest.fixture
+def seconds_of_step(monkeypatch):
+    monkeypatch.setattr(overview, "_seconds_of_step", lambda recipe, weights: 2.0)
 
 
-def test_a_dry_run_adds_up_the_cells(tmp_path):
-    three = [
-        replace(TINY, seed=seed, measure_at="off", out=tmp_path / str(seed)) for seed in range(3)
-    ]
+def test_a_dry_run_adds_up_the_cells(seconds_of_step, tmp_path):
+    three = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(3)]
     three[0].directory.mkdir()
     cells.write(three[0].directory, "history", [{}])
-    first, *_ = overview.costs(three, TRIAL, 96).splitlines()
+    first, *_ = overview.describe(three, three, [], 96, 10).splitlines()
     # 2 + 3 + 3 epochs of 3 steps
-    assert first.split("about ")[1].startswith("48 s in all, one cell at a time")
+    assert first.split("about ")[1].startswith("48 s for the steps of all, one cell at a time")
+
+
+def test_a_step_takes_six_operations_for_each_weight_and_token(monkeypatch):
+    machine = SimpleNamespace(rate=1e9)
+    monkeypatch.setattr("tracker.measures.cost.this_machine", lambda device: machine)
+    recipe = replace(TINY, image_size=32, patch_size=8, batch_size=32)
+    assert overview._seconds_of_step(recipe, 1000) == 6 * 1000 * 17 * 32 / (overview.SHARE * 1e9)
 
 
 def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(
-    tmp_path,
+    seconds_of_step, tmp_path
 ):
-    recipe = replace(TINY, measure_at="off")
     of_one, of_three = (
-        grid.cells(grid.GridCommand(seeds=seeds, out=tmp_path), recipe) for seeds in ("0", "0,1,2")
+        grid.cells(grid.GridCommand(seeds=seeds, out=tmp_path), TINY) for seeds in ("0", "0,1,2")
     )
-    text = " ".join(overview.limits(of_one, of_three[64:], TRIAL, 96).split())
+    text = " ".join(overview.describe(of_one, of_one, of_three[64:], 96, 10).split())
     assert text.count("questions ") == 2 and "Accuracy" not in text
     assert (
         "Coupling rises with stochastic depth; coupling rises with stochastic depth, at equal training loss: not"
         in text
     )
     assert "Reliability: unknown with one seed" in text
-    seconds = sum(TRIAL.seconds(cell, 96) for cell in of_three[64:])
-    assert text.endswith(f"--seeds 0,1,2 adds 128 cells, about {duration(seconds)}")
-    assert overview.limits(of_three, [], TRIAL, 96) == ""
-
-
-def test_the_time_of_a_step_is_a_median_without_the_first_steps(clock):
-    trainer = SimpleNamespace(
-        strategy=SimpleNamespace(root_device=torch.device("cpu")), should_stop=False
-    )
-    times, stopped = StepTimes(), []
-    for seconds in (100.0, 20.0, 2.0, 3.0, 50.0):
-        clock.now += seconds
-        times.on_train_batch_end(trainer)
-        stopped.append(trainer.should_stop)
-    assert times.typical() == 3
-    assert stopped == [False, False, False, False, True]  # 75 s after the first step
-
-
-def test_a_trial_of_slow_steps_stops_early(tmp_path, monkeypatch):
-    stops = []
-    monkeypatch.setattr(training, "SECONDS", 0.0)
-    monkeypatch.setattr(StepTimes, "typical", lambda times: stops.append(len(times.ends)) or 1.0)
-    trial = training.try_cell(replace(TINY, measure_at="off", out=tmp_path), load(TINY))
-    assert stops == [3] and trial.checkpoint > 0 == trial.measurement
+    assert text.endswith(f"--seeds 0,1,2 adds 128 cells, about {duration(128 * 9 * 2.0)}")
+    assert "questions" not in overview.describe(of_three, of_three, [], 96, 10)
 
 
 class Terminal(io.StringIO):
@@ -198,8 +160,6 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     assert first.startswith("4 cells, 1 already done; results would be in ")
     for text in (
         "time         about",
-        "tests and",
-        "memory       about",
         "kept after training:",
         "--seeds 0,1,2 adds 8 cells",
     ):
@@ -209,26 +169,3 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     assert [path.name for path in (tmp_path / "grid").iterdir()] == [done.name] and len(
         list(done.iterdir())
     ) == 1
-
-
-@pytest.mark.alone
-@pytest.mark.slow
-def test_the_estimate_is_within_a_factor_of_two(tmp_path):
-    """Of a training of which steps and measurements are the most, since tests, checkpoints and loading are not counted."""
-    recipe = replace(
-        TINY,
-        epochs=4,
-        train_size=None,
-        test_every=0,
-        measure_at="20,40,60,80,100,120,140,160,180",
-        out=tmp_path / "one",
-    )
-    data = load(recipe)
-    trial = training.try_cell(recipe, data)
-    expected = trial.seconds(recipe, len(data.train))
-    started = time.perf_counter()
-    training.train(recipe)
-    assert 1 / 2 < expected / (time.perf_counter() - started) < 2
-    assert trial.checkpoint == pytest.approx(
-        (recipe.directory / "last.ckpt").stat().st_size, rel=0.1
-    )

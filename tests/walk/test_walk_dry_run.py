@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import tracker
 from checkpoints.configuration import pythia_shapes
+from checkpoints.load import load
 from tests.walk.test_malformed_checkpoints import configured
 from tests.walk.test_walk import STEPS, copied, snapshots
 from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
@@ -76,35 +78,15 @@ def served_pythia(served, suite):  # noqa: F811
     return served
 
 
-FACTS = ("to measure", "download", "disk", "blocks", "K", "method")
-
-
-def test_without_a_connection_pythia_is_as_large_as_with_one(
-    walker, served_pythia, capsys, monkeypatch
-):
-    arguments = walker.arguments("--steps", "128,256", "--memory_budget", "1GB", model="14m")
-    online = dry_run(capsys, *arguments)
-    assert online["sizes"] == "2 checkpoints as listed" and online["model"].startswith(
-        "from the checkpoint's"
-    )
-    assert online["download"].startswith("107 MB; 0 MB")
-    assert not [path for path in served_pythia.requested("resolve") if path.endswith(".bin")]
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/nowhere")
-    monkeypatch.setenv("TRACKER_CACHE", "/nowhere")
-    offline = dry_run(capsys, *arguments)
-    assert {name: offline[name] for name in FACTS} == {name: online[name] for name in FACTS}
-    assert (
-        offline["memory"].partition("beside")[2] == online["memory"].partition("beside")[2]
-    )  # the rest is of the tokens
-    assert offline["sizes"].startswith(
+def test_the_hub_is_not_asked_about_pythia(walker, served_pythia, capsys):
+    found = dry_run(capsys, *walker.arguments("--steps", "128,256", "--on", "h100", model="14m"))
+    assert not served_pythia.requested("pythia")
+    assert found["download"].startswith("107 MB; 0 MB") and "53.3 MB per" in found["disk"]
+    assert found["sizes"].startswith(
         "2 checkpoints computed from the shape that ships in checkpoints/data/pythia.toml"
     )
-    assert (
-        "a token for every 4 bytes" in offline["model"]
-        and "checkpoints/data/pythia.toml" in offline["model"]
-    )
-    assert "per checkpoint" in offline["in all"] and "estimated" in offline["in all"]
+    assert found["model"].startswith("from the shape in checkpoints/data/pythia.toml")
+    assert "per checkpoint" in found["in all"] and "H100" in found["time"]
 
 
 def test_what_the_cache_holds_is_not_computed(walker, served_pythia, capsys, monkeypatch, tmp_path):
@@ -140,25 +122,16 @@ def test_a_directory_of_checkpoints_needs_no_hub(walker, suite, capsys, tmp_path
     assert "download" not in found and "in all" in found
 
 
-def test_the_timed_model_is_random_and_has_two_blocks(walker, served, capsys, monkeypatch):  # noqa: F811
-    from tracker.walk import dry_run as walk_dry_run
-
-    seen = []
-    real = walk_dry_run.estimate
-
-    def watching(replica, *rest):
-        seen.append((len(replica.description.names), rest[-1], torch.get_rng_state()))
-        return real(replica, *rest)
-
-    monkeypatch.setattr(walk_dry_run, "estimate", watching)
-    before = torch.get_rng_state()
-    dry_run(capsys, *walker.arguments())
-    ((blocks, depth, state),) = seen
-    assert (
-        (blocks, depth) == (2, 3)
-        and torch.equal(state, before)
-        and torch.equal(torch.get_rng_state(), before)
-    )
+def test_the_shape_gives_the_operations_of_the_loaded_model(walker, suite, capsys, tmp_path):
+    ids = torch.arange(12).reshape(2, 6)
+    torch.save(ids, tmp_path / "ids.pt")
+    copied(suite, 8, tmp_path / "model")
+    options = ("--inputs", str(tmp_path / "ids.pt"), "--tokens", "all", "--on", "h100")
+    found = dry_run(capsys, *walker.arguments(*options, model=str(tmp_path / "model")))
+    model, _ = load(tmp_path / "model")
+    cost = tracker.measure(model, ids, k=[4, 8], tokens="all", dry_run=True)
+    assert found["blocks"] == str(cost.blocks) and "Jacobians at 12 tokens" in found["inputs"]
+    assert f"{cost.operations:.2g} operations; H100" in found["time"]
 
 
 def test_an_absurd_configuration_is_stated_before_memory_is_allocated(walker, served, capsys):  # noqa: F811

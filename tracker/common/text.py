@@ -109,9 +109,11 @@ def duration(seconds: float) -> str:
 def size(bytes: int) -> str:
     """Format a number of bytes.
 
-    >>> size(123_456_789), size(4 << 30)
-    ('123 MB', '4.29 GB')
+    >>> size(123_456_789), size(4 << 30), size(4 << 40)
+    ('123 MB', '4.29 GB', '4.4 TB')
     """
+    if bytes >= 1e12:
+        return f"{bytes / 1e12:.3g} TB"
     return f"{bytes / 1e9:.3g} GB" if bytes >= 1e9 else f"{bytes / 1e6:.3g} MB"
 
 

@@ -64,6 +64,16 @@ def eigenvectors_are_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.d
     )
 
 
+def decomposition(d: int, K: int, dtype: torch.dtype) -> float:
+    """Return the operations of the cheapest way to K singular triplets of a (d, d) matrix on a CPU, and of J J^T."""
+    ways = [CPU.full * d**3]
+    if basis_fits(d, K):
+        ways.append(_iteration(d, K, dtype, torch.device("cpu")))
+    if d >= NARROWEST and K <= d // 4:
+        ways.append(CPU.symmetric * d**3)
+    return min(ways) + CPU.square * d**3
+
+
 def _iteration(d: int, K: int, dtype: torch.dtype, device: torch.device) -> float:
     cost, n, m = costs_of(device), expected_columns(d, K, dtype), basis_size(d, K)
     return n * (cost.product * d**2 + cost.basis * d * m + cost.small * m**2 + cost.column)

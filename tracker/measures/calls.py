@@ -253,9 +253,11 @@ def measure_calls(
             calls[i : i + 1] = batch.by_sample()
             continue
         if plan is None:
-            plan = make_plan(settings, recording)
+            d, L = recording.calls[0].x.shape[-1], len(recording.calls)
+            normed = recording.normed_last is not None
+            plan = make_plan(settings, d, L, normed, replica.device)
             equal = equal_blocks(recording)
-            check_kept(settings, recording, len(rows) * len(calls))
+            check_kept(settings, d, L, len(rows) * len(calls))
             warn_of_post_norm(recording)
             warn_of_missing_logits(recording, settings)
             if settings.final_norm == "auto":

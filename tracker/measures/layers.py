@@ -24,7 +24,6 @@ from tracker.measures.coupling import Moments, declared_parts, moments
 from tracker.measures.declaration import DIAGNOSTICS, LAYER, NORMED, OURS, WITH_NORM, Measure
 from tracker.measures.plan import Plan
 from tracker.measures.settings import Settings
-from tracker.model.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,13 @@ def with_kept(settings: Settings, keep: str | Sequence[str]) -> Settings:
     return replace(settings, keep=names)
 
 
-def check_kept(settings: Settings, recording: Recording, rows: int) -> None:
-    """Check that the machine's memory holds what is kept at so many rows.
+def check_kept(settings: Settings, d: int, L: int, rows: int) -> None:
+    """Check that the machine's memory holds what is kept of L blocks of width d at so many rows.
 
     Raises:
         UsageError: if it does not.
     """
-    needed = kept_bytes(settings, recording, rows)
+    needed = kept_bytes(settings, d, L, rows)
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > available:
         raise UsageError(
@@ -141,15 +140,14 @@ def check_kept(settings: Settings, recording: Recording, rows: int) -> None:
         )
 
 
-def kept_bytes(settings: Settings, recording: Recording, rows: int) -> int:
-    """Return the bytes of what is kept at so many rows; while samples are joined, there are two copies of it."""
-    d = recording.calls[0].x.shape[-1]
+def kept_bytes(settings: Settings, d: int, L: int, rows: int) -> int:
+    """Return the bytes of what `check_kept` checks; while samples are joined, there are two copies of it."""
     of_block = 0
     if "jacobian" in settings.keep:
         of_block += d**2
     if "singular_vectors" in settings.keep:
         of_block += 2 * d * max(settings.ks(d))
-    return 2 * rows * len(recording.calls) * of_block * settings.torch_dtype.itemsize
+    return 2 * rows * L * of_block * settings.torch_dtype.itemsize
 
 
 def kept_arrays(layers: Sequence[Layer], keep: Sequence[str]) -> dict[str, np.ndarray]:

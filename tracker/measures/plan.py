@@ -1,6 +1,6 @@
 """The plan of a measurement's Jacobians: how many rows at once, where they are kept, the steps of the bar.
 
-It is made once, from the settings and the first recorded call; measuring, the progress bar and the dry run read it. All memory is
+It is made once, from the settings and the model's shape; measuring, the progress bar and the dry run read it. All memory is
 in bytes. `memory`, half of the memory budget, is for Jacobians and what is computed from them. Pairs of blocks need the singular
 vectors of all blocks, so that the Jacobians of some rows wait for the last block.
 
@@ -11,6 +11,8 @@ vectors of all blocks, so that the Jacobians of some rows wait for the last bloc
 
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import torch
 
 from tracker.common.values import Method
 from tracker.measures.rotations import entries_of_turned
@@ -87,19 +89,17 @@ class Plan:
         return max(1, self.memory // self.bytes_of_jacobian // links)
 
 
-def make_plan(settings: Settings, recording: Recording) -> Plan:
-    """Return the plan for forward calls like this one."""
-    calls = recording.calls
-    x = calls[0].x
+def make_plan(settings: Settings, d: int, L: int, normed: bool, device: torch.device) -> Plan:
+    """Return the plan for a model of L blocks of width d; `normed`: whether the last is also measured with the final norm."""
     plan = Plan(
-        ks=settings.ks(x.shape[-1]),
+        ks=settings.ks(d),
         svd=settings.svd,
         measures=settings.measures_of_jacobians(),
         keep=settings.keep,
-        d=x.shape[-1],
-        L=len(calls),
-        of_row=len(measured_calls(recording)),
-        itemsize=x.itemsize,
+        d=d,
+        L=L,
+        of_row=L + normed,
+        itemsize=settings.torch_dtype.itemsize,
         memory=settings.memory(2),
         kept="device",
         rows=1,
@@ -113,7 +113,7 @@ def make_plan(settings: Settings, recording: Recording) -> Plan:
         return replace(plan, rows=max(1, plan.memory // of_row))
     rows = max(1, plan.memory // (forming + beside))
     # On a CPU the host's memory is the budget itself, which was too small.
-    host = 0 if calls[0].replica.device.type == "cpu" else host_memory()
+    host = 0 if device.type == "cpu" else host_memory()
     if of_all <= host:
         return replace(plan, kept="host", rows=min(rows, host // of_all))
     return replace(plan, kept="file", rows=rows)

@@ -26,7 +26,7 @@ DISK_BUDGET = (
 )
 GROUPS = {
     "most used": ("model", "steps", "k", "measures", "out", "wandb"),
-    "before a walk": ("dry_run", "config", "print_config"),
+    "before a walk": ("dry_run", "on", "config", "print_config"),
     "checkpoints": (
         "files",
         "load",
@@ -93,6 +93,7 @@ class Walk:
         workers: number of additional walks on Ray; all walks share the revisions.
         address: address of a Ray cluster. Default: the workers run on this machine.
         dry_run: print what would be measured, fetched and kept, and the expected time and memory, and do none of it.
+        on: of a dry run, a GPU that need not be there: a100, h100 or h200. Default: this machine.
         debug: print the traceback of each revision that fails.
         options: measurement options, as `tracker.measure` takes them.
     """
@@ -121,6 +122,7 @@ class Walk:
     workers: int = 0
     address: str | None = None
     dry_run: bool = False
+    on: str | None = None
     debug: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -1,57 +1,55 @@
-"""What a walk would fetch, keep and take, from the hub's listings and one timed block; nothing is fetched or written.
+"""What a walk would fetch, keep and take, by arithmetic from the hub's listings and a checkpoint's configuration.
 
-The block is randomly initialized, in a model of the suite's configuration with two blocks. Only configuration and tokenizer are
-read; where the cache lacks them they are fetched into a temporary directory. Where the hub does not list a checkpoint of Pythia,
-its size and configuration are those of the shape that ships with `checkpoints`, and the length of prompts is estimated.
+The model is built from the configuration without weights. Where the cache lacks the configuration it is fetched into a temporary
+directory. Of Pythia, sizes and configurations are those of the shape that ships with `checkpoints` where the cache has none, and
+the hub is not asked. Prompts are not tokenized: their lengths are estimated, a token for every four bytes.
 """
 
-import copy
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
-from checkpoints.configuration import Shape, require_size, weights_in
+from checkpoints.configuration import require_size, weights_in
 from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch, snapshot_dir
-from checkpoints.hub import Listing
-from checkpoints.load import load_own_tokenizer, load_tokenizer, read_architecture, readable
+from checkpoints.load import read_architecture, readable
 from checkpoints.suites import Checkpoint
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
 from tracker.common.text import counted, duration, entry, join_names, printable, size
 from tracker.measurement import prepared
-from tracker.measures.estimate import Cost, estimate
+from tracker.measures.cost import (
+    Case,
+    Cost,
+    Machine,
+    cost_of,
+    cost_of_calls,
+    named_machine,
+    this_machine,
+)
+from tracker.measures.settings import Settings
+from tracker.model.description import Blocks
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
+from tracker.walk.command import Walk
 from tracker.walk.display import reason
-from tracker.walk.plan import SelectedCheckpoints, WalkPlan, placement
+from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget
 
-BLOCKS = 2  # of the timed model: one is timed, and another to warm up
-# Of a prompt whose tokenizer is not there; the built-in prompts have 4.2 with Pythia's
-BYTES_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4  # the built-in prompts have 4.2 with Pythia's tokenizer
 SHIPPED = "checkpoints/data/pythia.toml"
 NOT_LISTED = "not listed, and not counted"
 
 
-def describe(
-    plan: WalkPlan,
-    missing: Sequence[Checkpoint],
-    disk_budget: int | None,
-    tokenizer: str | None,
-    debug: bool = False,
-) -> Iterator[str]:
-    """Describe what measuring the missing checkpoints would take: what is known at once, then what one block was timed for.
-
-    Args:
-        tokenizer: the tokenizer that replaces the checkpoints' own.
-        debug: whether to print the traceback of an error.
+def describe(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> Iterator[str]:
+    """Describe what measuring the missing checkpoints would take.
 
     Raises:
         UsageError: if the model can't be measured with these settings.
@@ -64,26 +62,24 @@ def describe(
     if not missing:
         return
     if plan.selection.suite.on_hub:
-        for line in _download_lines(plan.selection, missing, disk_budget):
+        for line in _download_lines(plan.selection, missing, walk.disk_budget):
             yield entry(*line)
     try:
         with panics_as_errors():
-            timed = _timed(plan, missing, tokenizer)
-            cost = _checkpoint_cost(plan, timed)
+            source, cost = _checkpoint_cost(plan, missing, walk)
     except UsageError:
         raise
     except Exception as error:  # whatever is wrong with this revision, the others may be measured
-        if debug:
+        if walk.debug:
             traceback.print_exception(error)
-        yield entry("time", f"not estimated: {printable(reason(error, debug))}")
+        yield entry("time", f"not estimated: {printable(reason(error, walk.debug))}")
         return
-    yield entry("model", timed.source)
-    if not cost.refused:
-        yield entry(
-            "in all",
-            f"about {duration(cost.seconds)} per checkpoint, {duration(cost.seconds * len(missing))} in all, without download, "
-            "loading and hashing; estimated, as is the memory below, from one timed block",
-        )
+    yield entry("model", source)
+    yield entry(
+        "in all",
+        f"about {duration(cost.seconds * len(missing))}, {duration(cost.seconds)} per checkpoint, without download, loading "
+        "and hashing",
+    )
     yield from str(cost).splitlines()[1:]
 
 
@@ -149,144 +145,107 @@ def _download_lines(
     return lines
 
 
-@dataclass(frozen=True)
-class _Timed:
-    """What is timed in place of a checkpoint."""
+def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> tuple[str, Cost]:
+    """Return where the model's shape is from, in words, and the cost of measuring one checkpoint."""
+    measurement = plan.measurement
+    machine = named_machine(walk.on) if walk.on else this_machine(measurement.device)
+    if measurement.own_code:  # the user's code makes the model with its weights
+        model, tokenizer = measurement.load(Path(missing[0].source))
+        settings = _with_budget(measurement, model, find_blocks(model), machine)
+        calls = batches(model, measurement.inputs, tokenizer, measurement.max_tokens)
+        with prepared(model, None, calls, settings, measurement.device) as replica:
+            cost = cost_of_calls(replica, calls, settings, machine)
+        return f"loaded from {missing[0].source}", cost
+    model, config, source = _model(plan.selection, missing)
+    blocks = find_blocks(model)
+    settings = _with_budget(measurement, model, blocks, machine)
+    lengths = _lengths(measurement, config)
+    chosen = settings.chosen_tokens(blocks)
+    of_sample = len(chosen) if isinstance(chosen, tuple) else 1
+    case = Case(
+        model,
+        blocks,
+        lengths,
+        rows=sum(lengths) if chosen == "all" else len(lengths) * of_sample,
+        width=config.get_text_config().hidden_size,
+        depth=len(blocks.names),
+        normed=settings.final_norm != "exclude" and bool(blocks.include_final_norm),
+    )
+    return source, cost_of(case, settings, machine)
 
-    small: nn.Module  # with `BLOCKS` blocks
-    whole: nn.Module  # perhaps without weights
-    tokenizer: Any
-    source: str  # where the configuration and the tokens are from, in words
+
+def _with_budget(
+    measurement: Measurement, model: nn.Module, blocks: Blocks, machine: Machine
+) -> Settings:
+    """Return the settings with the memory budget of a measurement on the machine."""
+    settings = measurement.settings
+    weights = weights_memory(model, blocks, settings.torch_dtype)
+    default = default_budget(machine.device, weights, machine.memory)
+    return replace(settings, memory_budget=measurement.memory_budget or default)
 
 
-def _checkpoint_cost(plan: WalkPlan, timed: _Timed) -> Cost:
-    """Return the cost of measuring one checkpoint."""
-    measurement, small, whole = plan.measurement, timed.small, timed.whole
-    device, settings, blocks = measurement.device, measurement.settings, find_blocks(whole)
-    budget, resident = placement(measurement, weights_memory(whole, blocks, settings.torch_dtype))
-    if resident:
-        small.to(device)
-    calls = batches(small, measurement.inputs, timed.tokenizer, measurement.max_tokens)
-    settings = replace(settings, memory_budget=budget)
-    depth = None if small is whole else len(blocks.names)
-    with prepared(small, find_blocks(small), calls, settings, device) as replica:
-        cost = estimate(replica, calls, settings, depth)
-    stored = sum(tensor.nbytes for tensor in (*whole.parameters(), *whole.buffers()))
-    return replace(cost, blocks=str(blocks), weights_bytes=stored)
+def _lengths(measurement: Measurement, config: Any) -> list[int]:
+    """Return the number of tokens of each sample: of prompts estimated, of images that of their patches."""
+    inputs, most = measurement.inputs, measurement.max_tokens
+    if isinstance(inputs, list):
+        estimated = [max(1, len(prompt.encode()) // BYTES_PER_TOKEN) for prompt in inputs]
+        return [min(length, most or length) for length in estimated]
+    if isinstance(inputs, Mapping):
+        inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0) > 1)
+    length = inputs.shape[1]
+    if inputs.ndim == 4:
+        length = inputs.shape[2] * inputs.shape[3] // config.patch_size**2
+    return [length] * len(inputs)
 
 
-def _timed(plan: WalkPlan, missing: Sequence[Checkpoint], tokenizer: str | None) -> _Timed:
-    """Return a model with `BLOCKS` blocks, the whole model, and the tokenizer.
-
-    Args:
-        tokenizer: the tokenizer that replaces the checkpoints' own.
+def _model(
+    selection: SelectedCheckpoints, missing: Sequence[Checkpoint]
+) -> tuple[nn.Module, Any, str]:
+    """Return a checkpoint's model without weights, its configuration, and where that is from, in words.
 
     Raises:
-        CheckpointError: if configuration or tokenizer can't be read, or the model can't be built from it.
+        CheckpointError: if the configuration can't be read, or no model can be built from it.
     """
-    selection, measurement = plan.selection, plan.measurement
-    replacement = None if tokenizer is None else load_tokenizer(tokenizer)
-    of_prompts = isinstance(measurement.inputs, list)
-    with_tokenizer = of_prompts and replacement is None
+    suite = selection.suite
     checkpoint = next(
         (c for c in missing if c.seed is None and c.name not in selection.unlisted), missing[0]
     )
-    source = Path(checkpoint.source)
     if checkpoint.revision is None:
-        if not measurement.own_code:
-            return _from_config(source, weights_in(source), with_tokenizer, replacement)
-        model, own = measurement.load(source)  # the user's code makes the model with its weights
-        return _Timed(model, model, own, f"loaded from {source}")
-    directory = snapshot_dir(checkpoint.source, checkpoint.revision, selection.suite.cache_dir)
-    cached = (directory / "config.json").is_file()
-    unlisted = selection.offline or selection.unlisted.get(checkpoint.name)
-    if unlisted and not cached and selection.suite.shape:
-        return _from_shape(selection.suite.shape, of_prompts, replacement)
+        directory = Path(checkpoint.source)
+        return _from_config(directory, weights_in(directory))
+    directory = snapshot_dir(checkpoint.source, checkpoint.revision, suite.cache_dir)
     listing = selection.listings.get(checkpoint.revision)
-    if checkpoint.name in selection.unlisted:
-        raise CheckpointError(selection.unlisted[checkpoint.name])
-    if not selection.suite.on_hub and not cached:  # the embedded suite
-        raise CheckpointError(
-            "nano is trained first, in about a minute on two cores; a dry run after that times its blocks"
+    if (directory / "config.json").is_file():
+        listed = sum(file.size for file in listing.weights) if listing else 0
+        return _from_config(directory, listed or weights_in(directory))
+    if suite.shape:
+        config = suite.shape.config()
+        model = _without_memory(config, AutoModelForCausalLM, torch.float16)
+        return model, config, f"from the shape in {SHIPPED}, as the cache has no configuration"
+    if listing is None or selection.offline:
+        cause = (
+            selection.unlisted.get(checkpoint.name) or selection.offline or "it is trained first"
         )
-    if not cached and (listing is None or selection.offline):
         raise CheckpointError(
-            f"{checkpoint.source} at {checkpoint.name} is not in the cache, and the hub can't be reached"
+            f"the cache has no configuration of {checkpoint.source} at {checkpoint.name}: {cause}"
         )
-    stored = (
-        weights_in(directory) if listing is None else sum(file.size for file in listing.weights)
+    configuration = replace(
+        listing, files=tuple(file for file in listing.files if file.name == "config.json")
     )
-    if listing is None or not missing_files(directory, _without_weights(listing)):
-        return _from_config(directory, stored, with_tokenizer, replacement)
     with tempfile.TemporaryDirectory() as temporary:
-        fetched = fetch(
-            checkpoint.source, checkpoint.revision, _without_weights(listing), Path(temporary)
-        )
-        return _from_config(fetched, stored, with_tokenizer, replacement)
+        fetched = fetch(checkpoint.source, checkpoint.revision, configuration, Path(temporary))
+        return _from_config(fetched, sum(file.size for file in listing.weights))
 
 
-def _without_weights(listing: Listing) -> Listing:
-    weights = set(listing.weights)
-    return replace(listing, files=tuple(file for file in listing.needed if file not in weights))
-
-
-def _from_config(directory: Path, stored: int, with_tokenizer: bool, tokenizer: Any) -> _Timed:
-    """Build the models of a directory's configuration.
-
-    Args:
-        stored: the bytes of its weight files.
-        tokenizer: the tokenizer without that of the directory.
-
-    Raises:
-        CheckpointError: if transformers can't, or the files are too small for the model.
-    """
+def _from_config(directory: Path, stored: int) -> tuple[nn.Module, Any, str]:
+    """Build the model of a directory's configuration; `stored` is the number of bytes of its weight files."""
     with readable(directory, f"the configuration in {directory}", "no model can be built from it"):
         config, auto = read_architecture(directory)
-        dtype = config.dtype or torch.float32
-        whole = _without_memory(config, auto, dtype)
-        require_size(directory, whole, stored)
-        small = _with_few_blocks(config, auto, dtype)
-    tokenizer = load_own_tokenizer(directory) if with_tokenizer else tokenizer
-    return _Timed(small, whole, tokenizer, "from the checkpoint's configuration and tokenizer")
-
-
-def _from_shape(shape: Shape, of_prompts: bool, tokenizer: Any) -> _Timed:
-    """Build the models of a shape that ships with this package."""
-    from transformers import AutoModelForCausalLM
-
-    of_model = shape.config(), AutoModelForCausalLM, torch.float16
-    source = f"from the shape in {SHIPPED}, as neither the hub nor the cache has the configuration"
-    if of_prompts and tokenizer is None:
-        source += f"; lengths of prompts are estimated, a token for every {BYTES_PER_TOKEN} bytes"
-    return _Timed(
-        _with_few_blocks(*of_model),
-        _without_memory(*of_model),
-        tokenizer or _estimated_tokens,
-        source,
-    )
+        model = _without_memory(config, auto, config.dtype or torch.float32)
+        require_size(directory, model, stored)
+    return model, config, "from the checkpoint's configuration"
 
 
 def _without_memory(config: Any, auto: Any, dtype: Any) -> nn.Module:
     with torch.device("meta"):
         return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-
-
-def _with_few_blocks(config: Any, auto: Any, dtype: Any) -> nn.Module:
-    """Build a model with `BLOCKS` blocks, entries of the configuration by block that fit, and random weights."""
-    config = copy.deepcopy(config)
-    text = config.get_text_config()
-    depth = text.num_hidden_layers
-    for name, value in vars(text).items():
-        if isinstance(value, (list, tuple)) and len(value) == depth:
-            setattr(text, name, value[:BLOCKS])
-    text.num_hidden_layers = min(BLOCKS, depth)
-    # Weights are drawn, and the caller's generator stays as it is.
-    with torch.random.fork_rng():
-        return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
-
-
-def _estimated_tokens(text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-    """Return as many tokens as a text has about, in place of a tokenizer."""
-    return {
-        "input_ids": torch.arange(max(1, round(len(text.encode()) / BYTES_PER_TOKEN)))[None] % 1000
-    }

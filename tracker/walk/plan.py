@@ -28,18 +28,21 @@ if TYPE_CHECKING:
     from tracker.store import Store
 
 
-def default_budget(device: "torch.device", weights: int) -> int:
+def default_budget(device: "torch.device", weights: int, total: int | None = None) -> int:
     """Return the default memory budget; it depends on the machine and the model, not on the memory that happens to be free.
 
     It is half of an accelerator's memory or, where the weights leave less, what they leave, if that is at least an eighth. On
     the CPU, and beside an accelerator that does not report its memory, it is a quarter of the machine's memory.
+
+    Args:
+        total: the memory of an accelerator that is not there.
     """
     from tracker.model.recording import host_memory
 
-    memory = _free_and_total(device)
-    if memory is None:
+    memory = None if total else _free_and_total(device)
+    if memory is None and total is None:
         return host_memory()
-    _, total = memory
+    total = memory[1] if memory else total or 0
     left = total * 9 // 10 - weights  # a tenth for the driver, libraries and fragmentation
     return left if total // 8 <= left < total // 2 else total // 2
 
@@ -202,7 +205,8 @@ def _selection(
     walk: Walk, suite: Suite, joined: scores.Scores, notify: Callable[[str], None]
 ) -> SelectedCheckpoints:
     chosen = suite.select(None if walk.steps is None else str(walk.steps), joined)
-    examined = integrity.examine(suite, chosen, notify)
+    # The sizes of Pythia's files follow from its shape.
+    examined = integrity.examine(suite, chosen, notify, ask=not (walk.dry_run and suite.shape))
     kept = tuple(
         checkpoint
         for checkpoint in chosen
