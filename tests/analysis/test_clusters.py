@@ -17,13 +17,7 @@ from tracker.analysis.across_models import (
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing
 from tracker.figures.__main__ import main
-from tracker.figures.choices import Choices
-from tracker.figures.model_comparisons import (
-    definitions,
-    score_against_coupling,
-    score_against_sizes,
-    subsets,
-)
+from tracker.figures.selection import draw
 from tracker.report.write import main as report
 from tracker.store import open_results
 
@@ -109,7 +103,7 @@ def means(values):
 @pytest.mark.slow
 def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     monkeypatch.setattr(drawing, "FEWEST_POINTS", 4)
-    figure, table = score_against_coupling(results, Choices(4), None)
+    figure, table = draw("1a", results, 4)
     assert table["cluster"].tolist() == LABELS
     coupling, score = table["coupling by eq. 14, K = 4"], table["score"]
     fit = stats.linregress(means(coupling), means(score))
@@ -119,17 +113,17 @@ def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
         and f"p = {fit.pvalue:.2g}" in figure.axes[0].get_title()
     )
     assert "70m, 70m-deduped" in figure.get_supxlabel().replace("\n", " ")
-    assert "treat models as independent" in score_against_sizes(results, Choices(4), None)[
-        0
-    ].get_supxlabel().replace("\n", " ")
+    assert "treat models as independent" in draw("35", results, 4)[0].get_supxlabel().replace(
+        "\n", " "
+    )
 
-    _, table = subsets(results, Choices(4), None)
+    _, table = draw("table4", results, 4)
     assert table.subset.tolist()[:2] == ["all", "all, clusters averaged"] and table.n.tolist()[
         :2
     ] == [7, 4]
     assert table.p[1] == pytest.approx(fit.pvalue)
 
-    _, table = definitions(results, Choices(4), None)
+    _, table = draw("definitions", results, 4)
     row = table[(table.measure == "offdiag_normalized") & (table.pairs == "mean_offdiag")].iloc[0]
     assert (
         row.cluster_n == 4
@@ -169,7 +163,7 @@ def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
         at["size_fits"]["width"]["averaged"],
     ]
     assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]
-    table = definitions(unknown, Choices(4), None)[1].set_index(["measure", "k", "pairs"])
+    table = draw("definitions", unknown, 4)[1].set_index(["measure", "k", "pairs"])
     assert table.loc[("miscoupling", 4, "mean"), ["r2", "cluster_r2"]].isna().all()
     assert table.loc[("offdiag_normalized", 4, "mean"), ["r2", "cluster_r2"]].notna().all()
 

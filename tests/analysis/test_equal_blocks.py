@@ -19,13 +19,8 @@ from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
-from tracker.figures.coupling import (
-    by_layer,
-    coupling_of_prompts,
-    heatmaps,
-    layer_graph,
-    over_training,
-)
+from tracker.figures.coupling import by_layer, coupling_of_prompts, layer_graph, over_training
+from tracker.figures.matrices import heatmaps
 from tracker.measures.equal_blocks import read_equal_blocks
 from tracker.report.contents import contents
 from tracker.report.write import write_report
@@ -224,16 +219,16 @@ def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path)
     coupling = np.mean([below.values[..., l, m] for l, m in COUNTED], 0)
     last, chosen = results["looped"].isel(step=-1), Choices(K)
     np.testing.assert_allclose(coupling_of_prompts(last, chosen), coupling.mean(1), rtol=1e-5)
-    _, table = over_training(results, chosen, None)
+    _, table = over_training(results, chosen)
     np.testing.assert_allclose(table["coupling"], coupling.mean(), rtol=1e-5)
-    _, edges = layer_graph(results, chosen, None)
+    _, edges = layer_graph(results, chosen)
     shown = edges.dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
     assert shown == [[l + 1, m + 1] for l, m in COUNTED if l < m]
-    _, table = by_layer(results, chosen, None)
+    _, table = by_layer(results, chosen)
     values = below.mean(("prompt", "token")).values
     means = [np.mean([values[l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
     np.testing.assert_allclose(table["coupling"], means, rtol=1e-5)
-    heatmaps(results, chosen, None)
+    heatmaps(results, chosen)
     page = contents(reduced(results["looped"]))
     l, m = page["most_coupled"]["offdiag_normalized"][K]
     assert (l - m) % 3

@@ -178,7 +178,7 @@ def test_the_paper_s_blocks_are_shown_where_all_have_a_value(course, monkeypatch
         assert set(of("28", course, convention="paper")[1].layer) == shown
     chosen = []
 
-    def drawn(results, choices, target):
+    def drawn(results, choices):
         chosen.append(choices.layers)
         return Figure(), None
 

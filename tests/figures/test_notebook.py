@@ -9,8 +9,8 @@ from tests.models import neox, tokens
 from tests.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
-from tracker.figures.coupling import coupling_pictures
 from tracker.figures.drawing import colour_map
+from tracker.figures.matrices import coupling_pictures
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
 from tracker.measures.registry import BY_NAME, VARIANTS

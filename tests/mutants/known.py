@@ -8,7 +8,7 @@ LEFT_OUT = {
     **dict.fromkeys(
         (
             f"tracker/figures/{name}.py"
-            for name in "drawing coupling jacobians model_comparisons states".split()
+            for name in "drawing coupling jacobians matrices model_comparisons states".split()
         ),
         "what a figure looks like: of what it shows, `tests.golden` compares the table",
     ),
@@ -346,8 +346,8 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "Choices: k: int = 0 -> k: int = 1",
     ),
     "tracker/figures/registry.py": (
-        ": FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=2, takes=('axis', 'layers'), paper_layers=(5, 16, 30))",
-        ": FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> FigureSpec('28', 'Linearity at fixed blocks over training', partial(states.at_layers, variable='lss_window', sign=-1), ('lss_window',), steps=3, takes=('axis', 'layers'), paper_layers=(5, 15, 30))",
+        ": _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers'), paper_layers=(5, 16, 30))",
+        ": _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=3, takes=('axis', 'layers'), paper_layers=(5, 15, 30))",
         "FigureSpec: steps: int = 1 -> steps: int = 2",
     ),
     "tracker/jacobians/halves.py": (

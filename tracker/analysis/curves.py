@@ -23,7 +23,8 @@ import xarray as xr
 
 from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
-from tracker.analysis.pairs import counted_pairs
+from tracker.analysis.onset import Onset, onset
+from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.regression import cluster_means, holm, linear_fit
 from tracker.analysis.selections import number_of_blocks, opened, require_names, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
@@ -219,6 +220,18 @@ def evenly_measured(steps: Sequence[float] | np.ndarray) -> bool:
     steps = np.asarray(steps, float)
     gaps = np.diff(np.unique(steps[np.isfinite(steps)]))
     return len(gaps) < 2 or bool((gaps[:-1] == gaps[0]).all() and gaps[-1] <= gaps[0])
+
+
+def onset_of(results: xr.Dataset, by_prompt: xr.DataArray, of_pairs: xr.DataArray) -> Onset:
+    """Find the onset of the coupling of results along `step`.
+
+    Args:
+        by_prompt: null level minus mis-coupling (step, prompt), means over pairs of different blocks.
+        of_pairs: the same (step, layer, layer_other), means over prompts.
+    """
+    departure = by_prompt.transpose("step", "prompt").values
+    pairs = independent_pairs(of_pairs.transpose("step", ...), results)
+    return onset(results["step"].values, departure, pairs, sources(results))
 
 
 def suspect(results: xr.Dataset) -> np.ndarray:

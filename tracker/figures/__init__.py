@@ -5,7 +5,8 @@ PDF, PNG and CSV files from `python -m tracker.figures`.
 
 - `registry`: the declaration of each figure: number, title, function, needs
 - `selection`: figures by name, and what results lack for them
-- `coupling`, `states`, `jacobians`: figures of one result or of several
-- `model_comparisons`: figures with one point or row per result
+- `choices`: what the caller chooses of a figure
+- `coupling`, `states`, `jacobians`, `matrices`: figures of one result or of several
+- `model_comparisons`: figures with one point or row per result, and of prompts
 - `drawing`: colours of figures and pages, axes, panels, bands and fitted lines
 """

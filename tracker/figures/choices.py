@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tracker.common.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Axis = Literal["auto", "linear", "log"]  # of training steps; auto: linear if they are evenly spaced
 Convention = Literal["package", "paper"]
@@ -23,6 +26,7 @@ class Choices:
             final norm is left out. "paper": minus the mis-coupling, mean over all pairs, l = l' and pairs of one module among
             them, and variables that count the final norm, where there are such; results without them are refused.
         layers: the blocks to show; None for those of the figure.
+        ax: the axes to draw into, for a figure of one panel.
     """
 
     k: int = 0
@@ -31,6 +35,7 @@ class Choices:
     axis: Axis = "auto"
     convention: Convention = "package"
     layers: Sequence[int] | None = None
+    ax: "Axes | None" = None
 
     def __post_init__(self) -> None:
         for option, known in (("axis", Axis), ("convention", Convention)):

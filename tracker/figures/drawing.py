@@ -154,10 +154,7 @@ def at_step(name: str, ds: xr.Dataset, i: int) -> str:
 
 
 def training_axis(
-    axes: "Axes",
-    *runs: Sequence[float] | np.ndarray,
-    scale: "Axis" = "auto",
-    also: Sequence[float] = (),
+    axes: "Axes", *runs: Sequence[float] | np.ndarray, scale: "Axis" = "auto"
 ) -> None:
     """Make x an axis of training steps, with a tick at the last.
 
@@ -166,45 +163,35 @@ def training_axis(
     Args:
         runs: the measured steps of each run.
         scale: "auto" for a linear axis if the steps of each run are evenly spaced, else a logarithmic one.
-        also: further steps within the axis.
     """
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-    every = np.concatenate([*(np.asarray(steps, float) for steps in runs), np.asarray(also, float)])
+    every = np.concatenate([np.asarray(steps, float) for steps in runs])
     shown = np.unique(every[np.isfinite(every)])
     later = shown[shown > 0]
     uneven = not all(map(evenly_measured, runs))
     logarithmic = len(later) > 0 and (scale == "log" or (scale == "auto" and uneven))
+    offered = shown
+    if logarithmic:
+        # matplotlib divides linscale by 1 - 1 / base.
+        axes.set_xscale("symlog", linthresh=later[0], linscale=0.9 * np.log10(2))
+    elif len(later):
+        round_steps = MaxNLocator(STEP_TICKS, integer=True).tick_values(shown[0], shown[-1])
+        within = (round_steps >= shown[0]) & (round_steps < shown[-1])
+        offered = np.append(round_steps[within], shown[-1])
     if len(later):
-        if logarithmic:
-            # matplotlib divides linscale by 1 - 1 / base.
-            axes.set_xscale("symlog", linthresh=later[0], linscale=0.9 * np.log10(2))
-            offered = shown
-            places = np.where(
-                shown < later[0], -np.log(2), np.log(np.maximum(shown, later[0]) / later[0])
-            )
-        else:
-            round_steps = MaxNLocator(STEP_TICKS, integer=True).tick_values(shown[0], shown[-1])
-            places = offered = np.unique(
-                [*round_steps[(round_steps >= shown[0]) & (round_steps < shown[-1])], shown[-1]]
-            )
+        transform = axes.xaxis.get_transform()
+        first, last = transform.transform(shown[[0, -1]])
         # A single step has no extent, and still needs an axis.
-        room = max(np.ptp(places), np.log(2))
-        ticks = [0]
-        for i in range(1, len(offered)):
-            if (
-                places[i] >= places[ticks[-1]] + room / STEP_TICKS
-                and places[i] <= places[-1] - room / STEP_TICKS
-            ):
-                ticks.append(i)
-        ticks = sorted({*ticks, len(offered) - 1})
+        room = last - first or last
         margin = room / 30
-        if logarithmic:
-            left = -later[0] * margin / np.log(2) if shown[0] == 0 else shown[0] * np.exp(-margin)
-            axes.set_xlim(left, shown[-1] * np.exp(margin))
-        else:
-            axes.set_xlim(shown[0] - margin, shown[-1] + margin)
-        axes.set_xticks(offered[ticks])
+        axes.set_xlim(*transform.inverted().transform([first - margin, last + margin]))
+        ticks, taken = [shown[-1]], -np.inf
+        for step, place in zip(offered, transform.transform(offered), strict=True):
+            if taken + room / STEP_TICKS <= place <= last - room / STEP_TICKS:
+                ticks.append(step)
+                taken = place
+        axes.set_xticks(sorted(ticks))
         axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter("{x:,.12g}")
     axes.set_xlabel("Training step" + " (log scale)" * logarithmic)
@@ -254,38 +241,33 @@ def logarithmic_y(axes: "Axes") -> None:
 
 
 def banded_line(
-    axes: "Axes", x: Any, middle: Any, low: Any, high: Any, color: Any, label: str | None = None
+    axes: "Axes", columns: Mapping[str, Any], color: Any, label: str | None = None
 ) -> None:
-    """Draw a line, with markers unless they would run into each other, and a band from low to high around it."""
+    """Draw a line, with markers unless they would run into each other, and a band around it.
+
+    Args:
+        columns: of the table of the figure; the first four are x, the line, and the lower and the upper end of the band.
+    """
+    x, middle, low, high = list(columns.values())[:4]
     axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
-    axes.plot(
-        x, middle, color=color, marker="o" if len(x) <= MOST_MARKERS else "", ms=3, label=label
-    )
+    marker = "o" if len(x) <= MOST_MARKERS else ""
+    axes.plot(x, middle, color=color, marker=marker, ms=3, label=label)
 
 
-def quartile_line(
-    axes: "Axes", values: xr.DataArray, along: str, color: Any, label: str | None
+def of_quartiles(values: xr.DataArray, along: str) -> dict[str, np.ndarray]:
+    """Return the median and quartiles over all dimensions but one, as the columns of a `banded_line`."""
+    spread = quartiles(values, [str(dim) for dim in values.dims if dim != along])
+    names = ("median", "q25", "q75")
+    return {along: values[along].values, **{s: spread.sel(statistic=s).values for s in names}}
+
+
+def of_means(
+    by_prompt: xr.DataArray, along: str, sources: np.ndarray | None, name: str = "mean"
 ) -> dict[str, np.ndarray]:
-    """Draw the median and quartiles over all dimensions but `along`, and return them as columns of a table."""
-    spread = quartiles(values, tuple(str(dim) for dim in values.dims if dim != along))
-    low, middle, high = (spread.sel(statistic=s).values for s in ("q25", "median", "q75"))
-    banded_line(axes, values[along], middle, low, high, color, label)
-    return {along: values[along].values, "median": middle, "q25": low, "q75": high}
-
-
-def mean_line(
-    axes: "Axes",
-    by_prompt: xr.DataArray,
-    sources: np.ndarray | None,
-    color: Any,
-    label: str | None = None,
-) -> dict[str, np.ndarray]:
-    """Draw the mean over prompts of values (x, prompt) with its 95 % interval; return x, mean and interval."""
-    along = next(str(dim) for dim in by_prompt.dims if dim != "prompt")
+    """Return means over prompts, by this name, with their 95 % intervals, as the columns of a `banded_line`."""
     values = by_prompt.transpose(along, "prompt").values
     (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
-    banded_line(axes, by_prompt[along], mean, low, high, color, label)
-    return {along: by_prompt[along].values, "mean": mean, "low": low, "high": high}
+    return {along: by_prompt[along].values, name: mean, "low": low, "high": high}
 
 
 def fitted_line(

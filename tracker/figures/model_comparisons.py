@@ -1,4 +1,6 @@
-"""Figures that compare results, one point per result: one property against another, subsets, definitions of coupling.
+"""Figures that compare results, one point per result, or prompts of a result: one property against another, with its fit.
+
+Also: R^2 in subsets of the results, and the correlation of score and coupling by definition of coupling.
 
 Values are those after the last step. Intervals of R^2 treat results as independent (Fisher's z); intervals of a coupling are over
 its prompts. Where results are not independent (`across_models.cluster_labels`), a second fit has one point per cluster.
@@ -6,7 +8,7 @@ its prompts. Where results are not independent (`across_models.cluster_labels`),
 The table of models (Table 1). Scores and training tokens are those after the last step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
@@ -42,6 +44,7 @@ from tracker.analysis.regression import (
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.coupling import (
+    axis_of_coupling,
     coupling_name,
     coupling_of_prompts,
     coupling_word,
@@ -57,6 +60,7 @@ from tracker.figures.drawing import (
     definition,
     fit_text,
     fitted_line,
+    label_y,
     panels,
 )
 from tracker.measures.declaration import NORMED
@@ -68,55 +72,57 @@ if TYPE_CHECKING:
 
     from tracker.figures.drawing import Plotted
 
+    # A table with a row for each point, and its columns x and y
+    Points = tuple[pd.DataFrame, str, str]
 
+COUPLING, SCORE = "coupling", "score"
 BENCHMARK = "gsm8k"
+OF_PROMPTS = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 LETTERS_PER_INCH = 19  # of a note below a figure
 INCHES_PER_LETTER = 0.065  # of a label of 8 points
 
 
-def score_against_coupling(
-    results: Results, choices: Choices, target: "Axes | None", *, exponential: bool = False
+def comparison(
+    results: Results,
+    choices: Choices,
+    *,
+    shown: Sequence[tuple[str, str]] = ((COUPLING, SCORE),),
+    every_k: bool = False,
+    exponential: bool = False,
 ) -> "Plotted":
-    """Draw the score against coupling, with a straight line and, if `exponential`, an exponential fit (Figs 1a and 7)."""
-    coupling, properties = _coupling_and_score(results, choices)
-    return _scatter(results, properties, [(coupling, "score")], target, exponential)
+    """Draw properties of the results against each other, a panel for each pair (x, y), with its fit.
 
+    Where sizes are among them, the fit of score on coupling with all sizes controlled for is stated, too.
 
-def score_against_coupling_by_k(
-    results: Results, choices: Choices, target: "Axes | None"
-) -> "Plotted":
-    """Draw the score against coupling for every K that all results have (Fig. 36)."""
-    ks = shared(results, "k")
-    properties: dict[str, Property] = {}
-    shown = []
-    for k in ks:
-        coupling, of_k = _coupling_and_score(results, replace(choices, k=k))
+    Args:
+        shown: sizes, training tokens, coupling and score.
+        every_k: repeat the panels for every K that all results have.
+        exponential: draw an exponential fit, too.
+    """
+    properties = {**SIZES, TRAINING_TOKENS: tokens_seen, SCORE: mean_score(results)[1]}
+    pairs = []
+    for k in shared(results, "k") if every_k else [choices.k]:
+        of_k = _coupling(replace(choices, k=k))
         properties |= of_k
-        shown.append((coupling, "score"))
-    return _scatter(results, properties, shown, target)
-
-
-def score_against_sizes(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
-    """Draw the score against depth, width, parameters and coupling, and fit coupling with the sizes controlled for (Fig. 35)."""
-    coupling, properties = _coupling_and_score(results, choices)
-    shown = [(name, "score") for name in (*SIZES, coupling)]
-    figure, table = _scatter(results, SIZES | properties, shown, target)
-    fit = controlled_fit(table, coupling)
-    text = f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
-    if fit["averaged"]:
-        text += f"; clusters averaged (n = {fit['averaged']['n']}): {fit_text(fit['averaged'])}"
-    _annotate(figure, _in_table(results, table), [text], target)
+        coupling = next(iter(of_k))
+        pairs += [tuple(coupling if of == COUPLING else of for of in pair) for pair in shown]
+    named = {name for pair in pairs for name in pair}
+    of_points = {name: take for name, take in properties.items() if _without_end(name) in named}
+    table = _with_properties(results, of_points)
+    figure, _ = _scatter([(table, x, y) for x, y in pairs], choices, exponential)
+    notes = []
+    if named > SIZES.keys():
+        fit = controlled_fit(table, coupling)
+        notes = [
+            f"coupling and score, controlled for blocks, width and parameters: {fit_text(fit)} (uncorrected)"
+        ]
+        if fit["averaged"]:
+            notes[0] += f"; {_of_averaged(fit)}"
+    _annotate(figure, results, table, choices, notes)
     return figure, table
 
 
-def against_training_tokens(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
-    """Draw coupling and score against the number of training tokens (Fig. 8)."""
-    coupling, properties = _coupling_and_score(results, choices)
-    shown = [(TRAINING_TOKENS, coupling), (TRAINING_TOKENS, "score")]
-    return _scatter(results, {TRAINING_TOKENS: tokens_seen} | properties, shown, target)
-
-
-def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
+def benchmark_against_mean(results: Results, choices: Choices) -> "Plotted":
     """Draw the score on GSM8K against the mean score over the benchmarks that all results have, GSM8K included (Fig. 31).
 
     Raises:
@@ -133,20 +139,58 @@ def benchmark_against_mean(results: Results, _: Choices, target: "Axes | None") 
         "mean score": score,
         task: lambda ds: float(ds["score"].isel(step=-1).sel(task=task)),
     }
-    return _scatter(results, properties, [("mean score", task)], target)
+    table = _with_properties(results, properties)
+    figure, _ = _scatter([(table, "mean score", task)], choices)
+    _annotate(figure, results, table, choices)
+    return figure, table
 
 
-def subsets(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
+def by_prompt(results: Results, choices: Choices) -> "Plotted":
+    """Draw the coupling of each prompt after the last step against its length and, where it is known, its difficulty."""
+    word = coupling_word(choices)
+    tables = {name: _of_prompts(name, ds, choices) for name, ds in results.items()}
+    shown = [(name, x) for name, table in tables.items() for x in OF_PROMPTS if x in table]
+    # Each prompt is a cluster by itself.
+    points = {name: table.assign(cluster=table.index) for name, table in tables.items()}
+    figure, axes = _scatter([(points[name], x, word) for name, x in shown], choices)
+    for panel, (name, x) in zip(axes, shown, strict=True):
+        title = f"{name}\n{panel.get_title()}"
+        count = len(set(tables[name]["source"])) if "source" in tables[name] else 0
+        if count > 1:
+            title += f"\np treats prompts of {count} sources as independent"
+        panel.set(title=title, xlabel=OF_PROMPTS[x], ylabel="")
+    label_y(axes, axis_of_coupling(choices))
+    if choices.ax is None and not any("difficulty" in table for table in tables.values()):
+        figure.suptitle("Coupling of each prompt against its length")
+    return figure, pd.concat(tables.values(), ignore_index=True)
+
+
+def _of_prompts(name: str, ds: xr.Dataset, choices: Choices) -> pd.DataFrame:
+    """Return the row of each prompt."""
+    last = ds.isel(step=-1)
+    columns = {
+        "result": name,
+        "prompt": last["prompt_text"].values,
+        "tokens": last["norm"].isel(depth=0).notnull().sum("position").values,
+        coupling_word(choices): coupling_of_prompts(last, choices).values,
+    }
+    for column, coordinate in (("difficulty", "difficulty"), ("source", "prompt_source")):
+        if coordinate in ds.coords:
+            columns[column] = last[coordinate].values
+    return pd.DataFrame(columns)
+
+
+def subsets(results: Results, choices: Choices) -> "Plotted":
     """Draw R^2 of coupling and score for subsets of the results (Table 4)."""
-    coupling, properties = _coupling_and_score(results, choices)
-    table = _properties(
-        results, properties | {"parameters": SIZES["parameters"], "architecture": architecture}
-    )
+    coupling = coupling_name(choices)
+    properties = {**_coupling(choices), SCORE: mean_score(results)[1]}
+    properties |= {"parameters": SIZES["parameters"], "architecture": architecture}
+    table = _with_properties(results, properties)
     fits = subset_fits(table, coupling)
-    figure, (axes,) = panels(1, target, size=(6.4, 1.2 + 0.32 * len(fits)))
+    figure, (axes,) = panels(1, choices.ax, size=(6.4, 1.2 + 0.32 * len(fits)))
     y = np.arange(len(fits))[::-1]
     r2 = fits["r2"].where(fits["n"] >= FEWEST_POINTS)
-    ends = np.abs([fits["r2_low"] - r2, fits["r2_high"] - r2])
+    ends = [r2 - fits["r2_low"], fits["r2_high"] - r2]
     axes.errorbar(r2, y, xerr=ends, fmt="o", color=BLUE, ms=4, capsize=2)
     labels = []
     for fit, drawn in zip(fits.to_dict("records"), r2.notna(), strict=True):
@@ -154,11 +198,11 @@ def subsets(results: Results, choices: Choices, target: "Axes | None") -> "Plott
         labels.append(f"{fit['subset']}\n{text if drawn else fit_text(fit)}")
     axes.set_yticks(y, labels)
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
-    _annotate(figure, _in_table(results, table), [], target)
+    _annotate(figure, results, table, choices)
     return figure, fits
 
 
-def definitions(results: Results, choices: Choices, target: "Axes | None") -> "Plotted":
+def definitions(results: Results, choices: Choices) -> "Plotted":
     """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
     score = mean_score(results)[1]
     measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
@@ -167,10 +211,9 @@ def definitions(results: Results, choices: Choices, target: "Axes | None") -> "P
     scores = np.array([score(ds) for ds in results.values()])
     table = correlations(couplings, scores, clusters=cluster_labels(results))
     labels = {name: definition(name) for name in measures}
-    figure = correlation_heatmap(
-        table.replace({"measure": labels}), "score", target, coupling_word(choices)
-    )
-    _annotate(figure, results, [], target)
+    shown = table.replace({"measure": labels})
+    figure = correlation_heatmap(shown, SCORE, choices.ax, coupling_word(choices))
+    _write_below(figure, choices, [independence_note(results)])
     return figure, table
 
 
@@ -213,32 +256,25 @@ def correlation_heatmap(
 
 
 def _scatter(
-    results: Results,
-    properties: Mapping[str, Property],
-    shown: Sequence[tuple[str, str]],
-    target: "Axes | None",
-    exponential: bool = False,
-) -> "Plotted":
-    """Draw a panel for each pair of properties (x, y), with one point per result and the fit.
+    shown: "Sequence[Points]", choices: Choices, exponential: bool = False
+) -> "tuple[Figure, list[Axes]]":
+    """Draw a panel for each x and y, with the points and their fit; a table has a column `cluster` where points share some.
 
-    Args:
-        properties: functions of a result; "NAME low" and "NAME high" are the interval of NAME.
+    Bars are the intervals in the columns "NAME low" and "NAME high" of a table.
     """
-    table = _properties(results, properties)
-    figure, axes = panels(len(shown), target, sharey=len({y for _, y in shown}) == 1)
-    fits = [fit_line(table, x, y) for x, y in shown]
+    same_y = len({y for _, _, y in shown}) == 1
+    figure, axes = panels(len(shown), choices.ax, sharey=same_y)
+    fits = [fit_line(*points) for points in shown]
     # The panels are tests of one question.
     corrected = holm(np.array([fit["p"] for fit in fits]))
-    for panel, (x_name, y_name), fit, p in zip(axes, shown, fits, corrected, strict=True):
+    for panel, (table, x_name, y_name), fit, p in zip(axes, shown, fits, corrected, strict=True):
         x, y = table[x_name].to_numpy(), table[y_name].to_numpy()
         bars = {"xerr": _bars(table, x_name), "yerr": _bars(table, y_name)}
         panel.errorbar(x, y, **bars, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(x, y, s=16, color=BLUE, zorder=3)
         text = fitted_line(panel, x, y, fit, p if len(shown) > 1 else None)
         if fit["averaged"]:
-            text += (
-                f"\nclusters averaged (n = {fit['averaged']['n']}):\n{fit_text(fit['averaged'])}"
-            )
+            text += f"\n{_of_averaged(fit)}"
         curve = exponential_fit(x, y)
         if exponential and curve["n"] >= FEWEST_POINTS:
             text = f"exponential fit: R² = {curve['r2']:.2f}\n{text}"
@@ -246,50 +282,58 @@ def _scatter(
             panel.plot(along, curve["a"] * np.exp(curve["b"] * along), color=ORANGE, ls="--", lw=1)
         x_label, y_label = (fill(label, LETTERS_OF_LABEL) for label in (x_name, y_name))
         panel.set(title=text, xlabel=x_label, ylabel=y_label)
-    _annotate(figure, _in_table(results, table), [], target)
-    return figure, table
+    return figure, axes
+
+
+def _of_averaged(fit: Mapping[str, Any]) -> str:
+    averaged = fit["averaged"]
+    return f"clusters averaged (n = {averaged['n']}):\n{fit_text(averaged)}"
 
 
 def _annotate(
-    figure: "Figure", compared: Results, texts: Sequence[str], target: "Axes | None"
+    figure: "Figure",
+    results: Results,
+    table: pd.DataFrame,
+    choices: Choices,
+    lines: Sequence[str] = (),
 ) -> None:
-    """Write texts below a figure or the given axes, and a note on the independence of the results compared."""
-    _note(figure, [*texts, independence_note(compared)], target)
+    """Write lines below a figure, and a note on the independence of the results that a table has."""
+    compared = {name: results[name] for name in table["result"]}
+    _write_below(figure, choices, [*lines, independence_note(compared)])
 
 
-def _note(figure: "Figure", lines: Sequence[str], target: "Axes | None") -> None:
+def _write_below(figure: "Figure", choices: Choices, lines: Sequence[str]) -> None:
     """Write lines below a figure or the given axes."""
     letters = int(LETTERS_PER_INCH * figure.get_figwidth())
-    note = "\n".join(fill(line, letters) for line in lines if line)
-    if target is None:
+    note = "\n".join(fill(line, letters) for line in lines)
+    if choices.ax is None:
         figure.supxlabel(note, fontsize=7)
     else:
-        target.set_xlabel(f"{target.get_xlabel()}\n{note}".strip(), fontsize=7)
-
-
-def _in_table(results: Results, table: pd.DataFrame) -> Results:
-    return {name: results[name] for name in table["result"]}
+        choices.ax.set_xlabel(f"{choices.ax.get_xlabel()}\n{note}".strip(), fontsize=7)
 
 
 def _bars(table: pd.DataFrame, name: str) -> Any:
     """Return the distances from each value to the ends of its interval, (2, n); None without intervals."""
-    if f"{name} low" not in table:
+    ends = [f"{name} low", f"{name} high"]
+    if ends[0] not in table:
         return None
-    return np.abs([table[f"{name} low"] - table[name], table[f"{name} high"] - table[name]])
+    return np.abs(table[ends].to_numpy() - table[[name]].to_numpy()).T
 
 
-def _properties(results: Results, properties: Mapping[str, Property]) -> pd.DataFrame:
+def _without_end(name: str) -> str:
+    return name.removesuffix(" low").removesuffix(" high")
+
+
+def _with_properties(results: Results, properties: Mapping[str, Callable]) -> pd.DataFrame:
     """Return a row for each result that has all properties; an interval may be missing.
 
     Raises:
         UsageError: if fewer than `MIN_POINTS` results have them.
     """
-    rows = [
-        {"result": name, "cluster": cluster, **{p: take(ds) for p, take in properties.items()}}
-        for (name, ds), cluster in zip(results.items(), cluster_labels(results), strict=True)
-    ]
-    needed = [name for name in properties if not name.endswith((" low", " high"))]
-    table = pd.DataFrame(rows).dropna(subset=needed, ignore_index=True)
+    columns = {name: [take(ds) for ds in results.values()] for name, take in properties.items()}
+    table = pd.DataFrame({"result": list(results), "cluster": cluster_labels(results), **columns})
+    needed = [name for name in properties if _without_end(name) == name]
+    table = table.dropna(subset=needed, ignore_index=True)
     if len(table) < MIN_POINTS:
         raise UsageError(
             f"{len(table)} of {len(results)} results have {', '.join(needed)}; the figure needs at least {MIN_POINTS}: give "
@@ -298,25 +342,24 @@ def _properties(results: Results, properties: Mapping[str, Property]) -> pd.Data
     return table
 
 
-def _coupling_and_score(results: Results, choices: Choices) -> tuple[str, dict[str, Property]]:
-    """Return the name of the coupling, and as properties: the coupling, its interval over prompts, and the score."""
+def _coupling(choices: Choices) -> dict[str, Property]:
+    """Return as properties of a result: its coupling after the last step, and the ends of its interval over prompts."""
 
     def of_prompts(ds: xr.Dataset) -> xr.DataArray:
-        return coupling_of_prompts(ds.isel(step=[-1]), choices).transpose("step", "prompt")
+        return coupling_of_prompts(ds.isel(step=-1), choices)
 
-    def interval(ds: xr.Dataset, end: int) -> float:
-        return float(mean_interval(of_prompts(ds).values, sources(ds))[end][0])
+    def end_of_interval(which: int) -> Property:
+        return lambda ds: float(mean_interval(of_prompts(ds).values, sources(ds))[which])
 
     name = coupling_name(choices)
-    return name, {
+    return {
         name: lambda ds: float(of_prompts(ds).mean()),
-        f"{name} low": lambda ds: interval(ds, 0),
-        f"{name} high": lambda ds: interval(ds, 1),
-        "score": mean_score(results)[1],
+        f"{name} low": end_of_interval(0),
+        f"{name} high": end_of_interval(1),
     }
 
 
-def table_of_models(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
+def table_of_models(results: Results, choices: Choices) -> "Plotted":
     """Draw architecture, sizes, training tokens and mean score of each result; NaN where unknown.
 
     The mean is over the benchmarks that all results with scores have.
@@ -327,54 +370,38 @@ def table_of_models(results: Results, _: Choices, target: "Axes | None") -> "Plo
         if "score" in ds and ds["score"].isel(step=-1).notnull().any()
     }
     benchmarks, score = mean_score(scored) if scored else ([], lambda _: float("nan"))
-    rows = []
-    for name, ds in results.items():
-        row: dict[str, Any] = {"result": name, "architecture": architecture(ds)}
-        row |= {size: int(take(ds)) for size, take in SIZES.items()}
-        row[TRAINING_TOKENS] = tokens_seen(ds)
-        row["score"] = score(ds) if name in scored else float("nan")
-        rows.append(row)
-    table = pd.DataFrame(rows)
-    return _draw_table(table, benchmarks, target), table
-
-
-def _draw_table(table: pd.DataFrame, benchmarks: list[str], target: "Axes | None") -> "Figure":
-    cells = [
-        [_cell(str(column), value) for column, value in row.items()]
-        for row in table.to_dict("records")
-    ]
-    widths = [
-        max(map(len, (column, *texts)))
-        for column, texts in zip(table, zip(*cells, strict=True), strict=True)
-    ]
-    width = 1 + 0.1 * sum(widths)
-    figure, (axes,) = panels(1, target, size=(width, 1.2 + 0.25 * len(cells)))
+    table = pd.DataFrame({"result": list(results)})
+    table["architecture"] = [architecture(ds) for ds in results.values()]
+    for size, take in SIZES.items():
+        table[size] = [int(take(ds)) for ds in results.values()]
+    table[TRAINING_TOKENS] = [tokens_seen(ds) for ds in results.values()]
+    table[SCORE] = [score(ds) if name in scored else np.nan for name, ds in results.items()]
+    cells = {str(name): _texts(str(name), values.tolist()) for name, values in table.items()}
+    letters = [max(map(len, (name, *texts))) for name, texts in cells.items()]
+    size = 1 + 0.1 * sum(letters), 1.2 + 0.25 * len(table)
+    figure, (axes,) = panels(1, choices.ax, size=size)
     axes.axis("off")
-    shares = [width / sum(widths) for width in widths]
     drawn = axes.table(
-        cells, colLabels=[str(column) for column in table], colWidths=shares, loc="center"
+        list(zip(*cells.values(), strict=True)),
+        colLabels=list(cells),
+        colWidths=[count / sum(letters) for count in letters],
+        loc="center",
     )
     drawn.auto_set_font_size(False)
     drawn.set_fontsize(8)
-    notes = (
-        [f"score: mean of {', '.join(benchmarks)}"]
-        if benchmarks
-        else ["scores of benchmarks: joined by a walk, see docs/checkpoints.md"]
-    )
+    notes = ["scores of benchmarks: joined by a walk, see docs/checkpoints.md"]
+    if benchmarks:
+        notes = [f"score: mean of {', '.join(benchmarks)}"]
     if np.isnan(table[TRAINING_TOKENS].to_numpy(float)).any():
         notes.append(
             "training tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
         )
-    _note(figure, notes, target)
-    return figure
+    _write_below(figure, choices, notes)
+    return figure, table
 
 
-def _cell(column: str, value: Any) -> str:
-    """Return the text of a cell; a dash where the value is unknown."""
-    if isinstance(value, float) and np.isnan(value):
-        return "—"
-    if column == "score":
-        return f"{value:.4f}"
-    if column == TRAINING_TOKENS:
-        return f"{value:,.0f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _texts(name: str, column: list[Any]) -> list[str]:
+    """Return the cells of a column; a dash where a value is unknown."""
+    forms = {SCORE: "{:.4f}", TRAINING_TOKENS: "{:,.0f}"}
+    form = forms.get(name, "{:,}" if isinstance(column[0], int) else "{}")
+    return ["—" if value != value else form.format(value) for value in column]

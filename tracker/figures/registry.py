@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tracker.analysis.across_models import SIZES, TRAINING_TOKENS
 from tracker.analysis.doubts import CONVENTIONS
-from tracker.figures import coupling, jacobians, model_comparisons, states
+from tracker.figures import coupling, jacobians, matrices, model_comparisons, states
 from tracker.figures.coupling import MEASURE
+from tracker.figures.model_comparisons import COUPLING, SCORE
 
 if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
@@ -47,14 +49,24 @@ class FigureSpec:
     paper_layers: tuple[int, ...] = ()
 
 
-_against_score = partial(FigureSpec, needs=(MEASURE, "score"), results=4)
-
-
 def _of_variables(
     number: str, title: str, draw: "Callable[..., Plotted]", *variables: str, **options: Any
 ) -> FigureSpec:
     """Declare a figure that shows these variables, and needs no others."""
     return FigureSpec(number, title, partial(draw, variables=variables), variables, **options)
+
+
+_against_score = partial(FigureSpec, needs=(MEASURE, "score"), results=4)
+_over_training = partial(states.quartile_lines, of="result")
+_at_blocks = partial(states.quartile_lines, of="block")
+_by_depth = partial(states.quartile_lines, of="step")
+
+
+def _of_matrices(number: str, title: str, variable: str, **options: Any) -> FigureSpec:
+    """Declare a figure that shows these coupling matrices."""
+    needs = tuple(dict.fromkeys(("matrix", variable)))
+    draw = partial(matrices.matrix_grid, variable=variable)
+    return FigureSpec(number, title, draw, needs, takes=("layers",), **options)
 
 
 _DECLARATIONS = (
@@ -70,16 +82,12 @@ _DECLARATIONS = (
     FigureSpec(
         "heatmap",
         "Mis-coupling of all pairs of blocks",
-        coupling.heatmaps,
+        matrices.heatmaps,
         ("miscoupling",),
         may_differ=CONVENTIONS,
         takes=("measure", "step"),
     ),
-    _against_score(
-        "1a",
-        "Coupling against benchmark score",
-        model_comparisons.score_against_coupling,
-    ),
+    _against_score("1a", "Coupling against benchmark score", model_comparisons.comparison),
     FigureSpec(
         "1b",
         "Coupling over training",
@@ -96,27 +104,20 @@ _DECLARATIONS = (
         (MEASURE,),
         also=("1d", "1e"),
     ),
-    FigureSpec(
+    _of_matrices(
         "3",
         "Coupling matrices across depth",
-        partial(jacobians.matrix_grid, variable="matrix"),
-        ("matrix",),
+        "matrix",
         also=("20",),
-        takes=("layers",),
         paper_layers=tuple(range(9, 17)),
     ),
-    FigureSpec(
-        "4",
-        "Coupling matrices across tokens, self-coupling",
-        partial(jacobians.matrix_grid, variable="self_matrix"),
-        ("matrix", "self_matrix"),
-        also=("17", "21"),
-        takes=("layers",),
+    _of_matrices(
+        "4", "Coupling matrices across tokens, self-coupling", "self_matrix", also=("17", "21")
     ),
     _of_variables(
         "5",
         "Line-shape score and expodistance, untrained and trained",
-        states.by_model,
+        states.first_and_last,
         "lss",
         "expodistance",
         steps=2,
@@ -125,18 +126,21 @@ _DECLARATIONS = (
     _against_score(
         "7",
         "Exponential fit between coupling and score",
-        partial(model_comparisons.score_against_coupling, exponential=True),
+        partial(model_comparisons.comparison, exponential=True),
     ),
     _against_score(
         "8",
         "Training tokens against coupling",
-        model_comparisons.against_training_tokens,
+        partial(
+            model_comparisons.comparison,
+            shown=[(TRAINING_TOKENS, COUPLING), (TRAINING_TOKENS, SCORE)],
+        ),
         needs=(MEASURE, "score", "tokens_seen"),
     ),
     FigureSpec(
         "9",
         "Coupling of each prompt against its difficulty and its length",
-        coupling.by_prompt,
+        model_comparisons.by_prompt,
         (MEASURE, "norm"),
     ),
     FigureSpec(
@@ -154,67 +158,52 @@ _DECLARATIONS = (
         results=2,
         may_differ=("inputs_sha256",),
     ),
-    FigureSpec(
-        "18",
-        "Coupling matrices across tokens, fixed input",
-        partial(jacobians.matrix_grid, variable="fixed_input_matrix"),
-        ("matrix", "fixed_input_matrix"),
-        also=("22",),
-        takes=("layers",),
+    _of_matrices(
+        "18", "Coupling matrices across tokens, fixed input", "fixed_input_matrix", also=("22",)
     ),
-    FigureSpec(
-        "19",
-        "Coupling matrices across tokens, fixed output",
-        partial(jacobians.matrix_grid, variable="fixed_output_matrix"),
-        ("matrix", "fixed_output_matrix"),
-        also=("23",),
-        takes=("layers",),
+    _of_matrices(
+        "19", "Coupling matrices across tokens, fixed output", "fixed_output_matrix", also=("23",)
     ),
     _of_variables(
         "25",
         "Variation of step lengths at initialisation",
-        partial(states.by_model, trained=False),
+        partial(states.first_and_last, trained=False),
         "equidistance",
         untrained=True,
     ),
     _of_variables(
         "26",
         "Norm, line-shape score, variation of step lengths and entropy by depth",
-        states.by_depth,
+        _by_depth,
         "norm",
         "lss_window",
         "equidistance_window",
         "entropy",
     ),
-    FigureSpec(
-        "27",
-        "Line-shape score over training",
-        partial(states.over_training, variable="lss"),
-        ("lss",),
-        steps=2,
-        takes=("axis",),
+    _of_variables(
+        "27", "Line-shape score over training", _over_training, "lss", steps=2, takes=("axis",)
     ),
-    FigureSpec(
+    _of_variables(
         "28",
         "Linearity at fixed blocks over training",
-        partial(states.at_layers, variable="lss_window", sign=-1),
-        ("lss_window",),
+        partial(_at_blocks, sign=-1),
+        "lss_window",
         steps=2,
         takes=("axis", "layers"),
         paper_layers=(5, 15, 30),
     ),
-    FigureSpec(
+    _of_variables(
         "29",
         "Expodistance at fixed blocks over training",
-        partial(states.at_layers, variable="expodistance_window"),
-        ("expodistance_window",),
+        _at_blocks,
+        "expodistance_window",
         steps=2,
         takes=("axis", "layers"),
     ),
     _of_variables(
         "30",
         "Norm and expodistance by depth during training",
-        states.by_depth,
+        _by_depth,
         "norm",
         "expodistance_window",
         steps=2,
@@ -248,12 +237,12 @@ _DECLARATIONS = (
     _against_score(
         "35",
         "Depth, width, parameters and coupling against score",
-        model_comparisons.score_against_sizes,
+        partial(model_comparisons.comparison, shown=[(name, SCORE) for name in (*SIZES, COUPLING)]),
     ),
     _against_score(
         "36",
         "Coupling against score for every K",
-        model_comparisons.score_against_coupling_by_k,
+        partial(model_comparisons.comparison, every_k=True),
     ),
     FigureSpec(
         "table1",
@@ -262,9 +251,7 @@ _DECLARATIONS = (
         may_differ=CONVENTIONS,
     ),
     _against_score(
-        "table4",
-        "R² of coupling and score for subsets of models",
-        model_comparisons.subsets,
+        "table4", "R² of coupling and score for subsets of models", model_comparisons.subsets
     ),
     _against_score(
         "definitions",
@@ -281,7 +268,7 @@ _DECLARATIONS = (
     _of_variables(
         "effective_rank",
         "How many directions survive, and how much the strongest grows",
-        states.by_depth,
+        _by_depth,
         "from_first_effective_rank",
         "to_last_effective_rank",
         "from_first_amplification",
@@ -290,7 +277,7 @@ _DECLARATIONS = (
     _of_variables(
         "depth_use",
         "How much each block is used",
-        states.by_depth,
+        _by_depth,
         "block_influence",
         "update_cosine",
         "jacobian_gain",
@@ -299,7 +286,7 @@ _DECLARATIONS = (
     _of_variables(
         "halves",
         "Attention and MLP apart, by depth",
-        states.by_depth,
+        _by_depth,
         "attention_gain",
         "attention_share",
         "attention_miscoupling",
@@ -310,13 +297,13 @@ _DECLARATIONS = (
     FigureSpec(
         "residual_alignment",
         "Residual alignment of attention and MLP",
-        jacobians.residual_alignment,
+        matrices.residual_alignment,
         ("attention_matrix", "mlp_matrix"),
     ),
     _of_variables(
         "normality",
         "Symmetry of the Jacobians by depth",
-        states.by_depth,
+        _by_depth,
         "symmetric_share",
         "mean_alignment",
     ),

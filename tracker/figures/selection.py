@@ -57,14 +57,11 @@ def resolve(name: str | int) -> str:
     return resolved
 
 
-def draw(
-    name: str, results: Results, k: int | None = None, target: "Axes | None" = None, **chosen: Any
-) -> "Plotted":
+def draw(name: str, results: Results, k: int | None = None, **chosen: Any) -> "Plotted":
     """Draw a figure by its resolved name.
 
     Args:
         k: number of singular vectors; None for the smallest that all results have.
-        target: the axes to draw into, for a figure of one panel.
         chosen: further `choices.Choices`.
 
     Returns:
@@ -96,8 +93,8 @@ def draw(
     choices = replace(choices, k=k if k is not None else ks[0] if ks else 0)
     # The user's own settings of matplotlib stay as they are.
     with rc_context(STYLE):
-        drawn, table = declaration.draw(results, choices, target)
-    if target is None and not drawn.get_suptitle():
+        drawn, table = declaration.draw(results, choices)
+    if choices.ax is None and not drawn.get_suptitle():
         title = fill(declaration.title, int(LETTERS_PER_INCH * drawn.get_figwidth()))
         drawn.suptitle(title)
     return drawn, table
@@ -279,6 +276,7 @@ def plot(
         "layers": layers,
         "axis": axis,
         "convention": convention,
+        "ax": ax,
     }
-    figure, _ = draw(resolve(name), several, k, ax, **chosen)
+    figure, _ = draw(resolve(name), several, k, **chosen)
     return figure

@@ -1,13 +1,14 @@
-"""Figures of hidden states: measures of their trajectories over training and depth, principal planes, response to noise.
+"""Figures of hidden states and of other variables by depth: over training, by depth, principal planes, response to noise.
 
 Medians and quartiles are over prompts and positions.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
+import xarray as xr
 
 from tracker.analysis.across_models import Results
 from tracker.analysis.curves import quartiles, sources
@@ -20,155 +21,142 @@ from tracker.figures.drawing import (
     ORANGE,
     at_step,
     axis_label,
+    banded_line,
     label_y,
     legend_below,
-    mean_line,
+    of_means,
+    of_quartiles,
     panels,
-    quartile_line,
     scale_y,
     shades,
     training_axis,
 )
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from tracker.figures.drawing import Plotted
 
-
-def over_training(
-    results: Results, choices: Choices, target: "Axes | None", *, variable: str
-) -> "Plotted":
-    """Draw medians and quartiles against the training step, one line per result."""
-    figure, (axes,) = panels(1, target)
-    variable = choices.variable(variable)
-    rows = []
-    for (name, ds), colour in zip(results.items(), shades(len(results)), strict=True):
-        columns = quartile_line(axes, ds[variable], "step", colour, name)
-        rows.append(pd.DataFrame({"result": name, **columns}))
-    training_axis(axes, *(ds["step"].values for ds in results.values()), scale=choices.axis)
-    axes.set_ylabel(axis_label(variable))
-    legend_below(axes)
-    return figure, pd.concat(rows, ignore_index=True)
+# The lines of a panel: the label of each, the columns that tell it from others in the table, and its values
+Lines = Iterator[tuple[str | None, dict[str, Any], xr.DataArray]]
 
 
-def at_layers(
+def quartile_lines(
     results: Results,
     choices: Choices,
-    target: "Axes | None",
     *,
-    variable: str,
+    variables: Sequence[str],
+    of: Literal["result", "block", "step"],
     sign: Literal[1, -1] = 1,
 ) -> "Plotted":
-    """Draw medians and quartiles against the training step, at the layers chosen, or an early, a middle and a late one.
+    """Draw medians and quartiles of variables, with their null levels, dotted.
 
     Args:
-        sign: -1 draws the negative of the variable.
+        of: what a line is of: over training, a result or one of its blocks, which are those chosen, or an early, a middle and a
+            late one; by depth, one of at most four steps. All results are in one panel, or a panel is of one result.
+        sign: -1 draws the negative of the variables.
 
     Raises:
-        UsageError: for a result with too few blocks for a window, or without one at a layer chosen.
+        UsageError: for a result with too few blocks for a window, or without one at a block chosen.
     """
-    figure, axes = panels(len(results), target, sharey=True)
-    variable = choices.variable(variable)
+    groups = [results] if of == "result" else [{name: ds} for name, ds in results.items()]
+    shown = [(choices.variable(name), group) for name in variables for group in groups]
+    figure, axes = panels(len(shown), choices.ax, sharey=of == "block")
     rows = []
-    for panel, (name, ds) in zip(axes, results.items(), strict=True):
-        defined = ds["layer"].values[
-            ds[variable].notnull().any(("step", "prompt", "position")).values
-        ]
-        if not len(defined):
-            raise UsageError(
-                f"{name} has too few blocks for a window: {variable} is defined nowhere; choose another figure"
-            )
-        if unknown := sorted({*(choices.layers or ())} - {*defined.tolist()}):
-            raise UsageError(
-                f"{name} has no window at block {', '.join(map(str, unknown))}; choose from {defined[0]} to {defined[-1]}"
-            )
-        layers = choices.layers or [int(defined[i]) for i in evenly_spaced(len(defined), 3)]
-        for layer, colour in zip(layers, shades(len(layers)), strict=True):
-            values = sign * ds[variable].sel(layer=layer, drop=True)
-            columns = quartile_line(panel, values, "step", colour, f"block {layer}")
-            rows.append(pd.DataFrame({"result": name, "layer": layer, **columns}))
-        training_axis(panel, ds["step"].values, scale=choices.axis)
+    for panel, (variable, group) in zip(axes, shown, strict=True):
+        lines = list(LINES[of](group, variable, choices))
+        for (label, labels, values), colour in zip(lines, shades(len(lines)), strict=True):
+            along = next(dim for dim in ("step", "depth", "layer") if dim in values.dims)
+            columns = of_quartiles(sign * values, along)
+            banded_line(panel, columns, colour, label)
+            if of == "step":
+                columns = {"depth": columns.pop(along), **columns}
+                null = group[labels["result"]].get(f"{variable}_null")
+                if null is not None:
+                    level = null.sel(step=labels["step"]).sel({along: values[along]})
+                    columns["null"] = of_quartiles(level, along)["median"]
+                    panel.plot(columns["depth"], columns["null"], color=colour, ls=":", lw=1.2)
+            rows.append(pd.DataFrame({**labels, **columns}))
+        if of == "step":
+            panel.set_xlabel("State after block l" if along == "depth" else "Block l")
+        else:
+            training_axis(panel, *(ds["step"].values for ds in group.values()), scale=choices.axis)
         scale_y(panel, variable)
-        panel.set(title=name, ylabel=("−" if sign < 0 else "") + axis_label(variable))
-    legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
-
-
-def by_depth(
-    results: Results, choices: Choices, target: "Axes | None", *, variables: Sequence[str]
-) -> "Plotted":
-    """Draw medians and quartiles against depth, one line for each of at most four steps; null levels are dotted."""
-    shown = [
-        (name, ds, choices.variable(variable))
-        for variable in variables
-        for name, ds in results.items()
-    ]
-    figure, axes = panels(len(shown), target)
-    rows = []
-    for panel, (name, ds, variable) in zip(axes, shown, strict=True):
-        axis = "depth" if "depth" in ds[variable].dims else "layer"
-        steps = evenly_spaced(ds.sizes["step"], 4)
-        for i, colour in zip(steps, shades(len(steps)), strict=True):
-            step = ds["step"].values[i]
-            label = None if np.isnan(step) else f"step {step:,}"
-            values = ds[variable].isel(step=i).dropna(axis, how="all")
-            columns = quartile_line(panel, values, axis, colour, label)
-            columns = {"depth": columns.pop(axis), **columns}
-            if (null := f"{variable}_null") in ds:
-                level = ds[null].isel(step=i).sel({axis: values[axis]})
-                columns["null"] = level.median([dim for dim in level.dims if dim != axis]).values
-                panel.plot(columns["depth"], columns["null"], color=colour, ls=":", lw=1.2)
-            rows.append(
-                pd.DataFrame({"result": name, "variable": variable, "step": step, **columns})
-            )
-        scale_y(panel, variable)
-        panel.set(
-            title=name,
-            xlabel="State after block l" if axis == "depth" else "Block l",
-            ylabel=axis_label(variable),
-        )
-        if f"{variable}_null" in ds:
+        panel.set_ylabel("−" * (sign < 0) + axis_label(variable))
+        panel.set_title("" if of == "result" else next(iter(group)))
+        with_null = any(f"{variable}_null" in ds for ds in group.values())
+        if with_null:
             panel.plot([], [], color="0.4", ls=":", lw=1.2, label="null level")
-    for panel in axes:
-        labels = panel.get_legend_handles_labels()[1]
-        if "null level" in labels or (labels and panel is axes[0]):
+        if with_null or (panel is axes[0] and panel.get_legend_handles_labels()[1]):
             legend_below(panel)
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def by_model(
-    results: Results,
-    choices: Choices,
-    target: "Axes | None",
-    *,
-    variables: Sequence[str],
-    trained: bool = True,
+def _of_results(group: Results, variable: str, _: Choices) -> Lines:
+    for name, ds in group.items():
+        yield name, {"result": name}, ds[variable]
+
+
+def _of_blocks(group: Results, variable: str, choices: Choices) -> Lines:
+    ((name, ds),) = group.items()
+    values = ds[variable]
+    defined = values["layer"].values[values.notnull().any(("step", "prompt", "position")).values]
+    if not len(defined):
+        raise UsageError(
+            f"{name} has too few blocks for a window: {variable} is defined nowhere; choose another figure"
+        )
+    if unknown := sorted({*(choices.layers or ())} - {*defined.tolist()}):
+        raise UsageError(
+            f"{name} has no window at block {', '.join(map(str, unknown))}; choose from {defined[0]} to {defined[-1]}"
+        )
+    for layer in choices.layers or defined[evenly_spaced(len(defined), 3)].tolist():
+        yield f"block {layer}", {"result": name, "layer": layer}, values.sel(layer=layer, drop=True)
+
+
+def _of_steps(group: Results, variable: str, _: Choices) -> Lines:
+    ((name, ds),) = group.items()
+    along = "depth" if "depth" in ds[variable].dims else "layer"
+    for i in evenly_spaced(ds.sizes["step"], 4):
+        step = ds["step"].values[i]
+        label = None if np.isnan(step) else f"step {step:,}"
+        values = ds[variable].isel(step=i).dropna(along, how="all")
+        yield label, {"result": name, "variable": variable, "step": step}, values
+
+
+LINES: dict[str, Callable[[Results, str, Choices], Lines]] = {
+    "result": _of_results,
+    "block": _of_blocks,
+    "step": _of_steps,
+}
+
+
+def first_and_last(
+    results: Results, choices: Choices, *, variables: Sequence[str], trained: bool = True
 ) -> "Plotted":
     """Draw the median and quartiles of each result at its first step and, if `trained`, at its last."""
-    figure, axes = panels(len(variables), target)
+    figure, axes = panels(len(variables), choices.ax)
     rows = []
+    places = np.arange(len(results))
+    shown = [(0, "first step", BLUE, 0.0)]
+    if trained:
+        shown = [(0, "first step", BLUE, -0.12), (-1, "last step", "black", 0.12)]
     for panel, variable in zip(axes, map(choices.variable, variables), strict=True):
-        shown = ((0, BLUE, -0.12), (-1, "black", 0.12)) if trained else ((0, BLUE, 0.0),)
-        for i, colour, shift in shown:
-            for x, (name, ds) in enumerate(results.items()):
-                at = ds.isel(step=i)
-                low, middle, high = quartiles(at[variable], ("prompt", "position")).values
-                bar = [[middle - low], [high - middle]]
-                label = ("last step" if i else "first step") if x == 0 else None
-                panel.errorbar(
-                    x + shift, middle, bar, color=colour, marker="o", ms=4, capsize=2, label=label
-                )
-                columns = {"step": at["step"].item(), "median": middle, "q25": low, "q75": high}
-                rows.append({"result": name, "variable": variable, **columns})
+        for i, label, colour, shift in shown:
+            of_step = [ds[variable].isel(step=i) for ds in results.values()]
+            spread = np.stack([quartiles(at, ("prompt", "position")).values for at in of_step], 1)
+            low, middle, high = spread
+            bars = [middle - low, high - middle]
+            style = {"fmt": "o", "color": colour, "ms": 4, "capsize": 2, "label": label}
+            panel.errorbar(places + shift, middle, bars, **style)
+            columns = {"result": list(results), "variable": variable}
+            columns["step"] = [at["step"].item() for at in of_step]
+            rows.append(pd.DataFrame({**columns, "median": middle, "q25": low, "q75": high}))
         panel.set_xlim(-0.6, len(results) - 0.4)
-        panel.set_xticks(range(len(results)), list(results), rotation=45, ha="right")
+        panel.set_xticks(places, list(results), rotation=45, ha="right")
         panel.set_ylabel(axis_label(variable))
     legend_below(axes[0])
-    return figure, pd.DataFrame(rows)
+    return figure, pd.concat(rows, ignore_index=True)
 
 
-def principal_planes(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
+def principal_planes(results: Results, choices: Choices) -> "Plotted":
     """Draw trajectories of the first prompt's tokens on the principal plane of the last states; the last token in orange.
 
     Raises:
@@ -177,49 +165,44 @@ def principal_planes(results: Results, _: Choices, target: "Axes | None") -> "Pl
     shown = [
         (name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)
     ]
-    figure, axes = panels(len(shown), target)
+    figure, axes = panels(len(shown), choices.ax)
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
-        plane = ds["pca"].isel(step=i, prompt=0).transpose("position", "depth", "component").values
-        positions = np.flatnonzero(np.isfinite(plane).all((1, 2)))
+        plane = ds["pca"].isel(step=i, prompt=0).dropna("position")
+        positions = plane["position"].values
         if not len(positions):
             raise UsageError(
                 f"the first prompt of {name} has too few tokens to span a plane; measure a longer one first"
             )
-        plane = plane[positions]
-        last = len(plane) - 1
+        last = len(positions) - 1
         colours = [*shades(last), ORANGE]
         labels = {0: "first token", last: "last token"}
-        for index, (path, colour) in enumerate(zip(plane, colours, strict=True)):
+        for token, (position, colour) in enumerate(zip(positions, colours, strict=True)):
+            first, second = plane.sel(position=position).transpose("component", "depth").values
+            style = {"color": colour, "lw": 0.8, "marker": ".", "ms": 2.5}
             panel.plot(
-                *path.T,
-                color=colour,
-                lw=0.8,
-                marker=".",
-                ms=2.5,
-                zorder=3 if index == last else 2,
-                label=labels.get(index),
+                first, second, zorder=3 if token == last else 2, label=labels.get(token), **style
             )
+            columns = {"position": position, "depth": plane["depth"].values}
+            columns |= {"first": first, "second": second}
+            rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
         panel.set(title=at_step(name, ds, i), xlabel="First principal axis")
-        token, depth = np.indices(plane.shape[:2]).reshape(2, -1)
-        first, second = plane.reshape(-1, 2).T
-        columns = {"position": positions[token], "depth": depth, "first": first, "second": second}
-        rows.append(pd.DataFrame({"result": name, "step": ds["step"].values[i], **columns}))
     label_y(axes, "Second principal axis")
     legend_below(axes[0])
     return figure, pd.concat(rows, ignore_index=True)
 
 
-def noise_response(results: Results, _: Choices, target: "Axes | None") -> "Plotted":
+def noise_response(results: Results, choices: Choices) -> "Plotted":
     """Draw the cosine similarity of noisy to clean states after the first and the last block, at the last step."""
-    figure, axes = panels(len(results), target, sharey=True)
+    figure, axes = panels(len(results), choices.ax, sharey=True)
     rows = []
     for panel, (name, ds) in zip(axes, results.items(), strict=True):
         at = ds["noise_similarity"].isel(step=-1)
         require_labels(at, "depth", (0, 1), "the response to noise")
         for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
             by_prompt = at.sel(depth=depth, drop=True).mean("position")
-            columns = mean_line(panel, by_prompt, sources(ds), colour, f"after block {depth}")
+            columns = of_means(by_prompt, "noise", sources(ds))
+            banded_line(panel, columns, colour, f"after block {depth}")
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
         panel.xaxis.set_major_formatter("{x:g}")

@@ -84,7 +84,7 @@ class Row:
 
     def heatmaps(self) -> dict[str, np.ndarray]:
         """Draw the mis-coupling matrix of each K: metric names and pictures (height, width, 4)."""
-        from tracker.figures.coupling import coupling_pictures
+        from tracker.figures.matrices import coupling_pictures
 
         means, measure = self.miscoupling, BY_NAME["miscoupling"]
         if means is None:
