@@ -70,6 +70,22 @@ def independent_pairs(matrices: xr.DataArray, results: xr.Dataset) -> Float[ndar
     return np.stack([clustered_mean(alike)[0] for alike in of_modules], -1)
 
 
+def most_coupled(departure: xr.DataArray, results: xr.Dataset) -> tuple[int, int] | None:
+    """Return the pair of blocks that counts whose mean of both directions is largest; None where none is defined.
+
+    Args:
+        departure: null level minus mis-coupling (layer, layer_other).
+    """
+    counted = where_counted(departure, results).transpose("layer", "layer_other")
+    pairs = pairs_of_blocks(counted.values)
+    if not np.isfinite(pairs).any():
+        return None
+    # The order of `pairs_of_blocks`
+    at = np.triu_indices(len(counted), 1)
+    first, second = np.transpose(at)[np.nanargmax(pairs)]
+    return int(counted["layer"][first]), int(counted["layer"][second])
+
+
 def has_one_module(results: xr.Dataset) -> bool:
     """Whether layers are one module, at some step."""
     return bool(_groups(results, ONE_MODULE))

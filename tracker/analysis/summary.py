@@ -21,14 +21,14 @@ import xarray as xr
 from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.onset import FEWEST_PAIRS, coupled, pairs_of_blocks
+from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
     describe_equal_blocks,
     has_equal_weights,
     has_one_module,
     independent_pairs,
     is_one_module,
-    where_counted,
+    most_coupled,
 )
 from tracker.analysis.reduction import (
     IN_SUMMARY,
@@ -344,19 +344,15 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
 
 
 def _departure(unit: xr.Dataset, k: int | None, name: str) -> xr.DataArray:
-    """Return null level minus mis-coupling, (layer, layer_other); NaN for pairs that do not count."""
-    return where_counted((unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k), unit)
+    """Return null level minus mis-coupling, (layer, layer_other)."""
+    return (unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k)
 
 
 def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
     """Return the blocks whose coupling, the mean of both directions, is largest; None with fewer than three blocks."""
     if k is None or unit.sizes["layer"] < 3:
         return None
-    departures = pairs_of_blocks(_departure(unit, k, _chosen(unit, k)[1]).values)
-    # The order of `pairs_of_blocks`
-    first, second = np.triu_indices(unit.sizes["layer"], 1)
-    at = int(np.nan_to_num(departures, nan=-np.inf).argmax())
-    return int(unit["layer"][first[at]]), int(unit["layer"][second[at]])
+    return most_coupled(_departure(unit, k, _chosen(unit, k)[1]), unit)
 
 
 def _of_pair(matrix: xr.DataArray, pair: tuple[int, int]) -> float:

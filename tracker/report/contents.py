@@ -21,12 +21,11 @@ from tracker.analysis.curves import (
     inverse_fit,
     layers_in_words,
     middle_layers,
-    sources,
+    onset_of,
     suspect,
 )
-from tracker.analysis.onset import onset
-from tracker.analysis.pairs import independent_pairs, where_counted
-from tracker.analysis.variables import PAIRS, evenly_spaced
+from tracker.analysis.pairs import most_coupled
+from tracker.analysis.variables import PAIRS, QUANTILES, evenly_spaced
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
 
@@ -112,6 +111,8 @@ def _base64(values: np.ndarray) -> str:
 
 # Bytes at most, of each kind in all
 MATRICES, ABSOLUTE, TOKENS, PATHS = 6_500_000, 2_000_000, 1_500_000, 1_000_000
+_PAIR = ("layer", "layer_other")
+_TOKEN_PAIR = ("pair_token", "pair_token_other")
 
 
 def contents(summarised: xr.Dataset) -> dict[str, Any]:
@@ -119,20 +120,11 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
 
     Returns:
         By name of the measure, then K, then pairs: the curves with quartiles and null levels, the same numbers as
-        `curves.curves`; matrices and other large arrays as `pack` returns them.
+        `curves.curves`; matrices and other large arrays as `pack` returns them. What was not measured is null or empty.
     """
     ds = summarised
-    names = [name for name in VARIANTS if f"{name}_matrix" in ds]
-    whole = [name for name in names if not name.endswith(NORMED)]
-    kinds = [kind for kind in KINDS if f"{kind}_{MISCOUPLINGS[0]}_matrix" in ds]
     ks = [int(k) for k in ds["k"].values] if "k" in ds.coords else []
-    budget = MATRICES // max(1, 2 * len(whole) * len(ks))
-    # Each is a selection of every variable, which takes milliseconds: made once, not for each measure.
-    of_k = {k: ds.sel(k=k) for k in ks}
-    of_pairs = {
-        (k, pairs): at.sel(pairs=pairs) for k, at in of_k.items() if names for pairs in PAIRS
-    }
-    data: dict[str, Any] = {
+    return {
         "steps": [int(step) for step in ds["step"].values],
         "even": evenly_measured(ds["step"].values),
         "suspect": [reason != "" for reason in suspect(ds)],
@@ -140,54 +132,17 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
         "ks": ks,
         "final_norm": str(ds.attrs["final_norm"]),
         "window": int(ds.attrs["window"]),
-        "curves": {
-            name: {k: {pairs: _curve(of_pairs[k, pairs], name) for pairs in PAIRS} for k in ks}
-            for name in names
-        },
-        "onset": {name: {k: _onset(of_k[k], name) for k in ks} for name in names},
-        "most_coupled": {name: {k: _most_coupled(of_k[k], name) for k in ks} for name in names},
-        **{
-            of: {
-                name: {
-                    k: (_matrices if name in whole else _edges)(
-                        of_k[k], f"{name}_{of_each}", budget
-                    )
-                    for k in ks
-                }
-                for name in names
-            }
-            for of, of_each in (("matrices", "matrix"), ("levels", "level"))
-        },
-        "trajectory": {
-            name: {str(s): _numbers(ds[name].sel(statistic=s)) for s in ds["statistic"].values}
-            for name in USUAL
-            if name in ds and "statistic" in ds[name].dims
-        },
-        "depth": {m.name: _by_depth(ds, m.name) for m in MEASURES if f"{m.name}_by_depth" in ds},
-        "singular": _singular(ds) if "singular_value_median" in ds else None,
-        "score": {str(task): _numbers(ds["score"].sel(task=task)) for task in ds["task"].values}
-        if "score" in ds
-        else {},
-        "absolute": _packed(ds, "matrix_absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE)
-        if "matrix_absolute" in ds
-        else None,
-        "prompts": _prompts(ds, names, ks),
-        "tokens": {
-            kind: _tokens(ds, kind, ks, TOKENS // (len(kinds) * len(MISCOUPLINGS) * len(ks)))
-            for kind in kinds
-        },
-        "token_positions": _positions(ds) if kinds else None,
-        "token_layers": _token_layers(ds) if kinds else None,
-        "plane": _packed(ds, "pca_paths", ("path", "depth", "component"), 16, 1, PATHS)
-        if "pca_paths" in ds
-        else None,
-        "noise": _noise(ds) if "noise_similarity_ends" in ds else None,
+        **_couplings(ds, ks),
+        "trajectory": _trajectory(ds),
+        "depth": _by_depth(ds),
+        "singular": _singular(ds),
+        "score": _scores(ds),
+        "absolute": _packed(ds, "matrix_absolute", (*_PAIR, "row", "column"), 8, 3, ABSOLUTE),
+        "prompts": _prompts(ds, ks),
+        **_across_tokens(ds, ks),
+        "plane": _packed(ds, "pca_paths", ("path", "depth", "component"), 16, 1, PATHS),
+        "noise": _noise(ds),
     }
-    return data
-
-
-_PAIR = ("layer", "layer_other")
-_TOKEN_PAIR = ("pair_token", "pair_token_other")
 
 
 def layers(ds: xr.Dataset) -> int:
@@ -195,35 +150,41 @@ def layers(ds: xr.Dataset) -> int:
     return ds.sizes["layer"] if "layer" in ds.sizes else len(str(ds.attrs["blocks"]).split(", "))
 
 
+def _couplings(ds: xr.Dataset, ks: Sequence[int]) -> dict[str, dict[str, dict[int, Any]]]:
+    """Return what the page shows of pairs of blocks: by its name, that of the measure, and K."""
+    names = [name for name in VARIANTS if f"{name}_matrix" in ds]
+    parts = ("curves", "onset", "most_coupled", "matrices", "levels")
+    data: dict[str, dict[str, dict[int, Any]]]
+    data = {part: {name: {} for name in names} for part in parts}
+    whole = [name for name in names if not name.endswith(NORMED)]
+    budget = MATRICES // max(1, 2 * len(whole) * len(ks))
+    for k in ks if names else ():
+        # A selection is of every variable and takes milliseconds: it is made once, not for each measure.
+        at = ds.sel(k=k)
+        of_pairs = {pairs: at.sel(pairs=pairs) for pairs in PAIRS}
+        for name in names:
+            below = at[f"{name}_level"] - at[f"{name}_matrix"]
+            found = onset_of(at, _coupling_of_prompts(at, name), below)
+            data["curves"][name][k] = {pairs: _curve(of_pairs[pairs], name) for pairs in PAIRS}
+            data["onset"][name][k] = jsonable(asdict(found))
+            data["most_coupled"][name][k] = most_coupled(below.isel(step=-1), at) or (1, 2)
+            packed = _matrices if name in whole else _edges
+            data["matrices"][name][k] = packed(at, f"{name}_matrix", budget)
+            data["levels"][name][k] = packed(at, f"{name}_level", budget)
+    return data
+
+
 def _curve(points: xr.Dataset, name: str) -> dict[str, list]:
-    return {
-        "value": _numbers(points[name]),
-        **{part: _numbers(points[f"{name}_{part}"]) for part in ("q25", "q75", "null")},
-    }
+    parts = {"value": "", "q25": "_q25", "q75": "_q75", "null": "_null"}
+    return {part: _numbers(points[f"{name}{end}"]) for part, end in parts.items()}
 
 
-def _onset(at: xr.Dataset, name: str) -> dict[str, Any]:
-    """Return the onset of the curve over l != l'."""
-    departure = _coupling(at, name).transpose("step", "prompt").values
-    matrices = (at[f"{name}_level"] - at[f"{name}_matrix"]).transpose("step", *_PAIR)
-    pairs = independent_pairs(matrices, at)
-    return jsonable(asdict(onset(at["step"].values, departure, pairs, sources(at))))
+def _coupling_of_prompts(ds: xr.Dataset, name: str) -> xr.DataArray:
+    """Return the coupling of each prompt, means over l != l'."""
+    return ds[f"{name}_coupling_by_prompt"].sel(pairs="mean_offdiag")
 
 
-def _most_coupled(at: xr.Dataset, name: str) -> list[int]:
-    """Return the pair of different blocks (l, l') furthest below its null level at the last step; (1, 2) if none is defined."""
-    coupling = (
-        where_counted(at[f"{name}_level"] - at[f"{name}_matrix"], at)
-        .isel(step=-1)
-        .transpose(*_PAIR)
-        .values
-    )
-    coupling[~np.isfinite(coupling)] = -np.inf
-    l, other = np.unravel_index(coupling.argmax(), coupling.shape)
-    return [int(l) + 1, int(other) + 1] if np.isfinite(coupling.max()) else [1, 2]
-
-
-def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any]:
+def _matrices(at: xr.Dataset, name: str, budget: int) -> dict[str, Any] | None:
     """Pack matrices without a diagonal that is 0 by definition, which would widen the range of the codes."""
     apart = (at["layer"] != at["layer_other"]) | ("_vju_" in name)
     return _packed(at.assign({name: at[name].where(apart)}), name, _PAIR, 16, 1, budget)
@@ -239,56 +200,63 @@ def _edges(at: xr.Dataset, name: str, _: int) -> dict[str, Any]:
 
 
 def _packed(
-    ds: xr.Dataset,
-    name: str,
-    dims: Sequence[str],
-    bits: int,
-    parts: int,
-    budget: int | None,
-) -> dict:
+    ds: xr.Dataset, name: str, dims: Sequence[str], bits: int, parts: int, budget: int | None
+) -> dict[str, Any] | None:
+    if name not in ds:
+        return None
     return pack(ds[name].transpose("step", *dims).values, bits, parts, budget)
 
 
-def _by_depth(ds: xr.Dataset, name: str) -> dict[str, Any]:
-    values = ds[f"{name}_by_depth"]
-    axis = "depth" if "depth" in values.dims else "layer"
-    by_statistic = {
-        str(s): values.sel(statistic=s).transpose("step", axis).values
-        for s in values["statistic"].values
-    }
-    defined = [
-        int(at)
-        for at in values[axis].values[values.sel(statistic="median").notnull().any("step").values]
-    ]
+def _trajectory(ds: xr.Dataset) -> dict[str, dict[str, list]]:
     return {
-        "first": int(values[axis][0]),
-        "defined": defined,
-        **{s: pack(v, 32) for s, v in by_statistic.items()},
+        name: {str(s): _numbers(ds[name].sel(statistic=s)) for s in QUANTILES}
+        for name in USUAL
+        if name in ds and "statistic" in ds[name].dims
     }
 
 
-def _singular(ds: xr.Dataset) -> dict[str, Any]:
+def _by_depth(ds: xr.Dataset) -> dict[str, dict[str, Any]]:
+    """Return quartiles by depth of each measure, the first depth, and the depths at which a value is defined."""
+    data = {}
+    for measure in MEASURES:
+        values = ds.get(f"{measure.name}_by_depth")
+        if values is None:
+            continue
+        axis = "depth" if "depth" in values.dims else "layer"
+        values = values.transpose("statistic", "step", axis)
+        at = values[axis].values
+        defined = values.sel(statistic="median").notnull().any("step").values
+        data[measure.name] = {
+            "first": int(at[0]),
+            "defined": at[defined].astype(int).tolist(),
+            **{s: pack(values.sel(statistic=s).values, 32) for s in QUANTILES},
+        }
+    return data
+
+
+def _singular(ds: xr.Dataset) -> dict[str, Any] | None:
     """Return medians by rank and block, and for each step the straight line of 1 / s_1 against depth (Figs 33, 34)."""
+    if "singular_value_median" not in ds:
+        return None
     values = ds["singular_value_median"].transpose("step", "rank", "layer").values
     fits = [inverse_fit(ds["layer"].values, s[0]) for s in values]
-    return {
-        "ranks": [int(rank) for rank in ds["rank"].values],
-        "values": pack(values, 32),
-        **{
-            part: jsonable([fit[part] for fit in fits])
-            for part in ("n", "r2", "slope", "intercept")
-        },
-    }
+    lines = {part: [fit[part] for fit in fits] for part in ("n", "r2", "slope", "intercept")}
+    ranks = [int(rank) for rank in ds["rank"].values]
+    return {"ranks": ranks, "values": pack(values, 32), **jsonable(lines)}
 
 
-def _prompts(ds: xr.Dataset, names: Sequence[str], ks: Sequence[int]) -> dict[str, Any]:
-    coupling = {
-        name: {
-            k: pack(_coupling(ds.sel(k=k), name).transpose("step", "prompt").values, 32) for k in ks
-        }
-        for name in MISCOUPLINGS
-        if name in names
-    }
+def _scores(ds: xr.Dataset) -> dict[str, list]:
+    if "score" not in ds:
+        return {}
+    return {str(task): _numbers(ds["score"].sel(task=task)) for task in ds["task"].values}
+
+
+def _prompts(ds: xr.Dataset, ks: Sequence[int]) -> dict[str, Any]:
+    coupling: dict[str, dict[int, Any]] = {}
+    for name in MISCOUPLINGS:
+        if f"{name}_matrix" in ds:
+            values = _coupling_of_prompts(ds, name).transpose("k", "step", "prompt").values
+            coupling[name] = {k: pack(of_k, 32) for k, of_k in zip(ks, values, strict=True)}
     return {
         "tokens": str(ds.attrs["tokens"]),
         "count": ds.sizes["prompt"],
@@ -305,39 +273,41 @@ def _texts(ds: xr.Dataset, name: str) -> list[str] | None:
     return texts if any(texts) else None  # inputs that are no text have empty ones
 
 
-def _coupling(ds: xr.Dataset, name: str) -> xr.DataArray:
-    """Return the coupling of each prompt, means over l != l'."""
-    return ds[f"{name}_coupling_by_prompt"].sel(pairs="mean_offdiag")
+def _across_tokens(ds: xr.Dataset, ks: Sequence[int]) -> dict[str, Any]:
+    """Return what the page shows of pairs of tokens, by kind; which tokens, and which blocks' Jacobians were compared."""
+    kinds = [kind for kind in KINDS if f"{kind}_{MISCOUPLINGS[0]}_matrix" in ds]
+    if not kinds:
+        return {"tokens": {}, "token_positions": None, "token_layers": None}
+    budget = TOKENS // (len(kinds) * len(MISCOUPLINGS) * len(ks))
+    others = ds["pair_layer_other"].values.tolist()
+    of_layers = {
+        "said": layers_in_words(ds).replace("'", "′"),
+        # The basis block of each; none where it is NaN
+        "others": [int(other) if math.isfinite(other) else None for other in others],
+        "middle": middle_layers(ds)[0],  # |A| is of this block
+    }
+    return {
+        "tokens": {kind: _of_kind(ds, kind, ks, budget) for kind in kinds},
+        "token_positions": _positions(ds),
+        "token_layers": of_layers,
+    }
 
 
-def _tokens(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
+def _of_kind(ds: xr.Dataset, kind: str, ks: Sequence[int], budget: int) -> dict[str, Any]:
     data: dict[str, Any] = {"curves": {}, "matrices": {}}
-    for name in (name for name in MISCOUPLINGS if f"{kind}_{name}" in ds):
+    for name in MISCOUPLINGS:
         of = f"{kind}_{name}"
+        if of not in ds:
+            continue
         data["curves"][name], data["matrices"][name] = {}, {}
         for k in ks:
             at = ds.sel(k=k)
+            dims = ("layer", *_TOKEN_PAIR)
             data["curves"][name][k] = _curve(at, of)
-            data["matrices"][name][k] = _packed(
-                at, f"{of}_matrix", ("layer", *_TOKEN_PAIR), 16, 1, budget
-            )
-    if f"{kind}_absolute" in ds:
-        data["absolute"] = _packed(
-            ds, f"{kind}_absolute", (*_TOKEN_PAIR, "row", "column"), 8, 3, TOKENS // 3
-        )
-    return data
-
-
-def _token_layers(ds: xr.Dataset) -> dict[str, Any]:
-    """Return which blocks' Jacobians were compared across tokens: the basis block of each, and the block that |A| is of."""
-    others = [
-        int(other) if math.isfinite(other) else None for other in ds["pair_layer_other"].values
-    ]
-    return {
-        "said": layers_in_words(ds).replace("'", "′"),
-        "others": others,
-        "middle": middle_layers(ds)[0],
-    }
+            data["matrices"][name][k] = _packed(at, f"{of}_matrix", dims, 16, 1, budget)
+    dims = (*_TOKEN_PAIR, "row", "column")
+    absolute = _packed(ds, f"{kind}_absolute", dims, 8, 3, TOKENS // 3)
+    return data if absolute is None else data | {"absolute": absolute}
 
 
 def _positions(ds: xr.Dataset) -> list[int] | None:
@@ -346,7 +316,9 @@ def _positions(ds: xr.Dataset) -> list[int] | None:
     return [int(at) for at in values[0]] if (values == values[:1]).all() else None
 
 
-def _noise(ds: xr.Dataset) -> dict[str, Any]:
+def _noise(ds: xr.Dataset) -> dict[str, Any] | None:
+    if "noise_similarity_ends" not in ds:
+        return None
     similarity = ds["noise_similarity_ends"].transpose("step", "end", "noise")
     return {
         "levels": [float(level) for level in ds["noise"].values],
@@ -356,5 +328,4 @@ def _noise(ds: xr.Dataset) -> dict[str, Any]:
 
 
 def _numbers(values: xr.DataArray) -> list:
-    """Return nested lists with null where a value is undefined."""
-    return jsonable(np.asarray(values.values))
+    return jsonable(values.values)
