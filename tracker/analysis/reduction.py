@@ -6,7 +6,7 @@ whole walk fit in memory. A Dataset with a `step` dimension gives the same value
 `read_miscouplings` reads the mis-couplings of a store without its other variables: a grid of trainings has a thousand units.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -212,11 +212,8 @@ def _certificates(results: xr.Dataset) -> dict[str, xr.Variable]:
 COORDINATES = ("k", "layer", "layer_other", "rank")
 
 
-def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLINGS) -> xr.Dataset:
-    """Return the curve points of each mis-coupling, for each token by itself.
-
-    Args:
-        measures: those of the blocks alone; those that the store lacks are left out.
+def read_miscouplings(directory: str | Path) -> xr.Dataset:
+    """Return the curve points of each mis-coupling of the blocks alone, for each token by itself.
 
     Returns:
         `miscoupling` and its `null` level (step, token, measure, k, pairs): means over layer pairs and samples, as in
@@ -228,8 +225,8 @@ def read_miscouplings(directory: str | Path, measures: Sequence[str] = MISCOUPLI
     """
     store = Store(directory)
     steps = require_steps(store)
-    read = store.curve(steps, {*measures, *READ, *COORDINATES})
-    names = [name for name in measures if name in read]
+    read = store.curve(steps, {*MISCOUPLINGS, *READ, *COORDINATES})
+    names = [name for name in MISCOUPLINGS if name in read]
     if not names:
         raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
     parts = {

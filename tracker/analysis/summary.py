@@ -20,7 +20,7 @@ import xarray as xr
 
 from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
-from tracker.analysis.null_levels import null_level
+from tracker.analysis.null_levels import level_variable, null_level
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
     describe_equal_blocks,
@@ -30,14 +30,9 @@ from tracker.analysis.pairs import (
     is_one_module,
     most_coupled,
 )
-from tracker.analysis.reduction import (
-    IN_SUMMARY,
-    PERCENTILES,
-    read_miscouplings,
-    reduced,
-)
+from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
-from tracker.analysis.selections import opened, require_names, with_steps
+from tracker.analysis.selections import LABELLED, opened, require_names, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import at_tokens, counted
 from tracker.measures.declaration import POSITION
@@ -139,51 +134,33 @@ class _Result:
 
 def _result_of_reduced(curve: xr.Dataset) -> _Result:
     k, name = _chosen(curve, None)
-    steps = curve["step"].values.tolist()
-    coupling = (
-        curve[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values
-        if name
-        else [0.0] * len(steps)
-    )
-    return _Result(dict(zip(steps, coupling, strict=True)), k, lambda steps: curve.sel(step=steps))
+    return _Result(_coupling(curve, k, name), k, lambda steps: curve.sel(step=steps))
 
 
 def _result(result: Result, k: int | None) -> _Result:
     """Read of each step what tells its coupling, and nothing more."""
-    return (
-        _of_dataset(opened(result), k)
-        if isinstance(result, xr.Dataset)
-        else _of_store(Store(result), k)
-    )
-
-
-def _of_dataset(result: xr.Dataset, k: int | None) -> _Result:
-    ds = with_steps(result, 0)
-    k, name = _chosen(ds, k)
-    coupling: Sequence[float] = [0.0] * ds.sizes["step"]
-    if name:
-        points = curves(ds, [name]).sel(k=k, pairs="mean_offdiag")
-        coupling = (points[f"{name}_null"] - points[name]).values.tolist()
-    steps = ds["step"].values.tolist()
-    return _Result(
-        dict(zip(steps, coupling, strict=True)), k, lambda steps: reduced(ds.sel(step=steps))
-    )
-
-
-def _of_store(store: Store, k: int | None) -> _Result:
+    if isinstance(result, xr.Dataset):
+        ds = with_steps(opened(result), 0)
+        k, name = _chosen(ds, k)
+        points = curves(ds, [name]) if name else ds
+        return _Result(_coupling(points, k, name), k, lambda steps: reduced(ds.sel(step=steps)))
+    store = Store(result)
     steps = require_steps(store)
     k, name = _chosen(store.read(steps[-1]), k)
-    coupling: Sequence[float] = [0.0] * len(steps)
+    coupling = dict.fromkeys(steps, 0.0)
     if name:
-        points = (
-            read_miscouplings(store.path, [name])
-            .isel(measure=0)
-            .mean("token")
-            .sel(k=k, pairs="mean_offdiag")
-        )
-        coupling = (points["null"] - points["miscoupling"]).values.tolist()
-    by_step = dict(zip(steps, coupling, strict=True))
-    return _Result(by_step, k, lambda steps: reduced(store.curve(steps)), store.skipped())
+        read = store.curve(steps, {name, level_variable(name), "prompt_text", *LABELLED})
+        coupling = _coupling(curves(read, [name]), k, name)
+    return _Result(coupling, k, lambda steps: reduced(store.curve(steps)), store.skipped())
+
+
+def _coupling(points: xr.Dataset, k: int | None, name: str) -> dict[int, float]:
+    """Return by step the coupling of all pairs, from the points of `curves`; 0 without mis-couplings."""
+    steps = points["step"].values.tolist()
+    if not name:
+        return dict.fromkeys(steps, 0.0)
+    values = points[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values.tolist()
+    return dict(zip(steps, values, strict=True))
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
