@@ -16,6 +16,7 @@ from tracker.analysis.curves import curves
 from tracker.analysis.reduction import reduced
 from tracker.analysis.summary import _Cell, summary_of_reduced
 from tracker.common.errors import UsageError
+from tracker.report.contents import contents
 from tracker.store import Store, open_results
 
 STEPS = [0, 64, 512, 4096]
@@ -123,6 +124,7 @@ def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
             float(unit.miscoupling.sel(k=4).where(both).mean()), rel=1e-6
         )
         assert np.isnan(pair.low)
+    assert contents(reduced(ds))["most_coupled"]["miscoupling"][4] == (2, 4), "as on the page"
     assert "the first, the most coupled and the last of 4 steps" in table.attrs["title"]
     assert any(
         "Blocks 2 and 4 have the largest coupling by miscoupling at step 512" in note
