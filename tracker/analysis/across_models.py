@@ -157,6 +157,12 @@ def architecture(ds: xr.Dataset) -> str:
     return str(ds.attrs["model_class"]).rpartition(".")[2]
 
 
+def properties_of(results: Results, properties: Mapping[str, Callable]) -> pd.DataFrame:
+    """Return a row for each result: its name, its cluster, and what these functions give of it."""
+    columns = {name: [take(ds) for ds in results.values()] for name, take in properties.items()}
+    return pd.DataFrame({"result": list(results), "cluster": cluster_labels(results), **columns})
+
+
 def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
     """Collect couplings, null level minus mis-coupling, after the last step, for the measures and K that all results have.
 
@@ -276,16 +282,10 @@ def compare_models(summaries: Results) -> dict[str, Any]:
     if differences := describe_differences(compared):
         raise UsageError(f"they were not measured alike: they differ in {'; '.join(differences)}")
     benchmarks, score = mean_score(compared)
-    columns = {**SIZES, "score": score, "architecture": architecture}
-    table = pd.DataFrame(
-        {name: [take(ds) for ds in compared.values()] for name, take in columns.items()}
-    )
-    table["cluster"] = cluster_labels(compared)
-    tokens = [tokens_seen(ds) for ds in compared.values()]
-    # A fit over those that state it would be of other models.
-    if np.isfinite(tokens).all():
-        table[TRAINING_TOKENS] = tokens
-    sizes = [name for name in (*SIZES, TRAINING_TOKENS) if name in table]
+    properties = {**SIZES, TRAINING_TOKENS: tokens_seen}
+    table = properties_of(compared, {**properties, "score": score, "architecture": architecture})
+    # A fit over those that state their training tokens would be of other models.
+    sizes = [name for name in properties if np.isfinite(table[name].to_numpy()).all()]
     couplings = final_couplings(compared)
     fits = correlations(couplings, table["score"].to_numpy())
     by_measure: dict[str, Any] = {}
@@ -295,30 +295,31 @@ def compare_models(summaries: Results) -> dict[str, Any]:
         interval = _intervals(compared, measure, k) if pairs == "mean_offdiag" else None
         by_measure.setdefault(measure, {}).setdefault(int(k), {})[pairs] = {
             **_coupling_fits(rows, sizes),
-            "interval": jsonable(interval),
-            "fit": _line_json(rows, "coupling", "score") | {"p_holm": jsonable(fit["p_holm"])},
+            "interval": interval,
+            "fit": _line(rows, "coupling", "score") | {"p_holm": fit["p_holm"]},
         }
-    return {
-        "models": list(compared),
-        "independence": independence_note(compared),
-        "benchmarks": benchmarks,
-        "score": jsonable(table["score"].to_numpy()),
-        "sizes": {name: jsonable(table[name].to_numpy()) for name in sizes},
-        "size_fits": {name: _line_json(table, name, "score") for name in sizes},
-        "coupling": by_measure,
-        "tests": int(np.isfinite(fits["p"].to_numpy()).sum()),
-    }
+    return jsonable(
+        {
+            "models": list(compared),
+            "independence": independence_note(compared),
+            "benchmarks": benchmarks,
+            "score": table["score"].to_numpy(),
+            "sizes": {name: table[name].to_numpy() for name in sizes},
+            "size_fits": {name: _line(table, name, "score") for name in sizes},
+            "coupling": by_measure,
+            "tests": int(np.isfinite(fits["p"].to_numpy()).sum()),
+        }
+    )
 
 
 def _coupling_fits(rows: pd.DataFrame, sizes: list[str]) -> dict[str, Any]:
-    values, score = rows["coupling"].to_numpy(), rows["score"].to_numpy()
-    subsets = subset_fits(rows, "coupling")
+    values = rows["coupling"].to_numpy()
     return {
-        "values": jsonable(values),
-        "exponential": jsonable(exponential_fit(values, score)),
-        "controlled": jsonable(controlled_fit(rows, "coupling")),
-        "subsets": jsonable(subsets.to_dict("list")),
-        "size_fits": {name: _line_json(rows, name, "coupling") for name in sizes},
+        "values": values,
+        "exponential": exponential_fit(values, rows["score"].to_numpy()),
+        "controlled": controlled_fit(rows, "coupling"),
+        "subsets": subset_fits(rows, "coupling").to_dict("list"),
+        "size_fits": {name: _line(rows, name, "coupling") for name in sizes},
     }
 
 
@@ -331,10 +332,10 @@ def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
     return [np.array(end) for end in zip(*ends, strict=True)]
 
 
-def _line_json(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:
+def _line(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:
     """Return `fit_line` with its intercept."""
     fit = fit_line(table, x, y)
-    return jsonable({**fit, "intercept": table[y].mean() - fit["slope"] * table[x].mean()})
+    return {**fit, "intercept": table[y].mean() - fit["slope"] * table[x].mean()}
 
 
 def jsonable(value: Any) -> Any:

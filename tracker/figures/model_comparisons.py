@@ -29,6 +29,7 @@ from tracker.analysis.across_models import (
     fit_line,
     independence_note,
     mean_score,
+    properties_of,
     shared,
     subset_fits,
     tokens_seen,
@@ -330,10 +331,8 @@ def _with_properties(results: Results, properties: Mapping[str, Callable]) -> pd
     Raises:
         UsageError: if fewer than `MIN_POINTS` results have them.
     """
-    columns = {name: [take(ds) for ds in results.values()] for name, take in properties.items()}
-    table = pd.DataFrame({"result": list(results), "cluster": cluster_labels(results), **columns})
     needed = [name for name in properties if _without_end(name) == name]
-    table = table.dropna(subset=needed, ignore_index=True)
+    table = properties_of(results, properties).dropna(subset=needed, ignore_index=True)
     if len(table) < MIN_POINTS:
         raise UsageError(
             f"{len(table)} of {len(results)} results have {', '.join(needed)}; the figure needs at least {MIN_POINTS}: give "
@@ -369,13 +368,15 @@ def table_of_models(results: Results, choices: Choices) -> "Plotted":
         for name, ds in results.items()
         if "score" in ds and ds["score"].isel(step=-1).notnull().any()
     }
-    benchmarks, score = mean_score(scored) if scored else ([], lambda _: float("nan"))
-    table = pd.DataFrame({"result": list(results)})
-    table["architecture"] = [architecture(ds) for ds in results.values()]
-    for size, take in SIZES.items():
-        table[size] = [int(take(ds)) for ds in results.values()]
-    table[TRAINING_TOKENS] = [tokens_seen(ds) for ds in results.values()]
-    table[SCORE] = [score(ds) if name in scored else np.nan for name, ds in results.items()]
+    properties = {"architecture": architecture, **SIZES, TRAINING_TOKENS: tokens_seen}
+    table = (
+        properties_of(results, properties).drop(columns="cluster").astype(dict.fromkeys(SIZES, int))
+    )
+    benchmarks: list[str] = []
+    table[SCORE] = np.nan
+    if scored:
+        benchmarks, score = mean_score(scored)
+        table[SCORE] = [score(ds) if name in scored else np.nan for name, ds in results.items()]
     cells = {str(name): _texts(str(name), values.tolist()) for name, values in table.items()}
     letters = [max(map(len, (name, *texts))) for name, texts in cells.items()]
     size = 1 + 0.1 * sum(letters), 1.2 + 0.25 * len(table)
