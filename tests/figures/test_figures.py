@@ -264,6 +264,15 @@ def test_numbers(name, where, columns, expected, one):
     close(rows[columns].to_numpy().T.ravel(), values, rtol=1e-5, atol=1e-6)
 
 
+def test_a_line_is_of_medians_within_its_band(one):
+    figure, table = figure_of("27", one)
+    (panel,) = figure.axes
+    close(panel.lines[0].get_ydata(), table["median"])
+    (band,) = panel.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    close([heights.min(), heights.max()], [table.q25.min(), table.q75.max()])
+
+
 @cache
 def table_of(name, path):
     return figure_of(name, path)[1]
