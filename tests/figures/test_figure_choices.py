@@ -1,7 +1,5 @@
 """What is chosen of a figure: the paper's convention, blocks, and the axis of training steps."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import xarray as xr
@@ -13,7 +11,6 @@ from tracker.analysis.null_levels import null_level
 from tracker.common.errors import UsageError
 from tracker.common.values import INTEGERS
 from tracker.figures.drawing import shades, training_axis
-from tracker.figures.registry import FIGURES
 from tracker.figures.selection import draw
 
 K, L = 4, 5
@@ -155,36 +152,6 @@ def test_one_block_is_chosen_that_is_compared_with_another():
             match=f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$",
         ):
             of("4", ds, layers=layers)
-
-
-def test_the_paper_s_blocks_are_shown_where_the_model_has_them(course, monkeypatch):
-    assert FIGURES["3"].paper_layers == tuple(range(9, 17)) and FIGURES["28"].paper_layers == (
-        5,
-        15,
-        30,
-    )
-    assert set(of("3", course, convention="paper")[1].block) == {1, 2, 3, 4, 5}
-    monkeypatch.setitem(
-        FIGURES, "3", type(FIGURES["3"])(**(vars(FIGURES["3"]) | {"paper_layers": (2, 3)}))
-    )
-    assert set(of("3", course, convention="paper")[1].block) == {2, 3}
-    assert set(of("3", course, convention="paper", layers=[4])[1].block) == {4}
-
-
-def test_the_paper_s_blocks_are_shown_where_all_have_a_value(course, monkeypatch):
-    """Windows end before the last block; and no other figure has an empty choice of blocks."""
-    for layers, shown in (((2, 4), {2, 4}), ((2, L), {1, 3, 4})):
-        monkeypatch.setitem(FIGURES, "28", replace(FIGURES["28"], paper_layers=layers))
-        assert set(of("28", course, convention="paper")[1].layer) == shown
-    chosen = []
-
-    def drawn(results, choices):
-        chosen.append(choices.layers)
-        return Figure(), None
-
-    monkeypatch.setitem(FIGURES, "29", replace(FIGURES["29"], draw=drawn))
-    of("29", course, convention="paper")
-    assert chosen == [None]
 
 
 @pytest.mark.parametrize(

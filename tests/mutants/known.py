@@ -110,7 +110,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "exponential_fit: y[0] -> y[1]": "signs differ from that of either value, or none does",
     },
     "tracker/analysis/summary.py": {
-        "_of_dataset: with_steps(result, 0) -> with_steps(result, 1)": "a single step is not named",
+        "_result: with_steps(opened(result), 0) -> with_steps(opened(result), 1)": "a single step is not named",
     },
     "tracker/jacobians/checks.py": {
         "require_reproduction: relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32] -> relative_error(f, reference, recorded, torch.float32) < TOLERANCE[torch.float32]": "the same",
@@ -346,8 +346,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "Choices: k: int = 0 -> k: int = 1",
     ),
     "tracker/figures/registry.py": (
-        ": _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers'), paper_layers=(5, 16, 30))",
-        ": _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers'), paper_layers=(5, 15, 30)) -> _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=3, takes=('axis', 'layers'), paper_layers=(5, 15, 30))",
+        ": _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers')) -> _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=3, takes=('axis', 'layers'))",
         "FigureSpec: steps: int = 1 -> steps: int = 2",
     ),
     "tracker/jacobians/halves.py": (

@@ -33,7 +33,6 @@ class FigureSpec:
         may_differ: those of `CONVENTIONS` in which results may differ.
         takes: those of `choices.Choices` that it takes, besides K and the convention. A figure that takes a measure also sets
             results beside each other that were measured by different conventions, with a warning.
-        paper_layers: the blocks that the paper's figure shows.
     """
 
     number: str
@@ -46,7 +45,6 @@ class FigureSpec:
     untrained: bool = False
     may_differ: tuple[str, ...] = ()
     takes: tuple[str, ...] = ()
-    paper_layers: tuple[int, ...] = ()
 
 
 def _of_variables(
@@ -109,7 +107,6 @@ _DECLARATIONS = (
         "Coupling matrices across depth",
         "matrix",
         also=("20",),
-        paper_layers=tuple(range(9, 17)),
     ),
     _of_matrices(
         "4", "Coupling matrices across tokens, self-coupling", "self_matrix", also=("17", "21")
@@ -190,7 +187,6 @@ _DECLARATIONS = (
         "lss_window",
         steps=2,
         takes=("axis", "layers"),
-        paper_layers=(5, 15, 30),
     ),
     _of_variables(
         "29",

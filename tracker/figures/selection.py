@@ -72,22 +72,18 @@ def draw(name: str, results: Results, k: int | None = None, **chosen: Any) -> "P
     """
     from matplotlib import rc_context
 
-    figure = FIGURES[name]
-    choices = Choices(**chosen)
+    figure, choices = FIGURES[name], Choices(**chosen)
     declaration = _adjusted(figure, choices)
     if reason := lack(declaration, results):
         raise UsageError(f"figure {name} can't be drawn: {reason}")
     ks = shared(results, "k")
-    if k is not None or any("k" in ds.coords for ds in results.values()):
-        _require_shared("k", k, ks)
-    if choices.step is not None:
-        _require_shared("step", choices.step, shared(results, "step"))
-    layers = shared(results, "layer")
+    if k is None and not ks and any("k" in ds.coords for ds in results.values()):
+        raise UsageError("the results share no k; measure them with a common one")
+    for option, value in (("k", k), ("step", choices.step)):
+        if value is not None:
+            _require_shared(option, value, results)
     for layer in choices.layers or ():
-        _require_shared("layer", layer, layers)
-    # A result of a few blocks has none of the paper's.
-    if choices.paper and not choices.layers and _has_paper_layers(declaration, results):
-        choices = replace(choices, layers=figure.paper_layers)
+        _require_shared("layer", layer, results)
     if "measure" in figure.takes and (differences := describe_differences(results)):
         warn_caller(f"the results were not measured alike: they differ in {'; '.join(differences)}")
     choices = replace(choices, k=k if k is not None else ks[0] if ks else 0)
@@ -123,25 +119,11 @@ def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:
     return replace(figure, needs=tuple(dict.fromkeys(needs)))
 
 
-def _has_paper_layers(figure: FigureSpec, results: Results) -> bool:
-    """Whether the paper's figure shows certain blocks, and all results have a value of what the figure needs at each of them."""
-    shown = {*figure.paper_layers}
-    if not shown or not shown <= {*shared(results, "layer")}:
-        return False
-    at = {"layer": list(figure.paper_layers)}
-    needed = [ds[name].sel(at) for ds in results.values() for name in figure.needs]
-    return all(
-        values.notnull().any([dim for dim in values.dims if dim != "layer"]).all()
-        for values in needed
-    )
-
-
-def _require_shared(option: str, value: float | None, shared: Sequence[float]) -> None:
-    if value is None and not shared:
-        raise UsageError(f"the results share no {option}; measure them with a common one")
-    if value is not None and value not in shared:
+def _require_shared(dim: str, value: float, results: Results) -> None:
+    measured = shared(results, dim)
+    if value not in measured:
         raise UsageError(
-            f"{option} {value} was not measured in all results; they share {', '.join(map(str, shared)) or 'none'}"
+            f"{dim} {value} was not measured in all results; they share {', '.join(map(str, measured)) or 'none'}"
         )
 
 
