@@ -354,9 +354,7 @@ def _of_steps(result: _Result) -> Summary:
         f"{step:,}" if several else "": _cells(unit, k, pair, tests[step])
         for step, unit in units.items()
     }
-    rows = {
-        label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()
-    }
+    rows = _rows(columns)
     title = _title(units[steps[-1]], k)
     if several:
         ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
@@ -392,7 +390,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     columns = {
         name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()
     }
-    rows = {name: {at: cell.row() for at, cell in cells.items()} for name, cells in columns.items()}
+    rows = _rows(columns)
     differ = differing_conventions(units)
     for name in others:
         # Parts of one result have its hash, and other prompts.
@@ -417,6 +415,12 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
     notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
     return _table(rows, "result", title, notes)
+
+
+def _rows(columns: Mapping[str, Cells]) -> dict[str, dict[tuple[str, str], Row]]:
+    return {
+        label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()
+    }
 
 
 def _has(unit: xr.Dataset, pair: tuple[int, int] | None) -> bool:

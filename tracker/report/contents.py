@@ -78,19 +78,15 @@ def carried(data: Any) -> Iterator[MutableMapping[str, Any]]:
 def _quantised(
     values: np.ndarray, bits: int, parts: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    flat = values.reshape(int(np.prod(values.shape[:parts])), -1)
-    finite = np.isfinite(flat)
-    low = np.where(finite, flat, np.inf).min(1, initial=np.inf)
-    high = np.where(finite, flat, -np.inf).max(1, initial=-np.inf)
+    flat = np.ma.masked_invalid(values.reshape(int(np.prod(values.shape[:parts])), -1))
     # A part without values has neither low nor span.
-    low = np.where(np.isfinite(low), low, 0).astype("<f4")
+    low = flat.min(1).filled(0).astype("<f4")
     # float32 may round below the largest value: the span is a shade wider, so that no value is cut off.
-    span = (np.maximum(np.where(np.isfinite(high), high, 0) - low, 0) * (1 + 1e-6)).astype("<f4")
-    scale = np.where(span > 0, (2**bits - 2) / np.where(span > 0, span, 1).astype(float), 0)
-    codes = np.clip(
-        np.round((np.where(finite, flat, 0) - low[:, None]) * scale[:, None]), 0, 2**bits - 2
-    )
-    return np.where(finite, codes, 2**bits - 1).astype(f"<u{bits // 8}"), low, span
+    span = ((flat.max(1).filled(0) - low).clip(0) * (1 + 1e-6)).astype("<f4")
+    largest = 2**bits - 2
+    scale = np.divide(largest, span, out=np.zeros(len(span)), where=span > 0, dtype=float)
+    codes = ((flat - low[:, None]) * scale[:, None]).round().clip(0, largest).filled(largest + 1)
+    return codes.astype(f"<u{bits // 8}"), low, span
 
 
 def _error(values: np.ndarray, again: np.ndarray) -> float:
@@ -202,7 +198,7 @@ def _edges(at: xr.Dataset, name: str, _: int) -> dict[str, Any]:
 def _packed(
     ds: xr.Dataset, name: str, dims: Sequence[str], bits: int, parts: int, budget: int | None
 ) -> dict[str, Any] | None:
-    if name not in ds:
+    if name not in ds or not ds[name].size:
         return None
     return pack(ds[name].transpose("step", *dims).values, bits, parts, budget)
 

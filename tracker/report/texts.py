@@ -37,6 +37,11 @@ PAIRS = {
     "mean_adjacent": "adjacent blocks",
 }
 LAST_BLOCK = {"alone": "of the blocks alone", "normed": "with the final norm"}
+CHECKED = {
+    "residual": "residual of a triplet / s₁",
+    "value_error": "error of a value check",
+    "derivative_error": "error of a derivative check",
+}
 AT_BLOCKS = "The same at an early, a middle and a late block."
 
 
@@ -201,13 +206,9 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
                 f"{count:,}, of which {sliced:,} from single rows, the rest over the full sequence",
             ),
             ("complete top-K sets", f"{complete:,} of {count:,}, certified by Cholesky"),
-            ("largest residual of a triplet / s₁", f"{float(ds['residual_max'].max()):.1e}"),
-            ("largest error of a value check", f"{float(ds['value_error_max'].max()):.1e}"),
-            (
-                "largest error of a derivative check",
-                f"{float(ds['derivative_error_max'].max()):.1e}",
-            ),
         ]
+        for error, words in CHECKED.items():
+            rows.append((f"largest {words}", f"{float(ds[f'{error}_max'].max()):.1e}"))
     totals = {str(q): int(ds[UNDEFINED].sel(quantity=q).sum()) for q in ds["quantity"].values}
     rows.append(
         ("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none")

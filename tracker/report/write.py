@@ -112,10 +112,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     for array in carried(data):
         arrays.append(array["codes"])
         array["codes"] = len(arrays) - 1
-    said = {
-        name: [_summary(ds), *filter(None, [findings(models[name])])]
-        for name, ds in summaries.items()
-    }
+    said = {name: [_summary(ds), findings(models[name])] for name, ds in summaries.items()}
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
         f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
@@ -213,11 +210,11 @@ def _region(label: str) -> str:
 
 
 def _of_each(lines: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the lines of all results, after the name of each if there are several."""
+    """Return the lines of all results that are not empty, after the name of each if there are several."""
     return [
         f"{name}: {line}" if len(lines) > 1 else line
         for name, of_result in lines.items()
-        for line in of_result
+        for line in filter(None, of_result)
     ]
 
 
