@@ -598,9 +598,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "RunOptions: class RunOptions(Options, total=False): -> class RunOptions(Options, total=True):",
     ),
     "tracker/training/probe.py": (
-        "_length: len(leaf) if has_axis else -1 -> len(leaf) if has_axis else -2",
         "forward_calls: name in known and (not name.startswith('label')) -> name in known or not name.startswith('label')",
-        "resolve: forward is not None and tree_structure(contents(form), is_texts) != tree_structure(held, is_texts) -> forward is not None or tree_structure(contents(form), is_texts) != tree_structure(held, is_texts)",
     ),
     "tracker/training/ranks.py": (
         "Ranks._worst: self.group is None -> self.group is not None",

@@ -492,7 +492,7 @@ def test_a_given_probe(probe):
 
 
 def test_unusable_probes():
-    with pytest.raises(UsageError, match="the probe, tuple, contains no samples"):
+    with pytest.raises(UsageError, match=r"the probe, read as \(None\), contains no samples"):
         fit(trainer([Watch(probe=(object(),))]))
     with pytest.raises(UsageError, match="no samples"):
         fit(trainer([Watch(probe=())]))

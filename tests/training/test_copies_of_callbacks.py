@@ -1,7 +1,6 @@
 """Pickles and copies of the three classes that measure, before, during and after a training."""
 
 import pickle
-from collections import namedtuple
 from copy import deepcopy
 
 import lightning
@@ -11,12 +10,10 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.lightning_runs import Noisy, fit, trainer
+from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
 from tests.training.test_transformers import make
 from tracker.store import Store
-
-Pair = namedtuple("Pair", "x y")
 
 
 def through_pickle(given):
@@ -24,10 +21,6 @@ def through_pickle(given):
 
 
 COPIES = {"pickle": through_pickle, "deepcopy": deepcopy}
-
-
-def forward(module, batch):
-    return module(batch.x)
 
 
 class Copy(lightning.Callback):
@@ -104,16 +97,6 @@ def test_of_a_loop(tmp_path, copy):
     )
     again.close()
     assert copy(again).run.last_measured == 2
-
-
-def test_a_copy_keeps_the_type_of_its_probe():
-    x = Noisy().x[:2]
-    callback = tracker.CouplingCallback(probe=Pair(x, 0), forward=forward)
-    callback.run.settle_probe(lambda: None, None, None)
-    for copy in COPIES.values():
-        made = copy(callback)
-        made.run.settle_probe(lambda: None, None, None)
-        assert isinstance(made.probe, Pair) and torch.equal(made.probe.x, x)
 
 
 def test_a_copy_holds_no_model_that_was_measured():

@@ -42,12 +42,7 @@ COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of operations
 KNOWN = {*sys.stdlib_module_names, "numpy"}
 
 
-def copy_nested(
-    value: Any,
-    leaf: Callable[[Any], Any],
-    memo: dict[int, Any],
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+def copy_nested(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
     """Copy `value` if that is possible, recursively; replace every value v of `LEAVES` by leaf(v).
 
     Args:
@@ -55,16 +50,15 @@ def copy_nested(
         leaf: function of a tensor, module, function or generator.
         memo: copies made so far, by the original's `id`, so that a value in two places stays one value. The originals must
             live as long as the memo.
-        is_leaf: whether a value is replaced, instead of `LEAVES`; any other is copied.
     """
     if isinstance(value, SCALARS):
         return value
     if id(value) in memo:
         return memo[id(value)]
-    if is_leaf(value) if is_leaf else isinstance(value, LEAVES):
+    if isinstance(value, LEAVES):
         return memo.setdefault(id(value), leaf(value))
     if isinstance(value, tuple):
-        entries = [copy_nested(entry, leaf, memo, is_leaf) for entry in value]
+        entries = [copy_nested(entry, leaf, memo) for entry in value]
         if all(new is old for new, old in zip(entries, value, strict=True)):
             return value
         return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
@@ -76,17 +70,17 @@ def copy_nested(
         new: Any = memo.setdefault(id(value), copy(value))
         # Into the memo before its entries: a container may contain itself.
         for key in list(value) if isinstance(value, dict) else range(len(value)):
-            entry = copy_nested(value[key], leaf, memo, is_leaf)
+            entry = copy_nested(value[key], leaf, memo)
             if isinstance(key, MODULES):
                 del new[key]
                 key = leaf(key)
             new[key] = entry
-    elif is_leaf or is_data(value):
+    elif is_data(value):
         new = memo[id(value)] = _blank(value)
     else:
         return memo.setdefault(id(value), copy_opaque(value))
     for name, entry in attributes(value).items():
-        copied = copy_nested(entry, leaf, memo, is_leaf)
+        copied = copy_nested(entry, leaf, memo)
         if name in getattr(value, "__dict__", ()):
             new.__dict__[name] = copied
         else:  # in a slot, past what the class does when an attribute is set

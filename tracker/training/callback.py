@@ -76,8 +76,8 @@ class CouplingCallback(Callback):
 
     @property
     def probe(self) -> Any:
-        """What is measured, once it is known; before a training is resumed, its contents in dictionaries and lists."""
-        return self.run.held_probe if self.run.probe is None else self.run.probe
+        """What is measured, once it is known: tensors, numbers and texts in dictionaries, tuples and lists."""
+        return self.run.probe
 
     @property
     def skipped(self) -> Skipped:

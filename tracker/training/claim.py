@@ -19,8 +19,8 @@ from typing import Any
 from tracker.common.errors import UsageError, warn_caller
 from tracker.common.files import Lock
 from tracker.measures.settings import Settings
+from tracker.provenance import digest
 from tracker.store import Store
-from tracker.training.probe import inputs_digest
 
 
 @dataclass(eq=False)
@@ -128,7 +128,7 @@ def check_inputs(store: Store | None, probe: Any) -> None:
     if store is None:
         return
     measured = store.shared("inputs_sha256")
-    if measured not in (None, inputs_digest(probe)):
+    if measured not in (None, digest(probe)):
         raise UsageError(
             f"{store.path} measured other inputs (SHA-256 {measured[:8]}); give the same probe=, or choose another save_dir"
         )

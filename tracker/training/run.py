@@ -37,7 +37,7 @@ from tracker.training import probe as probes
 from tracker.training import schedule as schedules
 from tracker.training.claim import Held, check_claim, check_inputs, open_for_run
 from tracker.training.options import split
-from tracker.training.probe import Target, contents, find_target
+from tracker.training.probe import Target, find_target, plain
 from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
 from tracker.training.schedule import Overhead
 from tracker.version import SCHEMA
@@ -92,7 +92,6 @@ class TrainingRun:
         self.prefix = f"{options['name']}/" if options["name"] else ""
 
         self.probe: Any = None
-        self.held_probe: Any = None  # the `contents` of a checkpoint's probe, until it is settled
         self.last_checked = -1  # the schedule has been checked for steps up to this one
         self.last_measured = -1
         self.continues = False  # whether it has measured a step in an earlier training
@@ -115,8 +114,6 @@ class TrainingRun:
             "loggers": (),
             "metrics": None,
             "held": None,
-            "probe": None,
-            "held_probe": self._probe_contents(),
         }
         return vars(self) | apart
 
@@ -127,17 +124,14 @@ class TrainingRun:
         return {
             "served": self.last_checked,
             "measured": self.last_measured,
-            "probe": self._probe_contents(),
+            "probe": self.probe,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint."""
         self.last_checked, self.last_measured = state["served"], state["measured"]
         self.continues = self.last_measured >= 0
-        self.probe, self.held_probe = None, state["probe"]
-
-    def _probe_contents(self) -> Any:
-        return self.held_probe if self.probe is None else contents(self.probe)
+        self.probe = state["probe"]
 
     def forget(self) -> None:
         """Return to the state before the first step."""
@@ -184,7 +178,7 @@ class TrainingRun:
                 raise
             with isolate_rng():
                 batch = self._given(*arguments)() if known else take()  # type: ignore[reportOptionalCall]
-                calls = probes.forward_calls(unwrap(module), batch, self.tokenizer)
+                calls = probes.forward_calls(unwrap(module), plain(batch), self.tokenizer)
                 device = _measuring_device(device)
                 with prepared(unwrap(module), self.blocks, calls, self.settings, device) as replica:
                     self.target = Target("", None, replica.description)
@@ -238,12 +232,10 @@ class TrainingRun:
 
         def resolve() -> Any:
             with isolate_rng():  # the function, the data or their collator may draw numbers
-                return probes.resolve(given(), self.probe, self.held_probe, take, self.forward)
+                return probes.resolve(given(), self.probe, take)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
-        own = together(resolve)
-        first = self.ranks.broadcast((probes.inputs_digest(own), contents(own)))
-        self.probe = together(probes.as_first, own, *first)
+        self.probe = self.ranks.broadcast(together(resolve))
         together(check_inputs, self.open_store, self.probe)
 
     def reach(
@@ -440,9 +432,7 @@ class TrainingRun:
             device,
             self._is_first,
         )
-        unit = together(
-            to_dataset, samples, model, blocks, settings, device, contents(probe), started
-        )
+        unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,

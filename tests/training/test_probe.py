@@ -1,0 +1,239 @@
+"""Batches of the types that loaders yield: how they are held, what `forward=` receives, and what a checkpoint gives back."""
+
+import io
+import threading
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import lightning
+import numpy as np
+import pytest
+import torch
+from torchvision.tv_tensors import Image
+from transformers import BatchEncoding
+
+import tracker
+from tests.lightning_runs import Classifier, trainer
+from tests.models import neox, tokens
+from tests.training.test_callback import Watch, assert_same_units
+from tracker.common.errors import UsageError
+from tracker.provenance import digest
+from tracker.training.probe import copied, first_samples, resolve, sample_count
+
+Pair = namedtuple("Pair", "x y")
+
+
+class Kind(Enum):
+    TEXT = "text"
+
+
+@dataclass
+class Record:
+    x: torch.Tensor
+    meta: Any = None
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: torch.Tensor
+    sizes: list[int] = field(default_factory=lambda: [3, 4])
+
+
+@attrs.frozen
+class Attrs:
+    x: torch.Tensor
+    other: Any = None
+
+
+class Plain:
+    """An object that Lightning moves with its `.to`."""
+
+    def __init__(self, x: torch.Tensor, lock: Any = None):
+        self.x, self.lock = x, lock
+
+    def to(self, *args, **kwargs):
+        return Plain(self.x.to(*args, **kwargs), self.lock)
+
+
+X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
+# Each with the form in which it is held
+BATCHES = {
+    "NamedTuple": (Pair(X, torch.arange(4)), (X, torch.arange(4))),
+    "BatchEncoding": (BatchEncoding({"x": X}), {"x": X}),
+    "OrderedDict": (OrderedDict(b=X, a=1), {"b": X, "a": 1}),
+    "dataclass": (Record(X, {"pair": [Pair(X, "a")]}), {"x": X, "meta": {"pair": [(X, "a")]}}),
+    "dataclass with slots": (Slotted(X), {"x": X, "sizes": [3, 4]}),
+    "attrs": (Attrs(X, Slotted(X + 1)), {"x": X, "other": {"x": X + 1, "sizes": [3, 4]}}),
+    "object with .to": (Plain(X, threading.Lock()), {"x": X, "lock": None}),
+    "SimpleNamespace": (SimpleNamespace(x=X, o=object()), {"x": X, "o": None}),
+    "arrays": (
+        {"x": X.numpy()[::-1], "n": np.float64(2.5), "names": np.array(["a", "bc"])},
+        {"x": X.flip(0), "n": 2.5, "names": None},
+    ),
+    "of torch": ({"x": X, "dtype": X.dtype, "kind": Kind.TEXT}, {"x": X, "dtype": None, "kind": "TEXT"}),
+    "tensor of another class": ({"x": Image(X)}, {"x": X}),
+    "keys of other types": ({"x": X, (1, 2): 3}, {"x": X, "(1, 2)": 3}),
+    "texts": ({"text": ["a", "b", "c", "d"], "x": X}, {"text": ["a", "b", "c", "d"], "x": X}),
+}  # fmt: skip
+
+
+def assert_same(a: Any, b: Any):
+    """Assert that plain batches are the same, of the same types."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert_same(list(a.items()), list(b.items()))
+    elif isinstance(a, (list, tuple)):
+        for one, other in zip(a, b, strict=True):
+            assert_same(one, other)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_a_batch_is_held_in_a_form_that_a_checkpoint_gives_back(case):
+    batch, expected = BATCHES[case]
+    held = copied(batch)
+    assert_same(held, expected)
+    assert digest(held) == digest(expected) != digest(copied({"x": X + 1}))
+    file = io.BytesIO()
+    torch.save(held, file)
+    file.seek(0)
+    assert_same(torch.load(file, weights_only=True), held)
+
+
+def test_samples_of_a_batch():
+    """Tensors and lists of texts that are as long as the batch are cut; the copy shares no memory with it."""
+    batch = {
+        "scale": torch.tensor(2.0),
+        "x": X,
+        "nested": [torch.arange(4), torch.arange(3)],
+        "texts": ["a", "b", "c", "d"],
+        "classes": ("cat", "dog"),
+    }
+    first = copied(batch, slice(3))
+    expected = {
+        "scale": torch.tensor(2.0),
+        "x": X[:3],
+        "nested": [torch.arange(3), torch.arange(3)],
+        "texts": ["a", "b", "c"],
+        "classes": ("cat", "dog"),
+    }
+    assert_same(first, expected)
+    assert (
+        first["x"].data_ptr() != X.data_ptr() and first["x"].untyped_storage().size() == 3 * 48 * 4
+    )
+    assert sample_count(first_samples(torch.zeros(9, 2))) == 8
+    assert sample_count(["a", "b"]) == 2
+
+
+def test_which_probe_is_measured():
+    def never():
+        raise AssertionError("the loader is not asked")
+
+    held = copied({"x": X})
+    assert_same(resolve(None, None, lambda: {"x": X}), held)
+    assert resolve(None, held, never) is held
+    assert_same(resolve(Record(X), None, never), {"x": X, "meta": None})
+    assert_same(resolve(UserDict(x=X), held, never), held)
+    message = "{x: float32 .4, 6, 8.}, is not that .* {x: float32 .4, 6, 8.}: the checkpoint's is"
+    with pytest.warns(UserWarning, match=message):
+        assert resolve({"x": X + 1}, held, never) is held
+
+
+# Runs.
+
+
+class Batched(lightning.LightningModule):
+    """A module whose batches have a part x."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Classifier()
+
+    def forward(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, index):
+        return self.model(batch.x).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)
+
+
+def loader(make):
+    rows = torch.utils.data.TensorDataset(X)
+    return torch.utils.data.DataLoader(
+        rows, 2, collate_fn=lambda rows: make(torch.stack([row[0] for row in rows]))
+    )
+
+
+def named(module, batch):
+    assert batch.x is batch["x"] and batch.meta.y == batch.meta["y"] == 1
+    return module(batch.x)
+
+
+def indexed(module, batch):
+    x, _ = batch
+    return module(x)
+
+
+FORWARDS = {
+    "parts with names": (lambda x: Record(x, {"y": 1}), named),
+    "tuple": (lambda x: Pair(x, torch.zeros(len(x))), indexed),
+    "by the signature": (lambda x: Record(x, {"lock": threading.Lock()}), None),
+    "object with .to": (lambda x: Plain(x, object()), None),
+}
+
+
+@pytest.mark.parametrize("case", FORWARDS)
+def test_what_a_loader_yields_is_measured(case):
+    make, forward = FORWARDS[case]
+    watch, module = Watch(2, probe=None, forward=forward), Batched()
+    trainer([watch], max_steps=2).fit(module, loader(make))
+    expected = tracker.measure(module.model, X[:2], k=2).assign_coords(step=2)
+    assert_same_units(watch.units[2], expected)
+
+
+def test_a_part_that_forward_does_not_find():
+    def forward(module, batch):
+        return module(batch.ids)
+
+    with pytest.raises(UsageError, match="has no part 'ids', but x, meta. It takes .*batch.x"):
+        tracker.Watch(1, probe=Record(X), forward=forward)(0, Classifier())
+
+
+@pytest.mark.slow
+def test_a_resumed_run_measures_the_same_inputs(tmp_path):
+    """Lightning reads checkpoints with `weights_only=True`."""
+
+    def train(max_steps, **options):
+        watch = Watch(2, probe=None, save_dir=tmp_path / "store")
+        runner = trainer([watch], max_steps=max_steps, keep=tmp_path)
+        runner.fit(Batched(), loader(lambda x: Record(x + max_steps, Kind.TEXT)), **options)
+        return watch
+
+    first, second = train(2), train(4, ckpt_path=tmp_path / "step=2.ckpt")
+    assert list(second.units) == [4]
+    assert_same(second.probe, first.probe)
+    assert second.units[4].attrs["inputs_sha256"] == first.units[2].attrs["inputs_sha256"]
+
+
+def test_mappings_that_are_no_dictionaries():
+    model, ids = neox(), tokens()
+    expected = tracker.measure(model, {"input_ids": ids}, k=2)
+    for inputs in (
+        UserDict(input_ids=ids),
+        BatchEncoding({"input_ids": ids, "offsets": np.zeros(3)}),
+    ):
+        np.testing.assert_array_equal(
+            tracker.measure(model, inputs, k=2)["miscoupling"], expected["miscoupling"]
+        )
+    assert tracker.measure(Classifier(), UserDict(x=X, size=np.zeros(2)), k=2).sizes["prompt"] == 4
+    with pytest.raises(UsageError, match="does not take these inputs.*'y'"):
+        tracker.measure(Classifier(), UserDict(x=X, y=X), k=2)
