@@ -36,7 +36,7 @@ from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Options, Settings
 from tracker.model.description import Blocks, Named
 from tracker.model.inputs import Batch, batches
-from tracker.model.proposals import HOW_TO_NAME, BlocksNotFound
+from tracker.model.proposals import BlocksNotFound, reason
 from tracker.model.replica import Replica
 from tracker.model.wrappers import unwrap
 from tracker.provenance import describe, digest, has_float64, usable_device
@@ -225,7 +225,7 @@ def _tried(
         if failure is None:
             work += str(proposal)
         elif not closer:
-            failed += f"\n  {proposal.where} ({proposal.description}): {_in_one_line(failure)}"
+            failed += proposal.failed(reason(failure))
     finding = (
         f"{error.finding}\nTried on these inputs, and not measurable:{failed}"
         if failed
@@ -237,14 +237,6 @@ def _tried(
         else error.remedy
     )
     return UsageError(f"{finding}\n{remedy}".rstrip())
-
-
-def _in_one_line(error: Exception) -> str:
-    """Return an error's message without the remedy that it may end with."""
-    text = error.finding if isinstance(error, BlocksNotFound) else str(error)
-    if not isinstance(error, UsageError):
-        text = f"{type(error).__name__}: {error}"
-    return " ".join(text.removesuffix(HOW_TO_NAME).split())
 
 
 def _why_not_measurable(

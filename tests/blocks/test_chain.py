@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import tracker
-from tests.blocks.test_home_made import K, lines, measured_as_by_brute_force, refusal
+from tests.blocks.test_blocks import lines
+from tests.blocks.test_home_made import K, measured_as_by_brute_force, refusal
 from tests.home_made import MLP, SA, Flat, PreNorm
 from tests.models import VOCABULARY, WIDTH, images, neox, tokens
 

@@ -1,7 +1,5 @@
 """Models written by hand, whose attention has any name or none: blocks are found by what they do."""
 
-import re
-
 import lightning
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import tracker
 from tests import brute_force, home_made
+from tests.blocks.test_blocks import lines
 from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
 from tests.lightning_runs import trainer
 from tests.models import WIDTH, images, tokens
@@ -74,7 +73,7 @@ def test_blocks_are_found_whatever_their_attention_is_called(name):
 
 
 def test_attention_with_a_name_needs_no_further_pass(monkeypatch):
-    monkeypatch.setattr("tracker.blocks.prepare.choose_blocks", None)
+    monkeypatch.setattr("tracker.blocks.prepare.judge", None)
     assert (
         tracker.measure(home_made.NanoGPT(), tokens(), measures="trajectory")
         .attrs["blocks"]
@@ -93,10 +92,6 @@ def refusal(model, inputs=None, **keywords):
     with pytest.raises(UsageError) as error:
         tracker.measure(model, tokens() if inputs is None else inputs, k=K, **keywords)
     return str(error.value)
-
-
-def lines(message):
-    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
 
 
 def test_several_chains_are_offered_not_chosen_from():
@@ -119,10 +114,9 @@ def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
     )
     assert "a class whose name contains 'attention' or 'attn', or an attribute attn" in message
     message = refusal(home_made.Columns())
-    assert "  mix (3 x SA): the model changes the state between them" in message
-    assert "  feed (3 x MLP): the model changes the state between them" in message and not lines(
-        message
-    )
+    for where, name in (("mix (3 x SA)", "mix"), ("feed (3 x MLP)", "feed")):
+        between = f"the model changes the hidden state between {name}.0 and {name}.1"
+        assert f"  {where}: {between}" in message and not lines(message)
     stem = nn.Sequential(
         nn.Conv2d(3, WIDTH, 1), nn.Sequential(*(home_made.Residual2d() for _ in range(3)))
     )
@@ -134,11 +128,15 @@ def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
         nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(MLP() for _ in range(3)))),
         torch.randn(2, 8),
     )
-    assert "they take (2, 32), not (batch, tokens, width)" in message
+    assert "block 1.0 takes (2, 32); a residual block takes a hidden state (batch, tokens" in message
 
 
 @pytest.mark.parametrize(
-    "part, where", [("blocks.1", "block blocks.1"), ("embed", "the model, before blocks.0,")]
+    "part, where",
+    [
+        ("blocks.1", r"block 2 \(blocks.1\)"),
+        ("embed", r"the model, before its first block \(blocks.0\),"),
+    ],
 )
 def test_what_gives_nan_is_named(part, where):
     model = LM(Flat)
@@ -173,20 +171,15 @@ def test_attention_and_mlp_as_modules_of_one_list_are_offered_as_pairs():
 def test_lists_of_lists_get_the_line_of_their_boundaries():
     model = home_made.Pairs()
     message = refusal(model)
-    assert (
-        'blocks=[f"input of layers.{i}.0" for i in range(3)] + ["input of norm"]  # 3 blocks of 1 x'
-        in message
-    )
+    line = """blocks=[f"input of layers.{i}.0" for i in range(0, 3)] + ['input of norm']  # 3 blocks of 1 x"""
+    assert line in message
     (blocks,) = lines(message)
     assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
 
 
 def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     found = tracker.find_blocks(LM(Flat))
-    assert (
-        "the only list of modules of one class, 3 x Flat; assumed, and checked when measuring"
-        in str(found)
-    )
+    assert "a list of modules, 3 x Flat; assumed, and checked when measuring" in str(found)
     assert tracker.measure(LM(Flat), tokens(), blocks=found, k=K).sizes["layer"] == DEPTH
     assert tracker.measure(LM(Flat), tokens(), blocks=found, dry_run=True).peak_bytes
     mlps = LM(lambda: PreNorm(MLP()))

@@ -11,7 +11,8 @@ from torch import nn
 
 import tracker
 from tests import home_made
-from tests.blocks.test_home_made import K, lines, refusal
+from tests.blocks.test_blocks import lines
+from tests.blocks.test_home_made import K, refusal
 from tests.home_made import VOCABULARY
 from tests.models import WIDTH, tokens
 from tests.sweep import of_packages

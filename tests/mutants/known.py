@@ -255,11 +255,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "median: middle.clip(0) -> middle.clip(1)",
         "quantiles: low + between * share -> low - between * share",
     ),
-    "tracker/blocks/behaviour.py": (
-        "_Observer.leave: not isinstance(y, Tensor) or y.shape != x.shape -> not isinstance(y, Tensor) and y.shape != x.shape",
-        "confirm_list: all((TOKENS in axes for axes in seen.mixed.values())) -> any((TOKENS in axes for axes in seen.mixed.values()))",
-        "mixed_axes: for index in (0, n - 1): -> for index in (1, n - 1):",
-    ),
     "tracker/blocks/class_token.py": (
         "_why_no_class_token: batch.valid is not None -> batch.valid is None",
         "_why_no_class_token: batch.valid is not None and (not batch.valid[:, 0].all()) -> batch.valid is not None or not batch.valid[:, 0].all()",
@@ -268,18 +263,8 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/blocks/find.py": (
         "_named: all((isinstance(block, (str, nn.Module)) for block in listed)) -> any((isinstance(block, (str, nn.Module)) for block in listed))",
         "find_blocks: _name(model, unembedding) or result.unembedding -> _name(model, unembedding) and result.unembedding",
-        "find_blocks: assumed == MIXED -> assumed != MIXED (2)",
     ),
-    "tracker/blocks/lists.py": (
-        "_follows: b[2] -> b[3]",
-        "_mixed_runs: counts[type(child)] > 1 or holds_attention(child) -> counts[type(child)] > 1 and holds_attention(child)",
-        "_proposal: len(norms) > 1 -> len(norms) >= 1",
-    ),
-    "tracker/blocks/prepare.py": (
-        "_find: blocks is None -> blocks is not None",
-        "_find: found is None -> found is not None",
-        "_find: recognised_blocks(tree, mixed_lists=False) -> recognised_blocks(tree, mixed_lists=True)",
-    ),
+    "tracker/blocks/prepare.py": ("_find: blocks is None -> blocks is not None",),
     "tracker/blocks/reachability.py": (
         "_check_class_token_position: (before != after).any -> (before != after).all",
         "check_reachability: 'blocks' in blocks.assumed -> 'blocks' not in blocks.assumed",
@@ -289,11 +274,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "positions: -n <= t < n -> -n <= t <= n",
         "positions: name == 'all' -> name != 'all'",
         "positions: name == 'last' -> name != 'last'",
-    ),
-    "tracker/blocks/towers.py": (
-        "norms_around: i > at -> i >= at",
-        "norms_around: min((i for i in rivals if i > at), default=len(children)) -> max((i for i in rivals if i > at), default=len(children))",
-        "proposals: len({run.container for run in runs}) > 1 -> len({run.container for run in runs}) >= 1",
     ),
     "tracker/commands.py": ("main: sys.argv[1:] -> sys.argv[2:]",),
     "tracker/common/command_line.py": (
@@ -416,7 +396,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "run_settings: wandb.Settings(x_transaction_log_flush_interval=0.5, console='off', silent=True, finish_timeout=FINISH, finish_timeout_raises=True) -> wandb.Settings(x_transaction_log_flush_interval=0.5, console='off', silent=True, finish_timeout=FINISH, finish_timeout_raises=False)",
     ),
     "tracker/measurement.py": (
-        "_in_one_line: if not isinstance(error, UsageError): -> if isinstance(error, UsageError):",
         "_tried: pending += [other.argument for other in closer] -> pending -= [other.argument for other in closer]",
         "_why_not_measurable: settings.memory_budget // 4 -> settings.memory_budget // 5",
     ),
@@ -468,7 +447,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "intercept_attention: _contexts == 0 -> _contexts == 1",
     ),
     "tracker/model/boundaries.py": (
-        "as_python: ends[0] -> ends[1]",
         "read_spans: len(blocks) < 2 -> len(blocks) <= 2",
         "read_spans: len(entry) == 2 -> len(entry) == 3",
     ),

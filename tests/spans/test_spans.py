@@ -578,7 +578,7 @@ def test_no_line_is_given_where_it_would_be_a_guess():
     ):
         find_blocks(model)
     without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))
-    with pytest.raises(UsageError, match=r'\["output of 1"\]'):
+    with pytest.raises(UsageError, match=r"\['output of 1'\]"):
         find_blocks(without_norm)
 
 

@@ -5,10 +5,10 @@ order of depth, the final norm, the unembedding and the class token, and which o
 measured.
 
 - `prepare`: blocks, class token and replica of one measurement.
-- `find`: `find_blocks`, from the module tree and the config, without running the model.
-- `towers`: runs of blocks in any module tree, the tower (encoder, vision model, stage) of each, and proposed lines for `blocks=`.
-- `lists`: lists that may be blocks, if no attention is recognised by name.
-- `behaviour`: blocks found or confirmed by what modules do in a forward pass.
+- `find`: `find_blocks`, the blocks that are named, or the first candidate that holds.
+- `candidates`: lists of modules that may be blocks, from the module tree alone; `judge`: what a recorded pass shows of them.
+- `towers`: what is around the blocks: norms, the class token of their tower. `lists`: boundaries in lists of lists.
+- `chain`: check that the blocks are the whole chain.
 - `class_token`: the class token of a text encoder; `tokens`: the tokens of each sample that are measured.
 - `reachability`: checks that blocks and class token reach the output.
 """

@@ -5,26 +5,24 @@ is of the class of a block, or adds to the state (`adds`), the blocks are a part
 same holds for what comes before or after that. A warning is enough if none of them is of the class of a block, is in the list of
 the blocks or moves information between tokens: they are no transformer blocks. Blocks that the caller names may be a part.
 
-Cost: none if no such module is there, as in most models; else one forward pass of a sample, in which each is called 9 to 14
-times.
+Cost: none if no such module is there, as in most models; else a recorded pass of a sample for each, which is called 9 to 14 times
+more.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.behaviour import TOKENS, call_on, mixed_axes
-from tracker.blocks.lists import LISTS
-from tracker.common.errors import warn_caller
+from tracker.blocks.candidates import LISTS, parent, proposal
+from tracker.blocks.judge import TOKENS, first_calls, mixed_axes, running
+from tracker.common.errors import UsageError, warn_caller
 from tracker.model.inputs import Batch
-from tracker.model.proposals import BlocksNotFound, Proposal
+from tracker.model.proposals import BlocksNotFound
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
-from tracker.model.state_maps import adds, ends, is_alike, state_given
+from tracker.model.state_maps import adds, ends, is_alike
 
 
 def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
@@ -36,7 +34,7 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     Raises:
         BlocksNotFound: if a module before the first or after the last block is a block, too.
     """
-    blocks = replica.description
+    blocks, model = replica.description, replica.module
     if not blocks.assumed:
         return
     # Dropout and identities lead from a state to itself.
@@ -44,39 +42,25 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     backward = [Step(m.name, m.after, m.before) for m in maps]
     forward = [Step(m.name, m.before, m.after) for m in maps]
     first, last = ends(recording.calls[0].x), ends(recording.calls[-1].y)
-    reached = {step.name for step in (*_reached(backward, first), *_reached(forward, last))}
-    if not reached:
+    around = _Surroundings(replica, batch.of_first_sample())
+    before = around.beyond(backward, first, lambda names: [*reversed(names), *blocks.names])
+    after = around.beyond(forward, last, lambda names: [*blocks.names, *names])
+    if not around.moving:
         return
-    modules = {name: replica.module.get_submodule(name) for name in reached}
-    # A block by its class needs no trial.
-    alike = {name for name, module in modules.items() if is_alike(module, replica.blocks)}
-    tried = _tried(replica, batch, reached - alike)
-    adding = alike.union(tried)
-    # The blocks' own class first, then what holds others rather than what is held, except Sequentials.
-    order = sorted(
-        adding,
-        key=lambda name: (name not in alike, type(modules[name]) is nn.Sequential, name.count(".")),
-    )
-    before, after = _path(backward, first, order), _path(forward, last, order)
-    if not before and not after:
-        return
-    holders = {name.rpartition(".")[0] for name in blocks.names}
-    lists = {name for name in holders if isinstance(replica.module.get_submodule(name), LISTS)}
     found = [f"{before[0]} gives the first one its input"] if before else []
     found += [f"{after[0]} takes the last one's output"] if after else []
-    names = [*reversed(before), *blocks.names, *after]
-    whole = _proposal(replica.module, names)
     adds_to_it = f"{' and '.join(found)}, and adds to the state as a block does"
-    around = [*before, *after]
-    in_lists = any(name.rpartition(".")[0] in lists for name in around)
-    if not in_lists and not any(name in alike or tried[name] for name in around):
+    whole = proposal(model, [*reversed(before), *blocks.names, *after])
+    holders = set(map(parent, blocks.names))
+    lists = [name for name in holders if isinstance(model.get_submodule(name), LISTS)]
+    if not any(moves or parent(name) in lists for name, moves in around.moving.items()):
         warn_caller(
             f"{adds_to_it}. It moves no information between tokens and is not measured; to include it:{whole}"
         )
         return
     raise BlocksNotFound(
         f"{blocks.names[0]} to {blocks.names[-1]} ({blocks.found_by}) are not the whole chain of blocks: {adds_to_it}.",
-        [whole, _proposal(replica.module, blocks.names)],
+        [whole, proposal(model, blocks.names)],
     )
 
 
@@ -89,80 +73,55 @@ class Step:
     end: Tensor
 
 
-def _reached(steps: Sequence[Step], state: Tensor) -> list[Step]:
-    """Return all steps that begin at a state, or where such a step ends."""
-    found, states = [], [state]
-    for state in states:  # it grows
-        following = [step for step in steps if step not in found and _equal(step.start, state)]
-        found += following
-        states += [step.end for step in following]
-    return found
+@dataclass
+class _Surroundings:
+    """The modules around the blocks, tried on a sample."""
 
+    replica: Replica
+    batch: Batch
+    # Of those that belong to the chain: whether they are blocks as surely as those that move information between tokens
+    moving: dict[str, bool] = field(default_factory=dict)
 
-def _path(steps: Sequence[Step], state: Tensor, order: Sequence[str]) -> list[str]:
-    """Return the modules that lead on from a state, the nearest first; of several that begin at one, the first in `order`."""
-    names: list[str] = []
-    while True:
-        following = [
-            step
-            for step in steps
-            if step.name in order and step.name not in names and _equal(step.start, state)
-        ]
-        if not following:
-            return names
-        step = min(following, key=lambda step: order.index(step.name))
-        names.append(step.name)
-        state = step.end
+    def beyond(
+        self, steps: Sequence[Step], state: Tensor, chain: Callable[[list[str]], list[str]]
+    ) -> list[str]:
+        """Return the modules that lead on from a state and belong to the chain, the nearest first.
+
+        Args:
+            chain: of the blocks and such modules.
+        """
+        names: list[str] = []
+        while True:
+            following = [s for s in steps if s.name not in names and _equal(s.start, state)]
+            following.sort(key=self.order)
+            step = next((s for s in following if self.adds(s.name, chain([*names, s.name]))), None)
+            if step is None:
+                return names
+            names.append(step.name)
+            state = step.end
+
+    def order(self, step: Step) -> tuple[bool, bool, int]:
+        """Sort the blocks' own class first, then what holds others rather than what is held, except Sequentials."""
+        module = self.replica.module.get_submodule(step.name)
+        of_class = is_alike(module, self.replica.blocks)
+        return not of_class, type(module) is nn.Sequential, step.name.count(".")
+
+    def adds(self, name: str, chain: Sequence[str]) -> bool:
+        """Whether a module at an end of a chain belongs to it: it adds to the state, or is of the class of a block."""
+        if is_alike(self.replica.module.get_submodule(name), self.replica.blocks):
+            self.moving[name] = True
+            return True
+        longer = replace(self.replica.description, names=tuple(chain), include_final_norm=False)
+        try:
+            call = first_calls(self.replica.fresh(longer), self.batch)[name]
+        except UsageError:
+            return False
+        with running(call) as module:
+            belongs = adds(module, module.x)
+        if belongs:
+            self.moving[name] = TOKENS in mixed_axes(call)
+        return belongs
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.to(b), b)
-
-
-def _tried(replica: Replica, batch: Batch, names: set[str]) -> dict[str, bool]:
-    """Return which of the named modules add to the state, in a pass of the first sample, and whether they move information
-    between tokens.
-    """
-    if not names:
-        return {}
-    first, replica = batch.of_first_sample(), replica.fresh()
-    tokens = TOKENS if replica.description.batch_first else 0
-    adding: dict[str, bool] = {}
-    tried: set[str] = set()
-
-    def leave(name: str, module: nn.Module, args: tuple, keywords: dict, output: Any) -> None:
-        x = None if name in tried else state_given(module, args, keywords, output)
-        if x is not None:
-            tried.add(name)
-            if adds(module, args, keywords):
-                adding[name] = tokens in mixed_axes(partial(call_on, module, args, keywords), x)
-
-    def ignore(*_: Any) -> None:
-        return None
-
-    with replica.stream_blocks(ignore, ignore):
-        modules = {name: replica.module.get_submodule(name) for name in names}
-        # A projection that starts at zero hides what an untrained block does.
-        replica.fill_zeros(part for module in modules.values() for part in module.modules())
-        handles = [
-            module.register_forward_hook(partial(leave, name), with_kwargs=True)
-            for name, module in modules.items()
-        ]
-        replica.forward(first.arguments, first.keywords)
-        for handle in handles:
-            handle.remove()
-    return adding
-
-
-def _proposal(model: nn.Module, names: Sequence[str]) -> Proposal:
-    """Return the `blocks=` argument for modules: their list, if they are all its modules."""
-    container = names[0].rpartition(".")[0]
-    entries = [
-        f"{container}.{name}".lstrip(".")
-        for name, _ in model.get_submodule(container).named_children()
-    ]
-    classes = "/".join(dict.fromkeys(type(model.get_submodule(name)).__name__ for name in names))
-    whole = container and entries == list(names)
-    blocks = container if whole else list(names)
-    where = container if whole else f"{names[0]} to {names[-1]}"
-    return Proposal(repr(blocks), blocks, where, f"{len(names)} x {classes}")

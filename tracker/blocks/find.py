@@ -1,37 +1,38 @@
 """Find the residual blocks of a transformer.
 
-A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` uses, in this order: the blocks that the caller names;
-the list that a Hugging Face model's config declares (`tracker.model.huggingface`); the only run of modules of one class that each
-contain an attention module (`towers`). It does not guess between several towers or stages. If no attention is recognised by name,
-the only list of modules of one class (`lists`), which a forward pass has to confirm (`behaviour`). Blocks that are no modules are
-named by their boundaries (`tracker.model.boundaries`).
+A block maps the hidden state X^{l-1} to X^l, both (n, d). `find_blocks` takes the blocks that the caller names: modules, or
+boundaries of blocks that are no modules (`tracker.model.boundaries`). Else `choose` takes, in the order of trust:
+
+1. the list that a Hugging Face model's config declares (`tracker.model.huggingface`);
+2. a list of modules of several classes in which all attention is: a guess;
+3. the only run of modules of one class that each contain an attention module (`candidates`);
+4. if no attention is recognised by name, a list of modules that may be blocks: a guess.
+
+A forward pass judges guesses (`judge`). Between several towers or stages nothing is guessed: the error proposes each.
 """
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import replace
 from reprlib import repr as shortened
 from typing import Any
 
 from torch import nn
 
-from tracker.blocks.lists import (
-    candidate_runs,
-    classes_of,
-    mixed_run,
-    nothing_found,
-    outermost,
-    top_level,
-)
-from tracker.blocks.towers import (
-    ModuleRun,
-    class_token_parameter,
-    find_runs,
+from tracker.blocks.candidates import (
+    Run,
     is_class_attention,
     nested,
-    norms_around,
+    outermost,
+    possible_runs,
+    proposal,
     proposals,
     related,
+    runs_with_attention,
+    whole_list,
 )
+from tracker.blocks.judge import Verdict
+from tracker.blocks.lists import nothing_found, top_level
+from tracker.blocks.towers import class_token_parameter, norms_around
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary, chain, read_fixed, read_spans
 from tracker.model.description import Blocks, Named
@@ -43,6 +44,11 @@ from tracker.model.huggingface import (
 )
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.wrappers import innermost, name_without_wrappers, names_by_id, unwrap
+
+CHECKED = "; assumed, and checked when measuring"
+GUESS = ("blocks", "attention")  # what is assumed of blocks that no name shows
+# Says of modules whether a forward pass shows them to be a chain of blocks
+Judge = Callable[[Sequence[str]], Verdict]
 
 
 def find_blocks(
@@ -85,36 +91,30 @@ def find_blocks(
         return blocks
     check_model(model)
     tree = unwrap(model)
-    runs = find_runs(tree)
     spans = [
         (_named_boundary(model, start), _named_boundary(model, end))
         for start, end in read_spans(blocks) or ()
     ]
     if spans:
-        found = (
-            [boundary.module for span in spans for boundary in span],
-            "boundaries named by the caller",
-            (),
-        )
-    elif blocks is not None:
-        found = _named(model, tree, blocks), "named by the caller", ()  # type: ignore[arg-type]
-    else:
-        found = _recognised(tree, runs) or _guessed(tree)
-    names, _, assumed = found
-    places = [_named_boundary(model, place) for place in read_fixed(fixed)]
-    # Fixed tensors make spans of the blocks, and a forward pass confirms guesses of modules alone.
-    if places and ("attention" in assumed or assumed == MIXED):
-        why = "their classes differ" if assumed == MIXED else "no attention is recognised in them"
-        raise UsageError(
-            f"the blocks {names[0]} to {names[-1]} are a guess, as {why}; name the blocks, too: "
-            "blocks=find_blocks(model, BLOCKS, fixed=...)"
-        )
-    result = describe(tree, runs, *found)
-    if spans:
+        names = [boundary.module for span in spans for boundary in span]
+        result = _describe(tree, names, "boundaries named by the caller")
         result = replace(result, batch_first=_is_batch_first(tree))
         # The last boundary may be its input
         if "norm" in type(tree.get_submodule(names[-1])).__name__.lower():
             result = replace(result, final_norms=(names[-1], *result.final_norms))
+    elif blocks is not None:
+        names = _named(model, tree, blocks)  # type: ignore[arg-type]
+        result = _describe(tree, names, "named by the caller")
+    else:
+        result = choose(tree)
+        names = result.names
+    places = [_named_boundary(model, place) for place in read_fixed(fixed)]
+    # Fixed tensors make spans of the blocks, and a forward pass confirms guesses of modules alone.
+    if places and result.assumed == GUESS:
+        raise UsageError(
+            f"the blocks {names[0]} to {names[-1]} are a guess ({result.found_by}); name the blocks, too: "
+            "blocks=find_blocks(model, BLOCKS, fixed=...)"
+        )
     if final_norm is not None:
         result = replace(result, final_norms=(_name(model, final_norm),))
     if unembedding is not None:
@@ -126,28 +126,122 @@ def find_blocks(
     return result.between_boundaries(spans or chain(names), places) if spans or places else result
 
 
-def describe(
-    tree: nn.Module,
-    runs: Sequence[ModuleRun],
-    names: Sequence[str],
-    found_by: str,
-    assumed: tuple[str, ...],
+def choose(tree: nn.Module, judge: Judge | None = None) -> Blocks:
+    """Return the blocks of a model without wrappers, of the first kind that it has.
+
+    Args:
+        judge: judges guesses; without it, the first one is returned as what measuring has to confirm.
+
+    Raises:
+        BlocksNotFound: if there are no blocks, or several lists of them.
+    """
+    runs = runs_with_attention(tree)
+    if declared := _declared(tree, runs):
+        return declared
+    trunks = [run for run in runs if not is_class_attention(run)]
+    if whole := whole_list(tree, trunks):
+        verdict = judge(whole.names) if judge else None
+        if verdict is None or not verdict.finding:
+            return _guess(tree, whole, verdict)
+    if any(run.depth > 1 for run in runs):
+        return _with_attention(tree, runs, trunks)
+    possible = possible_runs(tree)
+    if judge is None:
+        first, *others = outermost(possible) or [None]
+        if first is None or others:
+            raise nothing_found(tree, proposals(tree, possible), runs)
+        return _guess(tree, first)
+    verdicts = {run: judge(run.names) for run in possible}
+    chains = [run for run in possible if not verdicts[run].finding]
+    # Of a list and a part of it, the whole
+    chains = [run for run in chains if not any({*run.names} < {*other.names} for other in chains)]
+    if len(chains) == 1:
+        return _guess(tree, *chains, verdicts[chains[0]])
+    if chains:
+        raise BlocksNotFound(
+            f"{len(chains)} lists of blocks found in {type(tree).__name__} by a forward pass: the modules of each move "
+            "information between tokens.",
+            proposals(tree, chains),
+        )
+    failed = [proposal(tree, run.names).failed(verdicts[run].finding) for run in possible]
+    pairs = [line for run in possible for line in verdicts[run].pairs()]
+    raise nothing_found(tree, pairs, runs, "".join(failed))
+
+
+def confirmed(guess: Blocks, verdict: Verdict) -> Blocks:
+    """Return blocks that were a guess, in the order and the layout that a forward pass showed."""
+    return replace(
+        guess,
+        names=verdict.names,
+        found_by=f"{guess.found_by.removesuffix(CHECKED)}, which a forward pass shows to be a chain of blocks",
+        batch_first=verdict.batch_first,
+        assumed=("blocks",),
+    )
+
+
+def _declared(tree: nn.Module, runs: Sequence[Run]) -> Blocks | None:
+    """Return the blocks that a config declares, unless other lists of blocks may come before them or be inside them."""
+    declared = declared_blocks(tree)
+    if declared is None:
+        return None
+    others = [run for run in runs if not related(run, declared.names)]
+    stages = [run for run in runs if nested(run, declared.names)]
+    if not others and not stages:
+        return _describe(tree, declared.names, declared.found_by, ("chain",))
+    parts = set(declared.owner.modules())
+    first = declared.names[0]
+    predicts = in_text_tower(tree, first) or find_unembedding(tree, first) is not None
+    leads_on = declared.of_text_tower or (predicts and not is_encoder_decoder(declared.owner))
+    if leads_on and all(tree.get_submodule(run.container) in parts for run in others):
+        return _describe(tree, declared.names, declared.found_by, ("blocks",))
+    return None
+
+
+def _with_attention(tree: nn.Module, runs: Sequence[Run], trunks: Sequence[Run]) -> Blocks:
+    """Return the only list of blocks with attention.
+
+    Args:
+        trunks: the runs that are no class attention, which follows the blocks.
+    """
+    if len(trunks) == 1 and trunks[0].depth > 1 and len(trunks[0].classes) == 1:
+        how = f"the only list of blocks with attention, {trunks[0]}"
+        after = [f"{run.container} ({run})" for run in runs if run not in trunks]
+        if after:
+            how = f"{trunks[0]}, before the class attention of {', '.join(after)}"
+        return _describe(tree, trunks[0].names, how, ("blocks",))
+    why = "they may be towers, stages or parts of one chain"
+    if len(runs) == 1:
+        why = "its modules are of several classes"
+    paths = ", ".join(proposal(tree, run.names).where for run in runs)
+    raise BlocksNotFound(
+        f"{len(runs)} list{'s'[len(runs) == 1 :]} of blocks found ({paths}) in {type(tree).__name__}, and {why}.",
+        proposals(tree, runs),
+    )
+
+
+def _guess(tree: nn.Module, run: Run, verdict: Verdict | None = None) -> Blocks:
+    """Return the modules of a list as blocks, which a forward pass has judged or is to judge."""
+    guess = _describe(tree, run.names, f"a list of modules, {run}{CHECKED}", GUESS)
+    return guess if verdict is None else confirmed(guess, verdict)
+
+
+def _describe(
+    tree: nn.Module, names: Sequence[str], found_by: str, assumed: tuple[str, ...] = ()
 ) -> Blocks:
     """Return the description of a model by the names of its blocks.
 
     Args:
         tree: the model without wrappers.
-        runs: what `find_runs` returns for it.
         names: of the blocks.
         found_by: how they were found.
         assumed: what a forward pass has to confirm of them.
     """
     of_text = in_text_tower(tree, names[0])
-    parameter = None if of_text else class_token_parameter(tree, names, runs)
+    parameter = None if of_text else class_token_parameter(tree, names)
     return Blocks(
         names=tuple(names),
         found_by=found_by,
-        final_norms=tuple(norms_around(tree, names, runs)),
+        final_norms=tuple(norms_around(tree, names)),
         include_final_norm=of_text,
         unembedding=find_unembedding(tree, names[0]),
         class_token=None if parameter is None else 0,
@@ -155,21 +249,6 @@ def describe(
         batch_first=_is_batch_first(tree.get_submodule(names[0])),
         assumed=assumed,
     )
-
-
-def recognised_blocks(tree: nn.Module, mixed_lists: bool = True) -> Blocks | None:
-    """Return the blocks of a model without wrappers that its config declares, or in which modules are recognised as attention by
-    their names; None if there are none.
-
-    Args:
-        mixed_lists: whether a list of several classes may be assumed to be all blocks, `MIXED`.
-
-    Raises:
-        BlocksNotFound: if there are several lists of them.
-    """
-    runs = find_runs(tree)
-    found = _recognised(tree, runs, mixed_lists)
-    return None if found is None else describe(tree, runs, *found)
 
 
 def _is_batch_first(module: nn.Module) -> bool:
@@ -241,79 +320,3 @@ def _name(model: nn.Module, path: str) -> str:
             f"the model has no module named {path!r}; its parts are {top_level(unwrap(model))}"
         )
     return name
-
-
-# The blocks' names, how they were found, and what was assumed
-Found = tuple[Sequence[str], str, tuple[str, ...]]
-CHECKED = "; assumed, and checked when measuring"
-MIXED = ("blocks", "list")  # what is assumed of the modules of a list that are of several classes
-
-
-def _recognised(
-    model: nn.Module, runs: Sequence[ModuleRun], mixed_lists: bool = True
-) -> Found | None:
-    """Return the declared blocks, or the list of blocks with attention; None if no config and no name of a module shows them.
-
-    Args:
-        mixed_lists: whether a list of several classes may be assumed to be all blocks.
-    """
-    declared = declared_blocks(model)
-    if declared is not None:
-        # Other lists with attention may be towers that come first, and stages inside the blocks may be the blocks.
-        others = [run for run in runs if not related(run, declared.names)]
-        stages = [run for run in runs if nested(run, declared.names)]
-        if not others and not stages:
-            return declared.names, str(declared), ("chain",)
-        prefix = next(
-            f"{name}." for name, module in model.named_modules() if module is declared.owner
-        ).lstrip(".")
-        within = all(run.container.startswith(prefix) for run in others)
-        if within and declared.tower:
-            tower_class = type(model.get_submodule(declared.tower)).__name__
-            towers = ", ".join(
-                dict.fromkeys(f"{run.tower or run.container} ({run.block_class})" for run in others)
-            )
-            return (
-                declared.names,
-                f"the text tower {declared.tower} ({tower_class}), which {declared.role}; not {towers}",
-                ("blocks",),
-            )
-        text = (
-            in_text_tower(model, declared.names[0])
-            or find_unembedding(model, declared.names[0]) is not None
-        )
-        if within and text and not is_encoder_decoder(declared.owner):
-            return declared.names, str(declared), ("blocks",)
-    trunks = [run for run in runs if not is_class_attention(run)]
-    mixed = mixed_run(model, trunks) if mixed_lists else None
-    if mixed is not None:
-        return mixed.names, f"a list of modules of several classes, {mixed}{CHECKED}", MIXED
-    if not any(run.depth > 1 for run in runs):
-        return None if declared is None else _guessed(model)
-    if len(trunks) == 1 and trunks[0].depth > 1 and "/" not in trunks[0].block_class:
-        (run,), after = trunks, [run for run in runs if is_class_attention(run)]
-        how = f"the only list of blocks with attention, {run}"
-        if after:
-            how = f"{run}, before the class attention of {after[0].container} ({after[0]})"
-        return run.names, how, ("blocks",)
-    depths = {run.depth for run in runs}
-    number = f"{len(runs)} list{'s' if len(runs) > 1 else ''}"
-    lists = f"{number} of {depths.pop()} blocks" if len(depths) == 1 else f"{number} of blocks"
-    paths = ", ".join(repr(run.container) for run in runs)
-    why = (
-        "they may be towers, stages or parts of one chain"
-        if len(runs) > 1
-        else "its modules are of several classes"
-    )
-    message = f"{lists} found ({paths}) in {type(model).__name__}, and {why}."
-    raise BlocksNotFound(message, proposals(model, runs))
-
-
-def _guessed(model: nn.Module) -> Found:
-    """Return the only list of modules that may be blocks."""
-    candidates = candidate_runs(model)
-    (run, *others) = outermost(candidates) or (None,)
-    if run is None or others:
-        raise nothing_found(model, candidates)
-    how = f"the only list of modules of {classes_of(run)}, {run}{CHECKED}"
-    return run.names, how, ("blocks", "attention")

@@ -1,7 +1,6 @@
 """Prepare a model for one measurement: find its blocks, and copy it.
 
-    blocks: given, declared by the config, recognised by name and confirmed by a forward pass where that is a guess, or found by
-        a forward pass alone (`find`, `behaviour`)
+    blocks: given, declared by the config, recognised by name, or guessed (`find`); a forward pass judges guesses (`judge`)
     class token: its position, for `tokens="cls"` where the blocks do not state it (`class_token`); that it is measured by default
         is for `Settings.chosen_tokens` to say
     replica: the copy of the model that runs
@@ -19,9 +18,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from tracker.blocks.behaviour import choose_blocks, confirm_blocks, confirm_list
 from tracker.blocks.class_token import require_class_token
-from tracker.blocks.find import MIXED, find_blocks, recognised_blocks
+from tracker.blocks.find import GUESS, choose, confirmed, find_blocks
+from tracker.blocks.judge import Verdict, judge
 from tracker.model.description import Blocks, Named
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import Batch
@@ -75,20 +74,17 @@ def _find(
     new_replica: Callable[[Blocks], Replica],
     batch: Batch,
 ) -> Blocks:
-    tree = unwrap(model)
-    found = recognised_blocks(tree) if blocks is None else find_blocks(model, blocks)
-    if found is not None and found.assumed == MIXED:
-        whole, finding = confirm_list(found, new_replica, batch)
-        if whole is not None:
-            return whole
-        # The caller asked for this list; otherwise the runs of one class in it are tried.
-        if blocks is not None:
-            raise BlocksNotFound(
-                f"{found.names[0]} to {found.names[-1]} ({found.found_by}) are no chain of blocks: {finding}."
-            )
-        found = recognised_blocks(tree, mixed_lists=False)
-    if found is None:
-        return choose_blocks(tree, new_replica, batch)
-    return (
-        confirm_blocks(found, tree, new_replica, batch) if "attention" in found.assumed else found
-    )
+    def judged(names: Sequence[str]) -> Verdict:
+        return judge(new_replica(Blocks(tuple(names), "", include_final_norm=False)), batch)
+
+    if blocks is None:
+        return choose(unwrap(model), judged)
+    found = find_blocks(model, blocks)
+    if found.assumed != GUESS:
+        return found
+    verdict = judged(found.names)
+    if verdict.finding:
+        raise BlocksNotFound(
+            f"{found.names[0]} to {found.names[-1]} ({found.found_by}) are no chain of blocks: {verdict.finding}."
+        )
+    return confirmed(found, verdict)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tracker.blocks.towers import find_runs, proposals, related
+from tracker.blocks.candidates import proposals, related, runs_with_attention
 from tracker.common.errors import UsageError
 from tracker.model.hidden_state import (
     bind_arguments,
@@ -62,7 +62,8 @@ def check_reachability(replica: Replica, batch: Batch, class_token_by_default: b
             return
     noisy = run_with_noise(replica, first, noise_at=slice(None))
     if not differ(floating_tensors(plain), floating_tensors(noisy)):
-        others = [run for run in find_runs(replica.module) if not related(run, blocks.names)]
+        runs = runs_with_attention(replica.module)
+        others = [run for run in runs if not related(run, blocks.names)]
         raise BlocksNotFound(
             f"nothing that {type(replica.module).__name__} returns depends on its last block, {blocks.names[-1]} "
             f"({blocks.found_by}): name blocks that reach its output.",

@@ -44,17 +44,28 @@ def chain(names: Sequence[str]) -> list[Span]:
 
 
 def as_python(spans: Sequence[Span]) -> str:
-    """Return a Python expression of spans, as `read_spans` takes it."""
-    first, ends = str(spans[0][0]), [str(end) for _, end in spans]
-    if any(start != before for (_, before), (start, _) in pairwise(spans)):
+    """Return a Python expression of spans, as `read_spans` takes it; places that differ in a number are counted in it."""
+    if any(before != start for (_, before), (start, _) in pairwise(spans)):
         return repr([(str(start), str(end)) for start, end in spans])
-    columns = list(zip(*(end.split(".") for end in ends), strict=False))
-    varying = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying) != 1 or columns[varying[0]] != tuple(map(str, range(len(ends)))):
-        return repr([first, *ends])
-    parts = ends[0].split(".")
-    parts[varying[0]] = "{i}"
-    return f'["{first}"] + [f"{".".join(parts)}" for i in range({len(ends)})]'
+    places = [str(spans[0][0]), *(str(end) for _, end in spans)]
+    if starts := _counted(places[:-1]):
+        return f"{starts} + {places[-1:]}"
+    ends = _counted(places[1:])
+    return f"{places[:1]} + {ends}" if ends else repr(places)
+
+
+def _counted(places: Sequence[str]) -> str:
+    """Return a Python expression of places that differ in a number, which grows by equal steps; "" for other places."""
+    first, second = (place.split(".") for place in (*places, "")[:2])
+    columns = [at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if len(columns) != 1 or not (first[columns[0]] + second[columns[0]]).isdecimal():
+        return ""
+    (at,) = columns
+    start, step = int(first[at]), int(second[at]) - int(first[at])
+    numbers = range(start, start + step * len(places), step)
+    form = ".".join([*first[:at], "{i}", *first[at + 1 :]])
+    counted = [form.replace("{i}", str(i)) for i in numbers]
+    return f'[f"{form}" for i in {numbers}]' if counted == list(places) else ""
 
 
 def read_fixed(fixed: str | Sequence[str]) -> list[Boundary]:

@@ -20,7 +20,7 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tracker.model.hidden_state import check_finite, hidden_state
+from tracker.model.hidden_state import call_on, check_finite, hidden_state
 from tracker.model.recording import BlockCall, Recording
 from tracker.model.replica import Replica
 from tracker.model.state_maps import StateMap, adds, ends, is_alike, may_be_block, state_given
@@ -291,15 +291,16 @@ class HeadHooks:
         keywords: dict,
         output: Any,
     ) -> None:
-        x = None if self._trying else state_given(module, args, keywords, output)
-        if x is None:
+        given = None if self._trying else state_given(module, args, keywords, output)
+        if given is None:
             return
-        x, y = self.replica.oriented(x), self.replica.oriented(hidden_state(output))
+        x, y = self.replica.oriented(given), self.replica.oriented(hidden_state(output))
         self._state_maps.append(StateMap(name, ends(x), ends(y)))
         outside = [norm for norm in self._norms if not norm.name.startswith(f"{name}.")]
         if len(outside) < len(self._norms) and is_last_state(x):
             self._trying = True
-            if is_alike(module, self.replica.blocks) or adds(module, args, keywords):
+            again = partial(call_on, module, args, keywords)
+            if is_alike(module, self.replica.blocks) or adds(again, given):
                 self._norms = outside
             self._trying = False
 

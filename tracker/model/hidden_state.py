@@ -32,6 +32,13 @@ def bind_arguments(
     return signature.bind(*args, **kwargs)
 
 
+def call_on(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], x: Tensor) -> Tensor:
+    """Call a module with another hidden state in the place of its first argument."""
+    bound = bind_arguments(module, args, kwargs)
+    bound.arguments[next(iter(bound.arguments))] = x.clone()
+    return hidden_state(module(*bound.args, **bound.kwargs))
+
+
 # Names of the hidden state in mappings
 STATES = ("last_hidden_state", "hidden_states", "hidden_state")
 ACCEPTED_FORMS = (

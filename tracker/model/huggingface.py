@@ -1,7 +1,7 @@
 """Read what a Hugging Face model declares about itself: its blocks, token embedding, unembedding and towers."""
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,13 +12,9 @@ class DeclaredBlocks:
     """The list of config.num_hidden_layers blocks; the text tower's, if the config describes several towers."""
 
     owner: nn.Module
-    depth: int
     names: tuple[str, ...]  # each once, if a block is in the list several times
-    tower: str = ""  # the text tower, if there are several
-    role: str = ""  # how the tower reaches the model's output
-
-    def __str__(self) -> str:
-        return f"{type(self.owner).__name__}.base_model, a list of config.num_hidden_layers = {self.depth}"
+    found_by: str
+    of_text_tower: bool  # whether there are several
 
 
 def huggingface_owner(model: nn.Module, block: str | None = None) -> nn.Module | None:
@@ -82,23 +78,28 @@ def declared_blocks(model: nn.Module) -> DeclaredBlocks | None:
     owner = huggingface_owner(model)
     if owner is None:
         return None
-    config: Any = owner.config
     towers = _text_towers(owner)
     if not towers:
-        return _block_list(
-            model,
-            owner,
-            getattr(owner, "base_model", None),
-            getattr(config, "num_hidden_layers", None),
-        )
-    role = _tower_role(owner)
-    if len(towers) > 1 or role is None or is_encoder_decoder(owner):
+        part, declares = getattr(owner, "base_model", None), owner
+        found_by = f"{type(owner).__name__}.base_model"
+    else:
+        part = declares = towers[0]
+        found_by = f"the text tower {_name_of(model, part)} ({type(part).__name__}), which {_tower_role(owner)}"
+        if len(towers) > 1 or _tower_role(owner) is None or is_encoder_decoder(owner):
+            return None
+    config: Any = declares.config
+    depth = getattr(config, "num_hidden_layers", None)
+    if not isinstance(part, nn.Module) or not isinstance(depth, int) or depth < 1:
         return None
-    (tower,) = towers
-    run = _block_list(model, owner, tower, getattr(tower.config, "num_hidden_layers", None))
-    if run is None:
+    classes = set(getattr(owner, "_no_split_modules", None) or ())
+    lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
+    chosen = [m for m in lists if type(m[0]).__name__ in classes] or lists
+    if len(chosen) != 1:
         return None
-    return replace(run, tower=_name_of(model, tower), role=role)
+    container = _name_of(model, chosen[0])
+    names = tuple(f"{container}.{i}" for i, _ in chosen[0].named_children())
+    found_by += f", a list of config.num_hidden_layers = {depth}"
+    return DeclaredBlocks(owner, names, found_by, bool(towers))
 
 
 def _table(embedding: Any) -> nn.Embedding | None:
@@ -148,22 +149,6 @@ def _tower_role(owner: nn.Module) -> str | None:
     if {"cache", "past_key_values"} & set(inspect.signature(owner.forward).parameters):
         return "gives the last hidden state"
     return None
-
-
-def _block_list(
-    model: nn.Module, owner: nn.Module, part: Any, depth: int | None
-) -> DeclaredBlocks | None:
-    if not isinstance(part, nn.Module) or not isinstance(depth, int) or depth < 1:
-        return None
-    classes = set(getattr(owner, "_no_split_modules", None) or ())
-    lists = [m for m in part.modules() if isinstance(m, nn.ModuleList) and len(m) == depth]
-    chosen = [m for m in lists if type(m[0]).__name__ in classes] or lists
-    if len(chosen) != 1:
-        return None
-    container = _name_of(model, chosen[0])
-    return DeclaredBlocks(
-        owner, depth, tuple(f"{container}.{i}" for i, _ in chosen[0].named_children())
-    )
 
 
 def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:

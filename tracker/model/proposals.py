@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tracker.common.errors import UsageError
-from tracker.model.boundaries import Span, as_python, chain
+from tracker.model.boundaries import Span, as_python, chain, read_spans
 from tracker.model.description import Blocks
 
 HOW_TO_NAME = (
@@ -29,6 +29,16 @@ class Proposal:
 
     def __str__(self) -> str:
         return f"\n  blocks={self.argument}  # {self.description}"
+
+    def failed(self, reason: str) -> str:
+        """Return the line that says why these can't be measured."""
+        return f"\n  {self.where} ({self.description}): {reason}"
+
+
+def between(places: Sequence[str], description: str) -> Proposal:
+    """Propose the spans between boundaries."""
+    where = f"{places[0]} to {places[-1]}"
+    return Proposal(as_python(read_spans(places) or ()), list(places), where, description)
 
 
 def chained(blocks: Blocks) -> list[Proposal]:
@@ -72,3 +82,11 @@ class BlocksNotFound(UsageError):
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         return UsageError, (str(self),)
+
+
+def reason(error: Exception) -> str:
+    """Return an error's message in one line, without the remedy that it may end with."""
+    text = error.finding if isinstance(error, BlocksNotFound) else str(error)
+    if not isinstance(error, UsageError):
+        text = f"{type(error).__name__}: {error}"
+    return " ".join(text.removesuffix(HOW_TO_NAME).split())

@@ -447,9 +447,11 @@ class Replica:
         self.ends_in_norm: dict[int, bool] = {}
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
-    def fresh(self) -> "Replica":
-        """Return another replica of the same model: what a pass through one writes does not reach the other."""
-        return Replica(self.model, self.description, self.dtype, self.device, self.gather)
+    def fresh(self, blocks: Blocks | None = None) -> "Replica":
+        """Return another replica of the same model, with the same or other blocks: what a pass through one writes does not
+        reach the other.
+        """
+        return Replica(self.model, blocks or self.description, self.dtype, self.device, self.gather)
 
     def oriented(self, state: Tensor) -> Tensor:
         """Return a state (B, n, d) as the model's blocks take it, or one of theirs as (B, n, d): the same exchange of axes."""

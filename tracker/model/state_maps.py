@@ -10,14 +10,14 @@ A residual block has J = I + J_f, and the trace of J_f, divided by the number of
 Of a projection or a head J has no such diagonal; of dropout and position embeddings J = I. A norm has one, and no matrices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from tracker.linalg.transfer import standard_normal
-from tracker.model.hidden_state import bind_arguments, hidden_state
+from tracker.model.hidden_state import hidden_state
 
 PROBES = 4
 STEP = 1e-2  # of the root mean square of the state
@@ -76,21 +76,13 @@ def state_given(
     return x if x.is_floating_point() else None
 
 
-def adds(module: nn.Module, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a module adds to the hidden state that is its first argument. It is called again, eight times."""
-    bound = bind_arguments(module, args, keywords)
-    state = next(iter(bound.arguments))
-    x = bound.arguments[state]
+def adds(module: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Whether a module, as a function of its hidden state, adds to the state x. It is called eight times."""
     h = STEP * x.square().mean().sqrt()
-
-    def run(moved: Tensor) -> Tensor:
-        bound.arguments[state] = moved
-        return hidden_state(module(*bound.args, **bound.kwargs))
-
     diagonal, apart = 0.0, 0.0
     for seed in range(PROBES):
         v = standard_normal(x.shape, x, seed)
-        Jv = (run(x + h * v) - run(x - h * v)) / (2 * h)
+        Jv = (module(x + h * v) - module(x - h * v)) / (2 * h)
         diagonal += float((v * Jv).sum() / v.square().sum()) / PROBES
         apart = max(apart, float((Jv - v).norm() / v.norm()))
     return diagonal > LEAST and apart > IDENTITY
