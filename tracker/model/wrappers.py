@@ -71,26 +71,17 @@ def names_by_id(model: nn.Module) -> dict[int, str]:
 
 def name_without_wrappers(model: nn.Module, path: str) -> str | None:
     """Return the name of the module that a path names, with the wrappers' own steps in it or without; None if there is none."""
-    if _at(unwrap(model), path) is not None:
-        return path
-    module: nn.Module | None = model
-    kept = []
-    for step in path.split("."):
-        while module is not None and (held := _held(module)) is not None:
-            attribute, module = held
-            if attribute == step:
-                break
-        else:
-            module = None if module is None else module._modules.get(step)
-            kept.append(step)
-    return None if module is None else ".".join(kept)
+    tree = unwrap(model)
+    own = [step for step in path.split(".") if step not in (*_HELD, "module", "original_model")]
+    return next((name for name in (path, ".".join(own)) if _has(tree, name)), None)
 
 
-def _at(model: nn.Module, path: str) -> nn.Module | None:
+def _has(model: nn.Module, path: str) -> bool:
+    """Whether a model has a module of this name, which may be one of several names of that module."""
     module: nn.Module | None = model
     for step in path.split(".") if path else ():
         module = None if module is None else module._modules.get(step)
-    return module
+    return module is not None
 
 
 def _held(module: nn.Module) -> tuple[str, nn.Module] | None:
