@@ -17,5 +17,4 @@ for each a directory of verified files, a loaded model with tokenizer, and bench
 | `load` | models and tokenizers from a directory or a Lightning checkpoint |
 | `scores` | published and users' benchmark scores, joined by step |
 | `nano` | the embedded suite: a small GPT-NeoX, trained locally in about a minute |
-| `__main__` | the commands `python -m checkpoints list` and `verify` |
 """

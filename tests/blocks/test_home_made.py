@@ -128,7 +128,9 @@ def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
         nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(*(MLP() for _ in range(3)))),
         torch.randn(2, 8),
     )
-    assert "block 1.0 takes (2, 32); a residual block takes a hidden state (batch, tokens" in message
+    assert (
+        "block 1.0 takes (2, 32); a residual block takes a hidden state (batch, tokens" in message
+    )
 
 
 @pytest.mark.parametrize(

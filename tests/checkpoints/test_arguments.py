@@ -5,7 +5,6 @@ from dataclasses import fields, replace
 
 import pytest
 
-from checkpoints import __main__ as checkpoints
 from tests.conftest import ROOT
 from tracker.common.parser import Parser
 from tracker.figures.__main__ import main as figures
@@ -97,8 +96,6 @@ ERRORS = [
     (recipe_of, ["--epochs", "1.5"], "--epochs 1.5; give a whole number\n("),
     (parse, ["--model", "nano", "--max_tokens", "a b"], "--max_tokens a b; give a whole number\n("),
     (figures, ["1b", "DIR", "--k", "a"], "--k a; give a whole number\n("),
-    (checkpoints.main, ["list"], "the following arguments are required: model"),
-    (checkpoints.main, ["list", "nano", "--colour", "2"], "unrecognized arguments: --colour 2\n"),
     (parse, [], "the following arguments are required: --model, or --files and --load\n"),
     (
         parse,

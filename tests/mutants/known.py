@@ -172,11 +172,6 @@ KNOWN: dict[str, dict[str, str]] = {
 # By file: mutants that the tests named after the file let through; where no tests are, none was run. Each waits for all other tests,
 # a row in one of them, or its reason above.
 SURVIVORS: dict[str, tuple[str, ...]] = {
-    "checkpoints/__main__.py": (
-        ": __name__ == '__main__' -> __name__ != '__main__'",
-        "_print_table: max((len(row[i]) for row in rows)) -> min((len(row[i]) for row in rows))",
-        "main: __doc__.partition('\\n')[0] -> __doc__.partition('\\n')[1]",
-    ),
     "checkpoints/configuration.py": (
         "Shape.file_bytes: 2 * self.parameters -> 3 * self.parameters",
         "_check_entries: value > most -> value <= most",
