@@ -75,43 +75,31 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
     coupling, lss, expodistance = axes
     single = len(results) == 1
     colours = {choices.variable(measure): colour for measure, colour in COLOURS.items()}
-    measures = [choices.measure] if choices.measure else list(colours)[: len(COLOURS) * single or 1]
+    measures = list(colours) if single else list(colours)[:1]
+    if choices.measure:
+        measures = [choices.measure]
     paths = {choices.variable(path): heading for path, heading in TRAJECTORY.items()}
-    shown = [*((coupling, measure) for measure in measures), *zip(axes[1:], paths, strict=True)]
     tables, any_suspect = [], False
     for i, (name, ds) in enumerate(results.items()):
         points = curves(ds, [*measures, *paths])
-        steps, marked = points["step"].values, suspect(points) != ""
-        any_suspect |= marked.any()
-        columns: dict[str, Any] = {"result": name, "step": steps}
-        for panel, variable in shown:
-            colour = SERIES["light"][i % len(SERIES["light"])]
-            label = null = None
-            if variable in measures:
-                at = points.sel(k=choices.k, pairs=choices.pairs)
-                part = {f"{variable}{end}": at[f"{variable}{end}"] for end in ("", "_q25", "_q75")}
-                colour = colours.get(variable, BLUE) if single else colour
-                label = BY_NAME[variable].label if single else name
-                null = at[f"{variable}_null"]
-            else:
-                q25, median, q75 = points[variable].transpose("statistic", "step")
-                part = {variable: median, f"{variable}_q25": q25, f"{variable}_q75": q75}
-                colour = GREEN if single else colour
-            banded_line(panel, {"step": steps, **part}, colour, label)
-            columns |= part
-            if null is not None:
-                columns[f"{variable}_null"] = null
-                of_null = "its null level" if single else None if i else "null level"
-                panel.plot(steps, null, color=colour, ls=":", label=of_null)
-            if marked.any():
-                at_marked = steps[marked], part[variable].values[marked]
-                panel.plot(*at_marked, "x", color=ORANGE, ms=9, label="suspect checkpoint")
+        columns: dict[str, Any] = {"result": name, "step": points["step"].values}
+        of_result = None if single else SERIES["light"][i % len(SERIES["light"])]
+        for measure in measures:
+            label = BY_NAME[measure].label if single else name
+            colour = of_result or colours.get(measure, BLUE)
+            columns |= _draw_curve(coupling, points, measure, choices, colour, label)
+            null = "its null level" if single else "null level" if i == 0 else None
+            level = columns[f"{measure}_null"]
+            coupling.plot(columns["step"], level, color=colour, ls=":", label=null)
+        for panel, path in zip((lss, expodistance), paths, strict=True):
+            columns |= _draw_curve(panel, points, path, choices, of_result or GREEN, None)
         tables.append(pd.DataFrame(columns))
+        any_suspect |= (suspect(points) != "").any()
     title = f"Pairs of blocks, {PAIR_WORDS[choices.pairs]}, K = {choices.k}"
     title += "" if single else f"\n{BY_NAME[measures[0]].label}"
     coupling.set(title=title, ylabel="Mis-coupling", ylim=(0, None))
-    for panel, (variable, heading) in zip(axes[1:], paths.items(), strict=True):
-        norm = WITH_NORM if BY_NAME[variable].variant == "normed" else ""
+    for panel, (path, heading) in zip((lss, expodistance), paths.items(), strict=True):
+        norm = WITH_NORM if BY_NAME[path].variant == "normed" else ""
         panel.set(ylabel=heading, title=norm)
     logarithmic_y(expodistance)
     for panel in axes:
@@ -123,6 +111,30 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
     (first, *_) = results.values()
     figure.suptitle(first.attrs.get("suite", "") if single else "")
     return figure, pd.concat(tables, ignore_index=True)
+
+
+def _draw_curve(
+    panel: "Axes",
+    points: xr.Dataset,
+    variable: str,
+    choices: Choices,
+    colour: str,
+    label: str | None,
+) -> dict[str, np.ndarray]:
+    """Draw a variable of `curves` with its quartiles and suspect steps; return it as columns, with the null level if it has one."""
+    steps, marked = points["step"].values, suspect(points) != ""
+    if "statistic" in points[variable].dims:
+        q25, middle, q75 = points[variable].transpose("statistic", "step").values
+        columns = {variable: middle, f"{variable}_q25": q25, f"{variable}_q75": q75}
+    else:
+        at = points.sel(k=choices.k, pairs=choices.pairs)
+        names = [f"{variable}{end}" for end in ("", "_q25", "_q75", "_null")]
+        columns = {name: at[name].values for name in names}
+    banded_line(panel, {"step": steps, **columns}, colour, label)
+    if marked.any():
+        values = columns[variable][marked]
+        panel.plot(steps[marked], values, "x", color=ORANGE, ms=9, label="suspect checkpoint")
+    return columns
 
 
 def over_training(results: Results, choices: Choices) -> "Plotted":
