@@ -121,7 +121,7 @@ def _draw_curve(
     colour: str,
     label: str | None,
 ) -> dict[str, np.ndarray]:
-    """Draw a variable of `curves` with its quartiles and suspect steps; return it as columns, with the null level if it has one."""
+    """Draw a variable of `curves` with its quartiles and suspect steps, and return it as columns, with its null level, if any."""
     steps, marked = points["step"].values, suspect(points) != ""
     if "statistic" in points[variable].dims:
         q25, middle, q75 = points[variable].transpose("statistic", "step").values
