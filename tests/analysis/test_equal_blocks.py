@@ -22,6 +22,7 @@ from tracker.figures.choices import Choices
 from tracker.figures.coupling import by_layer, coupling_of_prompts, layer_graph, over_training
 from tracker.figures.matrices import heatmaps
 from tracker.measures.equal_blocks import read_equal_blocks
+from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
 from tracker.report.write import write_report
 from tracker.store import open_results
@@ -58,32 +59,35 @@ def test_pairs_of_one_module_are_left_out_of_means(looped):
     neighbours = measured([a, a, b, a])
     assert neighbours.attrs["equal_blocks"] == "one module: 1 2 4"
     assert_means(neighbours, [(0, 2), (1, 2), (2, 0), (2, 1), (2, 3), (3, 2)])
+    assert_means(measured([a, b, layer()]), list(itertools.permutations(range(3), 2)))
 
 
 def assert_means(ds, counted):
     """Compare all means over pairs with plain loops, where these pairs with l != l' count."""
     L = ds.sizes["layer"]
     assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == counted
-    values, levels = (
-        of.sel(k=K).values.astype(float) for of in (ds.offdiag, null_level(ds, "offdiag"))
-    )
     pairs = {
+        "mean": list(itertools.product(range(L), range(L))),
         "mean_offdiag": counted,
         "mean_adjacent": [(l, m) for l, m in counted if abs(l - m) == 1],
     }
-    pairs["mean"] = list(itertools.product(range(L), range(L)))
-    points = curves(ds, ["offdiag"]).sel(k=K)
-    at = reduced(ds).sel(k=K)
-    for name, chosen in pairs.items():
-        by_prompt = np.mean([values[..., l, m] for l, m in chosen], 0)
-        level = np.mean([levels[..., l, m] for l, m in chosen], 0)
-        for found in (points, at):
-            assert float(found.offdiag.sel(pairs=name)) == pytest.approx(by_prompt.mean(), rel=1e-6)
-            assert float(found.offdiag_null.sel(pairs=name)) == pytest.approx(
-                level.mean(), rel=1e-6
-            )
-        coupling = at.offdiag_coupling_by_prompt.sel(pairs=name)
-        np.testing.assert_allclose(coupling, (level - by_prompt).mean(1), rtol=1e-5)
+    points, at = curves(ds, MISCOUPLINGS), reduced(ds)
+    for measure, (name, chosen) in itertools.product(MISCOUPLINGS, pairs.items()):
+        by_prompt, level = (
+            np.mean([of.sel(k=K).values[..., l, m] for l, m in chosen], 0, dtype=float)
+            for of in (ds[measure], null_level(ds, measure))
+        )
+        expected = {
+            measure: by_prompt.mean(),
+            f"{measure}_null": level.mean(),
+            f"{measure}_q25": np.quantile(by_prompt, 0.25),
+            f"{measure}_coupling": (level - by_prompt).mean(),
+        }
+        for one in (points, at):
+            found = one[list(expected)].sel(k=K, pairs=name)
+            np.testing.assert_allclose(found.to_array(), [*expected.values()], rtol=1e-6, atol=1e-7)
+        coupling = at[f"{measure}_coupling_by_prompt"].sel(k=K, pairs=name)
+        np.testing.assert_allclose(coupling, (level - by_prompt).mean(1), rtol=1e-5, atol=1e-7)
 
 
 def test_pairs_of_the_same_two_modules_are_one_pair_of_a_test(looped):

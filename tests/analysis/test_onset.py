@@ -185,14 +185,6 @@ def test_onset_at_the_first_step():
     assert onset(STEPS[3:], np.ones((6, 5))) == Onset(0, 4, 0, 4, words.format(4))
 
 
-def test_no_onset_beyond_chance():
-    noise = np.random.default_rng(15).standard_normal((9, 6))
-    assert (
-        onset(STEPS, noise, pairs=np.random.default_rng(16).standard_normal((9, 15))).words
-        == "none beyond chance"
-    )
-
-
 @pytest.mark.parametrize("pairs", [6, 15, 66])
 def test_pairs_that_lean_to_a_side_are_not_called_coupled_too_often(pairs):
     """A t test alone is passed by 4 to 8 % of unrelated models whose pairs lean to the left; of these a fifth or more are out.

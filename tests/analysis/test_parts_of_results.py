@@ -260,13 +260,6 @@ def test_what_a_part_lacks_is_named(ds):
         tracker.plot(ds.isel(depth=-1), 32)
 
 
-def test_a_name_of_no_measure_is_refused(ds):
-    with pytest.raises(
-        UsageError, match="'miscouplng' is no measure; similar names are miscoupling,"
-    ):
-        tracker.curves(ds, ["miscouplng"])
-
-
 def test_runs_by_name_make_one_table(ds, results):
     table = tracker.to_frame({"a": ds, "b": results.isel(step=-1).sel(k=3)}, "miscoupling")
     assert table.columns[0] == "result" and table.index.is_unique

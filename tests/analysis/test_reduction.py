@@ -1,5 +1,7 @@
 """What is kept of a unit for pages and summaries, against plain NumPy over the Dataset, where prompts differ in length."""
 
+import itertools
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -7,6 +9,7 @@ import xarray as xr
 import tracker
 from tests.models import Size, neox, padded
 from tests.stores import stored
+from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import (
     PATHS,
@@ -185,17 +188,11 @@ def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
     assert read.coords.keys() <= read.sizes.keys()
     first, last = read.miscoupling
     np.testing.assert_allclose(first, 2 * last, rtol=1e-6)
-    distance = abs(ds.layer.values[:, None] - ds.layer_other.values)
-    for pairs, counted in (
-        ("mean", distance >= 0),
-        ("mean_offdiag", distance > 0),
-        ("mean_adjacent", distance == 1),
-    ):
-        for name in MISCOUPLINGS:
-            for part, of in (("miscoupling", ds[name]), ("null", null_level(ds, name))):
-                expected = of.values.astype(float)[..., counted].mean((0, -1))  # (token, k)
-                found = read[part].sel(pairs=pairs, measure=name, step=8).transpose("token", "k")
-                np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for token, name in itertools.product(range(2), MISCOUPLINGS):
+        points = curves(ds.isel(token=[token]), [name])
+        found = read.sel(measure=name, step=8, token=read.token[token])
+        np.testing.assert_allclose(found.miscoupling, points[name], rtol=1e-6)
+        np.testing.assert_allclose(found.null, points[f"{name}_null"], rtol=1e-6)
     with pytest.raises(FileNotFoundError):
         read_miscouplings(tmp_path / "none")
     store.file(9).write_bytes(store.file(0).read_bytes()[:5000])

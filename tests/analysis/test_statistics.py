@@ -12,7 +12,7 @@ from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_laye
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
 from tracker.common.errors import UsageError
-from tracker.measures.registry import MEAN_OFFDIAG, MISCOUPLINGS
+from tracker.measures.registry import MEAN_OFFDIAG
 from tracker.model.inputs import Batch
 from tracker.store import open_results
 
@@ -20,28 +20,6 @@ from tracker.store import open_results
 @pytest.fixture(scope="module")
 def ds():
     return tracker.measure(neox(), tokens(3), k=[2, 4], tokens=[0, -1])
-
-
-def test_means_over_pairs_and_prompts(ds):
-    L, measures = ds.sizes["layer"], (*MISCOUPLINGS, "offdiag_normalized_normed")
-    points = curves(ds, measures)
-    pairs = {
-        "mean": [(l, m) for l in range(L) for m in range(L)],
-        "mean_offdiag": [(l, m) for l in range(L) for m in range(L) if l != m],
-        "mean_adjacent": [(l, m) for l in range(L) for m in range(L) if abs(l - m) == 1],
-    }
-    for measure in measures:
-        values = ds[measure].sel(k=4).values  # (prompt, token, l, m)
-        for name, chosen in pairs.items():
-            per_prompt = np.mean([values[:, :, l, m] for l, m in chosen], 0)
-            point = points.sel(k=4, pairs=name)
-            assert float(point[measure]) == pytest.approx(per_prompt.mean(), rel=1e-6)
-            assert float(point[f"{measure}_q25"]) == pytest.approx(
-                np.quantile(per_prompt, 0.25), rel=1e-6
-            )
-            null = null_level(ds, measure).sel(k=4).values
-            expected = np.mean([null[:, :, l, m] for l, m in chosen])
-            assert float(point[f"{measure}_null"]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_medians_over_tokens_and_prompts(ds):
