@@ -1,19 +1,13 @@
-"""A plain training loop, and the same on two ranks: `python -m tests.training.plain_loop DIRECTORY`."""
+"""A plain training loop, on one rank or several."""
 
-import json
-import os
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import tracker
-from tests.models import neox, tokens
+from tests.models import neox
 
 STEPS = 6
 
@@ -44,28 +38,3 @@ def train(watch: Any = None, rank: int | None = None) -> SimpleNamespace:
     ]
     tensors = [torch.as_tensor(value) for value in (*model.state_dict().values(), *moments)]
     return SimpleNamespace(model=model, losses=losses, tensors=[*tensors, torch.get_rng_state()])
-
-
-def main() -> None:
-    directory, rank, rows = Path(sys.argv[1]), int(os.environ["RANK"]), []
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    plain = train(rank=rank)
-    with tracker.Watch(
-        3,
-        k=2,
-        probe=tokens(3),
-        save_dir=str(directory / "store"),
-        log_to=lambda _, step: rows.append(step),
-    ) as watch:
-        watched = train(watch, rank)
-    found = {
-        name: [run.losses, *(tensor.tolist() for tensor in run.tensors)]
-        for name, run in (("plain", plain), ("watched", watched))
-    }
-    (directory / f"rank{rank}.json").write_text(json.dumps({**found, "rows": sorted(set(rows))}))
-    torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,14 +3,12 @@
 import pickle
 from copy import deepcopy
 
-import lightning
 import numpy as np
 import pytest
 import torch
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.lightning_runs import fit, trainer
 from tests.models import neox, tokens
 from tests.training.test_transformers import make
 from tracker.store import Store
@@ -21,38 +19,6 @@ def through_pickle(given):
 
 
 COPIES = {"pickle": through_pickle, "deepcopy": deepcopy}
-
-
-class Copy(lightning.Callback):
-    """Copies a callback after the first step."""
-
-    def __init__(self, callback, copy):
-        self.callback, self.copy, self.made = callback, copy, []
-
-    def on_train_batch_end(self, *_):
-        self.made.append(self.copy(self.callback))
-
-
-@pytest.mark.slow
-def test_of_a_lightning_run(tmp_path):
-    copy = through_pickle
-    callback = copy(tracker.CouplingCallback(2, k=2, save_dir=tmp_path / "first"))
-    during = Copy(callback, copy)
-    loggers = [
-        lightning.pytorch.loggers.CSVLogger(tmp_path),
-        lightning.pytorch.loggers.TensorBoardLogger(tmp_path),
-    ]
-    fit(trainer([callback, during], max_steps=2, logger=loggers))
-    for made in (*during.made, copy(callback)):
-        assert torch.equal(made.probe[0], callback.probe[0])
-        assert made.run.ranks.group is None and not made.run.loggers
-    # A copy measures another training as the original does.
-    made = copy(callback)
-    made.run.store = Store(tmp_path / "second")
-    fit(trainer([made], max_steps=2))
-    first, second = (Store(tmp_path / name).read(2) for name in ("first", "second"))
-    np.testing.assert_array_equal(first.miscoupling, second.miscoupling)
-    assert made.skipped.reasons == {}
 
 
 class CopyInTrainer(TrainerCallback):

@@ -1,5 +1,7 @@
 """A training finds the blocks that `tracker.measure` finds, and tries the same proposals, where it has inputs."""
 
+from types import SimpleNamespace
+
 import lightning
 import numpy as np
 import pytest
@@ -77,7 +79,7 @@ def in_lightning(model, probe) -> list:
 
 @pytest.mark.parametrize(
     ("train", "probe"),
-    [(watched, X), (watched, lambda model: X), (in_lightning, X)],
+    [(watched, X), (watched, lambda model: SimpleNamespace(x=X)), (in_lightning, X)],
     ids=["watch", "function", "lightning"],
 )
 def test_blocks_that_a_forward_pass_shows(train, probe):

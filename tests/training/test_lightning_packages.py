@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import lightning
@@ -18,7 +17,6 @@ from tracker.common.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter, classes, logger_of
 from tracker.loggers.wandb import OpenRun
 from tracker.store import Store
-from tracker.training.callback import check_readable
 
 PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 
@@ -66,28 +64,6 @@ def test_both_packages_measure_the_same(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_continues_its_store(tmp_path):
-    keep = pytorch_lightning.callbacks.ModelCheckpoint(
-        tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1
-    )
-    first, second = (Watch(3, save_dir=tmp_path / "store") for _ in range(2))
-    train("pytorch_lightning", [first, keep], max_steps=4, enable_checkpointing=True)
-    runner = partial(
-        pytorch_lightning.Trainer,
-        max_steps=7,
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-    )
-    fit(
-        runner(callbacks=[second], enable_checkpointing=False),
-        OtherClassifier,
-        ckpt_path=tmp_path / "step=4.ckpt",
-    )
-    assert list(second.units) == [6, 7] and Store(tmp_path / "store").steps() == [0, 3, 4, 6, 7]
-
-
-@pytest.mark.slow
 def test_the_last_step_is_not_measured_on_averaged_weights():
     watch = Watch(5)
     averaging = pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
@@ -104,7 +80,7 @@ def test_weights_in_flattened_pieces_are_refused():
         strategy=object.__new__(pytorch_lightning.strategies.FSDPStrategy), callbacks=[]
     )
     with pytest.raises(UsageError, match="FSDPStrategy keeps weights in flattened pieces"):
-        check_readable(Watch(), runner, OtherClassifier(), "raw")
+        Watch().check_readable(runner)
 
 
 def test_a_module_that_builds_its_blocks_later():

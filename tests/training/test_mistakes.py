@@ -1,19 +1,16 @@
 """A forward pass that fails at the first measurement is a mistake of the call: it ends the run, and names what cures it."""
 
-import warnings
 from dataclasses import dataclass
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 import tracker
 from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import neox, tokens
+from tests.models import neox
 from tests.training.test_callback import PROBE, Watch, run_process
 from tracker.common.errors import UsageError
 from tracker.model.records import describe
-from tracker.store import Store
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 
@@ -131,32 +128,6 @@ def test_on_two_ranks_with_sharded_weights(tmp_path):
         "the function given as forward= fails on the probe, float32 (5, 6, 8): RuntimeError: planted"
         in ran.stderr
     )
-
-
-def test_a_run_without_results_says_so_at_once_and_at_the_end(tmp_path, monkeypatch):
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        with tracker.Watch(steps=[0], k=2, probe=tokens(), save_dir=str(tmp_path)) as watch:
-            monkeypatch.setattr(
-                Store, "write", Mock(side_effect=OSError(28, "No space left on device"))
-            )
-            watch(0, neox())
-    said = [str(warning.message) for warning in caught if "step" in str(warning.message)]
-    assert len(said) == 2 and said[0].startswith("step 0 is measured but not stored")
-    assert said[0].endswith("; no step has results yet; training continues")
-    assert said[1].startswith("this run has no results; skipped: step 0")
-
-
-def test_a_run_with_results_does_not_repeat_its_only_skipped_step(tmp_path):
-    watch = Watch(4, save_dir=tmp_path)
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        fit(trainer([watch]), lambda: Failing(RuntimeError("planted"), range(4, 5)), validate=False)
-    said = [
-        str(warning.message)
-        for warning in caught
-        if "skipped" in str(warning.message) or "step 4" in str(warning.message)
-    ]
-    assert said == ["step 4 is not measured (RuntimeError: planted); training continues"]
-    assert Store(tmp_path).steps() == [0, 8]
 
 
 @dataclass

@@ -55,37 +55,59 @@ def test_a_development_run_shows_errors():
         fit(trainer([Watch(2, log=["miscoupling/no_such"])], fast_dev_run=True))
 
 
-TUNERS = {
-    "lr_find": lambda tuner, module: tuner.lr_find(module, num_training=5),
-    "scale_batch_size": lambda tuner, module: tuner.scale_batch_size(module, max_trials=2),
-    "of validation": lambda tuner, module: tuner.scale_batch_size(
-        module, max_trials=2, method="validate"
+def tuned(find):
+    """Return a training before which a Tuner tries others, of which nothing is left."""
+
+    def train(watch, directory):
+        runner, module = trainer([watch], max_steps=4, default_root_dir=directory), Tuned()
+        find(Tuner(runner), module)
+        assert not watch.units and watch.probe is None and not (directory / "store").exists()
+        runner.fit(module)
+
+    return train
+
+
+def beside(*finders, order: int = 1):
+    """Return a training with other callbacks, listed after this one or before."""
+    return lambda watch, directory: trainer(
+        [watch, *finders][::order], max_steps=4, default_root_dir=directory
+    ).fit(Tuned())
+
+
+def in_lightning(**options):
+    """Return a training with options that set others."""
+
+    class Silent(Tuned):
+        def log(self, *_, **__):
+            """Do nothing: a barebones Trainer refuses to log."""
+
+    def train(watch, directory):
+        options["default_root_dir"] = directory
+        lightning.Trainer(callbacks=[watch], max_steps=4, accelerator="cpu", **options).fit(
+            Silent()
+        )
+
+    return train
+
+
+TRAININGS = {
+    "lr_find": tuned(lambda tuner, module: tuner.lr_find(module, num_training=5)),
+    "scale_batch_size": tuned(lambda tuner, module: tuner.scale_batch_size(module, max_trials=2)),
+    "scale_batch_size of validation": tuned(
+        lambda tuner, module: tuner.scale_batch_size(module, max_trials=2, method="validate")
     ),
+    "LearningRateFinder": beside(LearningRateFinder(num_training_steps=5)),
+    "BatchSizeFinder": beside(BatchSizeFinder(max_trials=2), order=-1),
+    "overfit": in_lightning(overfit_batches=2, logger=False),
+    "barebones": in_lightning(barebones=True),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", TUNERS)
-def test_the_tuner_leaves_the_run_to_begin(tmp_path, case):
-    watch, module = Watch(2, probe=None, save_dir=tmp_path / "store"), Tuned()
-    runner = trainer([watch], max_steps=4, default_root_dir=tmp_path)
-    TUNERS[case](Tuner(runner), module)
-    assert not watch.units and watch.probe is None and not (tmp_path / "store").exists()
-    runner.fit(module)
-    assert list(watch.units) == [0, 2, 4] == Store(tmp_path / "store").steps()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("finder", "order"),
-    [
-        (lambda: LearningRateFinder(num_training_steps=5), 1),
-        (lambda: BatchSizeFinder(max_trials=2), -1),
-    ],
-)
-def test_a_finder_beside_the_callback(tmp_path, finder, order):
+@pytest.mark.parametrize("case", TRAININGS)
+def test_a_training_with_other_runs_is_measured_once(tmp_path, case):
     watch = Watch(2, probe=None, save_dir=tmp_path / "store")
-    trainer([watch, finder()][::order], max_steps=4, default_root_dir=tmp_path).fit(Tuned())
+    TRAININGS[case](watch, tmp_path)
     assert list(watch.units) == [0, 2, 4] == Store(tmp_path / "store").steps()
 
 
@@ -114,25 +136,3 @@ def test_a_test_does_not_disturb_a_training_that_goes_on(tmp_path, of_checkpoint
         list(watch.units) == [0, 2, 4, 6] == Store(tmp_path / "store").steps()
         and watch.probe[0] is probe[0]
     )
-
-
-@pytest.mark.slow
-def test_overfitting_and_barebones(tmp_path):
-    class Silent(Tuned):
-        def log(self, *_, **__):
-            """Do nothing: a barebones Trainer refuses to log."""
-
-    for name, options in {
-        "overfit": {"overfit_batches": 2},
-        "barebones": {"barebones": True},
-    }.items():
-        watch = Watch(2, probe=None, save_dir=tmp_path / name)
-        lightning.Trainer(
-            callbacks=[watch],
-            max_steps=4,
-            accelerator="cpu",
-            default_root_dir=tmp_path,
-            logger=False if name == "overfit" else None,
-            **options,
-        ).fit(Silent())
-        assert list(watch.units) == [0, 2, 4] == Store(tmp_path / name).steps()

@@ -7,14 +7,15 @@ import warnings
 import pytest
 import torch
 
+import tracker
 from tests.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
+from tests.models import neox, tokens
 from tests.training.test_callback import Watch, run_process
 from tracker import measurement
 from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report
 from tracker.skipped import Skipped
 from tracker.store import Store
-from tracker.training import run
 from tracker.training.claim import claim
 
 NO_HANDLE = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
@@ -147,43 +148,48 @@ def test_a_skipped_measurement_holds_no_memory(pretend, monkeypatch):
     assert len(set(starts[1:])) == 1  # from the second step on, the optimizer has its state
 
 
-@pytest.mark.slow
-def test_memory_that_runs_out_before_the_measurement_skips_the_step(pretend, monkeypatch):
-    """Whether the device has float64 is asked on the device."""
-    real, watch = run.has_float64, Watch(2)
+CONTINUES = "step {} is {} (RuntimeError: planted); {}training continues"
+NONE_YET = "no step has results yet; "
+# Where steps fail, which, and what is said
+ENDINGS = {
+    "all": (
+        (measurement, "measure_samples"),
+        [0, 1, 2],
+        [
+            CONTINUES.format(0, "not measured", NONE_YET),
+            "this run has no results; skipped: 3 steps (0, 1, 2), the last: RuntimeError: planted",
+        ],
+    ),
+    "one": ((measurement, "measure_samples"), [1], [CONTINUES.format(1, "not measured", "")]),
+    "not stored": (
+        (Store, "write"),
+        [0, 1, 2],
+        [
+            CONTINUES.format(0, "measured but not stored", NONE_YET),
+            "this run has no results; skipped: 3 steps (0, 1, 2), the last: not stored: RuntimeError: planted",
+        ],
+    ),
+}
 
-    def scarce(device):
-        if watch.run.last_checked == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
-        return real(device)
 
-    plain = trained()
-    monkeypatch.setattr(run, "has_float64", scarce)
-    with pytest.warns(UserWarning, match="step 4 is not measured .OutOfMemoryError"):
-        watched = trained(callbacks=[watch])
-    assert_trained_alike(plain, watched)
-    assert list(watch.units) == [0, 2, 6, 8] and list(watch.skipped.reasons) == [4]
+@pytest.mark.parametrize("case", ENDINGS)
+def test_what_a_run_says_of_skipped_steps(case, monkeypatch, tmp_path):
+    (place, name), failing, expected = ENDINGS[case]
+    real, model = getattr(place, name), neox()
 
+    def planted(*arguments):
+        if watch.run.last_checked in failing:
+            raise RuntimeError("planted")
+        return real(*arguments)
 
-@pytest.mark.slow
-def test_many_skipped_steps_give_two_warnings(monkeypatch, tmp_path):
-    def failing(*arguments):
-        raise RuntimeError("no kernel for this shape")
-
-    monkeypatch.setattr(measurement, "measure_samples", failing)
-    watch = Watch(2, save_dir=tmp_path)
+    monkeypatch.setattr(place, name, planted)
     with warnings.catch_warnings(record=True, action="always") as caught:
-        fit(trainer([watch]))
-    said = [
-        str(w.message)
-        for w in caught
-        if "not measured" in str(w.message) or "skipped" in str(w.message)
-    ]
-    assert said == [
-        "step 0 is not measured (RuntimeError: no kernel for this shape); no step has results yet; training continues",
-        "this run has no results; skipped: 5 steps (0, 2, 4, 6, 8), the last: RuntimeError: no kernel for this shape",
-    ]
-    assert list(Store(tmp_path).skipped()) == [0, 2, 4, 6, 8] and not watch.units
+        with tracker.Watch(1, k=2, probe=tokens(), save_dir=str(tmp_path)) as watch:
+            for step in range(3):
+                watch(step, model)
+    assert [str(w.message) for w in caught if "step" in str(w.message)] == expected
+    assert list(watch.skipped.reasons) == failing == list(Store(tmp_path).skipped())
+    assert Store(tmp_path).steps() == [step for step in range(3) if step not in failing]
 
 
 @pytest.mark.slow
@@ -205,12 +211,12 @@ def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
 
 def test_a_resumed_run_forgets_later_skips(tmp_path):
     store = Store(tmp_path)
-    assert claim(store, {}, 0, resumed=False) is None
+    claim(store, {}, 0, resumed=False)
     skipped = Skipped(store, pytest.fail)
     skipped.add(3, "RuntimeError: first")
     skipped.add(7, "RuntimeError: second")
     store.file(5).touch()  # a unit
-    assert claim(store, {}, 5, resumed=True) is None
+    claim(store, {}, 5, resumed=True)
     assert store.skipped() == {3: "RuntimeError: first"}
     store.file(3).touch()  # measured after all
     assert store.skipped() == {}

@@ -1,7 +1,5 @@
 """`Watch` in a plain training loop: the training is unchanged, it resumes its store, and two ranks share the probe."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,35 +8,10 @@ from torch import nn
 
 import tracker
 from tests.models import neox, tokens
-from tests.training import plain_loop
-from tests.training.plain_loop import STEPS, train
-from tests.training.processes import assert_store_is_like_any_other, run_on_two_ranks
 from tracker.common.errors import UsageError
 from tracker.store import Store
 
 K = 2
-
-
-@pytest.mark.slow
-def test_units_and_metrics(tmp_path):
-    rows = {}
-    with tracker.Watch(
-        2,
-        k=K,
-        probe=tokens(),
-        save_dir=str(tmp_path),
-        log_to=lambda metrics, step: rows.setdefault(step, {}).update(metrics),
-    ) as watch:
-        found = train(watch)
-    assert_store_is_like_any_other(tmp_path, [0, 2, 4, 6])
-    assert Store(tmp_path).steps() == list(rows)
-    after = tracker.measure(found.model, tokens(), k=K)
-    np.testing.assert_array_equal(Store(tmp_path).read(6).miscoupling, after.miscoupling)
-    assert (
-        rows[6]["miscoupling/mean_offdiag"]
-        == tracker.scalars(Store(tmp_path).read(6))["miscoupling/mean_offdiag"]
-    )
-    assert 10 < len(rows[6]) < 20 and rows[6]["cost/seconds"] > 0
 
 
 def test_what_a_call_returns():
@@ -112,6 +85,16 @@ def test_a_loop_that_continues_a_store_whose_last_unit_is_damaged(tmp_path):
     np.testing.assert_array_equal(store.read(3).miscoupling, store.read(1).miscoupling)
 
 
+def test_a_store_is_continued_as_it_was_measured(tmp_path):
+    model, store = neox(), Store(tmp_path)
+    with tracker.Watch(1, k=K, probe=tokens(), save_dir=str(tmp_path)) as watch:
+        unit = watch(0, model)
+    assert unit.attrs["final_norm"] == "include"
+    store.write(0, unit.assign_attrs(store.read(0).attrs | {"final_norm": "exclude"}))
+    again = tracker.Watch(1, k=K, probe=tokens(), save_dir=str(tmp_path))
+    assert again(1, model).attrs["final_norm"] == "exclude"
+
+
 @pytest.mark.parametrize(
     "step, model, message",
     [
@@ -140,12 +123,6 @@ def test_bad_arguments(options, message):
         tracker.Watch(**options)
 
 
-def test_a_name_that_is_no_metric_is_refused_where_nothing_is_logged():
-    watch = tracker.Watch(1, k=K, probe=tokens(), log=["miscoupling/no_such"])
-    with pytest.raises(UsageError, match="no metric is named"):
-        watch(0, neox())
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_that_fabric_has_set_up(compiled):
     model = neox()
@@ -160,21 +137,3 @@ def test_a_model_that_fabric_has_set_up(compiled):
 def test_a_model_without_blocks():
     with pytest.raises(UsageError, match="blocks"):
         tracker.Watch(probe=torch.randn(2, 3))(0, nn.Sequential(nn.Linear(3, 3)))
-
-
-@pytest.mark.slow
-def test_two_ranks_share_the_probe(tmp_path):
-    """DDP on the CPU (gloo): weights and losses as without, units as those of one process."""
-    run_on_two_ranks(plain_loop.__name__, tmp_path)
-    results = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert (
-        results[0]["plain"] == results[0]["watched"]
-        and results[1]["plain"] == results[1]["watched"]
-    )
-    assert results[0]["rows"] == [0, 3, STEPS] and results[1]["rows"] == []
-    store = Store(tmp_path / "store")
-    assert store.steps() == [0, 3, STEPS]
-    torch.manual_seed(0)
-    np.testing.assert_allclose(
-        store.read(0).miscoupling, tracker.measure(neox(), tokens(3), k=K).miscoupling, atol=1e-6
-    )

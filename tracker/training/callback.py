@@ -7,16 +7,14 @@ the random state. Step s is the state after s optimizer steps.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from tracker.common.errors import UsageError, warn_caller
-from tracker.loggers.lightning import classes, is_lightning, logger_of
+from tracker.loggers.lightning import is_lightning, logger_of
 from tracker.skipped import Skipped
 from tracker.training import probe as probes
 from tracker.training.options import RunOptions, accepts_run_options
@@ -92,24 +90,18 @@ class CouplingCallback(Callback):
         return self._generate_state_key(name=self.name, weights=self.run.weights)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find the blocks early, unless the module builds them later. Validation, tests and predictions change nothing."""
+        """Forget an earlier training. Validation, tests and predictions change nothing."""
         self.trains = stage == "fit"
         if not self.trains:
             return
-        self._check_others(trainer)
-        self.run.target = None
         # What it knows is of another run, or of this one's first attempt; a checkpoint's state is loaded after setup.
         if trainer.global_step < self.run.last_checked or trainer.global_step == 0:
             self.run.forget()
-        parent = next(kind for kind in classes("LightningModule") if isinstance(pl_module, kind))
-        if not is_overridden("configure_model", pl_module, parent):
-            self.run.find(pl_module, pl_module.device)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find the blocks of a module that built them after setup; refuse weights that can't be read."""
-        if self.run.target is None:
-            self.run.find(pl_module, pl_module.device)
-        check_readable(self, trainer, pl_module, self.run.weights)
+        """Find the blocks, which `configure_model` has built by now; refuse weights that can't be read."""
+        self.run.find(pl_module, pl_module.device)
+        self.check_readable(trainer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the schedule and the probe from a checkpoint from which a training is resumed."""
@@ -178,7 +170,8 @@ class CouplingCallback(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after the last step."""
         if 0 <= self.run.last_measured < trainer.global_step:
-            if self.run.weights == "raw" and replaces_raw_weights(self, trainer):
+            replacing = (AVERAGING, "callbacks.StochasticWeightAveraging")
+            if self.run.weights == "raw" and self._before(trainer, *replacing):
                 warn_caller(
                     "the last step is not measured: averaged weights have replaced the raw ones; list CouplingCallback "
                     "before the averaging callback"
@@ -194,68 +187,33 @@ class CouplingCallback(Callback):
         if self.trains and isinstance(exception, Exception):
             self.run.fail()
 
-    def _check_others(self, trainer: Trainer) -> None:
-        """Refuse a store that another of these callbacks writes."""
-        listed: list[Any] = getattr(trainer, "callbacks")  # noqa: B009 - Lightning does not declare it
-        others = (
-            other.run.store
-            for other in listed
-            if isinstance(other, CouplingCallback) and other is not self
-        )
-        store = self.run.store
-        if store is not None and store.path.resolve() in {
-            one.path.resolve() for one in others if one is not None
-        }:
+    def check_readable(self, trainer: Trainer) -> None:
+        """Check that the weights can be read during the training.
+
+        Raises:
+            UsageError: for averaged weights without an averaging callback, and for weights in flattened pieces.
+        """
+        if self.run.weights == "averaged" and not self._before(trainer, AVERAGING):
             raise UsageError(
-                f"save_dir={str(store.path)!r} is that of another CouplingCallback; give each its own"
+                "weights='averaged' takes those of a WeightAveraging callback; list one before this CouplingCallback"
+            )
+        if is_lightning(trainer.strategy, "strategies.FSDPStrategy"):
+            raise UsageError(
+                f"{type(trainer.strategy).__name__} keeps weights in flattened pieces that can't be read one by one; "
+                "shard with ModelParallelStrategy (FSDP2), or train with DDP"
             )
 
     def _reach(self, trainer: Trainer, module: LightningModule, force: bool) -> None:
-        measured = partial(measured_module, self, trainer, module, self.run.weights)
+        def measured() -> nn.Module:
+            if self.run.weights == "raw":
+                return module
+            # Lightning has no public access
+            return self._before(trainer, AVERAGING)[0]._average_model.module
+
         self.run.reach(trainer.global_step, measured, trainer.strategy.root_device, force=force)
 
-
-def check_readable(
-    callback: Callback, trainer: Trainer, module: LightningModule, weights: str
-) -> None:
-    """Check that the weights can be read during the training.
-
-    Raises:
-        UsageError: for averaged weights without an averaging callback, and for weights in flattened pieces.
-    """
-    if weights == "averaged" and not _before(callback, trainer, AVERAGING):
-        raise UsageError(
-            "weights='averaged' takes those of a WeightAveraging callback; list one before this CouplingCallback"
-        )
-    if is_lightning(trainer.strategy, "strategies.FSDPStrategy") or any(
-        hasattr(p, "ds_id") for p in module.parameters()
-    ):
-        raise UsageError(
-            f"{type(trainer.strategy).__name__} keeps weights in flattened pieces that can't be read one by one; "
-            "shard with ModelParallelStrategy (FSDP2), or train with DDP"
-        )
-
-
-def measured_module(
-    callback: Callback, trainer: Trainer, module: LightningModule, weights: str
-) -> nn.Module:
-    """Return the training module, or its averaged copy."""
-    if weights == "raw":
-        return module
-    # Lightning has no public access
-    averaged = _before(callback, trainer, AVERAGING)[0]._average_model
-    assert averaged is not None
-    return averaged.module
-
-
-def replaces_raw_weights(callback: Callback, trainer: Trainer) -> bool:
-    """Whether averaged weights have replaced the raw ones when `callback.on_train_end` is called."""
-    return bool(_before(callback, trainer, AVERAGING, "callbacks.StochasticWeightAveraging"))
-
-
-def _before(callback: Callback, trainer: Trainer, *names: str) -> list[Any]:
-    """Return the callbacks of some of Lightning's classes that Lightning calls before this one."""
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    return [
-        other for other in callbacks[: callbacks.index(callback)] if is_lightning(other, *names)
-    ]
+    def _before(self, trainer: Trainer, *names: str) -> list[Any]:
+        """Return the callbacks of some of Lightning's classes that Lightning calls before this one."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        earlier = callbacks[: callbacks.index(self)]
+        return [other for other in earlier if is_lightning(other, *names)]

@@ -104,8 +104,7 @@ def open_for_run(
     if other is not None and other.any_measured and not (again or resumed):
         raise _refusal(file)
     try:
-        if refusal := claim(store, shared, step, resumed, again):
-            raise UsageError(refusal)
+        claim(store, shared, step, resumed, again)
     except BaseException:
         # Only a lock that this call took is given back.
         if earlier is None:
@@ -136,7 +135,7 @@ def check_inputs(store: Store | None, probe: Any) -> None:
 
 def claim(
     store: Store, settings: Mapping[str, Any], step: int, resumed: bool, again: bool = False
-) -> str | None:
+) -> None:
     """Prepare a store for a run that starts at `step`: check its settings, set later units aside, forget later skips.
 
     Args:
@@ -144,12 +143,12 @@ def claim(
         again: whether it is one of this process that has ended in an error. If it is not resumed, all its units are set aside: at
             its first step, too, the model may have other weights.
 
-    Returns:
-        The reason why the store can't be used, or None.
+    Raises:
+        UsageError: if the store can't be used.
     """
     steps = store.steps()
     if steps and not (resumed or again):
-        return (
+        raise UsageError(
             f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, remove this one, or "
             "resume that run from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and "
             "its step"
@@ -168,5 +167,4 @@ def claim(
         if kept != skipped:
             store.write_skipped(kept)
     except (ValueError, OSError) as error:
-        return f"save_dir can't be used: {error}"
-    return None
+        raise UsageError(f"save_dir can't be used: {error}") from error

@@ -169,16 +169,19 @@ def check(probe: Any, tokenizer: Any, forward: Forward | None) -> Any:
     return probe
 
 
-def resolve(given: Any, held: Any, take: Callable[[], Any]) -> Any:
+def resolve(given: Any, held: Any, take: Callable[[], Any] | None) -> Any:
     """Return the probe measured before, else the given one, else the first samples of a batch.
 
     Args:
         given: the probe passed to the callback, or what the function that was passed returns, or None.
         held: the probe of a checkpoint, of the sanity check or of an earlier training, or None.
-        take: returns the batch.
+        take: returns the batch. None: a probe is given.
     """
+    if given is None and held is None:
+        assert take is not None
+        return first_samples(take())
     if given is None:
-        return first_samples(take()) if held is None else held
+        return held
     given = copied(given)
     if held is None or digest(given) == digest(held):
         return given

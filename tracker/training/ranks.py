@@ -8,8 +8,6 @@ maximum of one number:
 
 If it is not DONE, they exchange their reasons, and all raise: `Failure`, after which the training continues, or an error that
 ends it on every rank. Numbers and reasons are exchanged by the CPUs (gloo), as a rank whose device is lost can use no other way.
-
-`measure_probe` measures the probe on them.
 """
 
 from collections.abc import Callable
@@ -20,17 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from tracker.common.errors import UsageError, panics_as_errors
 from tracker.devices import is_device_error
-from tracker.measurement import measure_with_less_memory
-from tracker.measures.dataset import Sample
-from tracker.measures.settings import Settings
-from tracker.model.description import Blocks
-from tracker.model.weights import FAILURES, ON_RANK, fails_in_forward, notes, noting_forward
-from tracker.training import probe as probes
+from tracker.model.weights import FAILURES, ON_RANK, notes
 
 DONE, FAILED, MISTAKE, LOST = range(4)
 Result = TypeVar("Result")
@@ -155,47 +146,3 @@ def _report(error: Exception, rank: int) -> Report:
         message += f" ({Path(line.filename).name}, line {line.lineno})"
     where = next((note for note in notes(error) if note.startswith(ON_RANK)), f"{ON_RANK}{rank}")
     return Report(outcome, type(error).__name__, message, where)
-
-
-def measure_probe(
-    ranks: Ranks,
-    together: Callable[..., list[Sample]],
-    model: nn.Module,
-    blocks: Blocks,
-    probe: Any,
-    tokenizer: Any,
-    settings: Settings,
-    device: torch.device,
-    first: bool,
-) -> list[Sample]:
-    """Measure the samples of a probe, shared by the ranks; every rank returns all samples in their order.
-
-    Args:
-        together: `ranks.together`, for this measurement.
-        first: whether this is the first measurement of the run. An error of the forward pass is then a mistake of the call,
-            whatever its type, because each later one would fail in the same way.
-
-    Raises:
-        Failure: on every rank, if any rank fails.
-        Exception: as `Ranks.together`.
-    """
-    # All ranks gather sharded weights together, block by block: each measures all samples.
-    shared = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-    def measure_own() -> list[Sample]:
-        if shared and ranks.rank >= probes.sample_count(probe):
-            return []
-        part = (
-            probes.select_samples(probe, slice(ranks.rank, None, ranks.count)) if shared else probe
-        )
-        try:
-            with noting_forward(type(model).__name__):  # the tokenizer's errors, too
-                calls = probes.forward_calls(model, part, tokenizer)
-            return measure_with_less_memory(model, blocks, calls, settings, device)
-        except Exception as error:
-            if first and fails_in_forward(error):
-                raise UsageError(probes.refusal(model, probe, error)) from error
-            raise
-
-    samples = together(measure_own, gathers=not shared)
-    return probes.interleave(ranks.gather(samples)) if shared else samples

@@ -4,6 +4,8 @@
 
     find(module)  →  start(step, ...)  →  settle_probe(...)  →  reach(step, module, ...) for each step  →  finish(), or fail()
 
+`begin` is the first three, where the program's checkpoints do not contain the state of this.
+
 Each unit goes to the loggers, the trainer's metrics, the store and the caller's function. A scheduled step that can't be
 measured, or not be recorded in one of these places, is skipped there, and the training continues.
 """
@@ -20,15 +22,18 @@ import torch
 import xarray as xr
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tracker.analysis.summary import summary
 from tracker.common.errors import UsageError, warn_caller
 from tracker.devices import release_memory
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
-from tracker.measurement import prepared, to_dataset
+from tracker.measurement import measure_with_less_memory, prepared, to_dataset
+from tracker.measures.dataset import Sample
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.model.proposals import BlocksNotFound
+from tracker.model.weights import check_whole, fails_in_forward, noting_forward
 from tracker.model.wrappers import unwrap
 from tracker.provenance import has_float64, settings_digest
 from tracker.skipped import Skipped
@@ -38,7 +43,7 @@ from tracker.training import schedule as schedules
 from tracker.training.claim import Held, check_claim, check_inputs, open_for_run
 from tracker.training.options import split
 from tracker.training.probe import Target, find_target, plain
-from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks, measure_probe
+from tracker.training.ranks import FAILED, LOST, MISTAKE, Failure, Ranks
 from tracker.training.schedule import Overhead
 from tracker.version import SCHEMA
 
@@ -137,8 +142,8 @@ class TrainingRun:
         """Return to the state before the first step."""
         self.load_state_dict({"served": -1, "measured": -1, "probe": None})
 
-    def resume_at(self, step: int) -> None:
-        """Take the state from the store and the step, in a training whose checkpoints do not contain it."""
+    def _resume_at(self, step: int) -> None:
+        """Take the state from the store and the step."""
         if step < self.last_checked or step == 0:
             self.forget()
         if step > 0 and self.last_checked < 0:
@@ -151,6 +156,28 @@ class TrainingRun:
             self.continues = bool(stored)
 
     # The course of a training.
+
+    def begin(
+        self,
+        step: int,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        rank: int,
+        ranks: int,
+        loggers: Sequence[Logger],
+        take: Callable[[], Any] | None = None,
+    ) -> None:
+        """Begin, or resume, a training whose checkpoints do not contain the state of this: `find`, `start` and `settle_probe`.
+
+        Args:
+            take: returns a batch, if no probe is given.
+        """
+        check_whole(model)
+        self.find(model, device, model, take=take)
+        self._resume_at(step)
+        self.start(step, rank=rank, ranks=ranks, loggers=loggers)
+        self.settle_probe(take, model)
 
     def find(
         self,
@@ -221,7 +248,7 @@ class TrainingRun:
             settings, self.held = self.ranks.together(claim, during="opened save_dir", fatal=FAILED)
             self.measured = self.ranks.broadcast(settings)
 
-    def settle_probe(self, take: Callable[[], Any], *arguments: Any) -> None:
+    def settle_probe(self, take: Callable[[], Any] | None, *arguments: Any) -> None:
         """Choose what is measured: the probe of a checkpoint, else the given one, else samples of a batch.
 
         Args:
@@ -264,8 +291,8 @@ class TrainingRun:
             with self.overhead:
                 unit = self._measure_and_publish(step, module, device)
             self._attempt(step, "not logged", self._log_cost, step)
-        if self.regular:  # single intervals of an irregular schedule are not representative
-            self.overhead.warn_of_interval()
+        if self.regular:  # where many steps are measured at first, the share falls later
+            self.overhead.warn()
         return unit
 
     def finish(self) -> None:
@@ -273,7 +300,7 @@ class TrainingRun:
 
         All ranks call this together.
         """
-        self.overhead.warn_of_run()
+        self.overhead.warn(ended=True)
         if self.open_store is not None and self.last_measured >= 0:
             self._attempt(self.last_measured, "not summarised", self._print_summary)
         if self.ranks.rank == 0 and (lines := self.skipped.lines()):
@@ -420,19 +447,14 @@ class TrainingRun:
         started = time.perf_counter()
         model, blocks = self.target.model(module), self.target.blocks
         device = together(_measuring_device, device)
-        probe, settings = self.probe, self.measured
-        samples = measure_probe(
-            self.ranks,
-            together,
-            model,
-            blocks,
-            probe,
-            self.tokenizer,
-            settings,
-            device,
-            self._is_first,
+        # All ranks gather sharded weights together, block by block: each measures all samples.
+        shared = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        samples = together(self._samples, model, device, shared, gathers=not shared)
+        if shared:
+            samples = probes.interleave(self.ranks.gather(samples))
+        unit = together(
+            to_dataset, samples, model, blocks, self.measured, device, self.probe, started
         )
-        unit = together(to_dataset, samples, model, blocks, settings, device, probe, started)
         unit = unit.assign_coords(step=step)
         unit.attrs |= {
             "model_name": unit.attrs["model_name"] or type(module).__name__,
@@ -440,6 +462,27 @@ class TrainingRun:
             "settings_sha256": settings_digest([self._identity(), unit.attrs["inputs_sha256"]]),
         }
         return unit
+
+    def _samples(self, model: nn.Module, device: torch.device, shared: bool) -> list[Sample]:
+        """Measure this rank's samples of the probe: every n-th, if n ranks share it.
+
+        Raises:
+            UsageError: if the first forward pass of the run fails, because each later one would fail in the same way.
+        """
+        assert self.target is not None
+        own = self.probe
+        if shared and self.ranks.rank >= probes.sample_count(own):
+            return []
+        if shared:
+            own = probes.select_samples(own, slice(self.ranks.rank, None, self.ranks.count))
+        try:
+            with noting_forward(type(model).__name__):  # the tokenizer's errors, too
+                calls = probes.forward_calls(model, own, self.tokenizer)
+            return measure_with_less_memory(model, self.target.blocks, calls, self.measured, device)
+        except Exception as error:
+            if self._is_first and fails_in_forward(error):
+                raise UsageError(probes.refusal(model, self.probe, error)) from error
+            raise
 
     @property
     def _is_first(self) -> bool:

@@ -73,10 +73,8 @@ def any_due(schedule: Schedule, after: int, up_to: int) -> bool:
     return any(schedule(step) for step in range(after + 1, up_to + 1))
 
 
-# Seconds of measuring in all, after which one interval above the limit is worth a warning
+# Seconds of measuring in all, after which a share above the limit is worth a warning before the run ends
 LONG = 30.0
-# Before that: so many intervals in a row, each above so many times the limit
-CLEARLY, IN_A_ROW = 2.0, 2
 REMEDY = "measure less often, or on fewer samples or tokens"
 
 
@@ -97,7 +95,6 @@ class Overhead:
         self.last_share = 0.0
         # Seconds of the first measurement, and when it ended
         self.first, self.first_end = 0.0, math.inf
-        self.clearly_above = 0  # the last intervals in a row that are clearly above the limit
 
     def __enter__(self) -> None:
         self.last_start = time.perf_counter()
@@ -109,9 +106,6 @@ class Overhead:
             self.first, self.first_end = self.last, now
         elif self.last:
             self.last_share = self.last / (now - self.last_end)
-        # A single interval may be short by chance: several in a row are not.
-        clearly = self.limit is not None and self.last_share > CLEARLY * self.limit
-        self.clearly_above = self.clearly_above + 1 if clearly else 0
         self.total += self.last
         self.last_end = now
 
@@ -121,19 +115,13 @@ class Overhead:
         later = self.total - self.first
         return later / (time.perf_counter() - self.first_end) if later else 0.0
 
-    def warn_of_interval(self) -> None:
-        """Warn, once, if measuring takes too much of the time between measurements: clearly, or in a long run at all."""
-        if self.total > LONG or self.clearly_above >= IN_A_ROW:
-            self._warn_above_limit(self.last_share, "the time since the last measurement")
-
-    def warn_of_run(self) -> None:
-        """Warn, unless it was done before, if measuring took too much of the run's time."""
-        self._warn_above_limit(self.share, "this run's time after the first measurement")
-
-    def _warn_above_limit(self, share: float, period: str) -> None:
-        if self.warned or self.limit is None or share <= self.limit:
+    def warn(self, ended: bool = False) -> None:
+        """Warn, once, if measuring takes too much of the run's time: after half a minute of it, or when the run has ended."""
+        early = self.total <= LONG and not ended
+        if self.warned or early or self.limit is None or self.share <= self.limit:
             return
         self.warned = True
         warn_caller(
-            f"measuring took {share:.0%} of {period}, more than max_overhead={self.limit:g}: {REMEDY}"
+            f"measuring took {self.share:.0%} of this run's time after the first measurement, more than "
+            f"max_overhead={self.limit:g}: {REMEDY}"
         )

@@ -16,7 +16,6 @@ from transformers.integrations.integration_utils import (
 from tracker.common.errors import UsageError, warn_caller
 from tracker.loggers.protocol import FunctionLogger, Logger
 from tracker.loggers.wandb import OpenRun, open_run
-from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.training.options import RunOptions, accepts_run_options
 from tracker.training.probe import SAMPLES
@@ -82,14 +81,11 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Find the blocks, claim the store, and measure before the first step."""
         model, step = context["model"], state.global_step
-        check_whole(model)
 
         @cache  # the training's data and its collator are asked once
         def take() -> Any:
             return _first_samples(context["train_dataloader"])
 
-        self.run.find(model, args.device, model, take=take)
-        self.run.resume_at(step)
         loggers: list[Logger] = []
         others = [*(args.report_to or ())]
         # The Trainer's callback for W&B knows neither axes nor pictures
@@ -104,11 +100,18 @@ class TransformersCallback(TrainerCallback):
                 f"the metrics are not sent to {', '.join(others)}, because the callback does not know the Trainer: "
                 "trainer.add_callback(TransformersCallback(..., trainer=trainer))"
             )
-        self.run.start(step, rank=args.process_index, ranks=args.world_size, loggers=loggers)
+        self.run.begin(
+            step,
+            model,
+            args.device,
+            rank=args.process_index,
+            ranks=args.world_size,
+            loggers=loggers,
+            take=take,
+        )
         if self.run.held is not None:
             # The Trainer calls no callback after an error. Without this callback its training can't go on.
             weakref.finalize(self, setattr, self.run.held, "failed", True)
-        self.run.settle_probe(take, model)
         if self.run.last_checked < step:
             self._reach(args, state, model, force=self.run.last_checked < 0)
 

@@ -13,7 +13,6 @@ from torch import nn
 from tracker.blocks.find import check_model
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import logger_of
-from tracker.model.weights import check_whole
 from tracker.skipped import Skipped
 from tracker.store import whole_step
 from tracker.training.options import RunOptions, accepts_run_options
@@ -129,14 +128,10 @@ class Watch:
             if together
             else (0, 1)
         )
-        check_whole(model)
-        self.run.find(model, device, model)
-        self.run.resume_at(step)
         loggers = (
             [logger_of(self.log_to, self.run.prefix)]
             if self.log_to is not None and rank == 0
             else []
         )
-        self.run.start(step, rank=rank, ranks=ranks, loggers=loggers)
+        self.run.begin(step, model, device, rank=rank, ranks=ranks, loggers=loggers)
         self.open = True
-        self.run.settle_probe(lambda: None, model)

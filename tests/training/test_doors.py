@@ -1,0 +1,199 @@
+"""The three ways to measure a training give the same units, stores and metrics of W&B, whichever program runs it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning
+import numpy as np
+import pytest
+import torch
+import wandb
+from torch.utils.data import DataLoader
+
+import tracker
+from tests.lightning_runs import trainer
+from tests.models import neox, tokens
+from tests.training import two_ranks
+from tests.training.processes import assert_store_is_like_any_other, run_on_two_ranks
+from tests.training.test_transformers import STEPS, data, make
+from tests.wandb_runs import of, offline_run, records
+from tracker.analysis.curves import scalars
+from tracker.common.errors import UsageError
+from tracker.store import Store
+
+AXIS = "training/step"
+PROBE = {"input_ids": tokens(3) % 50}
+HEADLINES = {
+    "miscoupling/mean_offdiag",
+    "miscoupling/mean_offdiag_null",
+    "coupling/miscoupling_coupling/k2/mean_offdiag",
+    "coupling/offdiag_normalized_coupling/k2/mean_offdiag",
+    "miscoupling/miscoupling/k2/mean_adjacent",
+    "miscoupling/offdiag_normalized/k2/mean_offdiag",
+    "miscoupling/offdiag_normalized_null/k2/mean_offdiag",
+    "trajectory/lss/median",
+    "trajectory/expodistance/median",
+    "trajectory/alpha_mean/median",
+    "trajectory/update_ratio/median",
+}
+COST = {"cost/seconds", "cost/share"}
+HEAT_MAPS = {"miscoupling/heatmap/k2", "miscoupling/heatmap/k4"}
+
+
+class Module(lightning.LightningModule):
+    """The model of transformers' Trainer, in Lightning."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, index):
+        loss = self.model(**batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def in_lightning(directory, runner, **options):
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=directory, offline=True)
+    callback = tracker.CouplingCallback(**options)
+    program = trainer([callback], max_steps=STEPS, logger=logger, log_every_n_steps=1)
+    program.fit(Module(runner.model), DataLoader(data(), 4))
+
+
+def in_transformers(directory, runner, **options):
+    wandb.init(mode="offline", dir=directory)
+    runner.add_callback(tracker.TransformersCallback(trainer=runner, **options))
+    runner.train()
+    history = [row for row in runner.state.log_history if "val/miscoupling/mean_offdiag" in row]
+    assert [row["step"] for row in history] == [0, 2, 4, 6] and 12 <= len(history[0]) < 20
+
+
+def in_a_loop(directory, runner, **options):
+    run = wandb.init(mode="offline", dir=directory)
+    with tracker.Watch(log_to=run, **options) as watch:
+        for step in range(STEPS + 1):
+            watch(step, runner.model, force=step == STEPS)
+            run.log({"loss": 1.0 + step})
+
+
+DOORS = {"lightning": in_lightning, "transformers": in_transformers, "watch": in_a_loop}
+
+
+@pytest.fixture(scope="module", params=DOORS)
+def trained(request, tmp_path_factory) -> SimpleNamespace:
+    """What a run of one of the three has measured and written, and its model."""
+    directory, units = tmp_path_factory.mktemp(request.param), {}
+    runner = make(directory, report_to=["wandb"], logging_steps=1)
+    options = {
+        "every_n_steps": 2,
+        "probe": PROBE,
+        "k": (2, 4),
+        "name": "val",
+        "save_dir": directory / "store",
+        "max_overhead": None,
+        "on_measure": lambda unit: units.update({int(unit.step): unit}),
+    }
+    try:
+        DOORS[request.param](directory, runner, **options)
+    finally:
+        wandb.finish()
+    return SimpleNamespace(directory=directory, units=units, model=runner.model)
+
+
+@pytest.mark.slow
+def test_units_are_those_of_measure(trained, tmp_path):
+    store = Store(trained.directory / "store")
+    assert list(trained.units) == [0, 2, 4, 6] == store.steps()
+    for step, model in {0: make(tmp_path).model, 6: trained.model}.items():
+        expected = tracker.measure(model, PROBE, k=(2, 4))
+        np.testing.assert_array_equal(trained.units[step].miscoupling, expected.miscoupling)
+        np.testing.assert_array_equal(store.read(step).miscoupling, expected.miscoupling)
+    assert_store_is_like_any_other(store.path, store.steps())
+
+
+@pytest.mark.slow
+def test_wandb_has_the_same_metrics_over_the_same_axes(trained):
+    """By default 13 numbers, of the smallest K, and the heat maps, all of which the automatic workspace shows."""
+    found = records(offline_run(trained.directory))
+    rows = [row["item"] for row in of("history", found)]
+    rows = [row for row in rows if any(name.startswith("val/") for name in row)]
+    assert [row[AXIS] for row in rows] == [0, 2, 4, 6]
+    metrics = {metric["name"]: metric for metric in of("metric", found) if "name" in metric}
+    assert metrics[AXIS]["options"]["hidden"]
+    ours = {name.removeprefix("val/") for name in metrics if name.startswith("val/")}
+    assert ours == HEADLINES | COST | HEAT_MAPS and len(HEADLINES | COST) == 13
+    for name in ours:
+        metric = metrics[f"val/{name}"]
+        assert metric["step_metric"] == AXIS and "hidden" not in metric["options"], name
+    assert metrics["val/miscoupling/mean_offdiag"]["summary"] == {"min": True, "last": True}
+    for row in rows:
+        logged = {name for name in row if "val/" in name}
+        pictures = {name for name in logged if "heatmap" in name}
+        assert logged - pictures == {f"val/{name}" for name in HEADLINES | COST}
+        measured = scalars(trained.units[row[AXIS]])
+        for name in HEADLINES:
+            assert row[f"val/{name}"] == pytest.approx(measured[name], rel=1e-12), name
+        assert all(row[f"val/{name}._type"] == "image-file" for name in HEAT_MAPS)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    """Directory of the trainings on two ranks."""
+    directory = tmp_path_factory.mktemp("ranks")
+    run_on_two_ranks(two_ranks.__name__, directory)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("door", two_ranks.DOORS)
+def test_two_ranks_share_the_probe(ranks, door, tmp_path):
+    """Weights and losses are as without, units as those of one process. Lightning: test_ranks."""
+    for rank in range(2):
+        found = json.loads((ranks / f"rank{rank}.json").read_text())
+        assert found[f"{door} plain"] == found[f"{door} watched"]
+        assert len(found[f"{door} plain"][0]) == STEPS
+    torch.manual_seed(0)
+    model = make(tmp_path).model if door == "transformers" else neox()
+    store, alone = Store(ranks / door), tracker.measure(model, two_ranks.PROBE, k=2)
+    assert store.steps() == [0, 3, STEPS]
+    np.testing.assert_allclose(store.read(0).miscoupling, alone.miscoupling, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_prefix_of_a_logger_of_lightning(tmp_path):
+    logger = lightning.pytorch.loggers.WandbLogger(save_dir=tmp_path, offline=True, prefix="mine")
+    with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
+        watch(0, neox())
+    wandb.finish()
+    metrics = {
+        metric.get("name"): metric for metric in of("metric", records(offline_run(tmp_path)))
+    }
+    assert (
+        metrics["mine-miscoupling/mean_offdiag"]["step_metric"]
+        == metrics["mine-miscoupling/heatmap/k2"]["step_metric"]
+        == AXIS
+    )
+
+
+def test_a_logger_of_lightning_in_a_loop(tmp_path):
+    logger = lightning.fabric.loggers.TensorBoardLogger(tmp_path)
+    with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
+        watch(0, neox())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir).Reload().Tags()
+    assert (
+        events["images"] == ["miscoupling/heatmap/k2"]
+        and "miscoupling/mean_offdiag" in events["scalars"]
+    )
+
+
+@pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])
+def test_what_takes_no_metrics_is_refused(target):
+    with pytest.raises(UsageError, match=r"log_to=.*give the run that wandb.init returns"):
+        tracker.Watch(1, probe=tokens(), log_to=target)
