@@ -6,14 +6,12 @@ whether measuring succeeds or raises.
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import tracker
 from tests.jacobians.test_rows import Attention, Stack, measured
-from tests.models import random, tokens
+from tests.models import random
 from tests.rounding import rounding
-from tracker.common.errors import UsageError
 
 
 class Writer(nn.Module):
@@ -184,31 +182,6 @@ def test_inputs_are_not_written_to():
     value, version = x.clone(), x._version
     tracker.measure(Own(), {"x": x, "seen": seen}, k=3, dtype="float64")
     assert torch.equal(x, value) and x._version == version and seen == [[]]
-
-
-def rwkv():
-    torch.manual_seed(0)
-    config = transformers.RwkvConfig(
-        vocab_size=50,
-        hidden_size=32,
-        num_hidden_layers=8,
-        attention_hidden_size=32,
-        intermediate_size=64,
-    )
-    return transformers.RwkvForCausalLM(config)
-
-
-def test_rwkv_that_rescales_its_weights_in_place():
-    model = rwkv().eval()
-    before = held(model)
-    for _ in range(2):
-        with pytest.raises(UsageError, match="between rwkv.blocks.5 and rwkv.blocks.6"):
-            tracker.measure(model, tokens(), k=3)
-        assert_unchanged(model, before)
-    logits = model(tokens(), use_cache=False).logits
-    torch.testing.assert_close(
-        logits, rwkv().eval()(tokens(), use_cache=False).logits, rtol=0, atol=0
-    )
 
 
 def test_a_module_outside_the_tree_is_not_run():

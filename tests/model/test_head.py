@@ -140,6 +140,8 @@ def test_the_entropy_is_of_the_model_s_logits(name):
     of = slice(own.shape[2]) if own.shape[2] == 6 else slice(7 - own.shape[2], 7)
     np.testing.assert_allclose(ds.entropy[..., of], own, rtol=0, atol=1e-12)
     assert not ds.entropy.isnull().any()
+    if name in HEADS:
+        assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "last")
     if name in NORMS_OF:
         assert ds.attrs["final_norm_module"] == NORMS_OF[name]
         np.testing.assert_allclose(ds.norm_normed[:, -1], 3 * 48**0.5, rtol=1e-3)
@@ -171,15 +173,12 @@ def test_no_entropy_where_the_logits_of_other_states_are_not_known(name):
         tracker.measure(model, inputs, measures="entropy")
 
 
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_heads_of_many_forms_are_recognised(head, dtype):
-    model = PlainGPT2(gpt2(depth=2), head=HEADS[head])
-    ds = tracker.measure(model, tokens(2, 7), measures="trajectory", dtype=dtype)
+def test_logits_are_recognised_where_a_loss_alone_is_returned():
+    model = plain(head=HEADS["loss alone"])
+    ds = tracker.measure(model, tokens(2, 7), measures="trajectory")
     assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "last")
-    assert ds.attrs["final_norm_reason"].startswith(
-        "a language model: last takes the last block's output, 6"
-    )
+    reason = "a language model: last takes the last block's output, 60"
+    assert ds.attrs["final_norm_reason"].startswith(reason)
 
 
 class Wrapped(nn.Sequential):
@@ -274,15 +273,6 @@ def test_other_models_exclude_the_norm(name):
         ds.attrs["final_norm_reason"]
         == "not a language model: no logits over a vocabulary follow for each token"
     )
-
-
-def test_find_blocks_says_what_decides():
-    model = PlainGPT2(gpt2(depth=2))
-    assert (
-        "final norm: last (included by default if measuring finds that logits over a vocabulary follow"
-        in str(find_blocks(model))
-    )
-    assert "final norm: transformer.ln_f (included by default)" in str(find_blocks(gpt2(depth=2)))
 
 
 def test_a_large_head_is_recognised():

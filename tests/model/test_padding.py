@@ -32,12 +32,10 @@ def measured(model, inputs, **options):
     )
 
 
-def assert_measured_as_if_alone(
-    model, inputs, lengths=tuple(LENGTHS), alone="x", left=False, **options
-):
+def assert_measured_as_if_alone(model, inputs, alone="x", left=False, **options):
     """Compare every variable over tokens with those of each sample without padding."""
     ds = measured(model, inputs, measures="all", **options)
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(LENGTHS):
         part = slice(N - length, N) if left else slice(length)
         expected = measured(model, {alone: SAMPLES[b : b + 1, part]}, measures="all", **options)
         assert ds.token_position[b].item() == (N - 1 if left else length - 1)
@@ -167,32 +165,32 @@ class Causal(Model):
         return self.run(x, visible)
 
 
-def test_lengths():
-    assert_measured_as_if_alone(FromLengths(), {"x": X, "lengths": torch.tensor(LENGTHS)})
+SPANS = [(f"input of blocks.{l}", f"output of blocks.{l}") for l in range(DEPTH)]
+LEFT = PADDED.flip(1)
+# A model, what it is given beside or in place of X, and where padding is read
+GIVEN = {
+    "lengths": (
+        FromLengths(),
+        {"lengths": torch.tensor(LENGTHS)},
+        "the mask of the attention in blocks.0",
+    ),
+    "tokens, written out": (Keep(by_hand=True), {"keep": ~PADDED}, "the argument visible"),
+    "numbers": (Keep(by_hand=True), {"keep": (~PADDED).long()}, "the argument visible"),
+    "spans": (Keep(), {"keep": ~PADDED}, "the argument keep"),
+    "an attribute": (Ignore(by_hand=True), {"ignore": PADDED}, "the argument ignore"),
+    "left": (Causal(), {"key_padding_mask": LEFT}, ""),
+    "left, written out": (Causal(by_hand=True), {"key_padding_mask": LEFT}, ""),
+}
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
-def test_a_mask_of_tokens_where_attention_is_written_out(dtype):
-    ds = assert_measured_as_if_alone(Keep(by_hand=True), {"x": X, "keep": (~PADDED).to(dtype)})
-    assert ds.attrs["padding"] in ("the argument keep", "the argument visible")
-
-
-def test_a_mask_that_the_blocks_do_not_take_as_an_argument():
-    ds = assert_measured_as_if_alone(Ignore(by_hand=True), {"x": X, "ignore": PADDED})
-    assert ds.attrs["padding"] == "the argument ignore"
-
-
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_padding_on_the_left_of_a_causal_model(by_hand):
-    left, lengths = PADDED.flip(1), tuple(LENGTHS)
-    given = {"x": SAMPLES.masked_fill(left[..., None], 0.5), "key_padding_mask": left}
-    assert_measured_as_if_alone(Causal(by_hand=by_hand), given, lengths, left=True)
-
-
-def test_padding_between_boundaries():
-    spans = [(f"input of blocks.{l}", f"output of blocks.{l}") for l in range(DEPTH)]
-    ds = assert_measured_as_if_alone(Keep(), {"x": X, "keep": ~PADDED}, blocks=spans)
-    assert ds.attrs["padding"] == "the argument keep"
+@pytest.mark.parametrize("name", GIVEN)
+def test_padding_is_read_where_it_is(name):
+    model, given, where = GIVEN[name]
+    left = "left" in name
+    x = SAMPLES.masked_fill(LEFT[..., None], 0.5) if left else X
+    blocks = {"blocks": SPANS} if name == "spans" else {}
+    ds = assert_measured_as_if_alone(model, {"x": x, **given}, left=left, **blocks)
+    assert where in ds.attrs["padding"]
 
 
 class Decoder(nn.Module):

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import tracker
@@ -106,33 +105,6 @@ def test_a_sample_draws_the_same_whatever_is_measured_beside_it(probe):
         apart = measured(model, own)
         for name in ("lss", "miscoupling", "random_seed"):
             np.testing.assert_allclose(apart[name], together[name][part], rtol=0, atol=1e-9)
-
-
-@pytest.mark.slow
-def test_fixed_weights_have_fixed_scores_at_every_step_of_a_training():
-    model, watch = Masked(), tracker.Watch(every_n_steps=1, probe=PROBE, k=4)
-    scores = []
-    for step in range(3):
-        scores.append(watch(step, model).lss.values)
-        torch.rand(1), random.random()
-    np.testing.assert_array_equal(scores[0], scores[1])
-    np.testing.assert_array_equal(scores[0], scores[2])
-
-
-def test_a_masked_autoencoder_of_transformers():
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": DEPTH,
-        "num_attention_heads": 4,
-        "intermediate_size": 2 * WIDTH,
-    }
-    model = transformers.ViTMAEModel(
-        transformers.ViTMAEConfig(**sizes, image_size=32, patch_size=8)
-    ).eval()
-    images = torch.randn(2, 3, 32, 32)
-    first, again = measured(model, images), measured(model, images)
-    np.testing.assert_array_equal(first.miscoupling, again.miscoupling)
-    assert first.attrs["random_draws"] == 1 and first.sizes["position"] == 5
 
 
 def test_a_model_without_random_numbers_says_so():

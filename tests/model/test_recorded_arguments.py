@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import tracker
 from tests.brute_force import couplings, in_one_graph
 from tests.home_made import Wrapped
 from tests.jacobians.test_rows import Attention
-from tests.models import build, random, tokens
+from tests.models import build, random
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 
@@ -66,52 +65,17 @@ def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
     with pytest.warns(UserWarning, match="full sequence"):
         ds = tracker.measure(model, x, k=3, dtype="float64")
     model(x.requires_grad_())
-    assert_right(ds, model.states, 1e-8)
-
-
-def assert_right(ds, states, atol):
     for b in range(ds.sizes["prompt"]):
-        J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(states)]
+        J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(model.states)]
         for name, values in couplings(J, 3).items():
             found = ds[name].sel(k=3).values[b, 0]
-            np.testing.assert_allclose(found, values, atol=atol, err_msg=name)
+            np.testing.assert_allclose(found, values, atol=1e-8, err_msg=name)
 
 
 def test_a_block_that_remembers_its_keys_between_calls_is_refused():
     """Its replay reproduces the recorded output, and would have a derivative without keys and values."""
     with pytest.raises(UsageError, match="keeps state between calls"):
         tracker.measure(Model("memo of its own").double(), random(1, 5, 8), k=3, dtype="float64")
-
-
-@pytest.mark.parametrize("samples, length", [(1, 9), (1, 40), (2, 9)])
-def test_gemma4_unified_shares_keys_between_layers(samples, length):
-    """The last two of four layers read the keys and values that earlier ones left in a dictionary."""
-    config = transformers.Gemma4UnifiedTextConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        global_head_dim=8,
-        sliding_window=4,
-        num_kv_shared_layers=2,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        pad_token_id=0,
-    )
-    model = transformers.Gemma4UnifiedForCausalLM(config).double().eval()
-    ids, states = tokens(samples, length), []
-    with pytest.warns(UserWarning, match="full sequence"):
-        ds = tracker.measure(model, ids, k=3, dtype="float64", final_norm="exclude")
-    blocks = [model.get_submodule(name) for name in find_blocks(model).names]
-    blocks[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    for block in blocks:
-        block.register_forward_hook(
-            lambda _, __, out: states.append(out[0] if isinstance(out, tuple) else out)
-        )
-    model(ids, use_cache=False)
-    assert_right(ds, states, 1e-6)
 
 
 # States and masks by position, and by name

@@ -66,17 +66,9 @@ ROUTED = dict(
 )
 GROUPS = dict(n_group=1, topk_group=1, n_shared_experts=1)
 INDEXED = dict(index_n_heads=2, index_head_dim=8, index_topk=4)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8)
 FAMILIES = {
     "DeepseekV2ForCausalLM": LATENT | ROUTED | GROUPS | dict(head_dim=4),
-    "DeepseekV32ForCausalLM": LATENT | ROUTED | GROUPS | INDEXED,
     "GlmMoeDsaForCausalLM": LATENT | ROUTED | GROUPS | INDEXED,
-    "Ernie4_5_MoeForCausalLM": dict(
-        moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_layer_start_index=0
-    ),
-    "ExaoneMoeForCausalLM": EXPERTS,
-    "HunYuanDenseV1ForCausalLM": dict(head_dim=8),
-    "HunYuanMoEV1ForCausalLM": dict(num_experts=4, moe_topk=2, head_dim=8),
 }
 
 
