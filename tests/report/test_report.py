@@ -268,42 +268,34 @@ class TestNumbers:
                         )
 
     def test_by_distance_by_depth_and_by_prompt(self, page, results):
-        ds = tracker.open_results(results).isel(step=3)
-        matrix = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token"))
-        drawn = named(shown(page, "distance"), "step 2,000")["y"]
-        L = matrix.sizes["layer"]
-        rings = [
-            np.diagonal(matrix.values, r).tolist() + np.diagonal(matrix.values, -r).tolist()
-            for r in range(1, L)
-        ]
-        np.testing.assert_allclose(numbers(drawn), [np.mean(ring) for ring in rings], **TO_16_BITS)
-        drawn = named(shown(page, "singular"), "s1")["y"]
-        np.testing.assert_allclose(
-            numbers(drawn), ds.singular_value.sel(rank=1).median(("prompt", "token")), rtol=1e-6
-        )
-        for name in ("norm", "entropy"):
-            drawn = named(shown(page, name), "step 2,000")["y"]
+        whole = tracker.open_results(results)
+        ds, points = whole.isel(step=3), curves(whole).sel(k=4, pairs="mean_offdiag")
+        matrix = ds.miscoupling.sel(k=4).astype(float).mean(("prompt", "token")).values
+        rings = [[*np.diagonal(matrix, r), *np.diagonal(matrix, -r)] for r in range(1, len(matrix))]
+        above = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4)
+        above = above.where(above.layer != above.layer_other)
+        windows = ds.equidistance_window.median(("prompt", "position")).values
+        assert not np.isfinite(windows).all()  # depths at which no window fits are left out
+        step = "step 2,000"
+        expected = {
+            ("distance", step): [*map(np.mean, rings)],
+            ("singular", "s1"): ds.singular_value.sel(rank=1).median(("prompt", "token")),
+            ("norm", step): ds.norm.median(("prompt", "position")),
+            ("entropy", step): ds.entropy.median(("prompt", "position")),
+            ("equidistance_window", step): windows[np.isfinite(windows)],
+            ("prompts", "prompts"): above.mean(("token", "layer", "layer_other")),
+            ("prompts", "unrelated blocks"): [0, 0],
+            ("scatter", "a point a step"): points.miscoupling_null - points.miscoupling,
+            ("noise", "after block 1"): ds.noise_similarity.sel(depth=1).mean(
+                ("prompt", "position")
+            ),
+        }
+        for (chart, name), values in expected.items():
+            exact = {"atol": 1e-6} if chart == "prompts" else {"rtol": 1e-6}
+            drawn = numbers(named(shown(page, chart), name)["y"])
             np.testing.assert_allclose(
-                numbers(drawn), ds[name].median(("prompt", "position")), rtol=1e-6
+                drawn, values, **(TO_16_BITS if chart == "distance" else exact), err_msg=chart
             )
-        drawn = named(shown(page, "equidistance_window"), "step 2,000")["y"]
-        expected = ds.equidistance_window.median(("prompt", "position")).values
-        assert not np.isfinite(expected).all()  # depths at which no window fits are left out
-        np.testing.assert_allclose(numbers(drawn), expected[np.isfinite(expected)], rtol=1e-6)
-        apart = matrix.layer != matrix.layer_other
-        drawn = named(shown(page, "prompts"), "prompts")["y"]
-        above = (null_level(ds, "miscoupling") - ds.miscoupling).sel(k=4).where(apart)
-        np.testing.assert_allclose(
-            numbers(drawn), above.mean(("token", "layer", "layer_other")), atol=1e-6
-        )
-        assert named(shown(page, "prompts"), "unrelated blocks")["y"] == [0, 0]
-        points = curves(tracker.open_results(results)).sel(k=4, pairs="mean_offdiag")
-        drawn = named(shown(page, "scatter"), "a point a step")["y"]
-        np.testing.assert_allclose(numbers(drawn), points.miscoupling_null - points.miscoupling)
-        noise = ds.noise_similarity.sel(depth=1).mean(("prompt", "position"))
-        np.testing.assert_allclose(
-            numbers(named(shown(page, "noise"), "after block 1")["y"]), noise, rtol=1e-6
-        )
 
     def test_tokens(self, page, results):
         ds = tracker.open_results(results).isel(step=3)
