@@ -1,6 +1,5 @@
 """The results of the analysis in words: which questions the trainings answer, and which measures are reliable."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.text import capitalised, counted
@@ -57,13 +56,12 @@ def more_seeds(seed: int) -> str:
 
 
 def answers(tests: "pd.DataFrame") -> list[str]:
-    """State the result of each question at the primary position.
+    """State the result of each test.
 
     Args:
         tests: the rows of `vit.statistics.named_tests`.
     """
-    position = tests.loc[tests["role"] == "primary", "token"].iloc[0]
-    return [_answer(row) for row in tests.loc[tests["token"] == position].to_dict("records")]
+    return [_answer(row) for row in tests.to_dict("records")]
 
 
 def _answer(row: dict[str, Any]) -> str:
@@ -110,7 +108,8 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     if not any(interval(row, "reliability") for row in rows):
         return ["Unknown: that takes several weight decays with several seeds."]
     outcomes = [row for row in rows if row["variable"] in LABELS]
-    word = either({row["variable"] for row in rows} - LABELS.keys())
+    # Definitions may differ in whether their null level is known
+    word = " or ".join(sorted({row["variable"] for row in rows} - LABELS.keys()))
     lines = [
         f"{LABELS[row['variable']]}: {'' if row['reliable'] else 'not '}reliable, {interval(row, 'reliability')}"
         for row in outcomes
@@ -141,26 +140,9 @@ def reliable_measures(table: "pd.DataFrame") -> list[str]:
     return lines
 
 
-def exploratory(table: "pd.DataFrame", coupling: str) -> str:
-    """State how many of the rows of `vit.statistics.correlations` are significant, or why none has a test."""
-    tested = int(table["p"].notna().to_numpy().sum())
-    if not tested:
-        reasons = dict.fromkeys(table["why"].tolist())
-        return f"No fit of accuracy or test loss on {coupling}, because {'; '.join(reasons)}."
-    return (
-        f"{tested:,} fits of accuracy and test loss on {coupling}; {(table['p_holm'] < 0.05).sum():,} have p below 0.05 after "
-        "correction for all of them."
-    )
-
-
 def interval(row: dict[str, Any], name: str) -> str:
     """Return a value and its interval as text; "" where it is undefined."""
     value, low, high = row[name], row[f"{name}_low"], row[f"{name}_high"]
     if value != value:
         return ""
     return f"{value:z.2f} [{low:z.2f}, {high:z.2f}]".replace("-", "−")  # z: no −0.00
-
-
-def either(words: Iterable[str]) -> str:
-    """Return what the values of a figure or a sentence are, where definitions may differ in it."""
-    return " or ".join(sorted(set(words)))

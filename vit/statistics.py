@@ -60,6 +60,11 @@ SETTINGS = ("weight_decay", "drop_path", "seed")
 DEFINITION = ("token", "measure", "k", "pairs")
 COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
 RELIABILITY = ("reliability", "reliability_low", "reliability_high")
+OF_VARIABLES = [
+    name.replace("reliability", f"reliability_{axis}") for axis in "xy" for name in RELIABILITY
+]
+OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", *OF_VARIABLES)  # columns of a fit
+NOT_RECORDED = "the values were not recorded"
 # Of a reliable variable, the lower end of the interval is above it: decays vary more than noise does
 RELIABLE = 0.5
 FEWEST_SEEDS = 2  # of a question across rates
@@ -84,20 +89,10 @@ def couplings(grid: xr.Dataset) -> xr.DataArray:
     return grid["null"].where(has_level(grid), 0) - grid["miscoupling"]
 
 
-def quantities(grid: xr.Dataset) -> dict[tuple[str, int], str]:
-    """Return what `couplings` holds of each measure and K, in words."""
-    known = has_level(grid)
-    words = {True: COUPLING, False: MINUS_MISCOUPLING}
-    return {
-        (measure, k): words[bool(known.sel(measure=measure, k=k))]
-        for measure in known["measure"].values.tolist()
-        for k in known["k"].values.tolist()
-    }
-
-
 def quantity(grid: xr.Dataset, at: dict[str, Any]) -> str:
     """Return what `couplings` holds of a definition, in words."""
-    return quantities(grid)[at["measure"], at["k"]]
+    known = has_level(grid).sel(measure=at["measure"], k=at["k"])
+    return COUPLING if known else MINUS_MISCOUPLING
 
 
 def final_coupling(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
@@ -125,14 +120,11 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
     out = np.full(len(level), np.nan)
     for i in np.flatnonzero(complete):
         reached = int(np.argmax(loss[i] <= level[i]))
-        if reached == 0:
-            out[i] = coupling[i, 0]
-            continue
-        before, after = loss[i, reached - 1], loss[i, reached]
-        share = (before - level[i]) / (before - after)
-        out[i] = coupling[i, reached - 1] + share * (
-            coupling[i, reached] - coupling[i, reached - 1]
+        before = max(reached - 1, 0)
+        share = (
+            (loss[i, before] - level[i]) / (loss[i, before] - loss[i, reached]) if reached else 0
         )
+        out[i] = coupling[i, before] + share * (coupling[i, reached] - coupling[i, before])
     return out
 
 
@@ -193,7 +185,8 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
             row = {"question": question.name.format(coupling=word), "token": token}
             row |= {"role": "primary" if first else "secondary", "expected": question.expected}
             row |= {axis: getattr(question, axis).replace("coupling", word) for axis in ("x", "y")}
-            rows.append(row | _shown(fit, question.within))
+            row |= {"unit": UNITS[question.within], **{name: fit[name] for name in OF_TESTS}}
+            rows.append(row | power(fit, question.within))
     table = pd.DataFrame(rows)
     secondary = (table["role"] == "secondary").to_numpy()
     table["p_holm"] = np.nan
@@ -201,56 +194,16 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     return table
 
 
-def _shown(fit: dict[str, Any], within: str) -> dict[str, Any]:
-    names = (
-        "n",
-        "df",
-        "r",
-        "r_low",
-        "r_high",
-        "p",
-        "why",
-        *(name for name in fit if name.startswith("reliability")),
-    )
-    detectable = attainable = float("nan")
+def power(fit: dict[str, Any], within: str) -> dict[str, float]:
+    """Return which correlations a test finds with 80 % power, and the r to expect: detectable, attainable, detectable_true."""
+    detectable = attainable = true = float("nan")
     if not fit["why"]:
         detectable = detectable_correlation(int(fit["df"]))
         if within == "drop_path":  # else x is set, and y is not a mean over seeds
             attainable = float(np.sqrt(fit["reliability_x"] * fit["reliability_y"]))
-    true = detectable / attainable if attainable >= detectable else float("nan")
-    return (
-        {"unit": UNITS[within]}
-        | {name: fit[name] for name in names}
-        | {
-            "detectable": detectable,
-            "attainable": attainable,
-            "detectable_true": true,
-        }
-    )
-
-
-def correlations(grid: xr.Dataset) -> pd.DataFrame:
-    """Fit accuracy and test loss on coupling, for each rate and within rates, by token, measure, K and layer pairs.
-
-    Returns:
-        A row per fit: outcome, drop_path (the rate, or "fixed": within rates), token, measure, k, pairs, the columns of
-        `fit_units`, the reliabilities of coupling (x) and outcome (y), and p_holm, corrected for all rows.
-    """
-    labels, coupling = _final_couplings(grid)
-    rates = grid["drop_path"].values
-    parts = {f"{rate:g}": rates == rate for rate in sorted(set(rates))}
-    parts |= {"fixed": np.full(len(rates), True)} if len(parts) > 1 else {}
-    rows = []
-    for outcome in ("accuracy", "loss"):
-        for name, chosen in parts.items():
-            cells = grid.isel(cell=chosen)
-            fits = _fits(cells, coupling[chosen], cells[outcome].values, "drop_path")
-            rows += [
-                {"outcome": outcome, "drop_path": name, **label, **fit}
-                for label, fit in zip(labels, fits, strict=True)
-            ]
-    table = pd.DataFrame(rows)
-    return table.assign(p_holm=holm(table["p"].to_numpy()))
+    if attainable >= detectable:
+        true = detectable / attainable
+    return {"detectable": detectable, "attainable": attainable, "detectable_true": true}
 
 
 def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> dict[str, Any]:
@@ -264,33 +217,22 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
         in words, where r is undefined, else "".
     """
     defined = np.isfinite(x) & np.isfinite(y)
+    grid, values = grid.isel(cell=defined), np.stack([x, y], 1)[defined]
     if not defined.any():
-        unknown = dict.fromkeys(RELIABILITY, float("nan"))
-        fit = linear_fit(np.empty(0), np.empty(0)) | _beside(unknown, unknown)
-        return _undefined(fit, "the values were not recorded")
-    (fit,) = _fits(grid.isel(cell=defined), x[defined, None], y[defined], within)
-    return fit
-
-
-def _fits(
-    grid: xr.Dataset, columns: np.ndarray, y: np.ndarray, within: str
-) -> list[dict[str, Any]]:
-    """Fit y on each column, (cells, columns), as `fit_units` does."""
-    values = np.column_stack([columns, y])
-    *means, mean_y = unit_means(grid, values, within).T
-    *reliable, reliable_y = reliability(grid, values, within).to_dict("records")
+        fit = linear_fit(x[defined], y[defined])
+        return _undefined(fit | dict.fromkeys(OF_VARIABLES, float("nan")), NOT_RECORDED)
+    mean_x, mean_y = unit_means(grid, values, within).T
     units, first = np.unique(_units(grid, within)[0], return_index=True)
-    groups = grid["seed"].values[first] if within == "weight_decay" else np.zeros(len(units))
+    groups = grid["seed"].values[first] if within == "weight_decay" else None
+    fit = linear_fit(mean_x, mean_y, groups)
+    of_x, of_y = reliability(grid, values, within)[[*RELIABILITY]].to_numpy()
+    fit |= dict(zip(OF_VARIABLES, [*of_x, *of_y], strict=True))
     why = too_few(within, *(len(np.unique(grid[name])) for name in SETTINGS), units=len(units))
-    fits = []
-    for x, of_x in zip(means, reliable, strict=True):
-        fit = linear_fit(x, mean_y, groups) | _beside(of_x, reliable_y)
-        if not np.isfinite([x, mean_y]).all():
-            fit = _undefined(fit, "values are missing")
-        elif why or np.isnan(fit["r"]):
-            fit = _undefined(fit, why or "the values are equal")
-        fits.append(fit | {"why": fit.get("why", "")})
-    return fits
+    if not np.isfinite([mean_x, mean_y]).all():
+        why = "values are missing"
+    elif not why and np.isnan(fit["r"]):
+        why = "the values are equal"
+    return _undefined(fit, why) if why else fit | {"why": ""}
 
 
 def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None = None) -> str:
@@ -314,14 +256,6 @@ def _undefined(fit: dict[str, Any], why: str) -> dict[str, Any]:
     """Return a fit without what a test of it would say."""
     of_test = ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")
     return fit | dict.fromkeys(of_test, float("nan")) | {"why": fit.get("why") or why}
-
-
-def _beside(of_x: dict, of_y: dict) -> dict[str, float]:
-    return {
-        name.replace("reliability", f"reliability_{axis}"): of[name]
-        for axis, of in (("x", of_x), ("y", of_y))
-        for name in RELIABILITY
-    }
 
 
 def reliability(grid: xr.Dataset, values: np.ndarray, within: str) -> pd.DataFrame:
@@ -443,20 +377,15 @@ def cell_table(grid: xr.Dataset) -> pd.DataFrame:
     labels, coupling = _final_couplings(grid)
     table = pd.DataFrame({name: grid[name].values for name in (*SETTINGS, "accuracy", "loss")})
     table["training_loss"] = grid["training_loss"].isel(step=-1).values
-    words = quantities(grid)
     for token in grid["token"].values:
         at = primary(grid) | {"token": token}
-        table[f"{words[at['measure'], at['k']]} at equal training loss/{token}"] = (
-            coupling_at_equal_loss(grid, at)
+        table[f"{quantity(grid, at)} at equal training loss/{token}"] = coupling_at_equal_loss(
+            grid, at
         )
-    named = pd.DataFrame(coupling, columns=[column(words, label) for label in labels])
+    named = pd.DataFrame(coupling, columns=[column(grid, label) for label in labels])
     return pd.concat([table, named], axis=1).sort_values([*SETTINGS], ignore_index=True)
 
 
-def column(words: dict[tuple[str, int], str], at: dict[str, Any]) -> str:
-    """Return the name of a coupling's column in `cell_table`.
-
-    Args:
-        words: `quantities` of the grid.
-    """
-    return f"{words[at['measure'], at['k']]}/{at['token']}/{at['measure']}/k{at['k']}/{at['pairs']}"
+def column(grid: xr.Dataset, at: dict[str, Any]) -> str:
+    """Return the name of a coupling's column in `cell_table`."""
+    return f"{quantity(grid, at)}/{at['token']}/{at['measure']}/k{at['k']}/{at['pairs']}"

@@ -15,36 +15,23 @@ from scipy import stats
 
 from tests.report.test_report import CHROMIUM, browser_test
 from tests.stores import generated
-from tests.vit.simulation import false_positives
-from tracker.analysis.regression import linear_fit
+from tracker.analysis.regression import holm, linear_fit
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
-from vit.answers import (
-    answers,
-    cautions,
-    exploratory,
-    interval,
-    reliable_measures,
-    unanswerable,
-)
-from vit.figures import (
-    correlations_with_accuracy,
-    outcome_against_coupling,
-    reliability_of_measures,
-)
+from vit.answers import answers, cautions, interval, reliable_measures, unanswerable
+from vit.figures import outcome_against_coupling
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.results import read_grid, write_grid
 from vit.statistics import (
     cell_table,
     column,
-    correlations,
     coupling_at_equal_loss,
     final_coupling,
+    fit_units,
     named_tests,
     primary,
-    quantities,
     reliabilities,
     reliability,
     unit_means,
@@ -104,28 +91,13 @@ def with_seeds(count: int, effect: float) -> xr.Dataset:
     return xr.concat(grids, "cell").assign_attrs(synthetic_grid().attrs)
 
 
-def test_only_the_known_relation_is_significant():
-    table = correlations(synthetic_grid())
-    assert len(table) == 2 * (8 + 1) * 2 * len(MISCOUPLINGS) * 3 * len(PAIRS)
-    found = table[table.p_holm < 0.05]
-    assert set(zip(found.token, found.measure, found.k, found.pairs, strict=True)) == {
-        tuple(AT.values())
-    }
-    assert (
-        len(found) == 18
-        and (found.r[found.outcome == "accuracy"] > 0.99).all()
-        and (abs(found.r) > 0.99).all()
-    )
-
-
 def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_level():
     grid = synthetic_grid()
     np.testing.assert_allclose(
         final_coupling(grid, AT), 0.95 - grid.miscoupling.isel(step=-1).sel(AT)
     )
-    assert named_tests(grid).question[0] == "accuracy rises with coupling" and column(
-        quantities(grid), AT
-    ).startswith("coupling/")
+    assert named_tests(grid).question[0] == "accuracy rises with coupling"
+    assert column(grid, AT).startswith("coupling/")
     one_unknown = grid.copy(deep=True)
     one_unknown.null[3, 2, :, :, 0] = np.nan  # of one K, in one cell at one step
     np.testing.assert_array_equal(
@@ -136,34 +108,23 @@ def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_
         tests.question[0] == "accuracy rises with minus mis-coupling"
         and tests.x[0] == "minus mis-coupling"
     )
-    assert column(quantities(one_unknown), AT).startswith("minus mis-coupling/")
-    assert column(quantities(one_unknown), AT | {"k": 30}).startswith("coupling/")
+    assert column(one_unknown, AT).startswith("minus mis-coupling/")
+    assert column(one_unknown, AT | {"k": 30}).startswith("coupling/")
 
 
-def test_figures_and_page_name_what_a_grid_without_levels_holds(tmp_path):
+def test_the_page_names_what_a_grid_without_levels_holds(tmp_path):
     grid = noisy_seeds("miscoupling", 0.01)
-    table = correlations(grid)
-    without = grid.assign(null=grid.null * np.nan)
-    mixed = grid.assign(null=grid.null.where(grid.measure == "miscoupling"))
-    for of, word in (
-        (grid, "coupling"),
-        (without, "minus mis-coupling"),
-        (mixed, "coupling or minus mis-coupling"),
-    ):
-        figure = correlations_with_accuracy(of, table, "last patch")
-        assert figure.axes[-1].get_ylabel().startswith(f"Correlation r of {word} and accuracy")
-        (axes,) = reliability_of_measures(reliabilities(of), 10).axes
-        assert axes.get_xlabel() == f"Reliability within rates ({word}: K = 10)"
-        assert axes.get_yticklabels()[-1].get_text().startswith("eq. 14, ")
-    page = write_analysis(without, AT, tmp_path).read_text()
+    page = write_analysis(grid.assign(null=grid.null * np.nan), AT, tmp_path).read_text()
     for text in (
-        "<figcaption>Minus mis-coupling over training",
-        "<th>reliability of minus mis-coupling</th>",
-        "fits of accuracy and test loss on minus mis-coupling;",
-        "minus mis-coupling by eq. 14, K = 10",
+        "<figcaption>Minus mis-coupling against stochastic depth",
+        "<th>minus mis-coupling by eq. 14, K = 10, l ≠ l', last patch</th>",
+        "<li>Accuracy rises with minus mis-coupling: yes",
     ):
         assert text in page
-    assert "against coupling " not in page and "reliability of coupling" not in page
+    assert "against coupling " not in page
+    mixed = grid.assign(null=grid.null.where(grid.measure == "miscoupling"))
+    lines = reliable_measures(reliabilities(mixed))
+    assert lines[2].startswith("coupling or minus mis-coupling of the class token: ")
 
 
 def test_a_value_that_rounds_to_zero_has_no_sign():
@@ -196,7 +157,7 @@ def test_named_questions_are_answered_with_one_uncorrected_test():
     assert (planted.p[:3] < 1e-4).all() and (
         tests[tests.token == "class token"].p_holm > 0.05
     ).all()
-    assert (tests.p_holm[1:] >= tests.p[1:]).all()
+    np.testing.assert_array_equal(tests.p_holm[1:], holm(tests.p[1:].to_numpy()))
 
 
 def test_across_rates_a_unit_is_a_rate_with_a_seed():
@@ -415,21 +376,16 @@ def test_a_question_about_unreliable_values_could_not_be_tested():
     first = named_tests(grid).iloc[0]
     assert first.reliability_x < 0.5 and first.reliability_y == pytest.approx(1)
     assert first.attainable < first.detectable and np.isnan(first.detectable_true)
+    assert named_tests(grid).attainable[4:].isna().all()  # of questions across rates
     texts = answers(named_tests(grid))
     assert texts[0].startswith("Accuracy rises with coupling: could not be tested, r = ")
     assert texts[0].endswith(
         "8 weight decays find a measured |r| ≥ 0.83 with 80 % power, and at these reliabilities not even a true |r| of 1."
     )
-    assert texts[2].startswith("Coupling rises with stochastic depth: not significantly, r = ")
-    assert texts[2].endswith(
+    assert texts[4].startswith("Coupling rises with stochastic depth: not significantly, r = ")
+    assert texts[4].endswith(
         "(last patch). 24 rate-seed pairs find a measured |r| ≥ 0.56 with 80 % power."
     )
-    named = {"drop_path": "fixed", "outcome": "accuracy", **AT}
-    (beside,) = (
-        row for row in correlations(grid).to_dict("records") if named.items() <= row.items()
-    )
-    for name in ("r", "reliability_x", "reliability_x_low", "reliability_y_high"):
-        assert beside[name] == pytest.approx(first[name])
     slightly = named_tests(noisy_seeds("miscoupling", 0.01)).iloc[0]
     assert slightly.attainable == pytest.approx(
         np.sqrt(slightly.reliability_x * slightly.reliability_y)
@@ -472,9 +428,9 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     grid = of_size(*size)
     tests = named_tests(grid)
     texts = answers(tests)
-    assert len(texts) == 4 and "nan" not in " ".join(texts)
+    assert len(texts) == 8 and "nan" not in " ".join(texts)
     foreseen = " ".join(unanswerable(*size))
-    for why, rows, lines in ((within, tests[:4], texts[:2]), (across, tests[4:], texts[2:])):
+    for why, rows, lines in ((within, tests[:4], texts[:4]), (across, tests[4:], texts[4:])):
         assert rows.why.str.startswith(why).all() and (rows.why == "").all() == (why == "")
         assert (
             rows.r.isna().all() == rows.p.isna().all() == rows.detectable.isna().all() == bool(why)
@@ -482,22 +438,10 @@ def test_one_rule_of_what_is_too_few(size, within, across):
         assert all(("not answered, because " + why in line) == bool(why) for line in lines)
         assert (why in foreseen) or not why
     assert bool(foreseen) == bool(within or across)
-    table = correlations(grid)
-    assert table.r.isna().all() == bool(within)
     panels = outcome_against_coupling(grid, AT, "accuracy").axes[:-1]
     assert [("r = " in panel.get_title(), len(panel.lines)) for panel in panels] == [
         (not within, int(not within))
     ] * size[1]
-
-
-def test_a_missing_outcome_is_not_called_equal():
-    grid = synthetic_grid()
-    grid.loss[3] = np.nan
-    table = correlations(grid)
-    assert (
-        table[(table.outcome == "loss") & (table.drop_path == "fixed")].why == "values are missing"
-    ).all()
-    assert (table[(table.outcome == "accuracy") & (table.drop_path == "fixed")].why == "").all()
 
 
 def answer_to(row: pd.Series, **changes) -> str:
@@ -516,31 +460,26 @@ def test_reliability_is_unknown_for_the_reason_there_is():
     assert unknown in answer_to(first, r=0.1, p=0.5, attainable=1.0, detectable=0.8)
 
 
-@pytest.mark.parametrize("r, p, text", [(0.9, 1.2e-4, "p = 0.00012"), (-0.9, 9e-5, "p < 0.0001")])
-def test_a_significant_answer_compares_the_sign_with_the_expected_one(r, p, text):
+@pytest.mark.parametrize(
+    "r, p, expected, said",
+    [
+        (0.9, 1.2e-4, "+", "yes, r = 0.90 [0.80, 0.95], p = 0.00012 (primary test"),
+        (0.9, 1.2e-4, "-", "the opposite, r = 0.90"),
+        (-0.9, 9e-5, "+", "the opposite, r = −0.90 [0.80, 0.95], p < 0.0001 (primary test"),
+        (-0.9, 9e-5, "-", "yes, r = −0.90"),
+        (0.5, 0.049, "+", "yes, r = 0.50"),
+        (0.5, 0.051, "+", "not significantly, r = 0.50"),
+    ],
+)
+def test_an_answer_compares_p_with_5_percent_and_the_sign_with_the_expected_one(
+    r, p, expected, said
+):
     first = named_tests(with_seeds(3, effect=0.5)).iloc[0]
-    for expected in "+-":
-        answer = "yes" if expected == "+-"[r < 0] else "the opposite"
-        line = answer_to(first, r=r, p=p, expected=expected)
-        assert f": {answer}, r = {'−' * (r < 0)}0.90" in line and f", {text} (primary test" in line
-
-
-@pytest.mark.parametrize(("p", "answer"), [(0.049, "yes"), (0.051, "not significantly")])
-def test_significant_is_below_5_percent(p, answer):
-    first = named_tests(with_seeds(3, effect=0.5)).iloc[0]
-    line = answer_to(first, r=0.5, p=p, expected="+", attainable=0.9, detectable=0.4)
-    assert f": {answer}, r = 0.50" in line
-
-
-def test_fits_without_a_test_are_not_counted():
-    table = pd.DataFrame(
-        {"p": [0.01, np.nan, 0.2], "p_holm": [0.02, np.nan, 0.2], "why": ["", "few", ""]}
-    )
-    assert exploratory(table, "coupling").startswith(
-        "2 fits of accuracy and test loss on coupling; 1 have p below 0.05"
-    )
-    untested = exploratory(table.assign(p=np.nan, why="few"), "coupling")
-    assert untested == "No fit of accuracy or test loss on coupling, because few."
+    given = {"r": r, "r_low": 0.8, "r_high": 0.95, "p": p, "expected": expected}
+    given |= {"attainable": 0.9, "detectable": 0.4}
+    assert f": {said}" in answer_to(first, **given)
+    secondary = answer_to(first, **given | {"p": 0.5, "p_holm": p, "role": "secondary"})
+    assert f": {said.partition(' [')[0]}" in secondary and ", corrected (" in secondary
 
 
 def test_accuracy_at_chance_or_constant_has_a_line():
@@ -580,14 +519,46 @@ def test_accuracy_at_chance_or_constant_has_a_line():
     )
 
 
+# Variances (1e-5) of the effects found in the grid on CIFAR10, by what they vary along: weight decay, rate, seed
+OF_COUPLING = {
+    "drs": 4.4,
+    "ds": 0.9,
+    "rs": 1.8,
+    "s": 1.4,
+}  # those of seeds alone: it depends on no setting
+OF_OUTCOMES = {
+    "accuracy": {"drs": 4.1, "dr": 0.2, "ds": 0.7, "rs": 1.7, "d": 1.1, "s": 0.9},
+    "loss": {"drs": 30, "dr": 14, "ds": 4.6, "rs": 23, "d": 80, "r": 52},
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 2, 4])
-def test_false_positives_are_as_rare_as_stated(seeds):
-    """In 60 simulated grids, which have a standard error of about 0.02; docs/decisions.md has the shares of 1,000."""
-    before, after = false_positives(seeds, grids=60)
-    assert np.isnan(after[2:]).all() == (seeds == 1)
-    assert (after[np.isfinite(after)] <= 0.1).all()
-    assert (before[2:] > 0.15).all()
+def test_false_positives_are_rare(seeds):
+    """Of 200 grids of the paper's size whose coupling depends on no setting; docs/vit.md has the shares of 1,000."""
+    random, shape = np.random.default_rng(seeds), (8, 8, seeds)
+    axes = zip(("weight_decay", "drop_path", "seed"), np.indices(shape), strict=True)
+    cells = xr.Dataset(coords={name: ("cell", along.ravel()) for name, along in axes})
+
+    def drawn(variances: dict[str, float]) -> np.ndarray:
+        effects = (
+            np.sqrt(variance)
+            * random.standard_normal(
+                [n * (axis in along) or 1 for axis, n in zip("drs", shape, strict=True)]
+            )
+            for along, variance in variances.items()
+        )
+        return sum(effects, np.zeros(shape)).ravel()
+
+    p: dict[str, list[float]] = {"accuracy": [], "loss": [], "rate": []}
+    for _ in range(200):
+        coupling, rate = drawn(OF_COUPLING), cells.drop_path.values
+        for name, of in OF_OUTCOMES.items():
+            p[name].append(fit_units(cells, coupling, drawn(of), "drop_path")["p"])
+        p["rate"].append(fit_units(cells, rate, coupling, "weight_decay")["p"])
+    assert np.isnan(p["rate"]).all() == (seeds == 1)
+    for found in p.values():
+        assert np.mean(np.array(found) < 0.05) <= 0.1  # standard error 0.015
 
 
 def test_reliable_measures_are_listed():
@@ -632,15 +603,14 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
         f"<td>{coupling:.4g}</td>" in page
         and "<th>coupling by eq. 14, K = 10, l ≠ l', last patch</th>" in page
     )
-    assert len(pd.read_csv(tmp_path / "out" / "correlations.csv")) == 1080
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
-    # Light and dark
-    assert len(list((tmp_path / "out").glob("*.png"))) == 5 == page.count("data:image/png") / 2
+    written = pd.read_csv(tmp_path / "out" / "reliability.csv")
+    np.testing.assert_allclose(written["reliability"], reliabilities(grid)["reliability"])
+    assert len(list((tmp_path / "out").glob("*.png"))) == 3 == page.count("data:image/png")
     for text in (
         "<h1>Coupling and accuracy: folder:&lt;images&gt;</h1>",
         "64 vision transformers",
         "&lt;diverged&gt;",
-        "1,080 fits",
         "<h2>Does accuracy",
     ):
         assert text in page
@@ -650,31 +620,10 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
     )
     assert "Reliability is unknown: it takes several seeds, and weight decays that differ." in page
     assert "8 weight decays find a measured |r| ≥ 0.83 with 80 % power" in page
-    assert (
-        "One seed answers no question across rates" in page
-        and "--seeds 0,1,2 adds 128 trainings" in page
-    )
-    for name in (
-        "reliability_",
-        "drop_path",
-        "weight_decay",
-        "offdiag",
-        "p_holm",
-        "detectable",
-        "before the trainings",
-    ):
+    assert "because one seed does not tell an effect of the rate" in page
+    for name in ("drop_path", "weight_decay", "offdiag"):
         assert name not in page.partition("<body>")[2]
     assert cell_table(grid).shape == (64, 8 + 2 * len(MISCOUPLINGS) * 3 * 2)
-
-
-@pytest.mark.slow
-def test_page_of_several_seeds_shows_reliabilities(tmp_path):
-    grid = noisy_seeds("miscoupling", 0.01)
-    page = write_analysis(grid, AT, tmp_path).read_text()
-    assert page.count("data:image/png") == 2 * 6 and (tmp_path / "reliability.png").exists()
-    written = pd.read_csv(tmp_path / "reliability.csv")
-    np.testing.assert_allclose(written["reliability"], reliabilities(grid)["reliability"])
-    assert "<h2>Which measures are reliable?" in page and "<th>reliability of coupling</th>" in page
 
 
 class TestInABrowser:
@@ -688,19 +637,15 @@ class TestInABrowser:
             chromium = playwright.chromium.launch(
                 executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
             )
-            seen = {}
-            for scheme in ("light", "dark"):
+            for scheme, paper in {"light": "255, 255, 255", "dark": "20, 23, 27"}.items():
                 page = chromium.new_page(
                     viewport={"width": 400, "height": 800}, color_scheme=scheme
                 )
                 page.goto(file.as_uri())
                 assert page.evaluate("document.documentElement.scrollWidth") == 400
-                seen[scheme] = page.evaluate(
-                    "[getComputedStyle(document.body).backgroundColor, ...[...document.images].map(image => image.currentSrc)]"
-                )
+                colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+                assert colour == f"rgb({paper})"
             chromium.close()
-        assert seen["dark"][0] == "rgb(20, 23, 27)" and seen["light"][0] == "rgb(255, 255, 255)"
-        assert len(seen["dark"]) == 1 + 4 and not set(seen["dark"]) & set(seen["light"])
 
 
 @pytest.mark.slow
@@ -708,7 +653,7 @@ def test_grid_of_one_cell_is_analysed(tmp_path):
     grid = synthetic_grid().isel(cell=[3])
     page = write_analysis(grid, AT, tmp_path).read_text()
     assert (
-        page.count("<li>") == 4 + 1 + 1 and "1 vision transformer on" in page
+        page.count("<li>") == 8 + 1 + 1 and "1 vision transformer on" in page
     )  # questions, reliability, excluded cells
     assert (
         "not answered, because it takes 8 weight decays, and there is 1 (primary test, last patch)."
