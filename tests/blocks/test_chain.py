@@ -7,8 +7,8 @@ from torch import nn
 import tracker
 from tests.blocks.test_blocks import lines
 from tests.blocks.test_home_made import K, measured_as_by_brute_force, refusal
-from tests.home_made import MLP, SA, Flat, PreNorm
-from tests.models import VOCABULARY, WIDTH, images, neox, tokens
+from tests.home_made import MLP, Flat, PreNorm
+from tests.models import VOCABULARY, WIDTH, neox, tokens
 
 
 class Attending(nn.Module):
@@ -176,9 +176,8 @@ def test_what_is_no_block_next_to_the_blocks_is_no_reason_to_refuse():
     ds = tracker.measure(network, tokens(), k=K)
     assert ds.attrs["blocks"] == "layers.0, layers.1, layers.2"
     assert ds.attrs["final_norm_module"] == "transform.0"
-    in_list = nn.Sequential(
-        Positions(), *(Attending() for _ in range(3)), nn.LayerNorm(WIDTH), projection()
-    )
+    blocks = Attending(), Convolving(), Attending()
+    in_list = nn.Sequential(Positions(), *blocks, nn.LayerNorm(WIDTH), projection())
     assert tracker.measure(in_list, torch.randn(2, 6, WIDTH), k=K).attrs["blocks"] == "1, 2, 3"
 
 
@@ -214,14 +213,3 @@ def test_before_measuring_a_list_of_several_classes_is_said_to_be_assumed():
     assert "no chain of blocks: 2 of them move no information" in refusal(
         unchained, blocks=tracker.find_blocks(unchained)
     )
-
-
-def test_stages_of_several_classes_on_images_stay_refused():
-    stem = nn.Sequential(nn.Conv2d(3, WIDTH, 8, 8), nn.Flatten(2), Rows())
-    network = nn.Sequential(stem, *(PreNorm(SA()) for _ in range(3)))
-    assert tracker.measure(network, images(), k=K).attrs["blocks"] == "1, 2, 3"
-
-
-class Rows(nn.Module):
-    def forward(self, x):
-        return x.transpose(1, 2)

@@ -1,16 +1,13 @@
 """Models written by hand, whose attention has any name or none: blocks are found by what they do."""
 
-import lightning
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import tracker
 from tests import brute_force, home_made
 from tests.blocks.test_blocks import lines
 from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
-from tests.lightning_runs import trainer
 from tests.models import WIDTH, images, tokens
 from tracker.common.errors import UsageError
 
@@ -200,39 +197,6 @@ def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
         tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K).sizes["prompt"]
         == 2
     )
-
-
-class Module(lightning.LightningModule):
-    def __init__(self, make):
-        super().__init__()
-        self.model = LM(make)
-
-    def forward(self, ids):
-        return self.model(ids)
-
-    def training_step(self, batch, _):
-        return self(batch[0]).square().mean()
-
-    def validation_step(self, batch, _):
-        return self(batch[0]).mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
-
-
-def fit(module, tmp_path):
-    callback = tracker.CouplingCallback(every_n_steps=1, k=K, save_dir=tmp_path)
-    loader = DataLoader(TensorDataset(tokens()))
-    trainer([callback], max_steps=1).fit(module, loader, loader)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_the_callback_confirms_the_only_list_at_its_first_measurement(tmp_path):
-    fit(Module(Flat), tmp_path / "found")
-    assert tracker.open_results(tmp_path / "found").sizes["layer"] == DEPTH
-    with pytest.raises(UsageError, match="they move no information between tokens"):
-        fit(Module(lambda: PreNorm(MLP())), tmp_path / "refused")
 
 
 class WithLengths(nn.Module):

@@ -274,19 +274,6 @@ def test_adapters_count_as_part_of_the_model(plain):
     assert float(abs(seen.miscoupling - without.miscoupling).max()) > 1e-3
 
 
-def test_tied_weights_and_parameters_made_in_inference_mode():
-    with torch.inference_mode():
-        model, inputs = build("gpt2")
-    assert (
-        model.lm_head.weight is model.transformer.wte.weight and model.lm_head.weight.is_inference()
-    )
-    expected, _ = build("gpt2")
-    inputs = inputs.clone()
-    np.testing.assert_array_equal(
-        measured(model, inputs).miscoupling, measured(expected, inputs).miscoupling
-    )
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantised_blocks_are_measured_dequantised(plain, bits):
     import bitsandbytes as bnb
@@ -327,18 +314,6 @@ def test_quantised_blocks_are_measured_dequantised(plain, bits):
     assert {type(m) for m in quantised.modules()} == kinds and quantised.model.layers[
         0
     ].mlp.up_proj.weight.dtype != torch.float32
-
-
-@pytest.mark.parametrize("implementation", ["flex_attention"])
-def test_attention_kernels_without_float32_or_derivatives_give_way_to_sdpa(implementation):
-    model, inputs = build("gpt_neox")
-    expected = measured(model, inputs)
-    model.config._attn_implementation = implementation
-    seen = measured(model, inputs)
-    np.testing.assert_allclose(
-        seen.miscoupling, expected.miscoupling, atol=of_miscouplings(expected)
-    )
-    assert model.config._attn_implementation == implementation
 
 
 def test_what_was_assumed_can_be_corrected():
