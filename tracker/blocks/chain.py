@@ -22,7 +22,7 @@ from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
-from tracker.model.state_maps import adds, ends, is_alike
+from tracker.model.state_maps import StateMap, adds, ends, is_alike
 
 
 def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
@@ -39,12 +39,11 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
         return
     # Dropout and identities lead from a state to itself.
     maps = [m for m in recording.state_maps if not _equal(m.before, m.after)]
-    backward = [Step(m.name, m.after, m.before) for m in maps]
-    forward = [Step(m.name, m.before, m.after) for m in maps]
+    backward = [StateMap(m.name, m.after, m.before) for m in maps]
     first, last = ends(recording.calls[0].x), ends(recording.calls[-1].y)
     around = _Surroundings(replica, batch.of_first_sample())
     before = around.beyond(backward, first, lambda names: [*reversed(names), *blocks.names])
-    after = around.beyond(forward, last, lambda names: [*blocks.names, *names])
+    after = around.beyond(maps, last, lambda names: [*blocks.names, *names])
     if not around.moving:
         return
     found = [f"{before[0]} gives the first one its input"] if before else []
@@ -64,15 +63,6 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A module that leads from one state to another, forward or backward."""
-
-    name: str
-    start: Tensor
-    end: Tensor
-
-
 @dataclass
 class _Surroundings:
     """The modules around the blocks, tried on a sample."""
@@ -83,7 +73,7 @@ class _Surroundings:
     moving: dict[str, bool] = field(default_factory=dict)
 
     def beyond(
-        self, steps: Sequence[Step], state: Tensor, chain: Callable[[list[str]], list[str]]
+        self, steps: Sequence[StateMap], state: Tensor, chain: Callable[[list[str]], list[str]]
     ) -> list[str]:
         """Return the modules that lead on from a state and belong to the chain, the nearest first.
 
@@ -92,15 +82,15 @@ class _Surroundings:
         """
         names: list[str] = []
         while True:
-            following = [s for s in steps if s.name not in names and _equal(s.start, state)]
+            following = [s for s in steps if s.name not in names and _equal(s.before, state)]
             following.sort(key=self.order)
             step = next((s for s in following if self.adds(s.name, chain([*names, s.name]))), None)
             if step is None:
                 return names
             names.append(step.name)
-            state = step.end
+            state = step.after
 
-    def order(self, step: Step) -> tuple[bool, bool, int]:
+    def order(self, step: StateMap) -> tuple[bool, bool, int]:
         """Sort the blocks' own class first, then what holds others rather than what is held, except Sequentials."""
         module = self.replica.module.get_submodule(step.name)
         of_class = is_alike(module, self.replica.blocks)
@@ -112,9 +102,12 @@ class _Surroundings:
             self.moving[name] = True
             return True
         longer = replace(self.replica.description, names=tuple(chain), include_final_norm=False)
+        tried = self.replica.fresh(longer)
         try:
-            call = first_calls(self.replica.fresh(longer), self.batch)[name]
-        except UsageError:
+            # The model may use weights of a module outside of its call.
+            with tried.materialize(tried.module.get_submodule(name)):
+                call = first_calls(tried, self.batch)[name]
+        except (UsageError, FloatingPointError):
             return False
         with running(call) as module:
             belongs = adds(module, module.x)
