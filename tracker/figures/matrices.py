@@ -291,11 +291,12 @@ def _draw_grids(
         panel.set_xticks(ticks, labels)
         panel.set_yticks(ticks, labels)
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
-        columns = {**grid.columns}
+        # The tiles stand after result and step.
+        columns = {name: grid.columns[name] for name in ("result", "step")}
         if grid.index:
             columns[grid.index] = np.take(grid.tiles, row)
             columns[f"{grid.index}_other"] = np.take(grid.tiles, column)
-        columns |= {"row": a + 1, "column": b + 1, "value": grid.A.ravel()}
+        columns |= {**grid.columns, "row": a + 1, "column": b + 1, "value": grid.A.ravel()}
         tables.append(pd.DataFrame(columns))
     figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
     return figure, pd.concat(tables, ignore_index=True)

@@ -100,11 +100,13 @@ def comparison(
         every_k: repeat the panels for every K that all results have.
         exponential: draw an exponential fit, too.
     """
-    properties = {**SIZES, TRAINING_TOKENS: tokens_seen, SCORE: mean_score(results)[1]}
+    properties: dict[str, Property] = {**SIZES, TRAINING_TOKENS: tokens_seen}
+    _, score = mean_score(results)
     pairs = []
     for k in shared(results, "k") if every_k else [choices.k]:
         of_k = _coupling(replace(choices, k=k))
         properties |= of_k
+        properties.setdefault(SCORE, score)
         coupling = next(iter(of_k))
         pairs += [tuple(coupling if of == COUPLING else of for of in pair) for pair in shown]
     named = {name for pair in pairs for name in pair}
