@@ -137,15 +137,6 @@ class SA(nn.Module):
         return torch.einsum("bhqk,bhke,hed->bqd", scores.softmax(-1), v, self.out)
 
 
-class Mixer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token_mixing, self.channel_mixing = PreNorm(SA()), PreNorm(MLP())
-
-    def forward(self, x):
-        return self.channel_mixing(self.token_mixing(x))
-
-
 class Flat(nn.Module):
     """A block without parts: its own projections and functional attention."""
 

@@ -26,7 +26,6 @@ FOUND = {
         tokens(),
         "blocks.{i}",
     ),
-    "einsum": (lambda: LM(home_made.Mixer), tokens(), "blocks.{i}"),
     "functional attention in the block": (lambda: LM(Flat), tokens(), "blocks.{i}"),
     "nn.MultiheadAttention": (lambda: LM(home_made.Torch), tokens(), "blocks.{i}"),
     "forward(*args, **kwargs)": (lambda: LM(home_made.Wrapped), tokens(), "blocks.{i}"),

@@ -49,11 +49,6 @@ def clamp_the_tied(block, x):
     block.tied.data.clamp_(-0.1, 0.1)
 
 
-def set_items(block, x):
-    with torch.no_grad():
-        block.weight[1] = 0.25
-
-
 def write_out(block, x):
     with torch.no_grad():
         torch.clamp(block.weight, -0.1, 0.1, out=block.weight)
@@ -62,11 +57,6 @@ def write_out(block, x):
 def write_many(block, x):
     with torch.no_grad():
         torch._foreach_clamp_max_([block.weight, block.statistics], 0.1)
-
-
-def copy_into(block, x):
-    with torch.no_grad():
-        block.weight.copy_(torch.eye(8).double())
 
 
 def divide(block, x):  # measured as the first call computes it
@@ -87,10 +77,8 @@ WRITES = [
     clamp_a_view,
     clamp_data,
     clamp_the_tied,
-    set_items,
     write_out,
     write_many,
-    copy_into,
     divide,
     fill_a_buffer,
     fill_a_table,
