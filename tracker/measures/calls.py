@@ -221,23 +221,14 @@ def _valid(batch: Batch, recording: Recording) -> tuple[Bool[Tensor, "B n"], str
 Recorded = tuple[Recording, Rows, list[Sample]]
 
 
-def jacobians_of(replica: Replica, settings: Settings, progress: Progress) -> Jacobians:
-    """Return the Jacobians of a replica's blocks, whose steps the progress counts."""
-    return Jacobians(
-        replica,
-        settings.precision,
-        settings.memory(4),
-        progress.advance,
-        settings.derivative,
-    )
-
-
 def measure_calls(
     replica: Replica, calls: Sequence[Batch], settings: Settings, progress: Progress
 ) -> list[Sample]:
     """Measure the samples of the forward calls, inside the context of `prepare`."""
-    jacobians = jacobians_of(replica, settings, progress)
-    memory = settings.memory(4)  # of the recordings
+    memory = settings.memory(4)  # of the recordings, and of forming Jacobians
+    jacobians = Jacobians(
+        replica, settings.precision, memory, progress.advance, settings.derivative
+    )
     samples: list[Sample] = []
     pending: list[Recorded] = []  # calls whose Jacobians are still to be measured
     plan, steps = None, 0  # steps of the progress, for the calls recorded so far
@@ -253,18 +244,8 @@ def measure_calls(
             calls[i : i + 1] = batch.by_sample()
             continue
         if plan is None:
-            d, L = recording.calls[0].x.shape[-1], len(recording.calls)
-            normed = recording.normed_last is not None
-            plan = make_plan(settings, d, L, normed, replica.device)
+            plan = _plan_of_first(replica, batch, recording, settings, len(rows) * len(calls))
             equal = equal_blocks(recording)
-            check_kept(settings, d, L, len(rows) * len(calls))
-            warn_of_post_norm(recording)
-            warn_of_missing_logits(recording, settings)
-            if settings.final_norm == "auto":
-                warn_of_missing_norm(recording, replica.description)
-            # After recording, whose errors are clearer.
-            check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
-            check_chain(replica, recording, batch)
         valid = [sample.valid for sample in of_batch]
         witness = Witness(
             replica,
@@ -295,17 +276,46 @@ def measure_calls(
         if not pending:
             jacobians.witnesses = []  # with what they hold of the recordings
         i += 1
-    notes: dict[str, dict[int, str]] = {"fallbacks": jacobians.fallbacks}
-    notes["independent_checks"] = {
-        layer: f"{check.method}: {check.reason}" for layer, check in jacobians.independent.items()
-    }
-    if settings.includes("halves"):
-        notes["without_halves"] = jacobians.without_halves
+    notes = _notes(jacobians, settings)
     for sample in samples:
         sample.attributes[ATTRIBUTE] = equal
         sample.notes = notes
         sample.attributes["witness"] = str(findings)
     return samples
+
+
+def _plan_of_first(
+    replica: Replica, batch: Batch, recording: Recording, settings: Settings, rows: int
+) -> Plan:
+    """Return the plan of a measurement, after checks of its first recorded call that hold for the others, and warnings.
+
+    Args:
+        rows: the rows of all calls, if they are like this one.
+    """
+    d, L = recording.calls[0].x.shape[-1], len(recording.calls)
+    normed = recording.normed_last is not None
+    plan = make_plan(settings, d, L, normed, replica.device)
+    check_kept(settings, d, L, rows)
+    warn_of_post_norm(recording)
+    warn_of_missing_logits(recording, settings)
+    if settings.final_norm == "auto":
+        warn_of_missing_norm(recording, replica.description)
+    # After recording, whose errors are clearer.
+    check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
+    check_chain(replica, recording, batch)
+    return plan
+
+
+def _notes(jacobians: Jacobians, settings: Settings) -> dict[str, dict[int, str]]:
+    """Return what is noted of layers, by attribute of the Dataset."""
+    checks = jacobians.independent.items()
+    notes = {
+        "fallbacks": jacobians.fallbacks,
+        "independent_checks": {layer: f"{check.method}: {check.reason}" for layer, check in checks},
+    }
+    if settings.includes("halves"):
+        notes["without_halves"] = jacobians.without_halves
+    return notes
 
 
 def _are_enough(pending: Sequence[Recorded], settings: Settings, plan: Plan) -> bool:

@@ -207,30 +207,62 @@ class Sample:
 
 def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     """Stack the samples along `prompt`; positions and tokens that a shorter sample lacks are NaN."""
-    first = samples[0]
-    labels = np.asarray([sample.label for sample in samples], dtype=object)
-    pair_tokens = max(len(s.values.get("pair_position", ())) for s in samples)
-    sizes = {
-        "position": max(s.length for s in samples),
-        "token": max(len(s.tokens) for s in samples),
-    }
-    sizes |= dict.fromkeys(("pair_token", "pair_token_other"), pair_tokens)
-    variables = {}
-    for name, dims in DIMS.items():
-        if name in first.values:
-            padded = [_pad(np.asarray(s.values[name]), dims, sizes) for s in samples]
-            variables[name] = ("prompt", *dims), np.stack(padded)
-    named = {"k": list(first.ks), "noise": list(NOISE)}
+    variables = _stacked(samples)
     # All coordinates at once: joined to a Dataset one by one, they are aligned with all the others each time.
+    dataset = xr.Dataset(variables, _indices(samples[0], variables) | _of_prompts(samples))
+    basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
+    undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
+    counts = [int(values.values.sum()) for values, _ in undefined.values()]
+    quantities = xr.Dataset({UNDEFINED: ("quantity", counts)}, {"quantity": list(undefined)})
+    dataset = dataset.merge(quantities)
+    dataset.attrs = _attributes(samples)
+    warn_of_undefined(dataset, undefined)
+    return dataset
+
+
+Stacked = dict[str, tuple[tuple[str, ...], np.ndarray]]  # dimensions and values by name
+
+
+def _stacked(samples: Sequence[Sample]) -> Stacked:
+    """Return the variables of all samples, padded to the longest."""
+    pair_tokens = max(len(sample.values.get("pair_position", ())) for sample in samples)
+    sizes = {
+        "position": max(sample.length for sample in samples),
+        "token": max(len(sample.tokens) for sample in samples),
+        "pair_token": pair_tokens,
+        "pair_token_other": pair_tokens,
+    }
+    measured = samples[0].values
+    variables: Stacked = {}
+    for name, dims in DIMS.items():
+        if name in measured:
+            padded = [_pad(np.asarray(sample.values[name]), dims, sizes) for sample in samples]
+            variables[name] = ("prompt", *dims), np.stack(padded)
+    return variables
+
+
+def _indices(first: Sample, variables: Stacked) -> dict[str, Any]:
+    """Return the coordinates along the dimensions of the variables."""
+    named = {"k": list(first.ks), "noise": list(NOISE)}
+    indices: dict[str, Any] = {}
+    for dims, values in variables.values():
+        for dim, size in zip(dims, values.shape, strict=True):
+            # Blocks and ranks are counted from 1, as in the paper, and positions from 0.
+            counted = np.arange(size) + (dim in FROM_ONE)
+            indices[dim] = named.get(dim, counted)
+    if first.basis_layers:
+        others = [first.basis_layers.get(int(l), np.nan) for l in indices["layer"]]
+        indices["pair_layer_other"] = "layer", np.asarray(others, dtype=np.float32)
+    return indices
+
+
+def _of_prompts(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the coordinates along `prompt`: texts, hashes of the inputs, seeds."""
+    labels = np.asarray([sample.label for sample in samples], dtype=object)
     coordinates: dict[str, Any] = {"prompt_text": ("prompt", labels)}
-    lengths = dict(
-        pair for dims, values in variables.values() for pair in zip(dims, values.shape, strict=True)
-    )
-    # Blocks and ranks are counted from 1, as in the paper, and positions from 0.
-    for dim, size in lengths.items():
-        coordinates[dim] = named.get(dim, np.arange(size) + (dim in FROM_ONE))
     if any(sample.token_texts for sample in samples):
-        texts = np.full((len(samples), sizes["position"]), "", dtype=object)
+        longest = max(sample.length for sample in samples)
+        texts = np.full((len(samples), longest), "", dtype=object)
         for row, sample in zip(texts, samples, strict=True):
             row[: len(sample.token_texts)] = sample.token_texts
         coordinates["token_text"] = ("prompt", "position"), texts
@@ -238,25 +270,21 @@ def assemble(samples: Sequence[Sample]) -> xr.Dataset:
     # A digest of 0 is an input that is not known by itself, which intervals must not take for a repeated one.
     if digests.all():
         coordinates["prompt_digest"] = "prompt", digests
-    drew = any(sample.random_seed is not None for sample in samples)
-    if drew:
+    if any(sample.random_seed is not None for sample in samples):
         seeds = [-1 if sample.random_seed is None else sample.random_seed for sample in samples]
         coordinates["random_seed"] = "prompt", np.asarray(seeds, dtype=np.int64)
-    if first.basis_layers:
-        others = [first.basis_layers.get(int(l), np.nan) for l in coordinates["layer"]]
-        coordinates["pair_layer_other"] = "layer", np.asarray(others, dtype=np.float32)
-    dataset = xr.Dataset(variables, coordinates)
-    basis_layers = dataset.variables["pair_layer_other"] if "pair_position" in dataset else None
-    undefined = undefined_values(dataset, [sample.valid for sample in samples], basis_layers)
-    counts = [int(values.values.sum()) for values, _ in undefined.values()]
-    quantities = xr.Dataset({UNDEFINED: ("quantity", counts)}, {"quantity": list(undefined)})
-    dataset = dataset.merge(quantities)
-    dataset.attrs = {**first.attributes, "random_draws": int(drew)}
+    return coordinates
+
+
+def _attributes(samples: Sequence[Sample]) -> dict[str, Any]:
+    """Return the attributes: conventions, whether random numbers were drawn, and notes of layers as JSON."""
+    first = samples[0]
+    drew = any(sample.random_seed is not None for sample in samples)
+    attributes = {**first.attributes, "random_draws": int(drew)}
     for name in first.notes:
         notes = {layer: text for sample in samples for layer, text in sample.notes[name].items()}
-        dataset.attrs[name] = json.dumps(notes)
-    warn_of_undefined(dataset, undefined)
-    return dataset
+        attributes[name] = json.dumps(notes)
+    return attributes
 
 
 def compared_layers(results: xr.Dataset) -> xr.Variable:
