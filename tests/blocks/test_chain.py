@@ -150,6 +150,10 @@ def test_a_warning_names_what_adds_and_moves_nothing_between_tokens():
     (names,) = lines(text)
     measured_as_by_brute_force(network, tokens(), names, blocks=names)
     assert names == ["first0", "layers.0", "layers.1", "last0", "last1"]
+    # A projection that starts at zero hides nothing.
+    nn.init.zeros_(network.get_submodule("last0").fn.down.weight)
+    with pytest.warns(UserWarning, match="last0 takes the last one's"):
+        tracker.measure(network, tokens(), k=K, measures="trajectory")
 
 
 class Positions(nn.Module):

@@ -84,6 +84,18 @@ def test_projections_that_start_at_zero_hide_nothing():
     assert ds.attrs["blocks"] == "blocks.0, blocks.1, blocks.2"
 
 
+def test_branches_that_start_at_zero_are_no_chain():
+    class Parallel(LM):
+        def states(self, x):
+            return x + sum(block(x) - x for block in self.blocks)
+
+    model = Parallel(Flat)
+    for block in model.blocks:
+        for parameter in (*block.out.parameters(), *block.down.parameters()):
+            nn.init.zeros_(parameter)
+    assert "the model changes the hidden state between blocks.0 and blocks.1" in refusal(model)
+
+
 def refusal(model, inputs=None, **keywords):
     with pytest.raises(UsageError) as error:
         tracker.measure(model, tokens() if inputs is None else inputs, k=K, **keywords)

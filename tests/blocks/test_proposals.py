@@ -55,6 +55,12 @@ def test_a_block_that_is_in_a_list_several_times_is_measured_at_each_call(block)
     assert alone.attrs["blocks"] == "blocks.0, blocks.0, blocks.0"
 
 
+def test_blocks_that_two_lists_hold_are_those_of_the_first():
+    model = Model(nn.ModuleList(home_made.Torch() for _ in range(2)))
+    model.again = nn.ModuleList(model.blocks)
+    assert tracker.find_blocks(model).names == ("blocks.0", "blocks.1")
+
+
 @pytest.mark.parametrize("block", KINDS)
 def test_blocks_in_a_list_of_lists_are_proposed_as_one_chain(block):
     chunks = Model(nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)))

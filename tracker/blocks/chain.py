@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tracker.blocks.candidates import LISTS, parent, proposal
-from tracker.blocks.judge import TOKENS, first_calls, mixed_axes, running
+from tracker.blocks.judge import TOKENS, first_calls, mixed_axes
 from tracker.common.errors import UsageError, warn_caller
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound
@@ -103,16 +103,19 @@ class _Surroundings:
             return True
         longer = replace(self.replica.description, names=tuple(chain), include_final_norm=False)
         tried = self.replica.fresh(longer)
-        try:
-            # The model may use weights of a module outside of its call.
-            with tried.materialize(tried.module.get_submodule(name)):
+        module = tried.module.get_submodule(name)
+        # Its weights throughout, as the model may use them outside of its call
+        with tried.materialize(module):
+            # A projection that starts at zero hides what an untrained block does.
+            tried.fill_zeros(module.modules())
+            try:
                 call = first_calls(tried, self.batch)[name]
-        except (UsageError, FloatingPointError):
-            return False
-        with running(call) as module:
-            belongs = adds(module, module.x)
-        if belongs:
-            self.moving[name] = TOKENS in mixed_axes(call)
+            except (UsageError, FloatingPointError):
+                return False
+            call = call.to(tried.dtype, tried.device)
+            belongs = adds(call, call.x)
+            if belongs:
+                self.moving[name] = TOKENS in mixed_axes(call)
         return belongs
 
 

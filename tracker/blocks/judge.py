@@ -10,8 +10,7 @@ Cost: a recorded pass, and each module called three to six times. Memory: the mo
 recording.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -89,30 +88,23 @@ def first_calls(replica: Replica, batch: Batch) -> dict[str, BlockCall]:
     return calls
 
 
-@contextmanager
-def running(call: BlockCall) -> Iterator[BlockCall]:
-    """Yield a recorded call that can be made again, with other values for parameters that are all zero."""
-    replica = call.replica
-    call = call.to(replica.dtype, replica.device)
-    with replica.materialize(call.block):
-        replica.fill_zeros(call.block.modules())
-        yield call
-
-
 def mixed_axes(call: BlockCall) -> set[int]:
-    """Return the axes along which another value at the first or the last index changes the output at other indices."""
+    """Return the axes along which another value at the first or the last index changes the output at other indices.
+
+    The block has its weights.
+    """
     mixed = set()
-    with running(call) as block:
-        plain = block(block.x)
-        for axis in (TOKENS, 0):
-            n = block.x.shape[axis]
-            for index in (0, n - 1):
-                if axis not in mixed and n > 1:
-                    other = block.x.clone()
-                    other.select(axis, index).add_(noise_like(other.select(axis, index)))
-                    rest = [i for i in range(n) if i != index]
-                    at = (slice(None), rest) if axis == TOKENS else (rest,)
-                    # Exactly: a layer scale of 1e-6 moves little, and rows that do not depend on each other stay as they are.
-                    if not torch.equal(block(other)[at], plain[at]):
-                        mixed.add(axis)
+    call = call.to(call.replica.dtype, call.replica.device)
+    plain = call(call.x)
+    for axis in (TOKENS, 0):
+        n = call.x.shape[axis]
+        for index in (0, n - 1):
+            if axis not in mixed and n > 1:
+                other = call.x.clone()
+                other.select(axis, index).add_(noise_like(other.select(axis, index)))
+                rest = [i for i in range(n) if i != index]
+                at = (slice(None), rest) if axis == TOKENS else (rest,)
+                # Exactly: a layer scale of 1e-6 moves little, and rows that do not depend on each other stay as they are.
+                if not torch.equal(call(other)[at], plain[at]):
+                    mixed.add(axis)
     return mixed
