@@ -190,7 +190,7 @@ def test_norms_set_the_length_of_states():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
 def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from_the_null_level():
-    """The table in docs/measurements.md: which of eight symbols occurs most often? Tokens differ once the model is trained."""
+    """The numbers in docs/measurements.md: which of eight symbols occurs most often? Tokens differ once the model is trained."""
     sizes = dict(
         hidden_size=64,
         num_hidden_layers=6,
