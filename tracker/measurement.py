@@ -121,7 +121,9 @@ def measure(
     check_model(model)
     calls = batches(model, inputs, tokenizer, max_tokens)
     with prepared(model, blocks, calls, settings, _device(model, device)) as replica:
-        return cost_of_calls(replica, calls, settings, this_machine(replica.device))
+        return cost_of_calls(
+            replica, calls, settings, this_machine(replica.device, settings.torch_dtype)
+        )
 
 
 def measure_with(

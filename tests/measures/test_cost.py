@@ -102,7 +102,7 @@ def test_measuring_after_a_dry_run_gives_the_same_numbers():
 
 
 def test_a_device_that_is_not_there_is_one_of_the_table():
-    machine = named_machine("H100")
+    machine = named_machine("h100")
     assert (machine.rate, machine.memory) == DEVICES["h100"] and machine.device.type == "cuda"
     with pytest.raises(UsageError, match="--on tpu; choose from a100, h100, h200"):
         named_machine("tpu")

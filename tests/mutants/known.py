@@ -605,7 +605,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/walk/dry_run.py": (
         "_download_lines: max(largest, shape.file_bytes) -> min(largest, shape.file_bytes)",
         "_download_lines: sources[computed] += 1 -> sources[computed] += 2",
-        "_model: listing is None or selection.offline -> listing is None and selection.offline",
     ),
     "tracker/walk/plan.py": (
         '_output: walk.scores or "the suite\'s own, zero-shot" -> walk.scores and "the suite\'s own, zero-shot"',

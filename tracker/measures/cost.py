@@ -49,7 +49,7 @@ class Machine:
     Attributes:
         name: for a person.
         device: its kind of device, which need not be there.
-        rate: float32 operations of a matrix product in a second.
+        rate: operations of a matrix product in a second.
         memory: bytes of the accelerator's memory; None: read from the device.
     """
 
@@ -65,15 +65,15 @@ def named_machine(name: str) -> Machine:
     Raises:
         UsageError: for another name.
     """
-    if name.lower() not in DEVICES:
+    if name not in DEVICES:
         raise UsageError(f"--on {name}; choose from {', '.join(DEVICES)}")
-    rate, memory = DEVICES[name.lower()]
+    rate, memory = DEVICES[name]
     return Machine(name.upper(), torch.device("cuda"), rate, int(memory))
 
 
-def this_machine(device: torch.device) -> Machine:
+def this_machine(device: torch.device, dtype: torch.dtype = torch.float32) -> Machine:
     """Return this machine, with the rate of one short product on the device; the first of two starts libraries."""
-    a = torch.ones(PRODUCT, PRODUCT, device=device)
+    a = torch.ones(PRODUCT, PRODUCT, device=device, dtype=dtype)
     seconds = 0.0
     for _ in range(2):
         started = time.perf_counter()

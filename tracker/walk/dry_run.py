@@ -88,11 +88,7 @@ def _download_lines(
 ) -> list[tuple[str, str]]:
     """Describe the downloads; files that revisions share count once."""
     shape = selection.suite.shape
-    computed = (
-        ""
-        if shape is None
-        else f"computed from the shape that ships in {SHIPPED}, without tokenizers"
-    )
+    computed = f"computed from the shape that ships in {SHIPPED}, without tokenizers"
     lacking: dict[Any, int] = {}  # bytes
     present: dict[Any, int] = {}
     largest = 0  # bytes of a revision
@@ -128,9 +124,7 @@ def _download_lines(
         (
             "sizes",
             "; ".join(
-                f"{counted(count, 'checkpoint')} {source}"
-                for source, count in sources.items()
-                if count
+                f"{counted(count, 'checkpoint')} {source}" for source, count in sources.items()
             ),
         ),
         ("disk", f"at most {size(kept)} of downloads ({limit}); {size(largest)} per checkpoint"),
@@ -148,7 +142,8 @@ def _download_lines(
 def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> tuple[str, Cost]:
     """Return where the model's shape is from, in words, and the cost of measuring one checkpoint."""
     measurement = plan.measurement
-    machine = named_machine(walk.on) if walk.on else this_machine(measurement.device)
+    dtype = measurement.settings.torch_dtype
+    machine = named_machine(walk.on) if walk.on else this_machine(measurement.device, dtype)
     if measurement.own_code:  # the user's code makes the model with its weights
         model, tokenizer = measurement.load(Path(missing[0].source))
         settings = _with_budget(measurement, model, find_blocks(model), machine)
@@ -222,12 +217,10 @@ def _model(
         config = suite.shape.config()
         model = _without_memory(config, AutoModelForCausalLM, torch.float16)
         return model, config, f"from the shape in {SHIPPED}, as the cache has no configuration"
-    if listing is None or selection.offline:
-        cause = (
-            selection.unlisted.get(checkpoint.name) or selection.offline or "it is trained first"
-        )
+    if listing is None:
+        why = selection.unlisted.get(checkpoint.name, selection.offline or "it is trained first")
         raise CheckpointError(
-            f"the cache has no configuration of {checkpoint.source} at {checkpoint.name}: {cause}"
+            f"the cache has no configuration of {checkpoint.source} at {checkpoint.name}: {why}"
         )
     configuration = replace(
         listing, files=tuple(file for file in listing.files if file.name == "config.json")
