@@ -206,7 +206,6 @@ def cost_of(case: Case, settings: Settings, machine: Machine) -> Cost:
     operations = _operations(case, settings, plan)
     groups = ceil(case.rows / plan.rows) if settings.forms_jacobians else 0
     overhead = OVERHEAD * plan.of_row * groups
-    stored, _ = bytes_of(case.model, settings.torch_dtype)
     warning, one = "", plan.bytes_of_jacobian
     if settings.forms_jacobians and plan.kept == "file":
         warning = (
@@ -227,7 +226,7 @@ def cost_of(case: Case, settings: Settings, machine: Machine) -> Cost:
         operations=operations,
         seconds=operations / machine.rate + overhead,
         machine=machine,
-        weights_bytes=stored,
+        weights_bytes=bytes_of(case.model, settings.torch_dtype)[0],
         peak_bytes=_peak(case, settings, plan),
         memory_budget=settings.memory_budget,
         warning=warning,
