@@ -37,7 +37,11 @@ PASSES = 6  # of the model, for each sample: two are recorded, four answer quest
 OVERHEAD = 0.1  # seconds of Python and launches, for each block at each group of rows
 # Float32 operations in a second, and bytes of memory. H200: measured (docs/gpu.md), and the H100 is the same processor; A100: the
 # data sheet's.
-DEVICES = {"a100": (19.5e12, 80e9), "h100": (51.2e12, 80e9), "h200": (51.2e12, 141e9)}
+DEVICES = {
+    "a100": (19.5e12, 80_000_000_000),
+    "h100": (51.2e12, 80_000_000_000),
+    "h200": (51.2e12, 141_000_000_000),
+}
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 PRODUCT = 2048  # width of the matrices of the product that is timed
 
@@ -68,7 +72,7 @@ def named_machine(name: str) -> Machine:
     if name not in DEVICES:
         raise UsageError(f"--on {name}; choose from {', '.join(DEVICES)}")
     rate, memory = DEVICES[name]
-    return Machine(name.upper(), torch.device("cuda"), rate, int(memory))
+    return Machine(name.upper(), torch.device("cuda"), rate, memory)
 
 
 def this_machine(device: torch.device, dtype: torch.dtype = torch.float32) -> Machine:
