@@ -565,7 +565,7 @@ def test_models_without_one_list_of_blocks_are_refused():
         )
     with pytest.raises(
         UsageError,
-        match=r"2 lists of 3 blocks found \('left.encoder.layers', 'right.encoder.layers'\)",
+        match=r"2 lists of blocks found \(left.encoder.layers, right.encoder.layers\)",
     ):
         find_blocks(TwoEncoders())
     assert len(find_blocks(TwoEncoders(), "left.encoder.layers").names) == DEPTH

@@ -186,8 +186,6 @@ BASIS = dict.fromkeys(("jacobian", "left_singular_vector", "right_singular_vecto
 GROW = (
     "singular_value",
     "isotropic",
-    "symmetric_norm",
-    "antisymmetric_norm",
     "offdiag",
     "offdiag_level",
     "matrix",
