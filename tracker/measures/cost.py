@@ -241,7 +241,7 @@ def _operations(case: Case, settings: Settings, plan: Plan) -> float:
     """Return the operations of the passes and, if it is measured, of the coupling, as the module states them."""
     d, K, B, R = plan.d, plan.K, plan.of_row, case.rows
     weights = sum(p.numel() for p in case.model.parameters())
-    passes = 2 * PASSES * weights * sum(case.lengths)
+    passes = 2.0 * PASSES * weights * sum(case.lengths)
     if not settings.includes("coupling"):
         return passes
     of_jacobian = 2 * d * _weights_of_block(case, weights)
