@@ -21,7 +21,6 @@ COMMANDS = {
     "report results": "all",
     "figures all results": "all",
     "vit-train": "all",
-    "checkpoints list 70m": "all",
 }
 
 
