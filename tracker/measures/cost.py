@@ -8,8 +8,7 @@ Jacobians with their singular vectors, the pairs of blocks, and the passes of th
 
     seconds = operations / rate + B G OVERHEAD, with G groups of rows that are measured together
 
-Products of the Jacobians that are not made (a quarter to a half) and the rate that the others lack nearly cancel: from 512 wide
-on, ten measurements on two cores took 0.6 to 1.5 times these seconds (docs/cost.md).
+Products of the Jacobians that are not made and the rate that the others lack nearly cancel: docs/cost.md has measured times.
 """
 
 import time
@@ -25,7 +24,7 @@ from tracker.common.text import counted, duration, entry, size
 from tracker.linalg.costs import decomposition
 from tracker.measures.calls import record_call
 from tracker.measures.layers import check_kept, kept_bytes
-from tracker.measures.plan import Plan, make_plan, measured_calls
+from tracker.measures.plan import Plan, make_plan
 from tracker.measures.settings import Settings
 from tracker.model.description import Blocks
 from tracker.model.inputs import Batch
@@ -33,7 +32,7 @@ from tracker.model.replica import Replica
 from tracker.model.weights import bytes_of, converted_block
 from tracker.model.wrappers import unwrap
 
-PASSES = 6  # of the model, for each sample: two are recorded, four answer questions of the witness
+PASSES = 6  # forward, of the blocks: 5.7 to 8.7 were counted in three small models, recording and questions together
 OVERHEAD = 0.1  # seconds of Python and launches, for each block at each group of rows
 # Float32 operations in a second, and bytes of memory. H200: measured (docs/gpu.md), and the H100 is the same processor; A100: the
 # data sheet's.
@@ -194,7 +193,7 @@ def cost_of_calls(
         rows_of_all,
         recording.calls[0].x.shape[-1],
         len(recording.calls),
-        len(measured_calls(recording)) > len(recording.calls),
+        recording.normed_last is not None,
     )
     return cost_of(case, settings, machine)
 
