@@ -345,7 +345,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "map_on_cores: cores == 1 -> cores == 2",
     ),
     "tracker/linalg/costs.py": (
-        "eigenvectors_are_cheaper: d // 4 -> d % 4",
+        "_eigenvectors_suit: d // 4 -> d % 4",
         "krylov_is_cheaper: _iteration(d, K, dtype, device) + cost.square * d ** 3 -> _iteration(d, K, dtype, device) - cost.square * d ** 3",
         "krylov_is_cheaper: d ** 3 -> d ** 4 (2)",
     ),

@@ -41,7 +41,7 @@ class Run:
     @property
     def container(self) -> str:
         """The name of the module that holds them."""
-        return self.names[0].rpartition(".")[0]
+        return parent(self.names[0])
 
     def __str__(self) -> str:
         times = "" if self.depth == len(self.names) else f"{self.depth} times "

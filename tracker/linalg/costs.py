@@ -57,9 +57,7 @@ def krylov_is_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) 
 
 def eigenvectors_are_cheaper(d: int, K: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether eigenvectors of J J^T are expected to take less time than an iteration and than full decomposition."""
-    if d < NARROWEST or K > d // 4:
-        return False
-    return (
+    return _eigenvectors_suit(d, K) and (
         not basis_fits(d, K) or _iteration(d, K, dtype, device) >= costs_of(device).symmetric * d**3
     )
 
@@ -69,9 +67,13 @@ def decomposition(d: int, K: int, dtype: torch.dtype) -> float:
     ways = [CPU.full * d**3]
     if basis_fits(d, K):
         ways.append(_iteration(d, K, dtype, torch.device("cpu")))
-    if d >= NARROWEST and K <= d // 4:
+    if _eigenvectors_suit(d, K):
         ways.append(CPU.symmetric * d**3)
     return min(ways) + CPU.square * d**3
+
+
+def _eigenvectors_suit(d: int, K: int) -> bool:
+    return d >= NARROWEST and K <= d // 4
 
 
 def _iteration(d: int, K: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -91,7 +91,7 @@ def spectra(layers: Sequence[Layer], parts: Mapping[str, str]) -> dict[str, Tens
     """Return parts of the triplets, by name, and the declared parts of null levels, of every row, by layer."""
     triplets = [layer.triplets for layer in layers]
     values = {name: _stacked(triplets, part) for name, part in parts.items()}
-    alignment = (_stacked(triplets, "U") * _stacked(triplets, "V")).sum(-2)
+    alignment = torch.stack([(of_layer.U * of_layer.V).sum(-2) for of_layer in triplets], 1)
     values["alignment"] = torch.where(_stacked(triplets, "determined"), alignment, torch.nan)
     values["isotropic"] = torch.stack([layer.moments.isotropic for layer in layers], 1)
     return values

@@ -39,10 +39,11 @@ def default_budget(device: "torch.device", weights: int, total: int | None = Non
     """
     from tracker.model.recording import host_memory
 
-    memory = None if total else _free_and_total(device)
-    if memory is None and total is None:
-        return host_memory()
-    total = memory[1] if memory else total or 0
+    if total is None:
+        memory = _free_and_total(device)
+        if memory is None:
+            return host_memory()
+        _, total = memory
     left = total * 9 // 10 - weights  # a tenth for the driver, libraries and fragmentation
     return left if total // 8 <= left < total // 2 else total // 2
 
