@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import tracker
-from tests.models import Encoder, build, images, timm_vit
+from tests.models import build, images, timm_vit
 from tracker import pythia
 from tracker.common.errors import UsageError
 
@@ -174,22 +174,6 @@ def test_prompts_without_a_class_token_are_refused(made, message):
         measured(hugging_face("Bert"), PROMPTS, made(), "cls")
 
 
-@pytest.mark.parametrize(
-    "family, head",
-    [
-        ("Bert", "Model"),
-        ("Roberta", "ForSequenceClassification"),
-        ("Electra", "ForSequenceClassification"),
-    ],
-)
-def test_ids_have_a_class_token_if_a_pooler_or_classifier_reads_it(family, head):
-    ids = torch.tensor([[6, 7, 8, 9], [9, 8, 7, 6]])
-    assert at(measured(hugging_face(family, head), ids, tokens="cls")) == [0, 0]
-    assert (
-        tracker.measure(hugging_face(family, head), ids, tokens="cls", k=2, dry_run=True).rows == 2
-    )
-
-
 def test_the_class_token_that_a_config_states():
     model = hugging_face("ModernBert", cls_token_id=2)
     assert at(measured(model, torch.tensor([[2, 7, 8], [2, 8, 6]]), tokens="cls")) == [0, 0]
@@ -199,37 +183,12 @@ def test_the_class_token_that_a_config_states():
         measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
 
 
-class Mean(nn.Module):
-    """A classifier that reads the mean over all tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = Encoder(causal=False)
-
-    def forward(self, ids):
-        return self.encoder(ids).mean(1)
-
-
 @pytest.mark.parametrize(
-    "model",
-    [
-        lambda: hugging_face("Bert", "ForMaskedLM"),
-        lambda: hugging_face("GPT2", "ForSequenceClassification", pad_token_id=0),
-        lambda: hugging_face("GPTNeoX", "ForCausalLM"),
-        Mean,
-    ],
+    "inputs", [torch.tensor([[6, 7, 8, 9]]), {"input_ids": torch.tensor([[6, 7]])}]
 )
-def test_ids_of_models_that_read_other_tokens_are_refused(model):
-    with pytest.raises(
-        UsageError, match="no class token: no pooler or classifier reads position 0 alone"
-    ):
-        measured(model(), torch.tensor([[6, 7, 8, 9], [9, 8, 7, 6]]), tokens="cls")
-
-
-def test_padding_on_the_left_of_ids_is_refused():
-    padded = {"input_ids": torch.tensor([[0, 6, 7]]), "attention_mask": torch.tensor([[0, 1, 1]])}
-    with pytest.raises(UsageError, match="begins with padding"):
-        measured(hugging_face("Bert"), padded, tokens="cls")
+def test_ids_of_a_model_whose_config_states_no_class_token_are_refused(inputs):
+    with pytest.raises(UsageError, match=r"only a config can state the class token .* or indices"):
+        measured(hugging_face("Bert"), inputs, tokens="cls")
 
 
 # Stores.

@@ -174,7 +174,6 @@ KNOWN: dict[str, dict[str, str]] = {
 SURVIVORS: dict[str, tuple[str, ...]] = {
     "checkpoints/configuration.py": (
         "Shape.file_bytes: 2 * self.parameters -> 3 * self.parameters",
-        "_check_entries: value > most -> value <= most",
         "check_index: not isinstance(file, str) or Path(file).name != file -> not isinstance(file, str) and Path(file).name != file",
     ),
     "checkpoints/disk.py": (
@@ -252,7 +251,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/blocks/class_token.py": (
         "_why_no_class_token: batch.valid is not None -> batch.valid is None",
-        "_why_no_class_token: batch.valid is not None and (not batch.valid[:, 0].all()) -> batch.valid is not None or not batch.valid[:, 0].all()",
         "_why_no_class_token: other is None -> other is not None",
     ),
     "tracker/blocks/find.py": (

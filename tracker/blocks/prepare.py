@@ -62,7 +62,7 @@ def prepare(
         new_replica = partial(Replica, model, dtype=dtype, device=device, gather=gather)
         replica = new_replica(_find(model, blocks, new_replica, calls[0]))
         if tokens == "cls" and replica.description.class_token is None:
-            require_class_token(replica, calls)
+            require_class_token(calls)
             # A replica's description stays as it is: another one states the token.
             replica = new_replica(replace(replica.description, class_token=0))
         yield replica
