@@ -14,7 +14,9 @@ from tracker.analysis.across_models import (
     compare_models,
     independence_note,
 )
+from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
+from tracker.analysis.regression import holm
 from tracker.figures import drawing
 from tracker.figures.__main__ import main
 from tracker.figures.selection import draw
@@ -123,19 +125,26 @@ def test_figures_also_fit_the_means_of_clusters(results, monkeypatch):
     ] == [7, 4]
     assert table.p[1] == pytest.approx(fit.pvalue)
 
-    _, table = draw("definitions", results, 4)
-    row = table[(table.measure == "offdiag_normalized") & (table.pairs == "mean_offdiag")].iloc[0]
-    assert (
-        row.cluster_n == 4
-        and row.cluster_p == pytest.approx(fit.pvalue)
-        and row.cluster_r == pytest.approx(fit.rvalue)
-    )
-
 
 @pytest.mark.slow
 def test_the_page_has_both_fits(results):
     found = compared(results)
     assert found["independence"] == independence_note(results)
+    last = [ds.isel(step=-1) for ds in results.values()]
+    expected = [
+        float((null_level(ds, "miscoupling_release") - ds.miscoupling_release).mean())
+        for ds in last
+    ]
+    values = found["coupling"]["miscoupling_release"][4]["mean"]["values"]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+    every = [
+        one["fit"]
+        for of_measure in found["coupling"].values()
+        for of_k in of_measure.values()
+        for one in of_k.values()
+    ]
+    corrected = holm(np.array([fit["p"] for fit in every]))
+    np.testing.assert_allclose([fit["p_holm"] for fit in every], corrected)
     at = found["coupling"]["offdiag_normalized"][4]["mean_offdiag"]
     fit = stats.linregress(means(at["values"]), means(found["score"]))
     assert at["fit"]["averaged"]["p"] == pytest.approx(fit.pvalue) and at["fit"]["n"] == 7
@@ -163,9 +172,6 @@ def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
         at["size_fits"]["width"]["averaged"],
     ]
     assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]
-    table = draw("definitions", unknown, 4)[1].set_index(["measure", "k", "pairs"])
-    assert table.loc[("miscoupling", 4, "mean"), ["r2", "cluster_r2"]].isna().all()
-    assert table.loc[("offdiag_normalized", 4, "mean"), ["r2", "cluster_r2"]].notna().all()
 
 
 @pytest.mark.slow

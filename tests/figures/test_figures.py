@@ -25,13 +25,13 @@ from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.selection import draw
-from tracker.measures.registry import BY_NAME, MISCOUPLINGS
+from tracker.measures.registry import BY_NAME
 from tracker.measures.settings import USUAL
 from tracker.report.contents import contents
 from tracker.store import Store
 from tracker.store import open_results as read_results
 
-K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4", "definitions")
+K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4")
 
 
 @cache
@@ -489,10 +489,6 @@ def test_fits_of_few_points_are_not_drawn(several, tmp_path):
         table.r2.notnull().all()
         and not np.isfinite(np.asarray(figure.axes[0].lines[0].get_xdata(), float)).any()
     )
-    figure, table = figure_of("definitions", *several)
-    assert table.r.notnull().all() and {text.get_text() for text in figure.axes[0].texts} == {
-        "n = 5"
-    }
 
 
 @pytest.mark.slow
@@ -581,7 +577,7 @@ def test_the_docs_state_how_every_figure_is_drawn():
             assert "median" in drawn or drawn.startswith("as 33"), name
         if {"pca", "noise_similarity"} & set(figure.needs):
             assert "without the final norm" in drawn, "which is not stored"
-        if MEASURE in figure.needs and name not in ("curves", "definitions"):
+        if MEASURE in figure.needs and name != "curves":
             assert "coupling as in the paper" in drawn or name == "1c", name
         assert (figure.results < 4) == ("4 models or more with scores" not in results), name
         of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
@@ -628,29 +624,6 @@ def test_subsets_of_models(several, tmp_path):
     fit = stats.linregress(made.c[made.architecture == "b"], made.score[made.architecture == "b"])
     only = table[table.subset == "b only"].iloc[0]
     close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
-
-
-@pytest.mark.parametrize("convention", ["package", "paper"])
-def test_definitions(convention, several):
-    results = {path.name: open_results(path).sel(k=[8]) for path in several}
-    figure, table = draw("definitions", results, convention=convention)
-    assert len(table) == 2 * len(MISCOUPLINGS) * 3  # each before the final norm too
-    (row,) = table[(table.measure == "miscoupling_release") & (table.pairs == "mean")].itertuples()
-    last = [ds.isel(step=-1) for ds in results.values()]
-    # A block's own basis is exact: its null level is 0
-    levels = [null_level(ds, "miscoupling_release") * (convention == "package") for ds in last]
-    couplings = [
-        float((level - ds.miscoupling_release.astype(float)).mean())
-        for level, ds in zip(levels, last, strict=True)
-    ]
-    fit = stats.linregress(couplings, [float(ds.score.mean()) for ds in last])
-    close([row.r, row.p], [fit.rvalue, fit.pvalue], rtol=1e-5)
-    word = {"package": "coupling", "paper": "minus mis-coupling"}[convention]
-    assert f"r of {word} and score" in figure.axes[-1].get_ylabel()
-    figure.draw_without_rendering()
-    cells = figure.axes[0].get_window_extent()
-    labels = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
-    assert cells.width > 50 and min(label.x0 for label in labels) >= 0, "one K leaves room for both"
 
 
 @pytest.mark.slow

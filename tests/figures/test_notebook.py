@@ -216,7 +216,7 @@ def test_one_step_of_a_store(measured):
         ("1a", "no scores; give results of several models with scores"),
         (
             "nothing",
-            "unknown figure 'nothing'; choose from curves, heatmap, 1a, .*, table1, table4, definitions, .*, 1d, 1e, ",
+            "unknown figure 'nothing'; choose from curves, heatmap, 1a, .*, table1, table4, .*, 1d, 1e, ",
         ),
         ("heatmp", "unknown figure 'heatmp'; did you mean 'heatmap'\\? Choose from curves"),
         ("Fig. 1b", "unknown figure 'Fig. 1b'; did you mean '1b'\\?"),

@@ -163,12 +163,11 @@ def properties_of(results: Results, properties: Mapping[str, Callable]) -> pd.Da
     return pd.DataFrame({"result": list(results), "cluster": cluster_labels(results), **columns})
 
 
-def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
+def final_couplings(points: Results) -> xr.DataArray:
     """Collect couplings, null level minus mis-coupling, after the last step, for the measures and K that all results have.
 
     Args:
         points: for each result, the Dataset of `curves.curves` or of the page's summary.
-        below_null: False for minus mis-coupling.
 
     Returns:
         Coupling, (result, measure, k, pairs).
@@ -187,8 +186,7 @@ def final_couplings(points: Results, below_null: bool = True) -> xr.DataArray:
     pairs = {"k": ks, "pairs": list(PAIRS)}
     chosen = []
     for ds in last:
-        levels = {name: ds[f"{name}_null"] if below_null else 0 for name in names}
-        couplings = xr.Dataset({name: levels[name] - ds[name] for name in names})
+        couplings = xr.Dataset({name: ds[f"{name}_null"] - ds[name] for name in names})
         chosen.append(couplings.sel(pairs).to_array("measure"))
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 

@@ -25,7 +25,7 @@ from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.onset import Onset, onset
 from tracker.analysis.pairs import counted_pairs, independent_pairs
-from tracker.analysis.regression import cluster_means, holm, linear_fit
+from tracker.analysis.regression import holm, linear_fit
 from tracker.analysis.selections import number_of_blocks, opened, require_names, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
 from tracker.common.errors import UsageError
@@ -240,26 +240,16 @@ def suspect(results: xr.Dataset) -> np.ndarray:
     return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
 
 
-def correlations(
-    coupling: xr.DataArray, y: np.ndarray, clusters: np.ndarray | None = None
-) -> pd.DataFrame:
+def correlations(coupling: xr.DataArray, y: np.ndarray) -> pd.DataFrame:
     """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
 
-    p_holm is p corrected for all rows. Where clusters are given and some samples share one, cluster_n, cluster_r, cluster_r2 and
-    cluster_p are of the fit in which each cluster counts once, as its mean.
+    p_holm is p corrected for all rows.
     """
     stacked = coupling.stack(which=("measure", "k", "pairs"))
     rows = []
     for i, (measure, k, pairs) in enumerate(stacked["which"].values):
-        x = stacked.values[:, i]
-        row = {"measure": str(measure), "k": int(k), "pairs": str(pairs), **linear_fit(x, y)}
-        means = (
-            None if clusters is None else cluster_means(pd.DataFrame({"x": x, "y": y}), clusters)
-        )
-        if means is not None:
-            fit = linear_fit(means["x"].to_numpy(), means["y"].to_numpy())
-            row |= {f"cluster_{name}": fit[name] for name in ("n", "r", "r2", "p")}
-        rows.append(row)
+        fit = linear_fit(stacked.values[:, i], y)
+        rows.append({"measure": str(measure), "k": int(k), "pairs": str(pairs), **fit})
     table = pd.DataFrame(rows)
     return table.assign(p_holm=holm(table["p"].to_numpy()))
 

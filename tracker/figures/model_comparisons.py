@@ -1,6 +1,6 @@
 """Figures that compare results, one point per result, or prompts of a result: one property against another, with its fit.
 
-Also: R^2 in subsets of the results, and the correlation of score and coupling by definition of coupling.
+Also: R^2 in subsets of the results.
 
 Values are those after the last step. Intervals of R^2 treat results as independent (Fisher's z); intervals of a coupling are over
 its prompts. Where results are not independent (`across_models.cluster_labels`), a second fit has one point per cluster.
@@ -23,9 +23,7 @@ from tracker.analysis.across_models import (
     Property,
     Results,
     architecture,
-    cluster_labels,
     controlled_fit,
-    final_couplings,
     fit_line,
     independence_note,
     mean_score,
@@ -34,7 +32,7 @@ from tracker.analysis.across_models import (
     subset_fits,
     tokens_seen,
 )
-from tracker.analysis.curves import correlations, curves, sources
+from tracker.analysis.curves import sources
 from tracker.analysis.regression import (
     FEWEST_POINTS,
     MIN_POINTS,
@@ -52,20 +50,14 @@ from tracker.figures.coupling import (
 )
 from tracker.figures.drawing import (
     BLUE,
-    DIVERGING,
     GREY,
     LETTERS_OF_LABEL,
     ORANGE,
-    PAIR_WORDS,
-    colour_map,
-    definition,
     fit_text,
     fitted_line,
     label_y,
     panels,
 )
-from tracker.measures.declaration import NORMED
-from tracker.measures.registry import MISCOUPLINGS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +72,6 @@ COUPLING, SCORE = "coupling", "score"
 BENCHMARK = "gsm8k"
 OF_PROMPTS = {"difficulty": "Difficulty of the prompt", "tokens": "Tokens of the prompt"}
 LETTERS_PER_INCH = 19  # of a note below a figure
-INCHES_PER_LETTER = 0.065  # of a label of 8 points
 
 
 def comparison(
@@ -203,59 +194,6 @@ def subsets(results: Results, choices: Choices) -> "Plotted":
     axes.set(xlim=(-0.02, 1.02), ylim=(-0.6, len(fits) - 0.4), xlabel=f"R² of score on {coupling}")
     _annotate(figure, results, table, choices)
     return figure, fits
-
-
-def definitions(results: Results, choices: Choices) -> "Plotted":
-    """Draw the correlation of the score with coupling by each mis-coupling, K and choice of layer pairs."""
-    score = mean_score(results)[1]
-    measures = [*MISCOUPLINGS, *(f"{name}{NORMED}" for name in MISCOUPLINGS)]
-    points = {name: curves(ds.isel(step=[-1]), measures) for name, ds in results.items()}
-    couplings = final_couplings(points, below_null=not choices.paper)
-    scores = np.array([score(ds) for ds in results.values()])
-    table = correlations(couplings, scores, clusters=cluster_labels(results))
-    labels = {name: definition(name) for name in measures}
-    shown = table.replace({"measure": labels})
-    figure = correlation_heatmap(shown, SCORE, choices.ax, coupling_word(choices))
-    _write_below(figure, choices, [independence_note(results)])
-    return figure, table
-
-
-def correlation_heatmap(
-    table: pd.DataFrame, y: str, target: "Axes | None" = None, coupling: str = "coupling"
-) -> "Figure":
-    """Draw r of coupling and y by definition, layer pairs and K; a star marks corrected p below 0.05.
-
-    Of fewer than `FEWEST_POINTS` points, the number of points is drawn instead of r.
-
-    Args:
-        table: the rows of `statistics.correlations`.
-        coupling: what they hold of a definition, in words.
-    """
-    ks = sorted(set(table.k))
-    definitions = list(dict.fromkeys(zip(table.measure, table.pairs, strict=True)))
-    rows = table.set_index(["measure", "pairs", "k"])
-    labels = [f"{measure}, {PAIR_WORDS[pairs]}" for measure, pairs in definitions]
-    beside = 1.5 + INCHES_PER_LETTER * max(map(len, labels))  # labels, and the bar of colours
-    size = beside + 0.9 * len(ks), 0.9 + 0.33 * len(definitions)
-    figure, (axes,) = panels(1, target, size=size)
-    axes.grid(False)
-    enough = rows.r.where(rows.n >= FEWEST_POINTS)
-    r = np.array([[enough[(measure, pairs, k)] for k in ks] for measure, pairs in definitions])
-    image = axes.imshow(r, cmap=colour_map(DIVERGING), vmin=-1, vmax=1, aspect="auto")
-    for i, j in np.ndindex(r.shape):
-        star = "*" if rows.p_holm[(*definitions[i], ks[j])] < 0.05 else ""
-        colour = "white" if abs(r[i, j]) > 0.6 else "black"
-        text = (
-            f"{r[i, j]:z.2f}{star}".replace("-", "−")
-            if np.isfinite(r[i, j])
-            else f"n = {rows.n[(*definitions[i], ks[j])]}"
-        )
-        axes.text(j, i, text, ha="center", va="center", fontsize=8, color=colour)
-    axes.set_xticks(range(len(ks)), [f"K = {k}" for k in ks])
-    axes.set_yticks(range(len(definitions)), labels, fontsize=8)
-    bar = figure.colorbar(image, ax=axes)
-    bar.set_label(f"Correlation r of {coupling} and {y}\n(*: p < 0.05, corrected)")
-    return figure
 
 
 def _scatter(

@@ -249,11 +249,6 @@ _DECLARATIONS = (
     _against_score(
         "table4", "R² of coupling and score for subsets of models", model_comparisons.subsets
     ),
-    _against_score(
-        "definitions",
-        "Correlation of the score with coupling, by definition",
-        model_comparisons.definitions,
-    ),
     # Not in the paper.
     FigureSpec(
         "products",
