@@ -261,7 +261,7 @@ def _why_not_measurable(
                     require_derivative(call, rows, replica.dtype)
                     if settings.derivative != "autograd":
                         _, group = next(rows.disjoint_groups())
-                        settle_full_sequence(call, group, settings.derivative == "values")
+                        settle_full_sequence(call, group)
     except FAILURES as error:  # of the model's code, too
         raise_device_errors(error)
         return error

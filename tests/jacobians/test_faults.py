@@ -333,13 +333,6 @@ def test_proposed_spans_give_the_true_jacobian(name):
     assert_right(ds, model, states(model, fault), 1e-7, fault.positions)
 
 
-@pytest.mark.parametrize("name", [".data", "item() of one sample"])
-def test_what_autograd_can_not_be_made_to_see_is_refused_also_on_request(name):
-    fault = FAULTS[name]
-    with pytest.raises(UsageError, match=NOT_GIVEN):
-        fault.measured(fault.model(), torch.float32, derivative="values")
-
-
 @pytest.mark.parametrize("name", ["mean of the batch", "wrong backward", "a gate"])
 def test_what_begins_in_a_training_is_refused_at_each_of_its_steps(name):
     """Also where the same `Watch` has measured other steps, or another model of the same modules."""

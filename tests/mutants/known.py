@@ -335,9 +335,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "restrict.f.handler: past.key.shape[-2] -> past.key.shape[-3]",
         "restrict: len(divided) > 1 -> len(divided) >= 1",
     ),
-    "tracker/jacobians/rows.py": (
-        "full_sequence_jacobian: call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int=1 << 30, attached: bool=False -> call: BlockCall, rows: Rows, recorded_dtype: torch.dtype, memory: int=1 << 30, attached: bool=True",
-    ),
     "tracker/linalg/cores.py": (
         "map_on_cores: cores == 1 -> cores != 1",
         "map_on_cores: cores == 1 -> cores == 2",

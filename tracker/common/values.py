@@ -20,8 +20,7 @@ Method = Literal["auto", "full", "krylov"]  # of finding singular vectors
 Precision = Literal["float32", "tf32", "bfloat16"]
 Dtype = Literal["float32", "float64"]
 Witness = Literal["model", "off"]  # whether the caller's model itself is asked about its blocks
-# Whether J is compared with differences of values; with "values", J is their derivative: `detach` has no effect.
-Derivative = Literal["checked", "autograd", "values"]
+Derivative = Literal["checked", "autograd"]  # whether J is compared with differences of values
 UNITS = ("B", "KB", "MB", "GB", "TB")
 TOKEN_CHOICES = ("last", "cls", "all")
 # Of walks and replays, by default

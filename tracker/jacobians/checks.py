@@ -44,22 +44,19 @@ from tracker.model.recording import BlockCall, recording_kernels
 from tracker.model.replica import irreproducible
 
 
-def derivative_error(
-    call: BlockCall, rows: Rows, row_attention: RowAttention, attached: bool
-) -> float:
+def derivative_error(call: BlockCall, rows: Rows, row_attention: RowAttention) -> float:
     """Return the relative difference of J^T u between single rows and the full sequence, for random u.
 
     Args:
         rows: of different samples.
-        attached: whether `detach` is the identity.
     """
     x = rows.select_sources(call.x)
     u = standard_normal(x.shape, x)
     with slicing_errors():
-        block = linearize_rows(restrict([(call, rows)], row_attention, attached), x)
+        block = linearize_rows(restrict([(call, rows)], row_attention), x)
         gradient = block.pullback(u[None])[0]
     with replay_errors(call):
-        expected = linearize_full_sequence(call, rows, attached).pullback(u[None])[0]
+        expected = linearize_full_sequence(call, rows).pullback(u[None])[0]
     identity = u if rows.source is None else torch.zeros_like(u)
     return float(relative_error(gradient - identity, expected - identity, u, x.dtype))
 

@@ -18,7 +18,7 @@ agree then is settled by a linearization of its own, with several steps: for ran
   must say the same.
 - If they do not converge, as with weights so large that every step crosses a jump, forward mode must agree with reverse mode.
 - What `detach` holds constant is constant by the model's definition. A disagreement that goes away where `detach` is the
-  identity is accepted, and reported with its size; `derivative="values"` measures with `detach` as the identity.
+  identity is accepted, and reported with its size.
 """
 
 from collections.abc import Callable, Iterator
@@ -122,7 +122,6 @@ def settle(
     J: Float[Tensor, "R d d"],
     allowed: float,
     row_attention: RowAttention | None,
-    attached: bool = False,
 ) -> Independent:
     """Return what agrees with J at rows that differ from their values by more than is allowed.
 
@@ -132,45 +131,42 @@ def settle(
         J: their Jacobians.
         allowed: the error.
         row_attention: that of single rows; None: they are in the full sequence.
-        attached: whether `detach` is the identity.
 
     Raises:
         UsageError: if reverse mode does not give the derivative of the block's values.
         NotSliceable: if that is so at single rows alone.
     """
     if row_attention is None:
-        return _settle(call, rows, _function_of(rows, None, attached), (J, allowed))
+        return _settle(call, rows, _function_of(rows, None), (J, allowed))
     found = None
     with suppress(UsageError):
-        at_rows = _function_of(rows, row_attention, attached)
+        at_rows = _function_of(rows, row_attention)
         found = _settle(call, rows, at_rows, (J, allowed))
         if found.method != DETACHED:
             return found
     groups = [group for _, group in rows.disjoint_groups()]
-    methods = {settle_full_sequence(call, group, attached).method for group in groups}
+    methods = {settle_full_sequence(call, group).method for group in groups}
     # What the block's own code detaches is detached in the full sequence, too.
     if found is None or DETACHED not in methods:
         raise NotSliceable("the derivative at single rows is not that of their values")
     return found
 
 
-def settle_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> Independent:
+def settle_full_sequence(call: BlockCall, rows: Rows) -> Independent:
     """Return what agrees with reverse mode at rows of the full sequence, no two of one sample.
 
     Raises:
         UsageError: if reverse mode does not give the derivative of the block's values.
     """
-    return _settle(call, rows, _function_of(rows, None, attached))
+    return _settle(call, rows, _function_of(rows, None))
 
 
-def amplified_rounding(
-    call: BlockCall, rows: Rows, row_attention: RowAttention | None, attached: bool = False
-) -> float:
+def amplified_rounding(call: BlockCall, rows: Rows, row_attention: RowAttention | None) -> float:
     """Return how far roundings take J^T u from its true value, relative to it; 0 if the code does not run in float64.
 
     Arguments as in `settle`.
     """
-    function_of = _function_of(rows, row_attention, attached)
+    function_of = _function_of(rows, row_attention)
     try:
         with _in(torch.float64, call) as fine:
             function, x = function_of(fine), rows.select_sources(fine.x)
@@ -192,14 +188,14 @@ class Function:
 FunctionOf = Callable[[BlockCall], Function]
 
 
-def _function_of(rows: Rows, row_attention: RowAttention | None, attached: bool) -> FunctionOf:
+def _function_of(rows: Rows, row_attention: RowAttention | None) -> FunctionOf:
     """Return what makes the function of a call at rows; arguments as in `settle`."""
 
     def function_of(call: BlockCall) -> Function:
         if row_attention is None:
-            f = full_sequence(call, rows, attached)
+            f = full_sequence(call, rows)
             return Function(f, partial(running_full_sequence, call))
-        return Function(restrict([(call, rows)], row_attention, attached), running_rows)
+        return Function(restrict([(call, rows)], row_attention), running_rows)
 
     return function_of
 

@@ -45,22 +45,15 @@ RowAttention = Callable[
 ]
 
 
-def restrict(
-    selections: Sequence[CallRows], row_attention: RowAttention, attached: bool = False
-) -> RowFunction:
+def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
     """Return the block as a function of the selected rows alone, (R, d) -> (R, d), the rows of each call after one another.
 
     For rows with other sources it is a function of the sources.
-
-    Args:
-        attached: whether `detach` is the identity in the block's code.
 
     Raises:
         NotSliceable: if an argument can't be divided into rows; also from the function itself, where attention is not
             the plain self-attention that was recorded.
     """
-    if attached:
-        return without_detach(restrict(selections, row_attention))
     if selections[0][1].source is not None:
         return _restrict_to_sources(selections, row_attention)
     call = selections[0][0]
@@ -163,10 +156,8 @@ def _restrict_to_sources(
     return f
 
 
-def full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> RowFunction:
+def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     """Return the block as a function of the rows (or their sources) within full sequences; no two rows of one sample."""
-    if attached:
-        return without_detach(full_sequence(call, rows))
     at = rows.on(call.x.device)
 
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
@@ -213,14 +204,14 @@ def running_rows(buffers: FreeBuffers | None = None) -> Iterator[Roundings]:
         yield roundings
 
 
-def linearize_full_sequence(call: BlockCall, rows: Rows, attached: bool = False) -> Linearization:
+def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
     """Linearize a block at rows within their full sequences, no two of one sample.
 
     Raises:
         UsageError: if the block's code raises when it runs again.
     """
     with running_full_sequence(call) as roundings:
-        block = linearize(full_sequence(call, rows, attached), rows.select_sources(call.x))
+        block = linearize(full_sequence(call, rows), rows.select_sources(call.x))
     return replace(block, rounded=roundings.seen)
 
 
@@ -272,16 +263,6 @@ _HIDES = {
     Tensor.item: "item()",
     Tensor.tolist: "tolist()",
 }
-
-
-def without_detach(f: RowFunction) -> RowFunction:
-    """Return the same function with `detach` as the identity."""
-
-    def attached(x: Tensor) -> Tensor:
-        with WithoutDetach():
-            return f(x)
-
-    return attached
 
 
 @contextmanager

@@ -120,8 +120,7 @@ class Jacobians:
             "bfloat16". Checks, norms, the residual stream and attention within a row stay in float32.
         memory: how many bytes the products that run at once may keep alive.
         advance: called by those who use them, with the number of rows that have passed a stage in one block.
-        derivative: "autograd" leaves out the comparison with differences of values (`independent`); "values" takes `detach`
-            as the identity.
+        derivative: "autograd" leaves out the comparison with differences of values (`independent`).
     """
 
     def __init__(
@@ -147,10 +146,6 @@ class Jacobians:
         self.without_halves: dict[int, str] = {}
         self._reproduced: dict[int, bool] = {}
         self._buffers: FreeBuffers = []
-
-    @property
-    def _attached(self) -> bool:
-        return self.derivative == "values"
 
     @contextmanager
     def with_more_memory(self, size: int) -> Iterator[None]:
@@ -237,9 +232,8 @@ class Jacobians:
                 asked,
                 products,
                 call.x.itemsize,
-                partial(amplified_rounding, call, rows.subset(at), path, self._attached),
+                partial(amplified_rounding, call, rows.subset(at), path),
                 exact=self.precision == "float32",
-                gradients=not self._attached,
                 differences=of_values,
             )
 
@@ -292,7 +286,7 @@ class Jacobians:
         self, call: BlockCall, rows: Rows, reason: str
     ) -> tuple[Float[Tensor, "R d d"], CheckResults]:
         J, value_error, rounded = full_sequence_jacobian(
-            call, rows, self.replica.dtype, self.memory, self._attached
+            call, rows, self.replica.dtype, self.memory
         )
         J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
         if not self.fallbacks:
@@ -305,7 +299,7 @@ class Jacobians:
         self.fallbacks[call.layer] = reason
         errors = torch.empty(len(rows))
         for index, group in rows.disjoint_groups():
-            f = full_sequence(call, group, self._attached)
+            f = full_sequence(call, group)
             (at,) = to_device(J.device, index)
             (of_group,) = self._compare(
                 [(call, group)], f, J[at], rounded, None, evaluating_full_sequence(call)
@@ -347,9 +341,7 @@ class Jacobians:
             differ = ~(of_rows <= allowed)  # also where an error is NaN
             if differ.any():
                 (at,) = to_device(J.device, differ)
-                outcome = settle(
-                    call, rows.subset(differ), of_call[at], allowed, row_attention, self._attached
-                )
+                outcome = settle(call, rows.subset(differ), of_call[at], allowed, row_attention)
                 self._note(call, outcome)
                 of_rows = of_rows.masked_fill(differ, outcome.error)
             found.append(tuple(of_rows.tolist()))
@@ -364,8 +356,7 @@ class Jacobians:
         }:
             warn_caller(
                 f"block {call.layer} ({call.name}): {outcome.reason} (relative); its Jacobian is that with these tensors held "
-                "constant, derivative='values' measures that of what the block computes; the Dataset's attribute "
-                "'independent_checks' lists all such blocks"
+                "constant; the Dataset's attribute 'independent_checks' lists all such blocks"
             )
         known = self.independent.get(call.layer)
         if known is None or not outcome.error <= known.error:
@@ -414,9 +405,7 @@ class Jacobians:
             # with other sources.
             if len(call.attention) > 1 or rows.source is not None:
                 tried = groups if len(call.attention) > 1 else [groups[0], groups[-1]]
-                error = max(
-                    derivative_error(call, group, PATHS[path], self._attached) for group in tried
-                )
+                error = max(derivative_error(call, group, PATHS[path]) for group in tried)
                 if not error <= allowed:
                     raise _check_failed("derivative", error, call.x.dtype, block.rounded)
             derivative_errors.append(error)
@@ -427,7 +416,7 @@ class Jacobians:
     ) -> tuple[Float[Tensor, "R d d"], list[CheckResults]]:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
-        f = restrict(selections, PATHS[path], self._attached)
+        f = restrict(selections, PATHS[path])
         block = linearize_rows(f, x, self._buffers)
         y = block.y
         # Keys and values of a float32 pass carry its rounding.
@@ -506,7 +495,6 @@ def full_sequence_jacobian(
     rows: Rows,
     recorded_dtype: torch.dtype,
     memory: int = 1 << 30,
-    attached: bool = False,
 ) -> tuple[Float[Tensor, "R d d"], float, bool]:
     """Return the block's Jacobians (identity included) by full-sequence vector-Jacobian products, the value error, and whether
     the block's code rounds.
@@ -518,7 +506,7 @@ def full_sequence_jacobian(
     B, n, d = call.x.shape
     y, rounded = torch.empty_like(x), False
     for index, group in rows.disjoint_groups():
-        block, (at,) = linearize_full_sequence(call, group, attached), to_device(x.device, index)
+        block, (at,) = linearize_full_sequence(call, group), to_device(x.device, index)
         with replay_errors(call):
             J[at] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
         y[at], rounded = block.y, rounded or block.rounded

@@ -386,7 +386,6 @@ class Witness:
         rounding: Callable[[], float],
         *,
         exact: bool,
-        gradients: bool,
         differences: bool,
     ) -> None:
         """Compare Jacobians of a call at some rows, without the identity, with what the model says.
@@ -397,7 +396,6 @@ class Witness:
             bytes: of the numbers of the Jacobians.
             rounding: returns how far roundings take J^T u from its true value, relative to it.
             exact: whether J was formed in the precision of its dtype.
-            gradients: whether J is meant to be what autograd computes.
             differences: whether J is meant to be the derivative of the values.
 
         Raises:
@@ -406,10 +404,9 @@ class Witness:
         answer, (JTu, Jv) = self.answers[call.layer], products
         least = min(answer.bytes, bytes)
         exactly = BOUNDS[least if exact else 2]
-        if gradients:
-            if call.layer == 1:
-                self._require_no_way_beside(call, answer, norm(JTu).max())
-            self._judge_gradient(call, answer, asked, JTu, exactly.exact, least, rounding)
+        if call.layer == 1:
+            self._require_no_way_beside(call, answer, norm(JTu).max())
+        self._judge_gradient(call, answer, asked, JTu, exactly.exact, least, rounding)
         half = len(answer.y) // 2
         if answer.difference is not None and differences and (asked >= half).any():
             later = asked >= half

@@ -151,8 +151,8 @@ class Options(TypedDict, total=False):
         Derivative,
         "checked",
         "checked compares the derivative that autograd computes with differences of values, and refuses a block where they "
-        "disagree, except tensors that it detaches, which are constants; values takes these as what they are, the "
-        "derivative of what the block computes; autograd measures what autograd computes, right or not.",
+        "disagree, except tensors that it detaches, which are constants; autograd measures what autograd computes, right "
+        "or not.",
     ]
     witness: Annotated[
         Witness,
