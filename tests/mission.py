@@ -27,7 +27,7 @@ from tests.conftest import TINY
 from tests.golden import cases
 from tests.home_made import LM, Flat
 from tests.hub_server import serve
-from tests.lightning_runs import fit, trainer
+from tests.lightning_runs import Classifier, fit, trainer
 from tests.models import Size, build
 from tracker import pythia
 from tracker.walk.command import Walk
@@ -42,6 +42,8 @@ GRID = (
     *("--jobs", "1", "--weight_decays", "0.01,0.1", "--drop_paths", "0,0.1", "--seeds", "0,1"),
     *("--rand_augment", "off", "--out", "grid"),
 )
+# Of the recipe for CIFAR10, which that for digits leaves out
+AUGMENTED = ("--rand_augment", "rand-m9-mstd0.5-inc1", "--erasing", "0.25", "--flip", "0.5")
 # Measurements whose results `tests.golden` compares: families of models, precisions, padding, spans, small budgets.
 KINDS = (
     *("prompts", "bert", "grouped keys", "experts", "deit", "bfloat16", "padding", "models"),
@@ -101,8 +103,13 @@ def measure_own_models(directory: Path) -> None:
 
 
 def train_with_lightning(directory: Path) -> None:
-    """Train with the callback, with a CSV file and W&B as loggers."""
+    """Train with the callback, with a CSV file and W&B as loggers, which watches the module."""
     from lightning.pytorch.loggers import CSVLogger, WandbLogger
+
+    def watched() -> Classifier:
+        module = Classifier()
+        training.loggers[1].watch(module, log_freq=1)
+        return module
 
     callback = tracker.CouplingCallback(
         every_n_steps=2, k=(2, 4), max_overhead=None, save_dir=str(directory / "store")
@@ -112,13 +119,13 @@ def train_with_lightning(directory: Path) -> None:
         CSVLogger(str(directory)),
         WandbLogger(offline=True, save_dir=str(directory)),
     ]
-    fit(training)
+    fit(training, watched)
     cases.keep_curve(directory)
     tracker.plot(str(directory / "store"))
 
 
 def train_with_transformers(directory: Path) -> None:
-    """Train with transformers' Trainer."""
+    """Train with transformers' Trainer, and walk the checkpoints that it saved, with scores."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     model = GPT2LMHeadModel(
@@ -126,7 +133,8 @@ def train_with_transformers(directory: Path) -> None:
     )
     samples = [{"input_ids": ids, "labels": ids} for ids in torch.randint(64, (32, 12))]
     arguments = TrainingArguments(
-        str(directory / "trainer"), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True
+        str(directory / "trainer"), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        save_steps=2,
     )  # fmt: skip
     training = Trainer(model, arguments, train_dataset=samples)
     store = str(directory / "store")
@@ -134,6 +142,20 @@ def train_with_transformers(directory: Path) -> None:
         tracker.TransformersCallback(every_n_steps=2, trainer=training, k=4, save_dir=store)
     )
     training.train()
+    torch.save(torch.randint(64, (2, 12)), directory / "inputs.pt")
+    (directory / "scores.csv").write_text("step,task,value\n2,copying,0.25\n4,copying,0.5\n")
+    run(
+        *(
+            "tracker.pythia",
+            "--model",
+            "trainer",
+            "--inputs",
+            "inputs.pt",
+            "--scores",
+            "scores.csv",
+        ),
+        *("--k", "4", "--out", "walked", "--wandb", "off", "--device", "cpu"),
+    )
 
 
 def walk_published_checkpoints(directory: Path) -> None:
@@ -210,8 +232,8 @@ def walk_own_files(directory: Path) -> None:
 
 
 def train_vision_transformers(directory: Path) -> None:
-    """Train one model and a grid, and analyse the grid."""
-    run("vit.train", *SMALL_VIT, "--out", "one")
+    """Train one model with the recipe of DeiT and a grid, and analyse the grid."""
+    run("vit.train", *SMALL_VIT, *AUGMENTED, "--out", "one")
     run("vit.grid", *SMALL_VIT, *GRID, "--dry_run")
     run("vit.grid", *SMALL_VIT, *GRID)
     run("vit.analysis", "grid")
