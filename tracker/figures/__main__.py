@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "name",
         type=str,
-        help="a figure of the paper (1a to 36, table1, table4); definitions, curves or heatmap; all; or list, which lists "
+        help="a figure of the paper (1a to 36, table1, table4); curves or heatmap; all; or list, which lists "
         "them, and those of the paper that are not drawn",
     )
     parser.add_argument(
