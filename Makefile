@@ -3,7 +3,7 @@
 # make test: install, run the tests that take less than 1.5 s each
 # make test-all: install, run every test
 # make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
-# make test-kernels: run the tests of `make test` with the kernels of other processors: all COMBINATIONS below, or KERNELS=avx2;
+# make test-kernels: run the tests of `make test` with the kernels of other processors: all COMBINATIONS, or KERNELS=avx2;
 #     KERNELS=day takes another one each day
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
@@ -13,7 +13,11 @@
 # make lint: run ruff, pyright and import-linter, and count the Python tokens of product and tests
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
 # make docs: build the documentation as a site, website/site
+# make check: all that a change has to pass, as the CI runs it
 # make gpu: measure on a GPU, with the Python packages that are there (docs/gpu.md); WHEELS=directory of missing packages
+help:
+	@sed -n '/^help:/q; s/^# //p' Makefile
+
 PYTHON ?= python3
 BIN := .venv/bin
 
@@ -33,7 +37,7 @@ threads := OMP_NUM_THREADS=2
 KERNELS ?= $(COMBINATIONS)
 OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMBINATIONS))
 
-.PHONY: demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants golden lint docs package gpu .venv
+.PHONY: help check demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants golden lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -46,6 +50,12 @@ OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMB
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv && $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python --editable '.[dev]' || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
+
+# What ends soonest comes first. Each step is a process of its own, so that one list serves here and wherever steps are run apart.
+CHECKS := lint docs package golden test-all test-shapes test-kernels sweep-tenth
+
+check:
+	@for step in $(CHECKS); do $(MAKE) --no-print-directory $$step || exit 1; done
 
 demo: .venv/installed
 	$(BIN)/python -m tracker.pythia --model nano --measures all --out results/nano --wandb offline
