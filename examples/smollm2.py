@@ -77,10 +77,9 @@ def couplings(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray]
 def places(ds: xr.Dataset) -> dict[str, dict[str, list]]:
     """Return the other variables of the table, and the blocks, ranks and so on at which each is shown; {}: over all blocks."""
     L, layers = ds.sizes["layer"], ds.layer.values.tolist()
-    ends, halves = ("from_first", "to_last"), ("attention", "mlp")
+    ends = ("from_first", "to_last")
     products = [f"{end}_{name}" for name in ("effective_rank", "amplification") for end in ends]
-    of_halves = [f"{half}_{name}" for name in ("gain", "share", "miscoupling") for half in halves]
-    of_blocks = ["symmetric_share", "mean_alignment", "linear_error", "departure", *of_halves]
+    of_blocks = ["symmetric_share", "mean_alignment", "linear_error", "departure"]
     return {
         **dict.fromkeys([*PATHS, *of_blocks], {}),
         **dict.fromkeys(products, {"layer": layers}),
@@ -108,14 +107,13 @@ def rows(ds: xr.Dataset) -> Iterator[tuple[str, xr.DataArray, xr.DataArray | Non
     for name, place in places(ds).items():
         if name not in ds:
             continue
-        null = ds.get(f"{name}_null")
         over = "median over tokens" if name in MEDIANS else "mean"
         for numbers in product(*place.values()):
             at = dict(zip(place, numbers, strict=True))
             value = averaged(ds[name].sel(at))
             if not value.isnull().all():
                 words = [name, *(f"{dim} {number:g}" for dim, number in at.items()), over]
-                yield ", ".join(words), value, None if null is None else averaged(null.sel(at))
+                yield ", ".join(words), value, None
 
 
 def table(ds: xr.Dataset) -> str:

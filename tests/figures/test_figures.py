@@ -68,7 +68,7 @@ def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=ST
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    return store(tmp_path_factory.mktemp("one") / "toy", measures="all,tokenwise,halves")
+    return store(tmp_path_factory.mktemp("one") / "toy", measures="all,tokenwise")
 
 
 @pytest.fixture(scope="module")
@@ -240,19 +240,6 @@ NUMBERS = [
         of_depths("mean_alignment"),
     ),
     ("depth_use", {"step": 8, "variable": "linear_error"}, QUARTILES, of_depths("linear_error")),
-    ("halves", {"step": 8, "variable": "mlp_share"}, QUARTILES, of_depths("mlp_share")),
-    (
-        "halves",
-        {"step": 8, "variable": "mlp_miscoupling"},
-        "null",
-        lambda ds: ds.mlp_miscoupling_null.sel(step=8).median(("prompt", "token")),
-    ),
-    (
-        "residual_alignment",
-        {"half": "mlp", "layer": 2},
-        "value",
-        lambda ds: abs(ds.mlp_matrix.sel(layer=2).isel(step=-1, prompt=0, token=0)),
-    ),
 ]
 
 
@@ -400,30 +387,6 @@ def test_34_has_the_line_of_1_over_s(one, tmp_path, few_points):
     close(points.get_xydata(), np.stack([s.layer, 1 / s.value], 1))
     close(line.get_xydata(), np.stack([s.layer, fit.intercept + fit.slope * s.layer], 1))
     assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
-
-
-def test_residual_alignment_is_relative_to_the_block_without_the_final_norm(one):
-    figure, _ = figure_of("residual_alignment", one)
-    panels = [panel for panel in figure.axes if panel.get_title()]
-    titles = [panel.get_title().splitlines()[1] for panel in panels]
-    last = open_results(one).isel(step=-1, prompt=0, token=0, layer=-1)
-    assert titles == [f"{half} of block {l}" for half in ("attention", "MLP") for l in (1, 2, 3)]
-    np.testing.assert_allclose(
-        panels[-1].images[0].get_array(),
-        abs(last.mlp_matrix) / float(last.singular_value.sel(rank=1)),
-        rtol=1e-5,
-    )
-    assert [panel.get_subplotspec().is_first_row() for panel in panels] == 3 * [True] + 3 * [
-        False
-    ]  # a row for each half
-
-
-def test_null_levels_are_drawn_by_depth(one):
-    figure, table = figure_of("halves", one)
-    assert table[table.variable == "mlp_gain"]["null"].isna().all()
-    legends = [panel.get_legend() for panel in figure.axes]
-    said = [[text.get_text() for text in legend.get_texts()] for legend in legends if legend]
-    assert ["null level" in texts for texts in said] == [False, True, True]
 
 
 def couplings_and_scores(paths):

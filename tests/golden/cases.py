@@ -31,7 +31,7 @@ PROMPTS = [
     "import os",
     "The function raises an error if",
 ]
-EVERYTHING = "all,tokenwise,halves,eigenvalues"
+EVERYTHING = "all,tokenwise,eigenvalues"
 WALK = [
     *"tracker.pythia --model nano --steps 0,16,256 --k 4,8 --measures".split(),
     EVERYTHING,

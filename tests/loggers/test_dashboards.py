@@ -35,7 +35,7 @@ def store(tmp_path_factory) -> Store:
     for step in (0, 8):
         torch.manual_seed(step)
         units[step] = tracker.measure(
-            neox(), tokens(3), k=[2, 4], measures="all,tokenwise,halves,eigenvalues"
+            neox(), tokens(3), k=[2, 4], measures="all,tokenwise,eigenvalues"
         )
     units[2] = units[0]
     units = {

@@ -32,13 +32,12 @@ NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length, relative to that
 
 @dataclass(eq=False)
 class Block:
-    """A block's Jacobian at a token, the state x that enters it and what it adds, f; the Jacobians of its halves."""
+    """A block's Jacobian at a token, the state x that enters it and what it adds, f."""
 
     J: np.ndarray
     x: np.ndarray
     f: np.ndarray
     ks: Sequence[int]
-    halves: Mapping[str, np.ndarray]
 
     def __post_init__(self):
         self.U, self.s, Vh = np.linalg.svd(self.J)
@@ -59,7 +58,6 @@ class Sample:
     Args:
         oracle: the blocks without the final norm, which is `norm`.
         b: its index.
-        halves: the names of the attention's and the MLP's module in each block.
         seed: of what is drawn for it.
         sliced: whether its blocks can be evaluated at single rows.
     """
@@ -71,12 +69,11 @@ class Sample:
         b: int,
         norm: nn.Module | None,
         unembedding: Any,
-        halves: Sequence[str],
         seed: int,
         sliced: bool,
     ) -> None:
         self.ds, self.oracle, self.b, self.norm, self.unembedding = ds, oracle, b, norm, unembedding
-        self.halves, self.seed, self.sliced = halves, seed, sliced
+        self.seed, self.sliced = seed, sliced
         self.ks, self.L = ds.k.values.tolist(), len(oracle.blocks)
         self.tokens = ds.token_position.values[b].astype(int).tolist()
         self.X = oracle.states()[:, b].detach().numpy()
@@ -91,23 +88,8 @@ class Sample:
             return self.block(l, source, token)
         oracle = replace(self.oracle, norm=self.norm if normed else None)
         J = oracle.jacobian(l, self.b, source, token).detach().numpy()
-        halves = self._halves(l, source) if self.halves and source == token else {}
         x, f = self.X[l, token], self.X[l + 1, token] - self.X[l, token]
-        return Block(J, x, f, self.ks, halves)
-
-    def _halves(self, l: int, t: int) -> dict[str, np.ndarray]:
-        """Return the Jacobians of a block in which the output of the other half is the constant that it has."""
-        attention, mlp = (self.oracle.blocks[l].get_submodule(name) for name in self.halves)
-        (args, kwargs), found = self.oracle.calls[l], {}
-        for half, other in (("attention", mlp), ("mlp", attention)):
-            held: list[Any] = []
-            hooks = other.register_forward_hook(lambda *given, held=held: held.append(given[-1]))
-            self.oracle.blocks[l](self.oracle.inputs[l], *args, **kwargs)
-            hooks.remove()
-            hooks = other.register_forward_hook(lambda *_, held=held: held[0])
-            found[half] = self.oracle.jacobian(l, self.b, t, t).detach().numpy()
-            hooks.remove()
-        return found
+        return Block(J, x, f, self.ks)
 
     @cached_property
     def compared(self) -> list[int]:
@@ -225,11 +207,6 @@ def complete(b: Block) -> bool:
     return bool((sigma**2 - np.linalg.eigvalsh(R @ R.T) > 0).all()) or not b.J.any()
 
 
-def in_directions(b: Block, half: str) -> np.ndarray:
-    """Return the Jacobian of a half in the top singular vectors of the block."""
-    return b.U[:, : b.least].T @ b.halves[half] @ b.V[:, : b.least]
-
-
 OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "singular_value": lambda b: b.s[: b.K],
     "isotropic": lambda b: np.trace(b.J) / b.d,
@@ -246,33 +223,6 @@ OF_BLOCKS: dict[str, Callable[..., Any]] = {
     "jacobian_gain": lambda b: norm(b.J) / b.d**0.5,
     "linear_error": lambda b: ratio(norm(b.J @ b.x - b.f), norm(b.f)),
 }
-
-
-def levels_of_halves(b: Block, basis: Block, K: int) -> dict[str, float]:
-    """Return the root of the mean square of m_K."""
-    undefined = not b.s[0] or not basis.determined(K)
-    return {
-        "miscoupling": math.nan if undefined else math.sqrt(max(0, page_of_formula(b, basis, K)))
-    }
-
-
-for half, other in (("attention", "mlp"), ("mlp", "attention")):
-
-    def mutual(
-        b: Block, value: Callable[..., dict[str, float]], halves: tuple[str, str] = (half, other)
-    ) -> float:
-        """Return the mis-coupling m_K, or its null level, of one half in the basis of the other."""
-        return value(*(replace(b, J=b.halves[name]) for name in halves), b.least)["miscoupling"]
-
-    OF_BLOCKS |= {
-        f"{half}_gain": lambda b, half=half: norm(b.halves[half]) / b.d**0.5,
-        f"{half}_share": lambda b, half=half: ratio(
-            np.trace(in_directions(b, half)), b.s[: b.least].sum()
-        ),
-        f"{half}_miscoupling": lambda b, mutual=mutual: mutual(b, couplings),
-        f"{half}_miscoupling_null": lambda b, mutual=mutual: mutual(b, levels_of_halves),
-        f"{half}_matrix": lambda b, half=half: in_directions(b, half),
-    }
 
 
 # Of the blocks at a token, from the first to one or from one to the last.

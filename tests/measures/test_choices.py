@@ -15,10 +15,9 @@ def test_all_leaves_out_what_is_expensive():
     )
     assert [name for name in CHOICE_NAMES if not alone.includes(name)] == [
         "tokenwise",
-        "halves",
         "eigenvalues",
     ]
-    assert [name for name in CHOICE_NAMES if not added.includes(name)] == ["halves", "eigenvalues"]
+    assert [name for name in CHOICE_NAMES if not added.includes(name)] == ["eigenvalues"]
     ds = tracker.measure(neox(), tokens(1), k=2, measures="all")
     assert "entropy" in ds and "miscoupling_vju" in ds and "self_miscoupling" not in ds
 
@@ -26,7 +25,7 @@ def test_all_leaves_out_what_is_expensive():
 def test_the_error_and_the_help_say_how_to_add_it():
     with pytest.raises(
         UsageError,
-        match=r"all leaves out tokenwise, halves, eigenvalues.*all,tokenwise,halves,eigenvalues adds them",
+        match=r"all leaves out tokenwise, eigenvalues.*all,tokenwise,eigenvalues adds them",
     ):
         settings_from({"measures": "every"}, "test")
 

@@ -50,14 +50,7 @@ WITHOUT_FORMULA = {  # why, and the tests that check them
 }
 SILENT = "a block that adds nothing"
 OPTIONS = tuple(dict.fromkeys(measure.option for measure in MEASURES))
-HALVES = {  # names of attention and MLP; None: the modules of the blocks do not show them
-    "gpt_neox": ("attention", "mlp"),
-    "llama, grouped keys": ("self_attn", "mlp"),
-    "timm vit": ("attn", "mlp"),
-    "bert": None,
-    "bloom": None,
-    SILENT: ("attention", "mlp"),
-}
+MODELS = ("gpt_neox", "llama, grouped keys", "timm vit", "bert", "bloom", SILENT)
 
 
 @cache
@@ -86,8 +79,7 @@ def measured(name, **options):
     unembedding = getattr(model, "cls", own)  # BERT's head transforms the state first
     sliced, seeds = not FAMILIES[of].full, [seed_of([one], {}) for one in inputs]
     return ds, [
-        Sample(ds, oracle, b, norm, unembedding, HALVES[name] or (), seed, sliced)
-        for b, seed in enumerate(seeds)
+        Sample(ds, oracle, b, norm, unembedding, seed, sliced) for b, seed in enumerate(seeds)
     ]
 
 
@@ -215,7 +207,7 @@ EXPONENTS = {
     "larger blocks": (
         0.1,
         OF_ALL
-        | dict.fromkeys((*GROW, "attention_gain", "attention_matrix", "mlp_gain", "mlp_matrix"), 1)
+        | dict.fromkeys(GROW, 1)
         | dict.fromkeys((*OF_STATES, "linear_error", "update_cosine", "block_influence")),
     ),
 }
@@ -268,14 +260,12 @@ def test_residuals_and_counts_where_a_block_adds_nothing():
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("model", HALVES)
+@pytest.mark.parametrize("model", MODELS)
 def test_variables_equal_their_formulas(model, option):
     """Also where they are undefined, and how many undefined values are counted."""
     ds, samples = measured(model)
     for measure in compared(model):
-        if measure.option == option and option == "halves" and not HALVES[model]:
-            assert ds[measure.name].isnull().all()
-        elif measure.option == option:
+        if measure.option == option:
             assert_of_formula(ds, samples, measure)
 
 

@@ -87,7 +87,7 @@ def test_the_same_numbers(name, directory):
         np.testing.assert_allclose(little[variable], usual[variable], rtol=1e-8, atol=1e-10)
 
 
-OF_BLOCKS = ["coupling", "products", "normality", "depth_use", "halves"]
+OF_BLOCKS = ["coupling", "products", "normality", "depth_use"]
 
 
 def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pretend, monkeypatch):
@@ -109,7 +109,6 @@ def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pret
         "lyapunov_exponent",
         "mean_alignment",
         "linear_error",
-        "attention_miscoupling",
     ):
         np.testing.assert_allclose(spilled[name], usual[name], rtol=1e-8, atol=1e-10)
 

@@ -322,10 +322,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         ": _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=2, takes=('axis', 'layers')) -> _of_variables('28', 'Linearity at fixed blocks over training', partial(_at_blocks, sign=-1), 'lss_window', steps=3, takes=('axis', 'layers'))",
         "FigureSpec: steps: int = 1 -> steps: int = 2",
     ),
-    "tracker/jacobians/halves.py": (
-        "_add_up: (torch.linalg.matrix_norm(left) <= allowed).all -> (torch.linalg.matrix_norm(left) <= allowed).any",
-        "_add_up: torch.linalg.matrix_norm(left) <= allowed -> torch.linalg.matrix_norm(left) < allowed",
-    ),
     "tracker/jacobians/kept.py": (
         "JacobianFile.keep: self._file.seek(0, os.SEEK_END) -> self._file.seek(1, os.SEEK_END)",
         "on_host: partial(to_host(J).to, J.device, non_blocking=True) -> partial(to_host(J).to, J.device, non_blocking=False)",
@@ -402,7 +398,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/measures/declaration.py": (
         "Measure.by_depth: self.dims in (('layer', 'position'), ('depth', 'position')) -> self.dims not in (('layer', 'position'), ('depth', 'position'))",
         "Measure.point: part == '_coupling' -> part != '_coupling'",
-        "of_each_block: more |= {'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS} -> more &= {'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS}",
+        "of_each_block: more |= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS} -> more &= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS}",
     ),
     "tracker/measures/equal_blocks.py": ("_first_numbers: p.dim() > 1 -> p.dim() >= 1",),
     "tracker/measures/cost.py": (

@@ -314,6 +314,19 @@ def test_everything_is_as_of_the_same_function_in_modules(way, final_norm):
     assert of_spans.attrs["blocks"].startswith(f"{first} to {second}, {second} to ")
 
 
+def test_attention_and_mlp_of_a_module_apart():
+    """I + J = (I + J_M) (I + J_A), where the MLP reads the state after the attention."""
+    model = InBlocks(loop()).eval()
+    inside = [f"input of blocks.{l}.{part}" for l in range(L) for part in ("attention", "mlp")]
+    whole, apart = (
+        torch.from_numpy(measured(model, blocks, keep=("jacobian",)).jacobian.values)
+        for blocks in ("blocks", [*inside, f"output of blocks.{L - 1}"])
+    )
+    identity = torch.eye(WIDTH, dtype=torch.float64)
+    attention, mlp = apart[:, :, ::2], apart[:, :, 1::2]
+    torch.testing.assert_close((identity + mlp) @ (identity + attention), identity + whole)
+
+
 @pytest.mark.slow
 def test_pairs_of_boundaries_are_the_same_as_boundaries_in_order():
     model = x_transformer("Encoder")

@@ -2,12 +2,11 @@
 
 - the matrix of mis-couplings at a step, which loggers also draw;
 - grids of coupling matrices A (Figs 3, 4, 17 to 23): a tile is the (K, K) matrix A of a pair of blocks, or of a pair of tokens in
-  two blocks;
-- residual alignment of attention and MLP (Li and Papyan, 2023): their Jacobians in the singular bases of the block.
+  two blocks.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from tracker.analysis.curves import SAMPLES, middle_layers
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.pairs import where_counted
 from tracker.analysis.selections import require_labels
-from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.drawing import at_step, colour_map, panels
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 PER_ROW = 3  # matrices of mis-couplings
 SIZE = 4.8, 4.0  # inches, of one of them
 MAX_TILES = 8  # along a side of a grid
-TICKS = 10  # at most, along the axes of one matrix A
-HALVES = {"attention": "attention", "mlp": "MLP"}
 
 
 def heatmaps(results: Results, choices: Choices) -> "Plotted":
@@ -139,10 +135,11 @@ class Grid:
     """Coupling matrices of one panel, and its labels.
 
     Attributes:
-        A: absolute values (T, T, K, K); (1, 1, K, K) of one matrix.
+        A: absolute values (T, T, K, K).
         largest: what the colours of each row of tiles are relative to, (T,).
-        tiles: the name of what a row or column of tiles is, and its values; "" and none of one matrix.
         columns: of the table, the same for all entries.
+        index: the name of what a row or column of tiles is.
+        tiles: its values, (T,).
     """
 
     A: np.ndarray
@@ -151,8 +148,8 @@ class Grid:
     xlabel: str
     ylabel: str
     columns: Mapping[str, Any]
-    index: str = ""
-    tiles: Sequence[int] = field(default=())
+    index: str
+    tiles: Sequence[int]
 
 
 def matrix_grid(results: Results, choices: Choices, *, variable: str) -> "Plotted":
@@ -230,46 +227,9 @@ def _compared_block(at: xr.Dataset, layers: Sequence[int]) -> tuple[int, int]:
     return layers[0], int(others.sel(layer=layers[0]))
 
 
-def residual_alignment(results: Results, choices: Choices) -> "Plotted":
-    """Draw |U^T J V| of both halves of an early, a middle and a late block, of the first prompt, at the last step.
-
-    U and V are the block's singular vectors. Colours are relative to the largest singular value of the block.
-
-    Raises:
-        UsageError: for a result whose blocks do not show their halves.
-    """
-    grids = [grid for name, ds in results.items() for grid in _grids_of_halves(name, ds)]
-    label = "|Uᵀ J V|, J of the half, relative to the\nlargest singular value of the block"
-    of_half = len(grids) // (len(HALVES) * len(results))
-    return _draw_grids(grids, choices, label, per_row=of_half)
-
-
-def _grids_of_halves(name: str, ds: xr.Dataset) -> Iterator[Grid]:
-    at = ds.isel(step=-1, prompt=0, token=0)
-    with_halves = at["layer"].values[at["attention_gain"].notnull().values]
-    if not len(with_halves):
-        raise UsageError(
-            f"the blocks of {name} do not show attention and MLP as modules; choose another figure"
-        )
-    of_step = {"result": name, "step": ds["step"].values[-1]}
-    for half, words in HALVES.items():
-        for layer in with_halves[evenly_spaced(len(with_halves), 3)].tolist():
-            of_layer = at.sel(layer=layer)
-            yield Grid(
-                A=abs(of_layer[f"{half}_matrix"].values)[None, None],
-                largest=of_layer["singular_value"].sel(rank=[1]).values,
-                title=f"{at_step(name, ds, -1)}\n{words} of block {layer}",
-                xlabel="vₖ of the block",
-                ylabel="uₖ of the block",
-                columns={**of_step, "half": half, "layer": layer},
-            )
-
-
-def _draw_grids(
-    grids: Sequence[Grid], choices: Choices, label: str, per_row: int | None = None
-) -> "Plotted":
+def _draw_grids(grids: Sequence[Grid], choices: Choices, label: str) -> "Plotted":
     """Draw a panel for each grid, all in the same colours, from 0 to 1."""
-    figure, axes = panels(len(grids), choices.ax, per_row)
+    figure, axes = panels(len(grids), choices.ax)
     tables = []
     for panel, grid in zip(axes, grids, strict=True):
         T, _, K, _ = grid.A.shape
@@ -282,20 +242,15 @@ def _draw_grids(
         panel.imshow(picture, cmap=colour_map(), vmin=0, vmax=1)
         panel.grid(False)
         panel.set(title=grid.title, xlabel=grid.xlabel, ylabel=grid.ylabel)
-        if grid.index:
-            ticks, named = np.arange(T) * (K + 1) + (K - 1) / 2, grid.tiles
-        else:
-            ticks = np.arange(0, K, -(-K // TICKS))
-            named = ticks + 1
-        labels = list(map(str, named))
+        ticks = np.arange(T) * (K + 1) + (K - 1) / 2
+        labels = list(map(str, grid.tiles))
         panel.set_xticks(ticks, labels)
         panel.set_yticks(ticks, labels)
         row, column, a, b = np.indices(grid.A.shape).reshape(4, -1)
         # The tiles stand after result and step.
         columns = {name: grid.columns[name] for name in ("result", "step")}
-        if grid.index:
-            columns[grid.index] = np.take(grid.tiles, row)
-            columns[f"{grid.index}_other"] = np.take(grid.tiles, column)
+        columns[grid.index] = np.take(grid.tiles, row)
+        columns[f"{grid.index}_other"] = np.take(grid.tiles, column)
         columns |= {**grid.columns, "row": a + 1, "column": b + 1, "value": grid.A.ravel()}
         tables.append(pd.DataFrame(columns))
     figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)

@@ -275,23 +275,6 @@ _DECLARATIONS = (
         "linear_error",
     ),
     _of_variables(
-        "halves",
-        "Attention and MLP apart, by depth",
-        _by_depth,
-        "attention_gain",
-        "attention_share",
-        "attention_miscoupling",
-        "mlp_gain",
-        "mlp_share",
-        "mlp_miscoupling",
-    ),
-    FigureSpec(
-        "residual_alignment",
-        "Residual alignment of attention and MLP",
-        matrices.residual_alignment,
-        ("attention_matrix", "mlp_matrix"),
-    ),
-    _of_variables(
         "normality",
         "Symmetry of the Jacobians by depth",
         _by_depth,

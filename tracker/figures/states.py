@@ -47,7 +47,7 @@ def quartile_lines(
     of: Literal["result", "block", "step"],
     sign: Literal[1, -1] = 1,
 ) -> "Plotted":
-    """Draw medians and quartiles of variables, with their null levels, dotted.
+    """Draw medians and quartiles of variables.
 
     Args:
         of: what a line is of: over training, a result or one of its blocks, which are those chosen, or an early, a middle and a
@@ -69,11 +69,6 @@ def quartile_lines(
             banded_line(panel, columns, colour, label)
             if of == "step":
                 columns = {"depth": columns.pop(along), **columns}
-                null = group[labels["result"]].get(f"{variable}_null")
-                if null is not None:
-                    level = null.sel(step=labels["step"]).sel({along: values[along]})
-                    columns["null"] = of_quartiles(level, along)["median"]
-                    panel.plot(columns["depth"], columns["null"], color=colour, ls=":", lw=1.2)
             rows.append(pd.DataFrame({**labels, **columns}))
         if of == "step":
             panel.set_xlabel("State after block l" if along == "depth" else "Block l")
@@ -82,10 +77,7 @@ def quartile_lines(
         scale_y(panel, variable)
         panel.set_ylabel("−" * (sign < 0) + axis_label(variable))
         panel.set_title("" if of == "result" else next(iter(group)))
-        with_null = any(f"{variable}_null" in ds for ds in group.values())
-        if with_null:
-            panel.plot([], [], color="0.4", ls=":", lw=1.2, label="null level")
-        if with_null or (panel is axes[0] and panel.get_legend_handles_labels()[1]):
+        if panel is axes[0] and panel.get_legend_handles_labels()[1]:
             legend_below(panel)
     return figure, pd.concat(rows, ignore_index=True)
 

@@ -6,7 +6,6 @@ the full sequence.
 - `rows`: `Jacobians`, which chooses the fastest path that passes its checks, and keeps their results.
 - `restriction`: a block as a function of single rows, or of rows within full sequences.
 - `kept`: Jacobians that wait on the device, in the host's memory or in a file.
-- `halves`: Jacobians of attention and MLP apart.
 - `slicing`: token rows, and the parts of a block's arguments and of attention masks that belong to them.
 - `row_attention`: attention of single rows with the recorded keys and values of the others.
 - `checks`: errors of values and derivatives, and their tolerances; samples of a batch that mix.

@@ -142,8 +142,6 @@ class Jacobians:
         self.witnesses: list[Witness] = []  # the caller's model, asked about recorded calls
         # By layer: the paths whose Jacobians are not those of the model
         self._refused: dict[int, set[str]] = {}
-        # Layer -> why its attention and MLP were not measured apart
-        self.without_halves: dict[int, str] = {}
         self._reproduced: dict[int, bool] = {}
         self._buffers: FreeBuffers = []
 

@@ -4,6 +4,6 @@ In: recordings, Jacobians and states. Out: arrays per sample and one labelled Da
 
 - `settings`, `options`: the options; `plan`, `cost`: how a measurement is computed, and what it takes.
 - `calls`: the course of a measurement; `states`, `depthwise`, `tokenwise`, `layers`: its parts.
-- `coupling`, `trajectory`, `single_blocks`, `block_products`, `block_halves`: formulas.
+- `coupling`, `trajectory`, `single_blocks`, `block_products`: formulas.
 - `declaration`, `registry`, `dataset`: the variables, and the Dataset.
 """

@@ -276,7 +276,7 @@ def measure_calls(
         if not pending:
             jacobians.witnesses = []  # with what they hold of the recordings
         i += 1
-    notes = _notes(jacobians, settings)
+    notes = _notes(jacobians)
     for sample in samples:
         sample.attributes[ATTRIBUTE] = equal
         sample.notes = notes
@@ -306,16 +306,13 @@ def _plan_of_first(
     return plan
 
 
-def _notes(jacobians: Jacobians, settings: Settings) -> dict[str, dict[int, str]]:
+def _notes(jacobians: Jacobians) -> dict[str, dict[int, str]]:
     """Return what is noted of layers, by attribute of the Dataset."""
     checks = jacobians.independent.items()
-    notes = {
+    return {
         "fallbacks": jacobians.fallbacks,
         "independent_checks": {layer: f"{check.method}: {check.reason}" for layer, check in checks},
     }
-    if settings.includes("halves"):
-        notes["without_halves"] = jacobians.without_halves
-    return notes
 
 
 def _are_enough(pending: Sequence[Recorded], settings: Settings, plan: Plan) -> bool:

@@ -28,7 +28,7 @@ the entries of A = (Q U')^T J (Q V') have exactly the mean and the variance
     sigma_ij^2 = |S0|^2 (1 + (1 - 2/d) G_ij^2) / ((d - 1)(d + 2)) + |A0|^2 (1 - G_ij^2) / (d (d - 1))
 
 The null level of a mis-coupling is its mean over Q. `rotations` measures it, and the measurement stores it. The root of the
-expected square has a formula, which serves control variates of that mean and halves of blocks:
+expected square has a formula, which serves control variates of that mean:
 
     miscoupling                 sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 tau sum_k s_k G_kk) / |s|_2^2)
     miscoupling_release         sqrt(1 + (tau^2 |G|^2 + sum_ij sigma_ij^2 - 2 sum_k s_k E|A_kk|) / |s|_2^2)

@@ -175,8 +175,7 @@ class Sample:
         attributes: the resolved conventions, equal for all samples of a measurement.
         valid: the positions that are not padding.
         notes: attribute of the Dataset -> layer -> text. `fallbacks`: why its Jacobians were evaluated over the full sequence;
-            `independent_checks`: what agrees with its Jacobian where differences of values do not or can't be used;
-            `without_halves`: why its attention and MLP were not measured apart.
+            `independent_checks`: what agrees with its Jacobian where differences of values do not or can't be used.
         random_seed: of the random numbers that the sample's forward pass drew; None if it drew none.
         basis_layers: block l -> basis block l', across tokens.
         digest: a hash of its inputs, without padding; 0 where they are not known by themselves.

@@ -213,8 +213,9 @@ COORDINATES = {
 
 def of_each_block(name: str, label: str, **more: Any) -> Measure:
     """Return a variable with a value for each token and block, shown by depth, with quartiles as its curve."""
-    more = {"charts": ("depth",), "counted": True} | more
+    more = {"charts": ("depth",)} | more
     more |= {
+        "counted": True,
         "curve": "quartiles",
         "metric": f"jacobian/{name}",
         "logged": ("",),

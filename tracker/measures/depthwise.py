@@ -21,14 +21,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.jacobians.halves import HalfJacobians
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.svd import Triplets
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling, single_blocks
-from tracker.measures.block_halves import half_values
 from tracker.measures.block_products import Products
 from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
@@ -52,19 +50,15 @@ def depthwise_couplings(
     jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], plan: Plan
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the coupling measures of each selected row of the recordings, with the dimensions of `registry.DIMS`."""
-    halves = HalfJacobians(jacobians) if "halves" in plan.measures else None
     for group in _groups(selected, plan.rows):
         # In a function, so that the Jacobians of a group are freed before those of the next are formed.
-        arrays = _couplings(jacobians, group, plan, halves)
+        arrays = _couplings(jacobians, group, plan)
         for r in range(sum(len(rows) for _, rows in group)):
             yield {name: value[r] for name, value in arrays.items()}
 
 
 def _couplings(
-    jacobians: Jacobians,
-    group: Sequence[tuple[Recording, Rows]],
-    plan: Plan,
-    halves: HalfJacobians | None,
+    jacobians: Jacobians, group: Sequence[tuple[Recording, Rows]], plan: Plan
 ) -> dict[str, np.ndarray]:
     """Return the coupling measures of rows that are measured together, by row."""
     L, measures = plan.L, plan.measures
@@ -78,7 +72,7 @@ def _couplings(
         of_calls[NORMED] = [*layers[: L - 1], layers[L]]
     for end, chosen in of_calls.items():
         values |= {f"{name}{end}": value for name, value in spectra(chosen, SPECTRA).items()}
-    values |= measure_blocks(layers[:L], blocks[:L], measures, halves, min(plan.ks))
+    values |= measure_blocks(layers[:L], blocks[:L], measures)
     # All arrays of a device in one copy, which waits for it once.
     arrays = to_arrays(values)
     for end, chosen in of_calls.items():
@@ -243,17 +237,12 @@ class BlockRows:
 
 
 def measure_blocks(
-    layers: Sequence[Layer],
-    blocks: Sequence[Sequence[CallRows]],
-    choices: Sequence[str],
-    halves: HalfJacobians | None,
-    K: int,
+    layers: Sequence[Layer], blocks: Sequence[Sequence[CallRows]], choices: Sequence[str]
 ) -> dict[str, Tensor]:
     """Return the measures that some choices of `measures=` ask for, over (row, layer, ...).
 
     Args:
         blocks: the recorded calls of each block, with the rows of each.
-        halves: the Jacobians of blocks' halves, at the smallest number K of singular vectors.
     """
     # Rows of states are selected, and Jacobians formed again, only where a measure needs them.
     if not set(choices).difference(OF_PAIRS):
@@ -271,9 +260,6 @@ def measure_blocks(
         for measure in declared:
             assert measure.compute is not None
             by_name[measure.name].append(measure.compute(block))
-        if halves is not None and "halves" in choices:
-            for name, value in half_values(halves(selections, block.J), layer.triplets, K).items():
-                by_name.setdefault(name, []).append(value)
         if products is not None:
             products.add(l, block.J)
     values = {name: torch.stack(of_layers, 1) for name, of_layers in by_name.items()}

@@ -19,7 +19,6 @@ are left out. Walks and replays log also what the saved workspace draws, and eac
 from collections.abc import Mapping
 
 from tracker.measures import (
-    block_halves,
     block_products,
     coupling,
     layers,
@@ -76,7 +75,6 @@ MEASURES: tuple[Measure, ...] = (
     *trajectory.DECLARED_USE,
     *single_blocks.DECLARED,
     *block_products.DECLARED,
-    *block_halves.DECLARED,
     *trajectory.DECLARED,
     *states.DECLARED,
 )

@@ -55,13 +55,6 @@ CHOICES = (
         of_jacobians="products",
     ),
     Choice(
-        "halves",
-        "attention and MLP of each block apart, where its modules show them",
-        needs="coupling",
-        expensive=True,
-        of_jacobians="entries",
-    ),
-    Choice(
         "normality", "how symmetric the Jacobians are", needs="coupling", of_jacobians="entries"
     ),
     Choice(

@@ -32,9 +32,9 @@ Values = Float[Tensor, "*B"]
 Vectors = Float[Tensor, "*B d"]
 
 
-def jacobian_gain(frobenius: Values, d: int) -> Values:
+def jacobian_gain(of: Moments, d: int) -> Values:
     """Return |J|_F / sqrt(d)."""
-    return frobenius / d**0.5
+    return of.frobenius(d) / d**0.5
 
 
 def linear_error(Jx: Vectors, f: Vectors) -> Values:
@@ -79,9 +79,7 @@ DECLARED = (
         "jacobian_gain",
         "gain of the Jacobian",
         option="depth_use",
-        compute=lambda block: jacobian_gain(
-            block.layer.moments.frobenius(block.x.shape[-1]), block.x.shape[-1]
-        ),
+        compute=lambda block: jacobian_gain(block.layer.moments, block.x.shape[-1]),
         formula="‖J‖ / √d",
         reference=OURS,
         text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",
