@@ -183,7 +183,6 @@ def walk_published_checkpoints(directory: Path) -> None:
     ):  # fmt: skip
         run(*walk, "--dry_run")
         run(*walk, "--steps", "0,1")
-        run(*walk, "--steps", "0,1,2,4", "--workers", "1")
         run(*walk)
     run("tracker.figures", "list", "out")
     run("tracker.figures", "all", "out", "--out", "figures")

@@ -25,7 +25,7 @@ from tracker.common.command_line import (
     leaving_at_once,
     reports_errors,
 )
-from tracker.common.errors import Unreachable, UsageError, require
+from tracker.common.errors import Unreachable, UsageError
 from tracker.common.text import UNTRAINED, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
 from tracker.walk.display import (
@@ -150,7 +150,7 @@ def _walk(
         )
         config = {"model": selection.suite.source, **inputs, "dtype": dtype, "device": device}
         with opened(openers, replace(logged, config=config)) as log:
-            with progress(len(missing)) as shown, _workers(walk, plan, len(missing)):
+            with progress(len(missing)) as shown:
                 for step in list(units.known):
                     _rescore(plan.output, units, step)
                     log(units.known[step].row)
@@ -353,23 +353,6 @@ def _rescore(output: Output, units: "Units", step: int) -> None:
         )
     finally:
         claim.release(remove=True)
-
-
-@contextmanager
-def _workers(walk: Walk, plan: WalkPlan, missing: int) -> Iterator[None]:
-    """Run the walk's workers, if it has any and there is work for them."""
-    if not walk.workers or missing < 2:
-        yield
-        return
-    require("ray", "--workers")
-    # This module by its name, which workers can import, also where it is __main__
-    from tracker import cluster, pythia
-    from tracker.walk.command import of_worker
-
-    with cluster.connected(walk.address, gpus=0.0 if walk.device == "cpu" else None) as gpus:
-        worker = of_worker(replace(walk, out=plan.output.store.path), gpus > 0)
-        with cluster.workers(pythia.run, worker, walk.workers, gpus, str(plan.measurement.device)):
-            yield
 
 
 if __name__ == "__main__":

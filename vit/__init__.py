@@ -7,7 +7,7 @@ and units of coupling over training; and an analysis of the grid: tables, figure
 | --- | --- |
 | `recipe` | the options of one training run and their validation; `recipes/` has those of the study |
 | `train` | the command `python -m vit.train` |
-| `grid` | the command `python -m vit.grid`: all cells, one after another or on Ray |
+| `grid` | the command `python -m vit.grid`: all cells, one after another or on Ray (`cluster`) |
 | `overview` | what training the cells of a grid would take; progress and time left while they train |
 | `training` | one training run with coupling measured meanwhile |
 | `cells` | the files, state and lock of a cell's directory |

@@ -150,7 +150,7 @@ def _training(
     if grid.jobs == 1 or grid.dry_run or not missing:
         yield train_in_turn(missing, grid.retries)
         return
-    from tracker import cluster
+    from vit import cluster
 
     # Absolute paths, because a process of Ray may have another current directory.
     data = missing[0].data_dir and missing[0].data_dir.resolve()

@@ -517,7 +517,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/pythia.py": (
         "_measure_missing.measured_elsewhere: step not in units.known -> step in units.known",
         "_stops: signal.getsignal(signal.SIGHUP) == signal.SIG_IGN -> signal.getsignal(signal.SIGHUP) != signal.SIG_IGN",
-        "_workers: walk.device == 'cpu' -> walk.device != 'cpu'",
     ),
     "tracker/replay.py": (
         ": __name__ == '__main__' -> __name__ != '__main__'",

@@ -3,11 +3,8 @@
 import json
 import os
 import random
-import re
 import shutil
 import signal
-import sys
-import threading
 import time
 from html import unescape
 from pathlib import Path
@@ -412,41 +409,3 @@ def test_walks_killed_again_and_again_give_an_uninterrupted_walks_results(walker
         assert process.returncode == 0, err
     assert_same_results(walker.out, tmp_path / "uninterrupted")
     assert not [name for name in os.listdir(walker.out / "units") if name.startswith(".")]
-
-
-@pytest.mark.slow
-def test_walk_on_ray_survives_a_killed_worker(walker, served, tmp_path):
-    environment = {**served.environment, "TRACKER_CACHE": str(tmp_path / "ours")}
-    walker.cache = tmp_path / "uninterrupted-cache"
-    assert walker.run("--out", str(tmp_path / "uninterrupted"), **environment)[0] == 0
-    walker.cache = tmp_path / "cache-of-workers"
-    # No weights arrive until a worker has claimed a checkpoint; the driver, which claims the first, waits for them.
-    claimed = threading.Event()
-    served.fail("GET .*safetensors", then=lambda: claimed.wait(600), times=10_000)
-    patient = "import checkpoints.fetch; checkpoints.fetch.TIMEOUT = 600.0"
-    # Ray starts threads and processes of its own.
-    process = walker.start("--workers", "2", cold=True, before=patient, **environment)
-    store, killed = walker.store, 0
-    while not killed and process.poll() is None:
-        time.sleep(0.02)
-        for step in STEPS:
-            match = re.search(r"process (\d+)", store.claimant(step))
-            if match and int(match[1]) != process.pid:
-                killed = int(match[1])
-    assert killed, process.communicate()
-    os.kill(killed, signal.SIGKILL)
-    claimed.set()
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert_same_results(walker.out, tmp_path / "uninterrupted")
-
-
-def test_workers_need_ray(walker, served, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert walker.main("--workers", "2") == 2
-    assert (
-        "--workers needs ray, which is not installed: pip install 'block-coupling-tracker[ray]'"
-        in capsys.readouterr().err
-    )
-    assert walker.main("--workers", "-1") == 2
-    assert "--workers -1" in capsys.readouterr().err

@@ -59,7 +59,7 @@ EXTRAS = {
     "torchvision": "vit",
     "sklearn": "vit",
     "torchmetrics": "vit",
-    "ray": "ray",
+    "ray": "vit",
     "datasets": "prompts",
 }
 

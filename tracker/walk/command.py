@@ -3,10 +3,9 @@
 It is what a walk imports first, so a user's file that hides the package `checkpoints` is named here.
 """
 
-import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +49,7 @@ GROUPS = {
         "pair_tokens",
         "pair_layers",
     ),
-    "machine": ("device", "memory_budget", "disk_budget", "workers", "address"),
+    "machine": ("device", "memory_budget", "disk_budget"),
     "logging": ("log", "project", "debug"),
 }
 
@@ -90,8 +89,6 @@ class Walk:
         device: cpu, cuda, cuda:1 and so on. Default: CUDA where present.
         wandb: auto is online where a key is set up, else offline; off logs nothing.
         project: W&B project.
-        workers: number of additional walks on Ray; all walks share the revisions.
-        address: address of a Ray cluster. Default: the workers run on this machine.
         dry_run: print what would be measured, fetched and kept, and the expected time and memory, and do none of it.
         on: of a dry run, a GPU that need not be there: a100, h100 or h200. Default: this machine.
         debug: print the traceback of each revision that fails.
@@ -119,8 +116,6 @@ class Walk:
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     project: str = PROJECT
     log: str = LOG
-    workers: int = 0
-    address: str | None = None
     dry_run: bool = False
     on: str | None = None
     debug: bool = False
@@ -165,25 +160,3 @@ def parse(arguments: Sequence[str] | None) -> Walk:
         return Walk(**walk, options=given_options(parsed))
     except ValueError as error:
         parser.error(str(error))
-
-
-def of_worker(walk: Walk, on_gpu: bool) -> Walk:
-    """Return the walk for a process of Ray, with another current directory and a GPU that it sees alone, as the first one."""
-    from tracker.walk.prompts import SETS
-
-    changed: dict[str, Any] = {"workers": 0, "address": None, "wandb": "off"}
-    for name in ("model", "prompts", "tokenizer", "scores", "inputs", "out"):
-        value = getattr(walk, name)
-        # Names of what is built in are no paths, whatever the current directory holds.
-        if (
-            isinstance(value, (str, Path))
-            and value not in ("", "nano", "builtin", *SETS)
-            and Path(value).exists()
-        ):
-            changed[name] = type(value)(Path(value).resolve())
-    if walk.files:
-        changed["files"] = os.path.abspath(Path(walk.files).expanduser())
-    # Ray shows a worker its own GPU alone, whose index is 0 there.
-    if on_gpu and walk.device:
-        changed["device"] = "cuda"
-    return replace(walk, **changed)

@@ -161,10 +161,6 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
         scores.read_user_scores(walk.scores, suite) if walk.scores else scores.load_published(suite)
     )
     measurement = _measurement(walk)
-    if walk.workers < 0 or (walk.address and not walk.workers):
-        raise ValueError(
-            f"--workers {walk.workers}; give how many walks are to be started on Ray, at least 1"
-        )
     disk = DiskBudget(suite.cache_dir, walk.disk_budget)
     selection = _selection(walk, suite, joined, notify)
     output = _output(walk, suite, measurement, joined)

@@ -3,45 +3,19 @@
 import os
 import signal
 import socket
-import time
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tracker import pythia
-from tracker.walk.command import Walk
 from vit import grid
 from vit.recipe import Recipe
 
 ray = pytest.importorskip("ray")
-from tracker import cluster  # noqa: E402
+from vit import cluster  # noqa: E402
 
 TWO_GPUS = {"CPU": 2.0, "GPU": 2.0}
 DIGITS = {"data": "digits", "data_dir": "data", "batch_size": 32, "wandb": "off"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "gpus, device, expected", [(2, "cuda:0", {"1"}), (2, "cpu", {"0", "1"}), (1, "cuda:0", set())]
-)
-def test_no_worker_gets_the_gpu_of_the_driver(gpus, device, expected, tmp_path, monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(cluster, "PATIENCE", 300)
-    monkeypatch.setattr(ray, "init", partial(ray.init, num_gpus=gpus, num_cpus=2))
-    count = max(len(expected), 1)
-
-    def report(out: Path) -> None:
-        (out / os.environ.get("CUDA_VISIBLE_DEVICES", "")).touch()
-        while len(list(out.iterdir())) < count:
-            time.sleep(0.05)
-
-    with cluster.connected(None) as gpus, cluster.workers(report, tmp_path, count, gpus, device):
-        deadline = time.monotonic() + (300 if expected else 5)
-        while len(list(tmp_path.iterdir())) < count and time.monotonic() < deadline:
-            time.sleep(0.05)
-    assert {file.name for file in tmp_path.iterdir()} == expected
 
 
 @pytest.mark.slow
@@ -62,7 +36,7 @@ def test_what_fails_is_tried_again_and_the_others_wait_for_their_turn(tmp_path, 
 
     expected = {"works": 1, "raises once": 2, "dies once": 2, "raises always": 2, "dies always": 2}
     before = signal.signal(signal.SIGTERM, ours := lambda *_: None)
-    with cluster.connected(None) as gpus:
+    with cluster.connected(None, cpus=1, gpus=None) as gpus:
         assert signal.signal(signal.SIGTERM, before) is ours  # not Ray's
         failed = dict(cluster.failures(work, [*expected], jobs=2, cpus=1, gpus=gpus, retries=1))
     assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == expected and max(
@@ -127,41 +101,6 @@ def test_rays_machines_decide_on_the_gpus_of_a_grid(
     assert directories == {(tmp_path / "out", tmp_path / "data")} and len(pretended.started) == 3
 
 
-@pytest.mark.parametrize(
-    "device, machine, expected",
-    [
-        ("cuda:1", TWO_GPUS, ("cuda", 1.0)),  # Ray shows a worker its own GPU alone
-        (None, TWO_GPUS, (None, 1.0)),
-        ("cpu", TWO_GPUS, ("cpu", 0.0)),
-        ("cuda:1", {"CPU": 2.0}, ("cuda:1", 0.0)),
-    ],
-)
-def test_rays_machines_decide_on_the_gpus_of_a_walk(
-    device, machine, expected, pretended, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    for name in ("nano", "wikitext", "out"):  # names are not taken for directories of the same name
-        (tmp_path / name).mkdir()
-    pretended.machines = [machine]
-    withheld = []
-    monkeypatch.setattr(cluster, "_reserve", withheld.append)
-    output = SimpleNamespace(store=SimpleNamespace(path=Path("out")))
-    plan = SimpleNamespace(output=output, measurement=SimpleNamespace(device="cuda:1"))
-    with pythia._workers(
-        Walk(model="nano", prompts="wikitext", device=device, workers=3), plan, missing=2
-    ):
-        assert len(pretended.started) == 3 and not pretended.ended
-    worker = pretended.started[0]
-    assert (worker.device, pretended.requests[0]["num_gpus"]) == expected and pretended.ended
-    assert withheld == ["cuda:1"] * bool(expected[1])
-    assert (worker.model, worker.prompts, worker.out, worker.workers) == (
-        "nano",
-        "wikitext",
-        tmp_path / "out",
-        0,
-    )
-
-
 def test_a_cell_must_fit_on_one_machine(pretended, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
     pretended.machines = [{"CPU": 8.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 64.0}]
@@ -171,7 +110,9 @@ def test_a_cell_must_fit_on_one_machine(pretended, tmp_path, capsys, monkeypatch
     for cpus, gpus in ((65, 0), (9, 0.5), (1, 2)):
         command = grid.GridCommand(out=tmp_path / "out", cpus_per_cell=cpus, gpus_per_cell=gpus)
         assert grid.run(command, Recipe(**DIGITS)) == 2
-        message = f"{cpus} CPUs and {gpus} GPUs (of a grid: --cpus_per_cell, --gpus_per_cell); no machine has that"
+        message = (
+            f"{cpus} CPUs and {gpus} GPUs (--cpus_per_cell, --gpus_per_cell); no machine has that"
+        )
         assert (
             message in (err := capsys.readouterr().err)
             and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
@@ -183,12 +124,12 @@ def test_a_cluster_must_answer(pretended, monkeypatch):
     pretended.machines = [TWO_GPUS]
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with cluster.connected(f"ray://{address}"):
+        with cluster.connected(f"ray://{address}", 1, None):
             pass
     for given in (address, None):
         with (
             pytest.raises(ValueError, match=f"--address {given}; no Ray cluster answers"),
-            cluster.connected(given),
+            cluster.connected(given, 1, None),
         ):
             pytest.fail("connected")
         monkeypatch.setenv("RAY_ADDRESS", address)
