@@ -142,9 +142,9 @@ def prefetch(
                 for checkpoint in pending:
                     if checkpoint.step not in waited_for:
                         waited_for.add(checkpoint.step)
-                        shown.notify(
-                            f"step {checkpoint.step}: measured by {store.claimant(checkpoint.step)}; waiting for it"
-                        )
+                        # A claim that was made or released just now has no signature.
+                        by = store.claimant(checkpoint.step) or "another walk"
+                        shown.notify(f"step {checkpoint.step}: measured by {by}; waiting for it")
                 time.sleep(WAIT)
                 continue
             coming[0].arrival.exception()  # waits
