@@ -74,7 +74,7 @@ test-all: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m alone
 
 test-shapes: .venv/installed
-	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL) tests/linalg tests/jacobians tests/measures tests/test_measure.py
+	CHECK_SHAPES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL) tests/linalg tests/jacobians tests/measures tests/zoo tests/test_measure.py
 
 test-kernels: $(patsubst %,kernels-%,$(KERNELS:day=$(OF_TODAY)))
 

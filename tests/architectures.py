@@ -1,6 +1,6 @@
 """Write docs/architectures.md: for every architecture the path that serves it, its error, and its speed.
 
-`python -m tests.architectures`. The errors are those that tests/jacobians/test_brute_force.py bounds; a test there
+`python -m tests.architectures`. The errors are those that tests/zoo bounds; a test there
 checks that the table lists the same architectures on the same paths.
 """
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from tests.jacobians.test_brute_force import jacobian_error
 from tests.models import FAMILIES, Size, build
+from tests.zoo.rows import seen, truth
+from tests.zoo.truth import jacobian_error
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians, full_sequence_jacobian
 from tracker.jacobians.slicing import NotSliceable, Rows
@@ -25,8 +26,8 @@ TABLE = Path(__file__).parent.parent / "docs" / "architectures.md"
 SPEED = Size(width=128, tokens=64)
 HEAD = f"""# Architectures
 
-Written by `python -m tests.architectures`. Random models are compared with full-sequence `torch.func.jacrev` in float64, on the
-same attention implementation.
+Written by `python -m tests.architectures`. Random models are compared with gradients in the graph of one pass in float64,
+on the same attention implementation.
 
 - *Path*: "sliced" computes Jacobians from single rows, "full" from the full sequence
   ([measurements.md](measurements.md#blocks-and-jacobians)). Families on the full path are measured as accurately, only more
@@ -75,7 +76,8 @@ def main() -> None:
     for name, family in FAMILIES.items():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            sliced, error = jacobian_error(name, torch.float64)
+            ds = seen(name, "float64").ds
+            sliced, error = bool(ds.diagnostics_sliced.all()), jacobian_error(ds, truth(name))
             ratio = speed(name) if sliced else "–"
         lines.append(
             f"| {name} | {'sliced' if sliced else 'full'} | {error:.0e} | {ratio} | {family.full} |"

@@ -114,34 +114,24 @@ def in_one_graph(x: Tensor, y: Tensor, b: int, source: int, target: int) -> Tens
 
 
 @torch.no_grad()
-def couplings(J: list[Tensor], K: int, bases: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the five mis-couplings of every layer pair, computed pair by pair from their definitions.
+def couplings(J: Tensor, K: int, bases: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the five mis-couplings of every layer pair, (*batch, L, L), from their definitions.
 
     Args:
+        J: Jacobians (*batch, L, d, d).
         bases: Jacobians whose singular vectors are the bases, as many as in J; None: J.
     """
-    L = len(J)
-    singular_values = [torch.linalg.svdvals(matrix) for matrix in J]
-    decompositions = [torch.linalg.svd(matrix) for matrix in bases or J]
-    names = (
-        "miscoupling",
-        "miscoupling_release",
-        "miscoupling_release_trace",
-        "offdiag",
-        "offdiag_normalized",
+    U, _, Vh = torch.linalg.svd(J if bases is None else bases)
+    A = torch.einsum("...mdk,...lde,...mje->...lmkj", U[..., :K], J, Vh[..., :K, :])
+    s = torch.linalg.svdvals(J)[..., None, :K]
+    S, off = torch.diag_embed(s), A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    of_page, of_release, of_pairs, of_all = (
+        torch.linalg.matrix_norm(matrix) for matrix in (A - S, A.abs() - S, off, A)
     )
-    result = {name: torch.zeros(L, L, dtype=J[0].dtype) for name in names}
-    for l in range(L):
-        s = singular_values[l][:K]
-        for m in range(L):
-            U, _, Vh = decompositions[m]
-            A = U[:, :K].T @ J[l] @ Vh[:K].T
-            off = A.clone()
-            for i in range(K):
-                off[i, i] = 0
-            result["miscoupling"][l, m] = (A - torch.diag(s)).norm() / s.norm()
-            result["miscoupling_release"][l, m] = (A.abs() - torch.diag(s)).norm() / s.norm()
-            result["miscoupling_release_trace"][l, m] = (A.abs() - torch.diag(s)).norm() / s.sum()
-            result["offdiag"][l, m] = off.norm()
-            result["offdiag_normalized"][l, m] = off.norm() / A.norm()
-    return result
+    return {
+        "miscoupling": of_page / s.norm(dim=-1),
+        "miscoupling_release": of_release / s.norm(dim=-1),
+        "miscoupling_release_trace": of_release / s.sum(-1),
+        "offdiag": of_pairs,
+        "offdiag_normalized": of_pairs / of_all,
+    }

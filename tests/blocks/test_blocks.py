@@ -290,7 +290,7 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
         model, given, blocks, model.get_submodule(norm) if norm else None, batch_first=True
     )
     J = [oracle.jacobian(l, 0, position, position).detach() for l in range(len(blocks))]
-    for name, values in brute_force.couplings(J, K).items():
+    for name, values in brute_force.couplings(torch.stack(J), K).items():
         seen = ds[name if norm is None else f"{name}_normed"]
         np.testing.assert_allclose(seen.sel(k=K).isel(prompt=0, token=0), values, rtol=0, atol=1e-8)
 

@@ -53,7 +53,7 @@ def measured_as_by_brute_force(model, inputs, names, batch_first=True, **keyword
     oracle = brute_force.run(model, given, blocks, None, batch_first)
     t = int(ds.token_position[0, 0])
     J = [oracle.jacobian(l, 0, t, t).detach() for l in range(len(blocks))]
-    for name, values in brute_force.couplings(J, K).items():
+    for name, values in brute_force.couplings(torch.stack(J), K).items():
         found = torch.as_tensor(ds[name].sel(k=K).isel(prompt=0, token=0).values)
         torch.testing.assert_close(found, values, rtol=0, atol=1e-8)
     return ds

@@ -278,7 +278,7 @@ def couplings(b: Block, basis: Block, K: int, swapped: bool = False) -> dict[str
     if not b.s[0] or not basis.determined(K):
         return dict.fromkeys(MISCOUPLINGS, math.nan)
     J = torch.from_numpy(np.stack([b.J, basis.J]))
-    found = brute_force.couplings([*J], K, [*J.mT] if swapped else None)
+    found = brute_force.couplings(J, K, J.mT if swapped else None)
     return {name: float(values[0, 1]) for name, values in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""Models whose blocks end in a norm are told apart, and said to read differently."""
+"""Models whose blocks end in a norm are told apart, and said to read differently; those of tests/zoo, too."""
 
 import warnings
 
@@ -11,37 +11,9 @@ from torch import nn
 
 import tracker
 from tests.home_made import WIDTH, Flat
-from tests.models import build
 from tests.plain import RootMeanSquare
 
 TEXT = "the blocks of this model end in a norm .post-norm, as in BERT.*untrained, not with the null level"
-POST_NORM = ("bert", "roberta", "nn.TransformerEncoder, post-norm, bidirectional")
-OTHERS = (
-    "gpt2",
-    "gemma2, soft cap",
-    "olmo2, post-norm",
-    "modernbert",
-    "timm vit",
-    "nn.TransformerEncoder, pre-norm",
-)
-
-
-@pytest.mark.parametrize("name", POST_NORM)
-def test_post_norm_models_are_measured_with_a_warning_at_the_callers_line(name):
-    model, inputs = build(name)
-    with pytest.warns(UserWarning, match=TEXT) as caught:
-        ds = tracker.measure(model, inputs, measures="trajectory")
-    assert ds.attrs["post_norm"] == 1 and caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_norms_elsewhere_give_no_warning(name):
-    """Pre-norm, sandwich norm, and norms of a sublayer's output before the residual sum."""
-    model, inputs = build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ds = tracker.measure(model, inputs, measures="trajectory")
-    assert ds.attrs["post_norm"] == 0
 
 
 def post_norm(model, inputs, **options):

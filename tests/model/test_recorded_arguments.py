@@ -66,7 +66,7 @@ def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
         ds = tracker.measure(model, x, k=3, dtype="float64")
     model(x.requires_grad_())
     for b in range(ds.sizes["prompt"]):
-        J = [in_one_graph(x, y, b, -1, -1) for x, y in pairwise(model.states)]
+        J = torch.stack([in_one_graph(x, y, b, -1, -1) for x, y in pairwise(model.states)])
         for name, values in couplings(J, 3).items():
             found = ds[name].sel(k=3).values[b, 0]
             np.testing.assert_allclose(found, values, atol=1e-8, err_msg=name)

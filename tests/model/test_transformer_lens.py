@@ -8,10 +8,9 @@ import torch
 import transformers
 
 import tracker
-from tests import brute_force
-from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
+from tests.zoo.truth import Truth, assert_jacobians, assert_states
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
@@ -96,34 +95,25 @@ def bridge(name, directory, compatible):
     return model
 
 
-def check_against_brute_force(model, final_norm):
+def check_against_truth(model, final_norm):
     """Measure in float64 and compare every Jacobian, norm and mis-coupling; `final_norm` is its name."""
     before = snapshot(model)
-    ds = tracker.measure(model, IDS, k=4, tokens="all", dtype="float64")
+    ds = tracker.measure(model, IDS, k=4, tokens="all", dtype="float64", keep="jacobian")
     assert_unchanged(model, before)
     assert ds.attrs["final_norm"] == "include"
     assert ds.attrs["final_norm_module"] == final_norm
-    found, model = tracker.find_blocks(model), unwrap(model.to(torch.float64))
-    blocks = [model.get_submodule(name) for name in found.names]
-    assert len(blocks) == DEPTH and ds.diagnostics_complete.all()
-    norm = model.get_submodule(final_norm)
-    # Without torch.func, as bridges keep tensors of their last pass.
-    expected = brute_force.run(model, IDS, blocks, norm, batch_first=True, functorch=False)
-    truth = brute_force_jacobians(expected, IDS)
-    assert jacobian_difference(model, IDS, ds, truth, torch.float64) <= 1e-10
-    for (b, t), J in truth.items():
-        for measure, values in brute_force.couplings(J, 4).items():
-            seen = ds[f"{measure}_normed"]
-            np.testing.assert_allclose(seen.sel(k=4).values[b, t], values, rtol=0, atol=1e-8)
-    states = torch.stack([*expected.inputs, expected.last]).norm(dim=-1).movedim(1, 0).detach()
-    np.testing.assert_allclose(ds.norm.values, states, rtol=1e-10)
+    names, model = tracker.find_blocks(model).names, unwrap(model.to(torch.float64))
+    assert len(names) == DEPTH
+    truth = Truth(model, IDS, names, final_norm, RANDOM["d_model"])
+    assert_jacobians(ds, truth)
+    assert_states(ds, truth)
     return ds
 
 
 @FULL
 @pytest.mark.parametrize("name", HOOKED)
 def test_hooked_transformers_against_brute_force(name):
-    ds = check_against_brute_force(hooked(**HOOKED[name]), "ln_final")
+    ds = check_against_truth(hooked(**HOOKED[name]), "ln_final")
     assert not ds.diagnostics_sliced.any()
     assert "10 logits follow" in ds.attrs["final_norm_reason"]
 
@@ -133,7 +123,7 @@ def test_hooked_transformers_against_brute_force(name):
 def test_bridges_in_compatibility_mode_against_brute_force(name, tmp_path):
     model = bridge(name, tmp_path, compatible=True)
     norm = {"gpt2": "transformer.ln_f", "pythia-70m": "gpt_neox.final_layer_norm"}[name]
-    check_against_brute_force(model, norm)
+    check_against_truth(model, norm)
 
 
 @FULL

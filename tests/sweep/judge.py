@@ -376,7 +376,7 @@ def _of_jacobians(ds: xr.Dataset, J: list[Tensor], end: str, where: str) -> dict
         gaps = -S[:, : K + 1].diff()
         turn = float((S[:, :1] / gaps.clamp(1e-300)).max()) / 10
         # Some blocks change the dtype
-        for name, expected in couplings([matrix.double() for matrix in J], K).items():
+        for name, expected in couplings(torch.stack([matrix.double() for matrix in J]), K).items():
             scale = max(1.0, float(expected.max())) if name == "offdiag" else 1.0
             error = _difference(ds[f"{name}{end}"].sel(k=K).values, expected.numpy(), scale)
             errors[f"{name}{end} k={K}, {where}"] = error / max(1.0, turn)

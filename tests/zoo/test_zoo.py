@@ -1,0 +1,156 @@
+"""Every row of the zoo, measured once for each dtype: one test for each claim."""
+
+import gc
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import tracker
+import tracker.jacobians.rows
+from tests.conftest import ROOT
+from tests.jacobians.measured import jacobians_at
+from tests.models import FAMILIES
+from tests.test_measure import assert_same
+from tests.zoo import rows
+from tests.zoo.rows import BIDIRECTIONAL, OPTIONS, POST_NORM, ROWS, seen, truth
+from tests.zoo.truth import assert_jacobians, assert_states
+
+of_rows = pytest.mark.parametrize("name", ROWS)
+of_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
+
+
+@of_rows
+@of_dtypes
+def test_jacobians_and_mis_couplings(name, dtype):
+    assert_jacobians(seen(name, dtype).ds, truth(name))
+
+
+@of_rows
+def test_jacobians_between_tokens(name):
+    pairs = [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)]
+    of, expected = seen(name, "float64"), truth(name)
+    found = jacobians_at(of.model, of.inputs, pairs, final_norm=bool(expected.norm))
+    J = [expected.jacobians(t, s, bool(expected.norm))[b] for b, s, t in pairs]
+    for l, (of_block, checks) in enumerate(found):
+        right = torch.stack([of_pair[l] for of_pair in J])
+        atol = 1e-10 * max(1, float(right.abs().max()))
+        torch.testing.assert_close(of_block, right, rtol=0, atol=atol)
+        assert checks.sliced is not FAMILIES[name].full
+        assert of_block[:3].any() and bool(of_block[3:].any()) == (name in BIDIRECTIONAL)
+
+
+@of_rows
+def test_states(name):
+    assert_states(seen(name, "float64").ds, truth(name))
+
+
+@of_rows
+@of_dtypes
+def test_the_path_and_what_is_said(name, dtype):
+    of, full = seen(name, dtype), FAMILIES[name].full
+    assert (of.ds.diagnostics_sliced == (not full)).all()
+    assert bool(of.ds.attrs["post_norm"]) == (name in POST_NORM)
+    expected = [r"block 1 \(.*\) is measured over the full sequence"] if full else []
+    if name in POST_NORM:
+        expected.append(
+            "the blocks of this model end in a norm .post-norm, as in BERT.*not with the null level"
+        )
+    assert len(of.said) == len(expected), of.said
+    for text in expected:
+        assert any(re.match(text, said) and file == rows.__file__ for file, said in of.said)
+
+
+@of_rows
+@of_dtypes
+def test_the_model_agrees(name, dtype):
+    """With the Jacobians, and these with differences of values."""
+    ds = seen(name, dtype).ds
+    said = ds.attrs["witness"]
+    assert said.startswith("agrees at one row of each block; errors: "), said
+    errors = dict(part.split() for part in said.split(": ")[1].split(", "))
+    assert float(errors["values"]) < 1e-5 and float(errors["derivative"]) < 1e-3
+    assert 0 < float(errors["differences"]) < 2e-2
+    assert ds.attrs["independent_checks"] == "{}"
+    assert ds.diagnostics_independent_error.max() < 3e-3
+
+
+@of_rows
+@of_dtypes
+def test_the_model_is_unchanged(name, dtype):
+    of = seen(name, dtype)
+    assert_same(of.before, of.after)
+    assert not of.fired and of.ds.attrs["padding"] == "none"
+
+
+@of_rows
+def test_a_prompt_alone_in_little_memory(name):
+    of = seen(name, "float64")
+    alone = tracker.measure(
+        of.model, of.inputs[1:], dtype="float64", memory_budget=50_000, **OPTIONS
+    )
+    assert_close(alone, of.ds.isel(prompt=[1]), 1e-8)
+
+
+def assert_close(found, expected, atol):
+    for name in found.data_vars:
+        # Not errors themselves; the last token of a window may be right from a single row.
+        if "prompt" in found[name].dims and "_error" not in name and "sliced" not in name:
+            np.testing.assert_allclose(
+                found[name], expected[name], rtol=atol, atol=atol, err_msg=name
+            )
+
+
+@of_rows
+@pytest.mark.filterwarnings("ignore:block 1|the blocks of this model end")
+def test_another_device(name, pretend):
+    """Its values and the decisions of all checks are the CPU's, and its memory is given back."""
+    of = seen(name, "float64")
+    gc.disable()
+    try:
+        before = pretend.live_bytes()
+        found = tracker.measure(
+            of.model, of.inputs, dtype="float64", device=pretend.device, **OPTIONS
+        )
+        assert pretend.live_bytes() == before, (
+            "a reference cycle keeps weights until it is collected"
+        )
+    finally:
+        gc.enable()
+    assert {*found, "jacobian"} == {*of.ds}
+    assert (found.diagnostics_sliced == of.ds.diagnostics_sliced).all()
+    # Some norms compute in float32 whatever the dtype, and expodistance divides by a mean near zero.
+    assert_close(found, of.ds, 1e-6)
+
+
+FEW = (
+    "gpt_neox",
+    "llama, eager",
+    "gpt_oss, sinks",
+    "gemma2, soft cap",
+    "timm vit",
+    "nn.TransformerEncoder, sequence first, post-norm",
+)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("path", ["own code", "full sequence"])
+@pytest.mark.filterwarnings("ignore")
+def test_without_faster_paths(name, path, monkeypatch):
+    paths = tracker.jacobians.rows.PATHS
+    slower = {name: paths[name] for name in paths if name == path}
+    monkeypatch.setattr(tracker.jacobians.rows, "PATHS", slower)
+    of = seen(name, "float64")
+    ds = tracker.measure(of.model, of.inputs, dtype="float64", keep="jacobian", **OPTIONS)
+    assert (ds.diagnostics_sliced == bool(slower)).all()
+    assert_jacobians(ds, truth(name))
+
+
+def test_the_table_in_the_docs_is_that_of_the_zoo():
+    """`python -m tests.architectures` writes it."""
+    lines = (ROOT / "docs" / "architectures.md").read_text().splitlines()
+    cells = [line.removeprefix("| ").split(" | ") for line in lines]
+    listed = {row[0]: row[1] for row in cells if len(row) == 5 and row[1] in ("sliced", "full")}
+    assert listed == {name: "full" if row.full else "sliced" for name, row in FAMILIES.items()}
+    assert [*listed.values()].count("sliced") >= 25
