@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from tests.models import FAMILIES, Size, build
+from tests.zoo.claims import jacobian_error
 from tests.zoo.rows import seen, truth
-from tests.zoo.truth import jacobian_error
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians, full_sequence_jacobian
 from tracker.jacobians.slicing import NotSliceable, Rows

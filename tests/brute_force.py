@@ -1,107 +1,113 @@
-"""Brute-force measurements: full-sequence jacrev, full SVD, loops. They share no code with the tracker.
+"""What a model computes, block by block: its states, its Jacobians and their mis-couplings, by code that is not the tracker's."""
 
-Hooks record the input and arguments of each block during a forward pass of the model, so its attention implementation is
-used.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 import xarray as xr
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
-@dataclass
-class Oracle:
-    """A recorded forward pass: input (batch first) and arguments of each block, and the output of the last one."""
+class Truth:
+    """States and Jacobians by gradients in the graph of one pass of the model.
 
-    inputs: list[Tensor]
-    calls: list[tuple[tuple, dict[str, Any]]]
-    last: Tensor
-    blocks: list[nn.Module]
-    batch_first: bool
-    norm: nn.Module | None
-    functorch: bool  # False if an operation of the model does not run under torch.func
+    Each sample passes d times, and copy i stands for coordinate i of the output: one backward pass from a block's output to its
+    input gives the Jacobians of all samples there. What else a block is given is constant.
 
-    def states(self) -> Tensor:
-        return torch.stack([*self.inputs, self.norm(self.last) if self.norm else self.last])
+    Args:
+        model: in eval mode; all its weights will have gradients.
+        inputs: B samples, in the dtype of the model: a tensor, or tensors by the name of an argument.
+        blocks: the names of the L blocks, whose first argument is the state.
+        d: the width.
+        norm: the name of the final norm, if there is one.
+    """
 
-    def output(self, l: int, X: Tensor) -> Tensor:
-        """Return what block l gives for other states, with the arguments that it received; without the final norm."""
-        args, kwargs = self.calls[l]
-        out = self.blocks[l](X if self.batch_first else X.transpose(0, 1), *args, **kwargs)
-        out = out[0] if isinstance(out, tuple) else out
-        return out if self.batch_first else out.transpose(0, 1)
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Tensor | Mapping[str, Tensor],
+        blocks: Sequence[str],
+        d: int,
+        norm: str = "",
+    ) -> None:
+        self.model, self.L, self.d = model.requires_grad_(), len(blocks), d
+        self.blocks = [model.get_submodule(block) for block in blocks]
+        self.norm = model.get_submodule(norm) if norm else None
+        self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}
+        copies = {name: given.repeat_interleave(d, dim=0) for name, given in self.inputs.items()}
+        self.x, self.y = self._pass(copies)
+        self.batch_first = len(self.x[0]) == len(next(iter(copies.values())))
+        if self.norm is not None:
+            self.x.append(self.x[-1])
+            self.y.append(self.norm(self.y[-1]))
+        states = [self.x[0], *self.y]
+        self.states = torch.stack([self._turned(state)[::d] for state in states], 1).detach()
+        self._gradients = cache(self._gradients_of)
 
-    def jacobian(self, l: int, b: int, t1: int, t2: int) -> Tensor:
-        """Return d f^l(X)_{t2} / d x_{t1} of sample b, minus the identity where t1 = t2; rows are output coordinates."""
-        X = self.inputs[l]
+    def _pass(
+        self, inputs: dict[str, Tensor], first: Tensor | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the model, perhaps with another first state; return the input and the output of each block."""
+        x: list[Tensor] = []
+        y: list[Tensor] = []
 
-        def row(x: Tensor) -> Tensor:
-            full = X.clone()
-            full[b, t1] = x
-            out = self.output(l, full)
-            if l == len(self.blocks) - 1 and self.norm is not None:
-                out = self.norm(out)
-            return out[b, t2] - full[b, t2]
+        def enter(block: nn.Module, args: tuple) -> tuple:
+            state = args[0].clone() if x or first is None else first
+            x.append(state if state.requires_grad else state.requires_grad_())
+            return x[-1].clone(), *args[1:]  # the block may write to its input
 
-        with sdpa_kernel(SDPBackend.MATH):
-            if self.functorch:
-                return torch.func.jacrev(row)(X[b, t1])
-            return torch.autograd.functional.jacobian(row, X[b, t1])
+        def leave(block: nn.Module, args: tuple, output: Any) -> None:
+            y.append((output[0] if isinstance(output, tuple) else output).clone())
 
+        handles = [block.register_forward_pre_hook(enter) for block in self.blocks]
+        handles += [block.register_forward_hook(leave) for block in self.blocks]
+        with torch.enable_grad():
+            self.model(*([inputs[""]] if "" in inputs else []), **({} if "" in inputs else inputs))
+        for handle in handles:
+            handle.remove()
+        return x, y
 
-def final_norm(model: nn.Module, ds: xr.Dataset) -> nn.Module | None:
-    """Return the final norm that a measurement of a model includes."""
-    return (
-        model.get_submodule(ds.attrs["final_norm_module"])
-        if ds.attrs["final_norm"] == "include"
-        else None
-    )
+    def _turned(self, state: Tensor) -> Tensor:
+        """Exchange samples and tokens if the blocks take tokens first."""
+        return state if self.batch_first else state.transpose(0, 1)
 
+    def paths(self, normed: bool = False) -> Tensor:
+        """Return the states (B, L + 1, n, d); with `normed`, the last one is that after the final norm."""
+        last = -1 if normed else self.L
+        return torch.cat([self.states[:, : self.L], self.states[:, last, None]], 1)
 
-def run(
-    model: nn.Module,
-    inputs: Tensor | Mapping[str, Any],
-    blocks: list[nn.Module],
-    norm: nn.Module | None,
-    batch_first: bool,
-    functorch=True,
-) -> Oracle:
-    received: list[tuple[Tensor, tuple, dict]] = []
-    outputs: list[Tensor] = []
-    handles = []
-    for block in blocks:
-        handles.append(
-            block.register_forward_pre_hook(
-                lambda m, a, k: received.append((a[0], a[1:], dict(k))), with_kwargs=True
-            )
+    def paths_from(self, first: Tensor) -> Tensor:
+        """Return the states where the first block takes another one (B, n, d), batch first."""
+        _, y = self._pass(self.inputs, first)
+        return torch.stack([first, *y], 1).detach()
+
+    def _gradients_of(self, l: int, token: int) -> Tensor:
+        """Return d y_token / d x_source of a block, (B, d, n, d)."""
+        y = self._turned(self.y[l])
+        copies = torch.arange(len(y))
+        of_each = y[copies, token, copies % self.d].sum()
+        (found,) = torch.autograd.grad(of_each, self.x[l], retain_graph=True)
+        return self._turned(found).unflatten(0, (-1, self.d))
+
+    def jacobians(self, token: int, source: int | None = None, normed: bool = False) -> Tensor:
+        """Return d (y - x)_token / d x_source of every block and sample, (B, L, d, d); None: the token itself.
+
+        Args:
+            normed: whether the last block includes the final norm.
+        """
+        token %= self.states.shape[2]
+        at, last = token if source is None else source, self.L if normed else self.L - 1
+        J = torch.stack(
+            [self._gradients(l, token)[:, :, at] for l in [*range(self.L - 1), last]], 1
         )
-        handles.append(
-            block.register_forward_hook(
-                lambda m, a, o: outputs.append(o[0] if isinstance(o, tuple) else o)
-            )
-        )
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    with torch.no_grad():
-        if isinstance(inputs, Mapping):
-            model(**inputs)
-        elif hasattr(model, "config") and hasattr(model.config, "use_cache"):
-            model(inputs, use_cache=False)
-        else:
-            model(inputs)
-    torch.backends.mha.set_fastpath_enabled(fastpath)
-    for handle in handles:
-        handle.remove()
-    first = [x if batch_first else x.transpose(0, 1) for x, _, _ in received]
-    last = outputs[-1] if batch_first else outputs[-1].transpose(0, 1)
-    return Oracle(
-        first, [(a, k) for _, a, k in received], last, blocks, batch_first, norm, functorch
-    )
+        return J - (at == token) * torch.eye(self.d, dtype=J.dtype)
+
+
+def truth_of(model: nn.Module, inputs: Tensor, ds: xr.Dataset) -> Truth:
+    """Return what the blocks that were measured compute, with the final norm if that was included."""
+    norm = ds.attrs["final_norm_module"] if ds.attrs["final_norm"] == "include" else ""
+    return Truth(model, inputs, ds.attrs["blocks"].split(", "), ds.attrs["width"], norm)
 
 
 def in_one_graph(x: Tensor, y: Tensor, b: int, source: int, target: int) -> Tensor:

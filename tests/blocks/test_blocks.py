@@ -281,16 +281,11 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
     assert (ds.token_position == position).all()
     assert ds.attrs["final_norm"] == ("exclude" if norm is None else "include")
     assert norm is None or ds.attrs["final_norm_module"] == norm
-    blocks = list(model.get_submodule(container).children())
     given = tree_map(lambda value: value.double() if value.is_floating_point() else value, inputs)
-    for part in model.modules():
-        if hasattr(getattr(part, "config", None), "use_cache"):
-            part.config.use_cache = False  # a block's replay would meet its own keys there
-    oracle = brute_force.run(
-        model, given, blocks, model.get_submodule(norm) if norm else None, batch_first=True
-    )
-    J = [oracle.jacobian(l, 0, position, position).detach() for l in range(len(blocks))]
-    for name, values in brute_force.couplings(torch.stack(J), K).items():
+    names = [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
+    truth = brute_force.Truth(model, given, names, ds.attrs["width"], norm or "")
+    J = truth.jacobians(position, normed=norm is not None)[0]
+    for name, values in brute_force.couplings(J, K).items():
         seen = ds[name if norm is None else f"{name}_normed"]
         np.testing.assert_allclose(seen.sel(k=K).isel(prompt=0, token=0), values, rtol=0, atol=1e-8)
 

@@ -45,15 +45,13 @@ FOUND = {
 }
 
 
-def measured_as_by_brute_force(model, inputs, names, batch_first=True, **keywords):
+def measured_as_by_brute_force(model, inputs, names, **keywords):
     ds = tracker.measure(model, inputs, k=K, dtype="float64", final_norm="exclude", **keywords)
     assert ds.attrs["blocks"].split(", ") == names
-    blocks = [model.get_submodule(name) for name in names]
     given = inputs.double() if inputs.is_floating_point() else inputs
-    oracle = brute_force.run(model, given, blocks, None, batch_first)
-    t = int(ds.token_position[0, 0])
-    J = [oracle.jacobian(l, 0, t, t).detach() for l in range(len(blocks))]
-    for name, values in brute_force.couplings(torch.stack(J), K).items():
+    truth = brute_force.Truth(model, given, names, WIDTH)
+    J = truth.jacobians(int(ds.token_position[0, 0]))[0]
+    for name, values in brute_force.couplings(J, K).items():
         found = torch.as_tensor(ds[name].sel(k=K).isel(prompt=0, token=0).values)
         torch.testing.assert_close(found, values, rtol=0, atol=1e-8)
     return ds
@@ -63,9 +61,7 @@ def measured_as_by_brute_force(model, inputs, names, batch_first=True, **keyword
 def test_blocks_are_found_whatever_their_attention_is_called(name):
     make, inputs, pattern = FOUND[name]
     names = [pattern.format(i=i) for i in range(DEPTH)]
-    measured_as_by_brute_force(
-        make().double().eval(), inputs, names, batch_first=name != "sequence first"
-    )
+    measured_as_by_brute_force(make().double().eval(), inputs, names)
 
 
 def test_attention_with_a_name_needs_no_further_pass(monkeypatch):

@@ -6,10 +6,9 @@ import torch
 import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
-from tests import brute_force
+from tests.brute_force import truth_of
 from tests.jacobians.measured import detached, jacobians_at
 from tests.models import build
-from tracker.blocks.find import find_blocks
 from tracker.linalg.precision import FLOOR
 
 SINK = 3  # the id of the token with large states
@@ -36,17 +35,6 @@ def with_sink(name, dimensions=slice(None), at=0):
     return model, inputs
 
 
-def by_brute_force(model, inputs, ds, rows):
-    """Return, by layer, the Jacobians at rows of (sample, position) by autograd through the full sequence in float64."""
-    norm = brute_force.final_norm(model, ds)
-    blocks = [model.get_submodule(name) for name in find_blocks(model).names]
-    expected = brute_force.run(model.double().eval(), inputs, blocks, norm, batch_first=True)
-    return [
-        torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows])
-        for l in range(len(blocks))
-    ]
-
-
 @pytest.mark.filterwarnings("error:.*measured over the full sequence")
 @pytest.mark.parametrize(
     "dimensions", [slice(None), slice(5, 6)], ids=["all dimensions", "one dimension"]
@@ -60,7 +48,9 @@ def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
     seen = jacobians_at(
         model, inputs, rows, torch.float32, final_norm=ds.attrs["final_norm"] == "include"
     )
-    truth = by_brute_force(model, inputs, ds, rows)
+    right = truth_of(model.double().eval(), inputs, ds)
+    of_rows = [right.jacobians(t, normed=right.norm is not None)[b] for b, t in rows]
+    truth = torch.stack(of_rows, 1)
     # Root mean square of s
     size = torch.stack([torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth])
     hidden = size[:-1, :2] < FLOOR[torch.float32]  # the last block's norm gives -I

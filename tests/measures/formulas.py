@@ -8,7 +8,7 @@ where nothing determines it: the singular vectors of a zero matrix.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -17,10 +17,9 @@ import scipy.linalg
 import torch
 import xarray as xr
 from scipy.special import erf, softmax
-from torch import nn
 
 from tests import brute_force
-from tests.brute_force import Oracle
+from tests.brute_force import Truth
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS, MISCOUPLINGS
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
@@ -56,38 +55,27 @@ class Sample:
     """One sample of a measurement, and the same computed by brute force.
 
     Args:
-        oracle: the blocks without the final norm, which is `norm`.
+        truth: what the model computes.
         b: its index.
         seed: of what is drawn for it.
         sliced: whether its blocks can be evaluated at single rows.
     """
 
     def __init__(
-        self,
-        ds: xr.Dataset,
-        oracle: Oracle,
-        b: int,
-        norm: nn.Module | None,
-        unembedding: Any,
-        seed: int,
-        sliced: bool,
+        self, ds: xr.Dataset, truth: Truth, b: int, unembedding: Any, seed: int, sliced: bool
     ) -> None:
-        self.ds, self.oracle, self.b, self.norm, self.unembedding = ds, oracle, b, norm, unembedding
+        self.ds, self.truth, self.b, self.unembedding = ds, truth, b, unembedding
         self.seed, self.sliced = seed, sliced
-        self.ks, self.L = ds.k.values.tolist(), len(oracle.blocks)
+        self.ks, self.L = ds.k.values.tolist(), truth.L
         self.tokens = ds.token_position.values[b].astype(int).tolist()
-        self.X = oracle.states()[:, b].detach().numpy()
-        with torch.no_grad():
-            last = norm(oracle.last)[b].numpy() if norm else self.X[-1]
-        self.X_normed = np.concatenate([self.X[:-1], last[None]])
+        self.X, self.X_normed = (truth.paths(normed)[b].numpy() for normed in (False, True))
         self.block = cache(self._block)
 
     def _block(self, l: int, source: int, token: int, normed: bool = False) -> Block:
         """Return block l, from 0, by its Jacobian from one token to another, or to itself."""
         if normed and l < self.L - 1:
             return self.block(l, source, token)
-        oracle = replace(self.oracle, norm=self.norm if normed else None)
-        J = oracle.jacobian(l, self.b, source, token).detach().numpy()
+        J = self.truth.jacobians(token, source, normed)[self.b, l].numpy()
         x, f = self.X[l, token], self.X[l + 1, token] - self.X[l, token]
         return Block(J, x, f, self.ks)
 
@@ -470,7 +458,9 @@ OF_PATHS |= {
 def entropy(sample: Sample) -> np.ndarray:
     with torch.no_grad():
         X = torch.from_numpy(sample.X)
-        p = softmax(sample.unembedding(sample.norm(X) if sample.norm else X).numpy(), -1)
+        p = softmax(
+            sample.unembedding(sample.truth.norm(X) if sample.truth.norm else X).numpy(), -1
+        )
     return -(p * np.log(p)).sum(-1)
 
 
@@ -480,17 +470,13 @@ def principal_plane(sample: Sample) -> np.ndarray:
 
 
 def noise_similarity(sample: Sample) -> np.ndarray:
-    clean = sample.oracle.inputs[0]
+    clean = sample.truth.paths()[:, 0]
     n, d = clean.shape[1:]
     unit, found = torch.from_numpy(sample.drawn(n, d)), []
     for level in NOISE:
         states = clean.clone()
         states[sample.b] += level * unit * clean[sample.b].norm(dim=-1, keepdim=True) / d**0.5
-        path = [states[sample.b]]
-        for l in range(sample.L):
-            states = sample.oracle.output(l, states)
-            path.append(states[sample.b])
-        with_noise = torch.stack(path).detach().numpy()
+        with_noise = sample.truth.paths_from(states)[sample.b].numpy()
         found.append(
             [
                 [cosine(*pair) for pair in zip(*at, strict=True)]

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tracker
-from tests import brute_force
+from tests.brute_force import truth_of
 from tests.measures.formulas import (
     ANY,
     FORMULAS,
@@ -27,7 +27,6 @@ from tests.measures.formulas import (
 )
 from tests.models import FAMILIES, Size, build, silence
 from tracker.analysis.null_levels import null_level
-from tracker.blocks.find import find_blocks
 from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
 from tracker.measures.settings import CHOICE_NAMES, EVERYTHING
@@ -69,18 +68,11 @@ def measured(name, **options):
     ds = tracker.measure(
         model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options
     )
-    found = find_blocks(model)
-    norm = brute_force.final_norm(model, ds)
-    blocks = [model.get_submodule(one) for one in found.names]
-    oracle = brute_force.run(
-        model, inputs, blocks, None, found.batch_first, functorch=name != "bloom"
-    )
+    truth = truth_of(model, inputs, ds)
     own = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     unembedding = getattr(model, "cls", own)  # BERT's head transforms the state first
     sliced, seeds = not FAMILIES[of].full, [seed_of([one], {}) for one in inputs]
-    return ds, [
-        Sample(ds, oracle, b, norm, unembedding, seed, sliced) for b, seed in enumerate(seeds)
-    ]
+    return ds, [Sample(ds, truth, b, unembedding, seed, sliced) for b, seed in enumerate(seeds)]
 
 
 def norms_in_float64(model):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
-from tests.brute_force import run
+from tests.brute_force import Truth
 from tests.jacobians.measured import jacobians_at
 from tests.jacobians.test_rows import Attention, Stack
 from tests.models import random, tokens
@@ -92,15 +92,14 @@ def measured(model, samples=1):
     return tracker.measure(model, random(samples, 5, 8), k=2, dtype="float64")
 
 
-def brute(model, blocks, inputs, l):
-    last = inputs.shape[1] - 1
-    return run(model, inputs, blocks, None, True, functorch=False).jacobian(l, 0, last, last)
+def rights(model, blocks, inputs, width=8):
+    """Return J of every block, final norm left out, at the last row of the first sample."""
+    names = [f"{blocks}.{name}" for name, _ in model.get_submodule(blocks).named_children()]
+    return Truth(model, inputs, names, width).jacobians(-1)[0].double()
 
 
-def assert_right(seen, model, x, atol=SINGLE):
-    for l, (J, _) in enumerate(seen):
-        expected = brute(model, list(model.blocks), x, l).double()
-        torch.testing.assert_close(J, expected, atol=atol, rtol=0)
+def assert_right(seen, right, atol=SINGLE):
+    torch.testing.assert_close(torch.stack([J for J, _ in seen]), right, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -110,9 +109,8 @@ def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
         pytest.skip(f"this transformers has no {name}")
     model, ids = family(name), tokens()
     seen = jacobians(model, ids)
-    model.double()
-    for l, (J, checks) in enumerate(seen):
-        expected = brute(model, list(model.model.layers), ids, l)
+    right = rights(model.double(), "model.layers", ids, 32)
+    for (J, checks), expected in zip(seen, right, strict=True):
         assert float((J - expected).abs().max()) < SINGLE * max(1.0, float(expected.abs().max()))
         assert checks.value_error < SINGLE
     # Its blocks are handed which tokens the one before looked up
@@ -175,7 +173,7 @@ def test_a_gate_or_stream_in_float32_is_sliced_and_its_error_told(make):
     model, x = make(), random(2, 40, 8)
     seen = jacobians(model, x)
     assert all(checks.sliced and checks.value_error < SINGLE for _, checks in seen)
-    assert_right(seen, model, x)
+    assert_right(seen, rights(model, "blocks", x))
 
 
 @pytest.mark.parametrize("samples", [1, 2])
@@ -192,7 +190,7 @@ def test_a_gate_in_float32_hides_no_mixing_of_rows():
     reasons = json.loads(ds.attrs["fallbacks"])
     assert len(reasons) == len(seen) and all("value check" in reason for reason in reasons.values())
     assert not any(checks.sliced for _, checks in seen)
-    assert_right(seen, model, x)
+    assert_right(seen, rights(model, "blocks", x))
 
 
 def test_a_block_that_asks_for_the_gradient_mode_is_refused():
@@ -366,7 +364,7 @@ def test_a_derivative_that_fails_names_the_block():
 
 def test_a_derivative_that_has_none_itself():
     model, x = stack(Custom, False), random(1, 5, 8)
-    assert_right(jacobians(model, x), model, x, 1e-10)
+    assert_right(jacobians(model, x), rights(model, "blocks", x), 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -382,11 +380,9 @@ def test_big_bird(name, attention, n):
         sep_token_id=2,
         block_size=4,
     )
+    blocks = "encoder.layer" if name == "BigBirdModel" else "bert.encoder.layer"
     modules = {key: type(module) for key, module in model.named_modules()}
     ids = tokens(2, n)
     seen = jacobians(model, ids)
     assert {key: type(module) for key, module in model.named_modules()} == modules
-    model.double()
-    for l, (J, _) in enumerate(seen):
-        expected = brute(model, list(model.base_model.encoder.layer), ids, l)
-        torch.testing.assert_close(J, expected, atol=1e-9, rtol=0)
+    assert_right(seen, rights(model.double(), blocks, ids, 32), 1e-9)

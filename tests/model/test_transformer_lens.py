@@ -8,9 +8,10 @@ import torch
 import transformers
 
 import tracker
+from tests.brute_force import truth_of
 from tests.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
-from tests.zoo.truth import Truth, assert_jacobians, assert_states
+from tests.zoo.claims import assert_jacobians, assert_states
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
@@ -102,9 +103,8 @@ def check_against_truth(model, final_norm):
     assert_unchanged(model, before)
     assert ds.attrs["final_norm"] == "include"
     assert ds.attrs["final_norm_module"] == final_norm
-    names, model = tracker.find_blocks(model).names, unwrap(model.to(torch.float64))
-    assert len(names) == DEPTH
-    truth = Truth(model, IDS, names, final_norm, RANDOM["d_model"])
+    assert ds.sizes["layer"] == DEPTH
+    truth = truth_of(unwrap(model.to(torch.float64)), IDS, ds)
     assert_jacobians(ds, truth)
     assert_states(ds, truth)
     return ds

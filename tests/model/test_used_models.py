@@ -15,7 +15,7 @@ from torch import nn
 
 import tracker
 from tests.blocks.test_blocks import FOUND
-from tests.brute_force import run
+from tests.brute_force import Truth
 from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
 from tests.rounding import rounding
 
@@ -223,13 +223,9 @@ def measured(model, ids):
     return tracker.measure(model, ids, k=4, dtype="float64", keep="jacobian")
 
 
-def assert_jacobians(ds, model, ids, functorch=True):
-    last = ids.shape[1] - 1
-    oracle = run(model, ids, list(model.layers), None, batch_first=True, functorch=functorch)
-    for l in range(3):
-        np.testing.assert_allclose(
-            ds.jacobian[0, 0, l], oracle.jacobian(l, 0, last, last).detach(), atol=1e-12
-        )
+def assert_jacobians(ds, model, ids):
+    right = Truth(model, ids, [f"layers.{l}" for l in range(3)], WIDTH).jacobians(-1)[0]
+    np.testing.assert_allclose(ds.jacobian[0, 0], right, atol=1e-12)
 
 
 @pytest.mark.parametrize("as_buffers", [True, False], ids=["buffers", "attributes"])
@@ -276,9 +272,7 @@ class Reading(Own):
 @pytest.mark.filterwarnings("ignore:block 1")
 def test_attributes_of_modules_that_write_to_buffers_last_as_long_as_the_pass():
     model = Reading()
-    assert_jacobians(
-        measured(model, tokens(2, 6)), copy.deepcopy(model), tokens(2, 6), functorch=False
-    )
+    assert_jacobians(measured(model, tokens(2, 6)), copy.deepcopy(model), tokens(2, 6))
     assert all(layer.attention.rotary.last is None for layer in model.layers)
 
 

@@ -9,9 +9,9 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tracker
+from tests.brute_force import Truth, truth_of
 from tests.models import FAMILIES, build
 from tests.test_measure import snapshot
-from tests.zoo.truth import Truth
 from tracker.blocks.find import find_blocks
 
 ROWS = tuple(FAMILIES)
@@ -77,6 +77,5 @@ def truth(name: str) -> Truth:
     model = copy.deepcopy(of.model).double().eval()
     if hasattr(getattr(model, "config", None), "_experts_implementation"):
         model.set_experts_implementation("eager")  # the grouped kernels know no float64
-    ds = of.ds
-    norm = ds.attrs["final_norm_module"] if ds.attrs["final_norm"] == "include" else ""
-    return Truth(model, of.inputs, ds.attrs["blocks"].split(", "), norm, ds.attrs["width"])
+    inputs = of.inputs.double() if of.inputs.is_floating_point() else of.inputs
+    return truth_of(model, inputs, of.ds)

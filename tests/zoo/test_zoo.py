@@ -14,8 +14,8 @@ from tests.jacobians.measured import jacobians_at
 from tests.models import FAMILIES
 from tests.test_measure import assert_same
 from tests.zoo import rows
+from tests.zoo.claims import assert_jacobians, assert_states
 from tests.zoo.rows import BIDIRECTIONAL, OPTIONS, POST_NORM, ROWS, seen, truth
-from tests.zoo.truth import assert_jacobians, assert_states
 
 of_rows = pytest.mark.parametrize("name", ROWS)
 of_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -31,8 +31,8 @@ def test_jacobians_and_mis_couplings(name, dtype):
 def test_jacobians_between_tokens(name):
     pairs = [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)]
     of, expected = seen(name, "float64"), truth(name)
-    found = jacobians_at(of.model, of.inputs, pairs, final_norm=bool(expected.norm))
-    J = [expected.jacobians(t, s, bool(expected.norm))[b] for b, s, t in pairs]
+    found = jacobians_at(of.model, of.inputs, pairs, final_norm=expected.norm is not None)
+    J = [expected.jacobians(t, s, expected.norm is not None)[b] for b, s, t in pairs]
     for l, (of_block, checks) in enumerate(found):
         right = torch.stack([of_pair[l] for of_pair in J])
         atol = 1e-10 * max(1, float(right.abs().max()))
