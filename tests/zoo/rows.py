@@ -21,11 +21,19 @@ POST_NORM = (
     "nn.TransformerEncoder, post-norm, bidirectional",
     "nn.TransformerEncoder, sequence first, post-norm",
 )
+# Language models, whose head takes the states by a norm
+WITH_NORM = tuple(
+    name
+    for name, family in FAMILIES.items()
+    if family.sees == "text" and name not in POST_NORM and not name.startswith("nn.")
+)
 BIDIRECTIONAL = tuple(
     name
     for name, family in FAMILIES.items()
     if family.sees == "images" or "bert" in name or name.endswith("bidirectional")
 )
+# Rows whose attention has no formula that is known, and runs by its own code
+OWN_CODE = ("gpt_neox, eager", "llama, eager", "gemma2, soft cap", "gpt_neo")
 OPTIONS = {"k": [2, 6], "tokens": [1, -1]}
 
 

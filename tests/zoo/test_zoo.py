@@ -15,7 +15,7 @@ from tests.models import FAMILIES
 from tests.test_measure import assert_same
 from tests.zoo import rows
 from tests.zoo.claims import assert_jacobians, assert_states
-from tests.zoo.rows import BIDIRECTIONAL, OPTIONS, POST_NORM, ROWS, seen, truth
+from tests.zoo.rows import BIDIRECTIONAL, OPTIONS, OWN_CODE, POST_NORM, ROWS, WITH_NORM, seen, truth
 
 of_rows = pytest.mark.parametrize("name", ROWS)
 of_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -31,13 +31,14 @@ def test_jacobians_and_mis_couplings(name, dtype):
 def test_jacobians_between_tokens(name):
     pairs = [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)]
     of, expected = seen(name, "float64"), truth(name)
+    path = "own code" if name in OWN_CODE else "full sequence" if FAMILIES[name].full else "formula"
     found = jacobians_at(of.model, of.inputs, pairs, final_norm=expected.norm is not None)
     J = [expected.jacobians(t, s, expected.norm is not None)[b] for b, s, t in pairs]
     for l, (of_block, checks) in enumerate(found):
         right = torch.stack([of_pair[l] for of_pair in J])
         atol = 1e-10 * max(1, float(right.abs().max()))
         torch.testing.assert_close(of_block, right, rtol=0, atol=atol)
-        assert checks.sliced is not FAMILIES[name].full
+        assert checks.path == path
         assert of_block[:3].any() and bool(of_block[3:].any()) == (name in BIDIRECTIONAL)
 
 
@@ -52,6 +53,7 @@ def test_the_path_and_what_is_said(name, dtype):
     of, full = seen(name, dtype), FAMILIES[name].full
     assert (of.ds.diagnostics_sliced == (not full)).all()
     assert bool(of.ds.attrs["post_norm"]) == (name in POST_NORM)
+    assert of.ds.attrs["final_norm"] == ("include" if name in WITH_NORM else "exclude")
     expected = [r"block 1 \(.*\) is measured over the full sequence"] if full else []
     if name in POST_NORM:
         expected.append(
