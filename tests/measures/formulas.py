@@ -58,14 +58,10 @@ class Sample:
         truth: what the model computes.
         b: its index.
         seed: of what is drawn for it.
-        sliced: whether its blocks can be evaluated at single rows.
     """
 
-    def __init__(
-        self, ds: xr.Dataset, truth: Truth, b: int, unembedding: Any, seed: int, sliced: bool
-    ) -> None:
-        self.ds, self.truth, self.b, self.unembedding = ds, truth, b, unembedding
-        self.seed, self.sliced = seed, sliced
+    def __init__(self, ds: xr.Dataset, truth: Truth, b: int, unembedding: Any, seed: int) -> None:
+        self.ds, self.truth, self.b, self.unembedding, self.seed = ds, truth, b, unembedding, seed
         self.ks, self.L = ds.k.values.tolist(), truth.L
         self.tokens = ds.token_position.values[b].astype(int).tolist()
         self.X, self.X_normed = (truth.paths(normed)[b].numpy() for normed in (False, True))
@@ -491,7 +487,7 @@ OF_SAMPLES: dict[str, Callable[[Sample], Any]] = {
     "pca": principal_plane,
     "noise_similarity": noise_similarity,
     "lyapunov_exponent": exponents,
-    "diagnostics_sliced": lambda sample: np.full((len(sample.tokens), sample.L), sample.sliced),
+    "diagnostics_sliced": lambda sample: np.ones((len(sample.tokens), sample.L), bool),
     "token_position": lambda sample: sample.tokens,
     "pair_position": lambda sample: sample.compared,
 }

@@ -11,7 +11,6 @@ import pytest
 import torch
 import xarray as xr
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tracker
 from tests.brute_force import truth_of
@@ -25,7 +24,7 @@ from tests.measures.formulas import (
     evaluate,
     formula_name,
 )
-from tests.models import FAMILIES, Size, build, silence
+from tests.models import Size, build, silence
 from tracker.analysis.null_levels import null_level
 from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
@@ -49,7 +48,7 @@ WITHOUT_FORMULA = {  # why, and the tests that check them
 }
 SILENT = "a block that adds nothing"
 OPTIONS = tuple(dict.fromkeys(measure.option for measure in MEASURES))
-MODELS = ("gpt_neox", "llama, grouped keys", "timm vit", "bert", "bloom", SILENT)
+MODELS = ("gpt_neox", "timm vit", "bert", SILENT)
 
 
 @cache
@@ -62,7 +61,6 @@ def measured(name, **options):
     inputs = inputs.double() if inputs.is_floating_point() else inputs
     if name == SILENT:
         silence(model, [1])
-    norms_in_float64(model)
     options.setdefault("measures", EVERYTHING)
     options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
     ds = tracker.measure(
@@ -71,18 +69,8 @@ def measured(name, **options):
     truth = truth_of(model, inputs, ds)
     own = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     unembedding = getattr(model, "cls", own)  # BERT's head transforms the state first
-    sliced, seeds = not FAMILIES[of].full, [seed_of([one], {}) for one in inputs]
-    return ds, [Sample(ds, truth, b, unembedding, seed, sliced) for b, seed in enumerate(seeds)]
-
-
-def norms_in_float64(model):
-    """Let norms compute in the dtype of their input: Llama's compute in float32, to which no derivative of theirs is exact."""
-    for module in list(model.modules()):
-        for name, norm in module.named_children():
-            if isinstance(norm, LlamaRMSNorm):
-                exact = nn.RMSNorm(len(norm.weight), norm.variance_epsilon)
-                exact.weight = norm.weight
-                setattr(module, name, exact)
+    seeds = [seed_of([one], {}) for one in inputs]
+    return ds, [Sample(ds, truth, b, unembedding, seed) for b, seed in enumerate(seeds)]
 
 
 class Attention(nn.Module):
