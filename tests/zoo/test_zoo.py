@@ -27,19 +27,26 @@ def test_jacobians_and_mis_couplings(name, dtype):
     assert_jacobians(seen(name, dtype).ds, truth(name))
 
 
+# Of sample and token, or of sample, source and token
+OF_TOKENS = [(0, 1), (1, 3)]
+BETWEEN_TOKENS = [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)]
+
+
 @of_rows
-def test_jacobians_between_tokens(name):
-    pairs = [(0, 0, 3), (0, 1, 3), (1, 2, 3), (0, 3, 1), (1, 3, 0)]
+@pytest.mark.parametrize("at", [OF_TOKENS, BETWEEN_TOKENS], ids=["of tokens", "between tokens"])
+def test_the_path_of_jacobians(name, at):
+    """Without the model's answers, after which another path would take the place of one that errs."""
     of, expected = seen(name, "float64"), truth(name)
+    normed = expected.norm is not None
     path = "own code" if name in OWN_CODE else "full sequence" if FAMILIES[name].full else "formula"
-    found = jacobians_at(of.model, of.inputs, pairs, final_norm=expected.norm is not None)
-    J = [expected.jacobians(t, s, expected.norm is not None)[b] for b, s, t in pairs]
-    for l, (of_block, checks) in enumerate(found):
-        right = torch.stack([of_pair[l] for of_pair in J])
+    later = [bool(source) and source[0] > token for _, *source, token in at]
+    J = [expected.jacobians(token, *source, normed=normed)[b] for b, *source, token in at]
+    found = jacobians_at(of.model, of.inputs, at, final_norm=normed)
+    for (of_block, checks), right in zip(found, torch.stack(J, 1), strict=True):
         atol = 1e-10 * max(1, float(right.abs().max()))
         torch.testing.assert_close(of_block, right, rtol=0, atol=atol)
         assert checks.path == path
-        assert of_block[:3].any() and bool(of_block[3:].any()) == (name in BIDIRECTIONAL)
+        assert bool(of_block[later].any()) == (any(later) and name in BIDIRECTIONAL)
 
 
 @of_rows
