@@ -43,7 +43,8 @@ GRID = [
     *"--weight_decays 0.01 --drop_paths 0.1 --repeats 1 --jobs 1 --threads 1".split(),
     *"--accelerator cpu --wandb off --out grid".split(),
 ]
-DURATION = re.compile(r"\b\d+(\.\d+)? (s|min|h)\b")
+# What the machine decides: durations, and the rate of a product
+DURATION = re.compile(r"\b\d[\d.e+-]* (s|min|h|TFLOP/s)(?!\w)")
 
 
 def run(directory: Path, *arguments: str) -> str:
