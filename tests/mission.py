@@ -159,7 +159,7 @@ def train_with_transformers(directory: Path) -> None:
 
 
 def walk_published_checkpoints(directory: Path) -> None:
-    """Walk a suite on a hub, with downloads and a resumed walk; then figures, page, replay and saved workspace."""
+    """Walk a suite on a hub, with downloads and a resumed walk; then figures, page and replay."""
     import huggingface_hub.constants as hub
 
     root = shutil.copytree(nano.train(recipe=TINY), directory / "hub")
@@ -206,7 +206,6 @@ def walk_published_checkpoints(directory: Path) -> None:
         "both.html",
     )
     run("tracker.commands", "replay", "out", "--wandb", "offline", "--log", "all")
-    run("tracker.dashboards", "--entity", "someone", "--dry_run")
     run("tracker.pythia", "--model", "70m", "--dry_run")
     print(tracker.summary(tracker.open_results("out")))
 

@@ -186,7 +186,7 @@ def test_commands_are_found():
     assert {
         "tracker.pythia",
         "tracker.figures",
-        "tracker.dashboards",
+        "tracker.replay",
         "vit.grid",
         "benchmarks.coupling",
     } <= set(found)

@@ -194,7 +194,6 @@ def test_modules_that_run_are_not_preloaded():
     assert not {
         "tracker.pythia",
         "tracker.replay",
-        "tracker.dashboards",
         "vit.train",
         "vit.grid",
     } & {*fork_server.PRELOADED}

@@ -60,6 +60,7 @@ def test_the_choices_of_metrics(row):
     assert {"trajectory/lss/q25", "miscoupling/miscoupling_null/k4/mean_offdiag"} <= names[
         "workspace"
     ] - names["headline"]
+    assert "miscoupling/miscoupling/k4/mean_adjacent" not in names["workspace"]
     assert (
         not [name for name in names["workspace"] if name.endswith("/mean")]
         and len(names["workspace"]) < 40

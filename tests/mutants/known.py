@@ -301,9 +301,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_numbers: if not isinstance(value, str): -> if isinstance(value, str):",
         "whole_numbers: isinstance(value, Iterable) and (not isinstance(value, str)) -> isinstance(value, Iterable) or not isinstance(value, str)",
     ),
-    "tracker/dashboards.py": (
-        "dumped: workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2) -> workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=3)",
-    ),
     "tracker/devices.py": (
         "_is_candidate: isinstance(error, RuntimeError) and (not isinstance(error, numerical)) -> isinstance(error, RuntimeError) or not isinstance(error, numerical)",
         "is_allocation_failure: return True -> return False",
@@ -398,7 +395,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/measures/declaration.py": (
         "Measure.by_depth: self.dims in (('layer', 'position'), ('depth', 'position')) -> self.dims not in (('layer', 'position'), ('depth', 'position'))",
         "Measure.point: part == '_coupling' -> part != '_coupling'",
-        "of_each_block: more |= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS} -> more &= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS}",
+        "of_each_block: more |= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'main': True} -> more &= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'main': True}",
     ),
     "tracker/measures/equal_blocks.py": ("_first_numbers: p.dim() > 1 -> p.dim() >= 1",),
     "tracker/measures/cost.py": (
@@ -418,10 +415,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "Plan.blocks_together: self.kept == 'device' -> self.kept != 'device'",
         "Plan.bytes_of_pairs: 2 * (self.of_row * self.K) ** 2 -> 2 / (self.of_row * self.K) ** 2",
         "make_plan: max(1, plan.memory // (forming + beside)) -> min(1, plan.memory // (forming + beside))",
-    ),
-    "tracker/measures/registry.py": (
-        "panel_metrics: measure.curve == 'last mean' -> measure.curve != 'last mean'",
-        "panel_metrics: {'k': k} | ({'pairs': 'mean_offdiag'} if measure.curve == 'pairs' else {}) -> {'k': k} & ({'pairs': 'mean_offdiag'} if measure.curve == 'pairs' else {})",
     ),
     "tracker/measures/settings.py": (
         "Settings.basis_layers: if not chosen: -> if chosen:",

@@ -16,7 +16,7 @@ from torch import Tensor
 from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
 from tracker.measures import trajectory
-from tracker.measures.declaration import MINOR, STATE, Measure
+from tracker.measures.declaration import STATE, Measure
 from tracker.measures.settings import Settings
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
@@ -41,7 +41,7 @@ DECLARED = (
         metric="trajectory/entropy",
         logged=("",),
         headline=True,
-        dashboard=MINOR,
+        main=True,
         text="The prediction from each state, through all that the model computes after its blocks.",
         charts=("depth",),
     ),
@@ -66,7 +66,7 @@ DECLARED = (
         counted=True,
         metric="trajectory/noise_similarity",
         logged=("",),
-        dashboard=MINOR,
+        main=True,
     ),
 )
 DIMS = {measure.name: measure.dims for measure in (*STATES, *DECLARED)}
