@@ -56,7 +56,6 @@ class WandbServer:
             "data": {
                 "viewer": VIEWER,
                 "serverInfo": SERVER,
-                "entity": {"organization": {"coreWeaveOrganizationId": None}},
                 "model": {"bucket": None},
                 "upsertBucket": {"bucket": BUCKET | {"name": run}, "inserted": True},
                 "createRunFiles": {
