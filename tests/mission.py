@@ -66,7 +66,7 @@ def measure_and_read(directory: Path) -> None:
     print(
         tracker.summary(ds), tracker.find_blocks(model), tracker.measure(model, ids, dry_run=True)
     )
-    tracker.to_frame(ds), tracker.curves(ds), tracker.scalars(ds)
+    tracker.curves(ds), tracker.scalars(ds)
     tracker.measure(model, ids, k=4, tokens=[0, -1], keep="jacobian")
     tracker.null_level(ds, "miscoupling")
     tracker.plot(ds).savefig(directory / "one.png")

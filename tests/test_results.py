@@ -310,4 +310,3 @@ def test_a_store_may_be_given_where_a_path_may(tmp_path):
     assert Store(store).path == tmp_path / "toy"
     opened = tracker.open_results(store)
     assert opened.identical(tracker.open_results(tmp_path / "toy"))
-    assert tracker.to_frame(store).equals(tracker.to_frame(opened))

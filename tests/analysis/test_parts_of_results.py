@@ -46,8 +46,6 @@ ANALYSES = {
         results, "miscoupling_release_trace"
     ),
     "null_level of tokens": lambda results: tracker.null_level(results, "self_miscoupling"),
-    "to_frame": tracker.to_frame,
-    "to_frame of positions": lambda results: tracker.to_frame(results, "lss"),
     "scalars": tracker.scalars,
     "plot": tracker.plot,
     "plot 1c": lambda results: tracker.plot(results, "1c"),
@@ -233,7 +231,6 @@ def test_what_a_part_lacks_is_named(ds):
     for analyse in (
         tracker.summary,
         tracker.plot,
-        tracker.to_frame,
         tracker.curves,
         ANALYSES["null_level"],
     ):
@@ -258,21 +255,6 @@ def test_what_a_part_lacks_is_named(ds):
         tracker.null_level(ds.isel(rank=[1, 2]), "miscoupling_release_trace")
     with pytest.raises(UsageError, match="the response to noise needs depth 0 to 1"):
         tracker.plot(ds.isel(depth=-1), 32)
-
-
-def test_runs_by_name_make_one_table(ds, results):
-    table = tracker.to_frame({"a": ds, "b": results.isel(step=-1).sel(k=3)}, "miscoupling")
-    assert table.columns[0] == "result" and table.index.is_unique
-    for name, part in table.groupby("result"):
-        of = {"a": ds, "b": results.isel(step=[-1]).sel(k=[3])}[name]
-        values = tracker.to_frame(of, "miscoupling").miscoupling
-        np.testing.assert_array_equal(part.miscoupling, values)
-    assert set(tracker.to_frame([ds, ds], "lss").result) == {
-        "GPTNeoXForCausalLM (1)",
-        "GPTNeoXForCausalLM (2)",
-    }
-    with pytest.raises(UsageError, match="no results"):
-        tracker.to_frame({})
 
 
 def test_a_summary_of_several_results_names_their_last_steps(ds, results):

@@ -117,7 +117,6 @@ def keep_curve(directory: Path) -> None:
     curve = tracker.open_results(directory / "store")
     curve.to_netcdf(directory / "curve.nc")
     tracker.null_level(curve, "miscoupling").to_netcdf(directory / "null_level.nc")
-    tracker.to_frame(curve).to_csv(directory / "frame.csv")
     (directory / "summary.txt").write_text(str(tracker.summary(curve)))
 
 

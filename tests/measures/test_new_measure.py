@@ -42,7 +42,6 @@ for name in (str(name) for name in ds.data_vars if str(name).startswith("toy_"))
     found[name] = {
         "Dataset": ds[name].attrs["long_name"] == f"label of {name}",
         "undefined values": name in ds.quantity.values,
-        "frame": len(tracker.to_frame(ds, name)) == ds[name].size,
         "curves": name in tracker.curves(ds),
         "all logs": metric in tracker.scalars(ds),
         "page": name in page,
