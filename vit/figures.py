@@ -24,7 +24,7 @@ from tracker.figures.drawing import (
     definition,
     panels,
 )
-from vit.answers import LABELS, interval
+from vit.answers import correlation
 from vit.statistics import final_coupling, fit_units, quantity, unit_means
 
 WIDTH, HEIGHT = 4.4, 2.5  # inches, of a figure and of a row of panels
@@ -59,12 +59,12 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
         # Room between labels in a panel of half the width
         panel.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 3, 4, 5, 10]))
     within = fit_units(grid, final_coupling(grid, at), grid[outcome].values, "drop_path")
-    found = f"r = {interval(within, 'r')}, {within['n']} weight decays"
+    found = f"{correlation(within)}, {within['n']} weight decays"
     figure.suptitle(
         f"within rates: {found}" if not within["why"] else f"no r: {within['why']}", fontsize=8
     )
     figure.supxlabel(coupling_label(grid, at))
-    figure.supylabel(capitalised(LABELS[outcome]))
+    figure.supylabel(f"Test {outcome}")
     ticks = np.linspace(0, 1, len(decays)) if len(decays) > 1 else np.zeros(1)
     bar = figure.colorbar(
         ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="top", aspect=40, pad=0.04
@@ -82,7 +82,7 @@ def _fitted_line(panel: Axes, cells: xr.Dataset, x: np.ndarray, y: np.ndarray) -
     mean_x, mean_y = unit_means(cells, np.stack([x, y], 1), "drop_path").T
     ends = np.array([mean_x.min(), mean_x.max()])
     panel.plot(ends, mean_y.mean() + fit["slope"] * (ends - mean_x.mean()), color=ORANGE, lw=1.2)
-    return f"\nr = {interval(fit, 'r')}"
+    return f"\n{correlation(fit)}"
 
 
 def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any]) -> Figure:
