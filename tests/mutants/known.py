@@ -595,11 +595,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "with_scores: not scored or str(unit.coords['revision'].item()).startswith(UNTRAINED) -> scored or str(unit.coords['revision'].item()).startswith(UNTRAINED)",
     ),
     "vit/analysis.py": (": __name__ == '__main__' -> __name__ != '__main__'",),
-    "vit/augment.py": (
-        ": 0.45 * side -> 0.45 / side",
-        ": [1.0, 0.3 * s, 0.0] -> [1.0, 0.3 * s, 1.0]",
-        "_grey: red + green + blue + 2 ** 15 -> red + green + blue - 2 ** 15",
-    ),
+    "vit/augment.py": ("_grey: red + green + blue + 2 ** 15 -> red + green + blue - 2 ** 15",),
     "vit/cells.py": (
         ": PATIENCE = 10.0 -> PATIENCE = 20.0",
         "finished_epochs: read(directory, 'history') or () -> read(directory, 'history') and ()",
@@ -607,8 +603,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "vit/data.py": (
         "_cifar10: torch.from_numpy(split.data).permute(0, 3, 1, 2) -> torch.from_numpy(split.data).permute(0, 3, 2, 2)",
-        "_digits: images.repeat(1, 3, 1, 1) -> images.repeat(1, 3, 1, 2)",
-        "_digits: pixels.reshape(-1, 1, 8, 8) * 255 -> pixels.reshape(-1, 1, 8, 8) * 256",
     ),
     "vit/grid.py": (
         "_training: grid.jobs == 1 or grid.dry_run or (not missing) -> grid.jobs == 1 or grid.dry_run or missing",
