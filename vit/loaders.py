@@ -8,11 +8,11 @@ import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.mixup import Mixup
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tracker.linalg.transfer import copies_beside_work
 from vit.augment import augment, erase, parse
-from vit.data import Data, Split
+from vit.data import Data
 from vit.recipe import Recipe
 
 TEST_BATCH = 1024
@@ -41,7 +41,7 @@ class Batches(lightning.LightningDataModule):
         progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
         order.set_epoch(progress.processed if progress else 0)
         return DataLoader(
-            _Gathered(self.data.train),
+            self.data.train,
             batch_size=recipe.batch_size // world,
             sampler=order,
             # Every iterator draws a seed. From the global state, a resumed epoch would make one draw more.
@@ -54,7 +54,7 @@ class Batches(lightning.LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """Return the test split, each image once."""
         rank, world = self._rank_and_world()
-        share = _Gathered(self.data.test[slice(rank, None, world)])
+        share = self.data.test[slice(rank, None, world)]
         return DataLoader(share, TEST_BATCH, collate_fn=tuple, pin_memory=self._pins())
 
     def on_after_batch_transfer(
@@ -103,17 +103,3 @@ def derived_seed(*parts: int | str) -> int:
     False
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
-
-
-class _Gathered(Dataset):
-    """A split indexed by whole batches, one gather each."""
-
-    def __init__(self, split: Split):
-        self.split = split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(indices)
-        return self.split.images[index], self.split.labels[index]
