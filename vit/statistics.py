@@ -50,9 +50,7 @@ MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
 SETTINGS = ("weight_decay", "drop_path", "seed")
 DEFINITION = ("token", "measure", "k", "pairs")
 COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
-OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why")  # columns of a fit
-NOT_RECORDED = "the values were not recorded"
-FEWEST_SEEDS = 2  # of a question across rates
+OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", "detectable")  # columns of a fit
 CHANCE = {"cifar10": 0.1, "digits": 0.1}  # of grids that were trained before it was recorded
 
 
@@ -66,7 +64,7 @@ def primary(grid: xr.Dataset) -> dict[str, Any]:
 def has_level(grid: xr.Dataset) -> xr.DataArray:
     """Return whether the null level of a measure and K is known in all cells, at all steps, (measure, k)."""
     known = grid["null"].notnull() | grid["miscoupling"].isnull()
-    return known.all([dim for dim in known.dims if dim not in ("measure", "k")])
+    return known.all(["cell", "step", "token", "pairs"])
 
 
 def couplings(grid: xr.Dataset) -> xr.DataArray:
@@ -98,8 +96,7 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
     NaN for a cell that lacks the loss of a step; the others are compared without it.
     """
     coupling, loss = couplings(grid).sel(at).values, grid["training_loss"].values
-    blocks = np.stack([grid["weight_decay"].values, grid["seed"].values])
-    block = np.unique(blocks, axis=1, return_inverse=True)[1].ravel()
+    block = _numbered(grid, "weight_decay", "seed")
     complete = np.isfinite(loss).all(1)
     level = np.array([loss[complete & (block == own), -1].max(initial=-np.inf) for own in block])
     out = np.full(len(level), np.nan)
@@ -160,22 +157,17 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     rows = []
     for question in QUESTIONS:
         for token in tokens:
-            first = question is QUESTIONS[0] and token == named["token"]
             x, y = (values[token][name] for name in (question.x, question.y))
             fit = fit_units(grid, x, y, question.within)
             if nothing_learned and question.y in ("accuracy", "loss"):
                 fit = _undefined(fit, "no model is above chance")
             row = {"question": question.name.format(coupling=word), "token": token}
-            row |= {"role": "primary" if first else "secondary", "expected": question.expected}
+            row |= {"role": "secondary" if rows else "primary", "expected": question.expected}
             row |= {axis: getattr(question, axis).replace("coupling", word) for axis in ("x", "y")}
             row |= {"unit": UNITS[question.within], **{name: fit[name] for name in OF_TESTS}}
-            detectable = float("nan") if fit["why"] else detectable_correlation(int(fit["df"]))
-            rows.append(row | {"detectable": detectable})
-    table = pd.DataFrame(rows)
-    secondary = (table["role"] == "secondary").to_numpy()
-    table["p_holm"] = np.nan
-    table.loc[secondary, "p_holm"] = holm(table.loc[secondary, "p"].to_numpy())
-    return table
+            rows.append(row)
+    _, *p = (row["p"] for row in rows)
+    return pd.DataFrame(rows).assign(p_holm=[np.nan, *holm(np.array(p))])
 
 
 def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> dict[str, Any]:
@@ -185,12 +177,13 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
         within: drop_path (units are weight decays) or weight_decay (units are rates with seeds).
 
     Returns:
-        The columns of `linear_fit`, and why: the reason, in words, where r is undefined, else "".
+        The columns of `linear_fit`, detectable (the smallest r that is found with 80 % power), and why: the reason, in words,
+        where r is undefined, else "".
     """
     defined = np.isfinite(x) & np.isfinite(y)
     grid, values = grid.isel(cell=defined), np.stack([x, y], 1)[defined]
     if not defined.any():
-        return _undefined(linear_fit(x[defined], y[defined]), NOT_RECORDED)
+        return _undefined(linear_fit(x[defined], y[defined]), "the values were not recorded")
     mean_x, mean_y = unit_means(grid, values, within).T
     units, first = np.unique(_units(grid, within)[0], return_index=True)
     groups = grid["seed"].values[first] if within == "weight_decay" else None
@@ -200,7 +193,8 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
         why = "values are missing"
     elif not why and np.isnan(fit["r"]):
         why = "the values are equal"
-    return _undefined(fit, why) if why else fit | {"why": ""}
+    fit |= {"why": "", "detectable": detectable_correlation(int(fit["df"]))}
+    return _undefined(fit, why) if why else fit
 
 
 def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None = None) -> str:
@@ -212,7 +206,7 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
     """
     if within == "weight_decay" and rates < 2:
         return "there is one stochastic depth rate"
-    if within == "weight_decay" and seeds < FEWEST_SEEDS:
+    if within == "weight_decay" and seeds < 2:
         return "one seed does not tell an effect of the rate from what the seed adds at each rate"
     units = units or (decays if within == "drop_path" else rates * seeds)
     if units < FEWEST_POINTS:
@@ -222,8 +216,8 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
 
 def _undefined(fit: dict[str, Any], why: str) -> dict[str, Any]:
     """Return a fit without what a test of it would say."""
-    of_test = ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")
-    return fit | dict.fromkeys(of_test, float("nan")) | {"why": fit.get("why") or why}
+    known = {"n": fit["n"], "df": fit["df"], "why": fit.get("why") or why}
+    return dict.fromkeys([*fit, "detectable"], float("nan")) | known
 
 
 # Of a question within these, in words
@@ -276,7 +270,7 @@ def cell_table(grid: xr.Dataset) -> pd.DataFrame:
         column(grid, dict(zip(DEFINITION, label, strict=True)))
         for label in stacked["definition"].values
     ]
-    named = pd.DataFrame(stacked.transpose("cell", "definition").values, columns=names)
+    named = pd.DataFrame(stacked.values, columns=names)
     return pd.concat([table, named], axis=1).sort_values([*SETTINGS], ignore_index=True)
 
 
