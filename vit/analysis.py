@@ -114,10 +114,9 @@ def _drawn(grid: "xr.Dataset", at: dict[str, Any]) -> dict[str, bytes]:
 
 def _grid(grid: "xr.Dataset") -> str:
     from tracker.common.text import counted
+    from vit.recipe import SETTINGS
 
-    decays, rates, seeds = (
-        len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed")
-    )
+    decays, rates, seeds = (len(set(grid[name].values)) for name in SETTINGS)
     accuracy = grid["accuracy"]
     return (
         f"{counted(grid.sizes['cell'], 'vision transformer')} on {grid.attrs['data']}: {counted(decays, 'weight decay')}, "

@@ -19,7 +19,7 @@ from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.values import as_path
 from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
 from vit.overview import describe, shown, state_of
-from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
+from vit.recipe import DEFAULTS, FLAGS, SETTINGS, Recipe, check, from_dict
 from vit.train import parse
 
 # The weight decays are the paper's. It states 64 trainings, hence eight stochastic depth rates, but only 0, 0.05, 0.1 and
@@ -74,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="python -m vit.grid", description=summary(GridCommand))
     parser.add_class_arguments(GridCommand, as_group=False)
-    parser.add_class_arguments(
-        Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"}
-    )
+    parser.add_class_arguments(Recipe, as_group=False, skip={*SETTINGS, "out", "options"})
     add_flags(parser, DEFAULTS, FLAGS)
     settings = parse(parser, arguments)
     grid = GridCommand(**{name: settings[name] for name in GridCommand.__dataclass_fields__})

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from tracker.common.text import counted, duration, entry, size
 from vit.cells import finished_epochs, is_done, read
-from vit.recipe import Recipe
+from vit.recipe import SETTINGS, Recipe
 
 SHARE = 0.25  # of the rate of a product, that the steps of a DeiT-Ti reach on two cores
 SECONDS = 2.0  # between two looks at the cells
@@ -44,10 +44,7 @@ def describe(
 
     checkpoint = 3 * 4 * weights  # they and AdamW's two moments of each, in bytes
     kept = f"{size(len(missing) * checkpoint)} (last.ckpt)" if first.keep_checkpoint else "none"
-    sizes = [
-        len({getattr(cell, name) for cell in recipes})
-        for name in ("weight_decay", "drop_path", "seed")
-    ]
+    sizes = [len({getattr(cell, name) for cell in recipes}) for name in SETTINGS]
     lines = [
         (
             "time",

@@ -44,10 +44,10 @@ from tracker.analysis.regression import (
     linear_fit,
 )
 from tracker.common.text import counted
+from vit.recipe import SETTINGS
 
 # The primary test. K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
-SETTINGS = ("weight_decay", "drop_path", "seed")
 DEFINITION = ("token", "measure", "k", "pairs")
 COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
 OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", "detectable")  # columns of a fit
