@@ -633,9 +633,8 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "check: recipe.batch_size // devices -> recipe.batch_size % devices",
     ),
     "vit/results.py": (
-        "_read_directory: json.dumps(recipe, sort_keys=True) -> json.dumps(recipe, sort_keys=False)",
-        "_read_directory: result['status'] != 'finished' -> result['status'] == 'finished'",
-        "read_grid: names.count(name) > 1 -> names.count(name) > 2",
+        "_read_cell: json.dumps(recipe, sort_keys=True) -> json.dumps(recipe, sort_keys=False)",
+        "_read_cell: result['status'] != 'finished' -> result['status'] == 'finished'",
     ),
     "vit/training.py": (
         "train_cell: recipe.directory.mkdir(parents=True, exist_ok=True) -> recipe.directory.mkdir(parents=False, exist_ok=True)",
