@@ -132,15 +132,6 @@ QUESTIONS = (
 )
 
 
-def variables(grid: xr.Dataset, at: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what the questions are about, of each cell, by name."""
-    return {
-        **{name: grid[name].values for name in ("accuracy", "loss", "drop_path")},
-        "coupling": final_coupling(grid, at),
-        "coupling at equal loss": coupling_at_equal_loss(grid, at),
-    }
-
-
 def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     """Answer each question for each position.
 
@@ -153,11 +144,14 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     named = primary(grid)
     word, nothing_learned = quantity(grid, named), bool(at_chance(grid).all())
     tokens = sorted(grid["token"].values, key=lambda token: token != named["token"])
-    values = {token: variables(grid, named | {"token": token}) for token in tokens}
+    values = {name: grid[name].values for name in ("accuracy", "loss", "drop_path")}
     rows = []
     for question in QUESTIONS:
         for token in tokens:
-            x, y = (values[token][name] for name in (question.x, question.y))
+            at = named | {"token": token}
+            values["coupling"] = final_coupling(grid, at)
+            values["coupling at equal loss"] = coupling_at_equal_loss(grid, at)
+            x, y = values[question.x], values[question.y]
             fit = fit_units(grid, x, y, question.within)
             if nothing_learned and question.y in ("accuracy", "loss"):
                 fit = _undefined(fit, "no model is above chance")

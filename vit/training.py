@@ -108,19 +108,18 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
         trainer = make_trainer(
             recipe, data, module, enable_progress_bar=show and sys.stdout.isatty()
         )
-        failed = True
+        failed, reason = True, ""
         checkpoint = recipe.directory / "last.ckpt"
-        if (
-            rank_zero_only.rank == 0 and not checkpoint.exists()
-        ):  # existing measurements are of a run that can't be resumed
+        resumed = checkpoint.exists()
+        # Existing measurements are then of a run that can't be resumed
+        if rank_zero_only.rank == 0 and not resumed:
             shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
             (recipe.directory / "progress.json").unlink(missing_ok=True)
-        reason = ""
         try:
             trainer.fit(
                 module,
                 datamodule=Batches(data, recipe),
-                ckpt_path=str(checkpoint) if checkpoint.exists() else None,
+                ckpt_path=checkpoint if resumed else None,
                 # Our own file, which contains the state of the loops in addition to tensors
                 weights_only=False,
             )

@@ -619,7 +619,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "vit/module.py": (
         "Classifier.configure_optimizers: recipe.lr * recipe.batch_size / 512 -> recipe.lr * recipe.batch_size / 513",
-        "Classifier.on_train_epoch_end: self.recipe.epochs - self.current_epoch -> self.recipe.epochs + self.current_epoch",
+        "Classifier.on_train_epoch_end: self.recipe.epochs - epoch -> self.recipe.epochs + epoch",
         "Classifier.on_train_epoch_end: self.trainer.optimizers[0].param_groups[0] -> self.trainer.optimizers[0].param_groups[1]",
     ),
     "vit/overview.py": (
