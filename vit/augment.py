@@ -41,12 +41,9 @@ def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
 def padded_crop(images: Images, padding: int) -> Images:
     """Pad each image with `padding` black pixels and take a random crop of the original size."""
     B, _, H, W = images.shape
-    framed = F.pad(images, [padding])
+    windows = F.pad(images, [padding]).unfold(2, H, 1).unfold(3, W, 1)
     ((top, left),) = to_device(images.device, torch.randint(2 * padding + 1, (2, B)))
-    row = (top[:, None] + torch.arange(H, device=images.device))[:, :, None]
-    column = (left[:, None] + torch.arange(W, device=images.device))[:, None, :]
-    image = torch.arange(B, device=images.device)[:, None, None]
-    return framed[image, :, row, column].permute(0, 3, 1, 2).contiguous()
+    return windows[torch.arange(B, device=images.device), :, top, left].contiguous()
 
 
 def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor, "b 3 h w"]:
@@ -211,7 +208,7 @@ def _along(row: int, column: int, amount: float) -> Callable[[PerImage, int], Te
 
 
 # Signed level and side of the square images -> map.
-_MOVES: dict[str, Callable[[PerImage, int], Tensor]] = {
+_MOVES = {
     "Rotate": _rotate,
     "ShearX": _along(0, 1, 0.3),
     "ShearY": _along(1, 0, 0.3),
