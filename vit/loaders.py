@@ -21,6 +21,8 @@ TEST_BATCH = 1024
 class Batches(lightning.LightningDataModule):
     """Training and test batches of a recipe, sharded over devices."""
 
+    trainer: Any  # which Lightning sets
+
     def __init__(self, data: Data, recipe: Recipe):
         super().__init__()
         parse(recipe.rand_augment)  # refuses an invalid notation
@@ -38,8 +40,7 @@ class Batches(lightning.LightningDataModule):
         order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world)
         # Lightning sets the epoch too, but after a resumed run has fetched the first batch. At this point its `current_epoch` is
         # still that of the checkpoint.
-        progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
-        order.set_epoch(progress.processed if progress else 0)
+        order.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
         return DataLoader(
             self.data.train,
             batch_size=recipe.batch_size // world,
@@ -62,7 +63,7 @@ class Batches(lightning.LightningDataModule):
     ) -> tuple[Tensor, Tensor]:
         """Augment, normalise and mix a training batch; normalise a test batch."""
         images, labels = batch
-        if not self.trainer or not self.trainer.training:
+        if not self.trainer.training:
             return self.data.normalise(images), labels
         mean, _ = self.data.statistics(images.device)
         images = self.data.normalise(augment(images, self.recipe, mean))
@@ -72,10 +73,10 @@ class Batches(lightning.LightningDataModule):
 
     def _pins(self) -> bool:
         """Whether batches go to a device that copies asynchronously from pinned memory alone."""
-        return self.trainer is not None and copies_beside_work(self.trainer.strategy.root_device)
+        return copies_beside_work(self.trainer.strategy.root_device)
 
     def _rank_and_world(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return self.trainer.global_rank, self.trainer.world_size
 
 
 class Order(RepeatAugSampler):

@@ -607,11 +607,9 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "vit/grid.py": (
         "_training: grid.jobs == 1 or grid.dry_run or (not missing) -> grid.jobs == 1 or grid.dry_run or missing",
         "cells: grid.out or Path('results') / 'vit' / recipe.data_name -> grid.out and Path('results') / 'vit' / recipe.data_name",
-        "train_in_turn: tries - 1 -> tries - 2",
     ),
     "vit/loaders.py": (
         "Batches.__init__: Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=len(data.classes)) -> Mixup(recipe.mixup, recipe.cutmix, label_smoothing=1.0, num_classes=len(data.classes))",
-        "Batches._pins: self.trainer is not None -> self.trainer is None",
         "Order.__init__: images // world -> images % world",
     ),
     "vit/model.py": (
