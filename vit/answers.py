@@ -40,15 +40,6 @@ def unanswerable(decays: int, rates: int, seeds: int) -> list[str]:
     ]
 
 
-def more_seeds(seed: int) -> str:
-    """Return the seeds of a grid of one seed and of two more, as an option.
-
-    >>> more_seeds(0)
-    '0,1,2'
-    """
-    return f"{seed},{seed + 1},{seed + 2}"
-
-
 def answers(tests: "pd.DataFrame") -> list[str]:
     """State the result of each test.
 
