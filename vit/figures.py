@@ -43,7 +43,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
     figure, axes = _panels(len(rates), beside=1.0)
     decays, of_cell = np.unique(grid["weight_decay"].values, return_inverse=True)
     palette = colour_map(SEQUENTIAL[:-1])  # yellow is hard to see on white
-    shade = {"cmap": palette, "vmin": 0, "vmax": max(len(decays) - 1, 1)}
+    shade = {"cmap": palette, "vmin": 0, "vmax": len(decays) - 1}
     for panel, rate in zip(axes, rates, strict=True):
         chosen = np.flatnonzero(grid["drop_path"] == rate)
         cells = grid.isel(cell=chosen)
@@ -69,7 +69,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
     figure.suptitle(f"no r: {within['why']}" if within["why"] else found, fontsize=8)
     figure.supxlabel(coupling_label(grid, at))
     figure.supylabel(f"Test {outcome}")
-    ticks = np.linspace(0, 1, len(decays)) if len(decays) > 1 else np.zeros(1)
+    ticks = np.linspace(0, 1, len(decays))
     bar = figure.colorbar(
         ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="top", aspect=40, pad=0.04
     )

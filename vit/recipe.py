@@ -3,7 +3,6 @@
 This module imports nothing heavy: the command lines read it to print their help.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -167,7 +166,7 @@ class Recipe:
         return sorted({0, last, *(step for step in chosen if step < last)})
 
 
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+RULES = (
     (
         "image_size patch_size width depth heads epochs batch_size repeats devices probe_size train_size threads",
         lambda value: value is None or value >= 1,

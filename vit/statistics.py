@@ -28,8 +28,7 @@ training images, and coupling is that at the first step at which a cell has come
 Stochastic depth slows training, and coupling changes while a model trains; equal loss tells the two apart.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -102,16 +101,12 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
     out = np.full(len(level), np.nan)
     for i in np.flatnonzero(complete):
         reached = int(np.argmax(loss[i] <= level[i]))
-        before = max(reached - 1, 0)
-        share = (
-            (loss[i, before] - level[i]) / (loss[i, before] - loss[i, reached]) if reached else 0
-        )
-        out[i] = coupling[i, before] + share * (coupling[i, reached] - coupling[i, before])
+        around = [reached, max(reached - 1, 0)]
+        out[i] = np.interp(level[i], loss[i, around], coupling[i, around])
     return out
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about y and x: are they correlated within groups of equal `within`, with the expected sign."""
 
     name: str  # {coupling} stands for what is known of it: `quantity`

@@ -61,12 +61,12 @@ def train(recipe: Recipe, show: bool = False) -> Row:
         return result
     # Of several processes that train one model, only the first writes to the directory
     if rank_zero_only.rank:
-        return _train(recipe, load(recipe), show=False)
+        return _train(recipe, show=False)
     with claim(directory, recipe):
         if (result := read(directory, "result")) is not None:
             return result
         (directory / "failed.json").unlink(missing_ok=True)
-        result = _train(recipe, load(recipe), show)
+        result = _train(recipe, show)
         write(directory, "result", result)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
@@ -96,7 +96,8 @@ def check_accelerator(name: str) -> None:
         )
 
 
-def _train(recipe: Recipe, data: Data, show: bool) -> Row:
+def _train(recipe: Recipe, show: bool) -> Row:
+    data = load(recipe)
     started = time.perf_counter()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
