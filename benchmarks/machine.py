@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -43,12 +44,14 @@ def now(device: str | torch.device) -> float:
 
 
 def seconds(function: Callable[[], Any], device: str, runs: int = 1) -> float:
-    """Return the mean seconds of runs of a function, after one to warm up."""
+    """Return the median of the seconds that runs of a function take, after one to warm up."""
     function()
-    started = now(device)
+    taken = []
     for _ in range(runs):
+        started = now(device)
         function()
-    return (now(device) - started) / runs
+        taken.append(now(device) - started)
+    return median(taken)
 
 
 class Clock:

@@ -118,9 +118,7 @@ DETACHING = [detached_branch, shrunk, straight_through]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("added", DETACHING)
 @pytest.mark.parametrize("positions", [[-1], "all"], ids=str)
-def test_a_detached_branch_is_reported_with_its_size_and_measured_on_request(
-    added, positions, dtype
-):
+def test_a_detached_branch_is_reported_with_its_size(added, positions, dtype):
     net, x = network(added), states(2)
     with pytest.warns(UserWarning, match="detaches tensors") as warned:
         ds = measured(net, x, dtype, tokens=positions)

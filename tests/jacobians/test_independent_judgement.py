@@ -295,7 +295,7 @@ def at_rows(call):
     """Return the rows of a call, and their Jacobians."""
     rows = Rows(torch.tensor([0, 1]), torch.tensor([3, 6]))
     with call.replica.materialize(call.block):
-        function = independent._function_of(rows, None, False)(call)
+        function = independent._function_of(rows, None)(call)
         block = linearize(function.f, rows.select(call.x))
         J = torch.stack(
             [block.pullback(one.expand_as(block.y)[None])[0] for one in torch.eye(32).double()], 1

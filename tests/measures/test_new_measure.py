@@ -34,7 +34,7 @@ folder = tempfile.mkdtemp()
 store = stored(Path(folder) / "run", {0: ds, 8: ds}, model="toy")
 write_report(store.path, f"{folder}/page.html")
 page = open(f"{folder}/page.html").read()
-by_walks = select_metrics(Row.from_unit(ds.assign_coords(step=0)), "workspace").scalars
+by_walks = select_metrics(Row.from_unit(ds.assign_coords(step=0)), "main").scalars
 table, found = tracker.summary(store.path), {}
 for name in (str(name) for name in ds.data_vars if str(name).startswith("toy_")):
     metric = f"trajectory/{name}/median"

@@ -242,10 +242,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "median: middle.clip(0) -> middle.clip(1)",
         "quantiles: low + between * share -> low - between * share",
     ),
-    "tracker/blocks/class_token.py": (
-        "_why_no_class_token: batch.valid is not None -> batch.valid is None",
-        "_why_no_class_token: other is None -> other is not None",
-    ),
+    "tracker/blocks/class_token.py": ("_why_no_class_token: other is None -> other is not None",),
     "tracker/blocks/find.py": (
         "_named: all((isinstance(block, (str, nn.Module)) for block in listed)) -> any((isinstance(block, (str, nn.Module)) for block in listed))",
         "find_blocks: _name(model, unembedding) or result.unembedding -> _name(model, unembedding) and result.unembedding",
@@ -570,8 +567,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/walk/command.py": (
         "Walk.__post_init__: self.load and (not self.files) -> self.load and self.files",
-        "of_worker: isinstance(value, (str, Path)) and value not in ('', 'nano', 'builtin', *SETS) and Path(value).exists() -> isinstance(value, (str, Path)) or value not in ('', 'nano', 'builtin', *SETS) or Path(value).exists()",
-        "of_worker: value not in ('', 'nano', 'builtin', *SETS) -> value in ('', 'nano', 'builtin', *SETS)",
     ),
     "tracker/walk/display.py": (
         "WalkProgress.downloading.count: now - reported > INTERVAL -> now - reported >= INTERVAL",

@@ -112,9 +112,14 @@ OWN_CODE = (
 REFUSED = {
     "configuration: a list": (replaced("config.json", "[]"), "config.json is damaged: it holds a list"),
     "configuration: unusable": (configured(num_hidden_layers="six"), "can't be loaded .*num_hidden_layers.*download it again"),
+    "too many layers": (configured(parts=[{"num_hidden_layers": 10**6}]), "num_hidden_layers = 1,000,000, and more than 1,000"),
     "attention of the hub": (configured(attn_implementation="kernels/attention"), "'kernels/attention', which transformers"),
     "attention of a part": (configured(attn_implementation={"text_config": "an/attention"}), "'an/attention'"),
-    "too many words": (configured(vocab_size=10**12), "describes a model of .* parameters, and the weight files hold"),
+    "too many words": (configured(vocab_size=10**12), "describes a model of .* parameters .*, and the weight files hold"),
+    "a table too large": (
+        configured(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}),
+        "parameters and .* values in masks and tables",
+    ),
     "own code": (
         with_code("config.json", model_type="foreign", auto_map={"AutoConfig": "foreign.Config"}),
         OWN_CODE,

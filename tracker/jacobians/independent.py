@@ -26,22 +26,21 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.judge import BOUNDS, CLOSER, judge, move_weights, moved, norm
 from tracker.jacobians.judge import step as step_of
 from tracker.jacobians.restriction import (
-    DETACH,
     FAILURES,
     RowAttention,
-    WithoutDetach,
     full_sequence,
     restrict,
     running_full_sequence,
@@ -354,6 +353,34 @@ def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> fl
         .sqrt()
     )
     return float((norm(g - expected).square().sum(0).sqrt() / sizes).max())
+
+
+class WithoutDetach(TorchFunctionMode):
+    """While active, `detach` is the identity; `names` lists what hides values from autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if (name := _HIDES.get(function)) is not None:
+            self.names.add(name)
+        if function in (Tensor.detach, torch.detach):
+            return arguments[0].view_as(arguments[0])
+        return function(*arguments, **(keywords or {}))
+
+
+DETACH = "detach()"
+_HIDES = {
+    Tensor.detach: DETACH,
+    torch.detach: DETACH,
+    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
+    Tensor.numpy: "numpy()",
+    Tensor.item: "item()",
+    Tensor.tolist: "tolist()",
+}
 
 
 def _explained_by_detach(

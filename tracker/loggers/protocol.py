@@ -24,7 +24,7 @@ from tracker.store import Store
 
 SOMETIMES = (UNDEFINED_COUNT, "score/")  # begin the names of metrics that some steps lack
 # Which metrics are logged: the headline numbers; also the curves of the main measures; all; or those named.
-LogChoice = Literal["headline", "workspace", "all"]
+LogChoice = Literal["headline", "main", "all"]
 Log = LogChoice | Sequence[str]
 
 
@@ -186,7 +186,7 @@ def check_log(log: Log) -> Log:
     named = isinstance(log, Sequence) and not isinstance(log, str)
     if not named or not log or not all(isinstance(name, str) for name in log):
         raise UsageError(
-            f"log={log!r}; choose 'headline' (about a dozen numbers), 'workspace' (also every K with its null level, and "
+            f"log={log!r}; choose 'headline' (about a dozen numbers), 'main' (also every K with its null level, and "
             "quartiles), 'all', or a list of metrics such as ['miscoupling/mean_offdiag', 'trajectory/*']"
         )
     return tuple(log)
@@ -222,7 +222,7 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
         return row
     if isinstance(log, str):
         names = row.headline
-        if log == "workspace":
+        if log == "main":
             rest = sorted(row.scalars.keys() - {*row.headline})
             names += tuple(name for name in rest if _of_main_measures().match(name))
         return replace(row, scalars={name: row.scalars[name] for name in names})

@@ -49,7 +49,7 @@ class RunOptions(Options, total=False):
     log: Annotated[
         Log,
         "headline",
-        'which metrics loggers receive: "headline", the numbers that docs/training.md lists; "workspace", also every '
+        'which metrics loggers receive: "headline", the numbers that docs/training.md lists; "main", also every '
         'K with its null level, and quartiles; "all" curve points; or a list of metrics, with * for any characters.',
     ]
     on_measure: Annotated[
