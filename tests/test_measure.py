@@ -335,7 +335,7 @@ BAD = {
     "k above d": (dict(k=WIDTH + 1), rf"k={WIDTH + 1}.*1 to the model's width d = {WIDTH}"),
     "token out of range": (dict(tokens=[0, 7]), r"\[7\] are out of range.*7 tokens"),
     "unknown token choice": (dict(tokens="first"), "give last, cls, all or positions"),
-    "no class token": (dict(tokens="cls"), "no class token"),
+    "no class token": (dict(tokens="cls"), "state the class token"),
     "final norm": (dict(final_norm="drop"), "choose from auto, include, exclude"),
     "svd": (dict(svd="quick"), "auto, full, krylov"),
     "window too wide": (

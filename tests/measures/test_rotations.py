@@ -57,7 +57,7 @@ def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
         else torch.stack([planted(kind, D, 0.5, i) for i in range(L)])
     )
     found = levels_of(J[None], ks)
-    blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks, {}) for one in J]
+    blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks) for one in J]
     for i, k in enumerate(ks):
         for l, m in np.ndindex(L, L):
             # Elsewhere V' has little or no part outside of the span of U', and the oracle no basis of it.
