@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.common.parser import parsed
 
     settings = parsed(Stores, "benchmarks.stores", arguments)
-    from tests.stores import generated
+    from tests.support.stores import generated
 
     sizes = [int(count) for count in settings.units.split(",")]
     costs: dict[str, list[tuple[float, float]]] = {name: [] for name in settings.work.split(",")}

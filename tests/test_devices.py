@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import tracker
-from tests.lightning_runs import Classifier
+from tests.support.lightning_runs import Classifier
 from tracker.common.errors import UsageError
 from tracker.provenance import usable_device
 

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import ASTConfig, ASTModel, BatchEncoding, PreTrainedTokenizerFast, modeling_utils
 
 import tracker
-from tests import home_made
-from tests.models import (
+from tests.support import home_made
+from tests.support.models import (
     DEPTH,
     FAMILIES,
     WIDTH,
@@ -30,7 +30,7 @@ from tests.models import (
     torchvision_vit,
     vision,
 )
-from tests.rounding import of_miscouplings, rounding
+from tests.support.rounding import of_miscouplings, rounding
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.linalg.precision import switches
@@ -593,7 +593,7 @@ def test_import_loads_no_heavy_module():
 def test_python_random_state_is_unchanged():
     """The check runs in a separate process, since the tests' type checker draws random numbers."""
     code = (
-        "import random, torch, tracker; from tests.models import neox, tokens; model = neox(); "
+        "import random, torch, tracker; from tests.support.models import neox, tokens; model = neox(); "
         "before = random.getstate(); tracker.measure(model, tokens(), k=2); assert random.getstate() == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,8 +12,8 @@ import xarray as xr
 from xarray.backends import locks
 from xarray.backends.netCDF4_ import NETCDF4_PYTHON_LOCK
 
-from tests import processes
-from tests.stores import unit
+from tests.support import processes
+from tests.support.stores import unit
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.netcdf import DamagedFile, decoded, file_content, read_content, stacked
@@ -205,7 +205,7 @@ def test_threads_read_and_write_at_the_same_time(tmp_path):
     So it does, seldom, where a thread reads with xarray: that reads attributes without its lock.
     """
     (file,) = written(tmp_path, dataset())
-    done = processes.run("tests.statements", READERS, file)
+    done = processes.run("tests.support.statements", READERS, file)
     assert (done.returncode, done.stdout) == (0, "wrong: []\n"), done.stderr
 
 

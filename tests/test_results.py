@@ -8,8 +8,8 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests import processes
-from tests.stores import generated
+from tests.support import processes
+from tests.support.stores import generated
 from tracker.analysis.reduction import read_reduced
 from tracker.common.errors import UsageError
 from tracker.common.files import Lock
@@ -242,7 +242,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_claim_is_exclusive_and_ends_with_its_process(store):
-    other = processes.start("tests.statements", CLAIM, store.path)
+    other = processes.start("tests.support.statements", CLAIM, store.path)
     assert other.stdout and other.stdout.readline() == "claimed\n"
     assert store.claim(3) is None and f"process {other.pid}," in store.claimant(3)
     free = store.claim(4)

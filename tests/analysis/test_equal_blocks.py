@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.models import HEADS, VOCABULARY, WIDTH, neox, tokens
-from tests.stores import stored
+from tests.support.models import HEADS, VOCABULARY, WIDTH, neox, tokens
+from tests.support.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled

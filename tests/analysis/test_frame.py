@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.models import neox, padded, tokens
+from tests.support.models import neox, padded, tokens
 from tracker.common.errors import UsageError
 
 

@@ -7,8 +7,8 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests.models import Size, neox, tokens
-from tests.stores import stored
+from tests.support.models import Size, neox, tokens
+from tests.support.stores import stored
 from tracker.analysis.selections import opened
 from tracker.common.errors import UsageError
 from tracker.measures.settings import EVERYTHING

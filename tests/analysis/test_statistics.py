@@ -6,8 +6,8 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, neox, padded, tokens
-from tests.stores import stored
+from tests.support.models import Size, neox, padded, tokens
+from tests.support.stores import stored
 from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_layers, scalars, sources
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced

@@ -10,8 +10,8 @@ from scipy import stats
 
 import tracker
 from tests.analysis.test_regression import assert_covers
-from tests.models import Size, neox, tokens
-from tests.stores import generated
+from tests.support.models import Size, neox, tokens
+from tests.support.stores import generated
 from tracker.analysis.curves import curves
 from tracker.analysis.reduction import reduced
 from tracker.analysis.summary import _Cell, summary_of_reduced

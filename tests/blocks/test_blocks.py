@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import tracker
-from tests import brute_force
-from tests.models import HEADS, VOCABULARY, WIDTH, Encoder, Size, images, neox, tokens
+from tests.support import brute_force
+from tests.support.models import HEADS, VOCABULARY, WIDTH, Encoder, Size, images, neox, tokens
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 

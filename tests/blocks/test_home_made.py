@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import tracker
-from tests import brute_force, home_made
 from tests.blocks.test_blocks import lines
-from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
-from tests.models import WIDTH, images, tokens
+from tests.support import brute_force, home_made
+from tests.support.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
+from tests.support.models import WIDTH, images, tokens
 from tracker.common.errors import UsageError
 
 K = 4

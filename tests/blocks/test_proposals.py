@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import tracker
-from tests import home_made
 from tests.blocks.test_blocks import lines
 from tests.blocks.test_home_made import K, refusal
-from tests.home_made import VOCABULARY
-from tests.models import WIDTH, tokens
+from tests.support import home_made
+from tests.support.home_made import VOCABULARY
+from tests.support.models import WIDTH, tokens
 from tests.sweep import of_packages
 from tracker.common.errors import UsageError
 

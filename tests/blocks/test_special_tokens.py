@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import tracker
-from tests.models import build, images, timm_vit
+from tests.support.models import build, images, timm_vit
 from tracker import pythia
 from tracker.common.errors import UsageError
 

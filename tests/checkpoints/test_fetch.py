@@ -20,8 +20,8 @@ from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import list_branches, list_revisions
-from tests import processes
-from tests.hub_server import Handler, Hub, blob, serve
+from tests.support import processes
+from tests.support.hub_server import Handler, Hub, blob, serve
 from tracker.common.errors import CheckpointError, Unreachable
 
 REPO = "org/toy"

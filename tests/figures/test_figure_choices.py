@@ -6,7 +6,7 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 import tracker
-from tests.models import Size, neox, tokens
+from tests.support.models import Size, neox, tokens
 from tracker.analysis.null_levels import null_level
 from tracker.common.errors import UsageError
 from tracker.common.values import INTEGERS

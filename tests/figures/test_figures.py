@@ -12,9 +12,9 @@ from scipy import stats
 
 import tracker
 from tests.conftest import ROOT
-from tests.models import VOCABULARY, Size, neox
-from tests.rounding import rounding
-from tests.stores import stored
+from tests.support.models import VOCABULARY, Size, neox
+from tests.support.rounding import rounding
+from tests.support.stores import stored
 from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import tracker
-from tests import brute_force
 from tests.conftest import ROOT
-from tests.jacobians.measured import jacobians_at
-from tests.models import FAMILIES, build
+from tests.support import brute_force
+from tests.support.measured import jacobians_at
+from tests.support.models import FAMILIES, build
 from tracker.blocks.find import find_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.central_differences import assert_right, by_differences
+from tests.support.central_differences import assert_right, by_differences
 from tracker.common.errors import UsageError
 
 D = 16

@@ -14,8 +14,8 @@ import transformers
 from torch import Tensor, nn
 
 import tracker
-from tests.central_differences import assert_measured_as_it_runs, assert_right
-from tests.jacobians.measured import jacobians_at
+from tests.support.central_differences import assert_measured_as_it_runs, assert_right
+from tests.support.measured import jacobians_at
 from tracker.common.errors import UsageError
 
 D, L, N = 16, 3, 6

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import tracker
-from tests.central_differences import assert_right
 from tests.jacobians.test_every_row import (
     DTYPES,
     Block,
@@ -15,6 +14,7 @@ from tests.jacobians.test_every_row import (
     network,
     states,
 )
+from tests.support.central_differences import assert_right
 from tracker.common.errors import UsageError
 
 STATES = states()

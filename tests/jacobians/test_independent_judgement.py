@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tests.jacobians.measured import recorded
-from tests.models import build, random
+from tests.support.measured import recorded
+from tests.support.models import build, random
 from tracker.jacobians import independent
 from tracker.jacobians.independent import (
     DETACHED,

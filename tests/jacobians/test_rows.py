@@ -9,8 +9,8 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.jacobians.measured import detached
-from tests.models import WIDTH, build, images, random
+from tests.support.measured import detached
+from tests.support.models import WIDTH, build, images, random
 from tests.test_measure import assert_unchanged, snapshot
 from tracker.common.errors import Note
 

@@ -6,9 +6,9 @@ import torch
 import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
-from tests import brute_force
-from tests.jacobians.measured import detached, jacobians_at
-from tests.models import build
+from tests.support import brute_force
+from tests.support.measured import detached, jacobians_at
+from tests.support.models import build
 from tracker.blocks.find import find_blocks
 from tracker.linalg.precision import FLOOR
 

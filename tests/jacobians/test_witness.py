@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.models import FAMILIES, build
-from tests.plain import CausalAttention
+from tests.support.models import FAMILIES, build
+from tests.support.plain import CausalAttention
 from tracker.common.errors import UsageError
 from tracker.jacobians.witness import Witness
 

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.central_differences import by_differences
-from tests.jacobians.measured import CPU
 from tests.jacobians.test_witness import IDS, Block, D, GateOfTheFirst, Mixing, Model
+from tests.support.central_differences import by_differences
+from tests.support.measured import CPU
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians import cut_model

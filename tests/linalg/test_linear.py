@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tests.rounding import rounding
+from tests.support.rounding import rounding
 from tracker.linalg import linear
 from tracker.linalg.jacobian import dense_jacobian, linearize
 from tracker.linalg.linear import FrozenLinear, identity_matrix, rows_of_identity

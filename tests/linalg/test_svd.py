@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.measures.test_coupling import rotation
-from tests.rounding import rounding
+from tests.support.rounding import rounding
 from tracker.linalg import costs, krylov, svd
 from tracker.linalg.costs import eigenvectors_are_cheaper, krylov_is_cheaper
 from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets

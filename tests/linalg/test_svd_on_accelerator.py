@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.linalg.test_svd import FLAT, SPECTRA, assert_right, assert_same_span, planted
-from tests.rounding import rounding
+from tests.support.rounding import rounding
 from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import basis_size

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import tracker
-from tests.measures.formulas import evaluate, norm
 from tests.measures.test_formulas import LinearBlocks, measured
+from tests.support.formulas import evaluate, norm
 from tracker.linalg.svd import residual, triplets_of_each
 from tracker.linalg.transfer import SEED
 from tracker.measures.registry import BY_NAME, KINDS

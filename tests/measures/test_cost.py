@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import images, neox, timm_vit, tokens
+from tests.support.models import images, neox, timm_vit, tokens
 from tracker.common.errors import UsageError
 from tracker.linalg.costs import decomposition
 from tracker.measures.cost import DEVICES, PASSES, Cost, named_machine

@@ -3,7 +3,7 @@
 import torch
 
 from tests.conftest import ROOT
-from tests.models import random
+from tests.support.models import random
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures.coupling import DEFINITIONS, depth_means, in_bases, miscouplings, side_by_side
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import build
+from tests.support.models import build
 from tracker.jacobians.slicing import Rows
 from tracker.measures.depthwise import _groups
 from tracker.model.recording import Recording

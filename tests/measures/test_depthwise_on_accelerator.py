@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.models import Size, build
-from tests.rounding import of_miscouplings
+from tests.support.models import Size, build
+from tests.support.rounding import of_miscouplings
 from tracker.linalg import svd
 
 pytestmark = pytest.mark.filterwarnings("ignore")

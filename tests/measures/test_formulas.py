@@ -14,8 +14,8 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tracker
-from tests import brute_force
-from tests.measures.formulas import (
+from tests.support import brute_force
+from tests.support.formulas import (
     ANY,
     FORMULAS,
     NOISE,
@@ -25,7 +25,7 @@ from tests.measures.formulas import (
     evaluate,
     formula_name,
 )
-from tests.models import FAMILIES, Size, build, silence
+from tests.support.models import FAMILIES, Size, build, silence
 from tracker.analysis.null_levels import null_level
 from tracker.blocks.find import find_blocks
 from tracker.measures import tokenwise

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.models import Letters, build
+from tests.support.models import Letters, build
 from tracker.common.errors import UsageError
 from tracker.measures import layers as kept
 

@@ -5,7 +5,7 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, build, neox, random, tokens
+from tests.support.models import Size, build, neox, random, tokens
 from tracker.analysis.null_levels import null_level
 from tracker.common.errors import UsageError
 from tracker.measures import coupling

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, build
+from tests.support.models import Size, build
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures import block_products, coupling, single_blocks, trajectory
 

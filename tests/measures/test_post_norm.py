@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.home_made import WIDTH, Flat
-from tests.models import build
-from tests.plain import RootMeanSquare
+from tests.support.home_made import WIDTH, Flat
+from tests.support.models import build
+from tests.support.plain import RootMeanSquare
 
 TEXT = "the blocks of this model end in a norm .post-norm, as in BERT.*untrained, not with the null level"
 POST_NORM = ("bert", "roberta", "nn.TransformerEncoder, post-norm, bidirectional")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import neox, tokens
+from tests.support.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS, Settings

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tracker
-from tests import processes
-from tests.models import Size, build
+from tests.support import processes
+from tests.support.models import Size, build
 from tracker.common.errors import UsageError
 from tracker.jacobians.kept import JacobianFile
 from tracker.measures import layers, plan

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jacobians.measured import CPU
 from tests.jacobians.test_witness import IDS, Model
-from tests.models import build, random
+from tests.support.measured import CPU
+from tests.support.models import build, random
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
 from tracker.measures.states import (

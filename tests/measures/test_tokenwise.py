@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tracker
-from tests.jacobians.measured import jacobians_at
 from tests.jacobians.test_brute_force import oracle
-from tests.models import FAMILIES, Letters, Size, build, neox, padded, tokens
+from tests.support.measured import jacobians_at
+from tests.support.models import FAMILIES, Letters, Size, build, neox, padded, tokens
 from tracker.common.errors import UsageError
 from tracker.measures.tokenwise import _together, tokenwise_steps
 

@@ -10,8 +10,8 @@ from torch import nn
 
 import tracker
 from tests.jacobians.test_rows import Attention, Stack, measured
-from tests.models import random
-from tests.rounding import rounding
+from tests.support.models import random
+from tests.support.rounding import rounding
 
 
 class Writer(nn.Module):

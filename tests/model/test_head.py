@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracker
-from tests.models import Encoder, build, images, timm_vit, tokens, torchvision_vit
-from tests.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
+from tests.support.models import Encoder, build, images, timm_vit, tokens, torchvision_vit
+from tests.support.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.hidden_state import hidden_state, with_hidden_state

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.central_differences import assert_measured_as_it_runs
 from tests.jacobians.test_rows import Stack
-from tests.models import random
+from tests.support.central_differences import assert_measured_as_it_runs
+from tests.support.models import random
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.random_numbers import Generators

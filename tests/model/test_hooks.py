@@ -14,9 +14,9 @@ from ray.experimental.tqdm_ray import safe_print
 from torch import nn
 
 import tracker
-from tests.central_differences import assert_measured_as_it_runs
 from tests.jacobians.test_rows import Stack
 from tests.model.test_held_functions import INPUTS, KEPT, Block
+from tests.support.central_differences import assert_measured_as_it_runs
 
 D = INPUTS.shape[-1]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tracker
-from tests.home_made import WIDTH, Flat
+from tests.support.home_made import WIDTH, Flat
 from tracker.common.errors import UsageError
 
 DEPTH, PROBE = 3, torch.randn(3, 12, WIDTH, generator=torch.Generator().manual_seed(1))

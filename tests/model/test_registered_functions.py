@@ -10,7 +10,7 @@ from transformers.masking_utils import sdpa_mask
 
 import tracker
 from tests.blocks.test_blocks import FOUND
-from tests.central_differences import assert_measured_as_it_runs
+from tests.support.central_differences import assert_measured_as_it_runs
 from tracker.model.replica import Replica
 
 IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(1))

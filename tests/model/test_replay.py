@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
-from tests.brute_force import run
-from tests.jacobians.measured import jacobians_at
 from tests.jacobians.test_rows import Attention, Stack
-from tests.models import random, tokens
-from tests.rounding import rounding
+from tests.support.brute_force import run
+from tests.support.measured import jacobians_at
+from tests.support.models import random, tokens
+from tests.support.rounding import rounding
 from tracker.common.errors import UsageError
 
 

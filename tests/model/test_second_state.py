@@ -8,7 +8,7 @@ from torch import nn
 
 import tracker
 from tests.jacobians.test_rows import Attention, Stack
-from tests.models import random
+from tests.support.models import random
 from tracker.common.errors import UsageError
 
 OPTIONS = dict(k=3, dtype="float64")

@@ -12,10 +12,10 @@ from torch import nn
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
-from tests import processes
 from tests.jacobians.test_rows import Stack
-from tests.models import build, neox, tokens
-from tests.rounding import rounding
+from tests.support import processes
+from tests.support.models import build, neox, tokens
+from tests.support.rounding import rounding
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.global_state import preserve_global_state

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, language, tokens
-from tests.rounding import of_miscouplings, rounding
+from tests.support.models import Size, language, tokens
+from tests.support.rounding import of_miscouplings, rounding
 from tracker.blocks.find import find_blocks
 from tracker.model.global_state import preserve_global_state
 from tracker.model.replica import Replica

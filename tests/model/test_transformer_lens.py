@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import tracker
-from tests import brute_force
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
-from tests.rounding import of_miscouplings, rounding
+from tests.support import brute_force
+from tests.support.rounding import of_miscouplings, rounding
 from tests.test_measure import assert_unchanged, snapshot, tokenizer
 from tracker.model.wrappers import unwrap
 

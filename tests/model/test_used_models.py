@@ -15,9 +15,9 @@ from torch import nn
 
 import tracker
 from tests.blocks.test_blocks import FOUND
-from tests.brute_force import run
-from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
-from tests.rounding import rounding
+from tests.support.brute_force import run
+from tests.support.models import HEADS, VOCABULARY, WIDTH, build, tokens
+from tests.support.rounding import rounding
 
 HEAD = WIDTH // HEADS
 

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tracker
-from tests.models import build
-from tests.rounding import of_miscouplings
+from tests.support.models import build
+from tests.support.rounding import of_miscouplings
 from tracker.common.errors import UsageError
 
 FAMILY = "llama, grouped keys"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import FAMILIES, Size, build, language, tokens
+from tests.support.models import FAMILIES, Size, build, language, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = ("miscoupling", "lss", "expodistance")

@@ -16,8 +16,8 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import ROOT
-from tests.models import neox, tokens
-from tests.stores import generated, stored, unit
+from tests.support.models import neox, tokens
+from tests.support.stores import generated, stored, unit
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import read_reduced, reduced

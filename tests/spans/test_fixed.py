@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.brute_force import in_one_graph
-from tests.models import tokens
-from tests.nanochat import DEPTH, GPT, norm
 from tests.spans.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
+from tests.support.brute_force import in_one_graph
+from tests.support.models import tokens
+from tests.support.nanochat import DEPTH, GPT, norm
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows

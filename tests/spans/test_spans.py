@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tracker
-from tests.brute_force import in_one_graph
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import random
-from tests.rounding import of_miscouplings
+from tests.support.brute_force import in_one_graph
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import random
+from tests.support.rounding import of_miscouplings
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError

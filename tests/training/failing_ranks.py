@@ -16,7 +16,7 @@ import torch
 import torch.distributed
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.lightning_runs import Classifier, fit, trainer
+from tests.support.lightning_runs import Classifier, fit, trainer
 from tracker import CouplingCallback, measurement
 from tracker.store import Store
 from tracker.training import run

@@ -19,11 +19,11 @@ import tracker
 from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
-from tests import processes
 from tests.conftest import TINY
-from tests.lightning_runs import Classifier, TwoOptimizers, fit, trainer
-from tests.stores import lasting
-from tests.training.processes import run_on_two_ranks
+from tests.support import processes
+from tests.support.lightning_runs import Classifier, TwoOptimizers, fit, trainer
+from tests.support.ranks import run_on_two_ranks
+from tests.support.stores import lasting
 from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.store import Store
@@ -199,11 +199,11 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
 
 
 def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
-    return processes.run("tests.lightning_runs", *arguments, cold=cold)
+    return processes.run("tests.support.lightning_runs", *arguments, cold=cold)
 
 
 def run_ranks(*arguments: object) -> None:
-    run_on_two_ranks("tests.lightning_runs", *arguments, "--devices", 2, rank="LOCAL_RANK")
+    run_on_two_ranks("tests.support.lightning_runs", *arguments, "--devices", 2, rank="LOCAL_RANK")
 
 
 @pytest.fixture(scope="module")

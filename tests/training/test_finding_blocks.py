@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import tracker
-from tests import home_made
 from tests.blocks.test_proposals import TwoTowers
-from tests.lightning_runs import trainer
+from tests.support import home_made
+from tests.support.lightning_runs import trainer
 from tests.training.test_transformers import make
 from tracker.common.errors import UsageError
 

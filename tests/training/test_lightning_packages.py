@@ -11,7 +11,7 @@ import pytorch_lightning
 import wandb
 
 import tracker
-from tests.lightning_runs import Classifier, fit
+from tests.support.lightning_runs import Classifier, fit
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter, classes, logger_of
@@ -120,7 +120,7 @@ def test_loggers_of_both_packages_are_known(tmp_path):
 @pytest.mark.slow
 def test_a_run_of_lightning_imports_no_other_package():
     code = (
-        "import sys; from tests.lightning_runs import fit, trainer; import tracker;"
+        "import sys; from tests.support.lightning_runs import fit, trainer; import tracker;"
         "fit(trainer([tracker.CouplingCallback(2, k=2)], max_steps=1)); assert 'pytorch_lightning' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tracker
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import neox
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import neox
 from tests.training.test_callback import PROBE, Watch, run_process
 from tracker.common.errors import UsageError
 from tracker.model.records import describe

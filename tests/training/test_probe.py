@@ -16,8 +16,8 @@ import torch
 from transformers import BatchEncoding
 
 import tracker
-from tests.lightning_runs import Classifier, trainer
-from tests.models import neox, tokens
+from tests.support.lightning_runs import Classifier, trainer
+from tests.support.models import neox, tokens
 from tests.training.test_callback import Watch, assert_same_units
 from tracker.common.errors import UsageError
 from tracker.provenance import digest

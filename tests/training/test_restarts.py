@@ -10,8 +10,8 @@ from accelerate.utils import find_executable_batch_size
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import neox, tokens
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import neox, tokens
 from tests.training.test_callback import Watch
 from tests.training.test_transformers import make
 from tracker.common.errors import UsageError

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import tracker
-from tests import processes
-from tests.models import neox, tokens
+from tests.support import processes
+from tests.support.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.store import Store
 
@@ -31,7 +31,7 @@ sys.stdin.read()  # until the test ends
 
 
 def start(code: str, *arguments: object):
-    return processes.start("tests.statements", code, *arguments, stdin=subprocess.PIPE)
+    return processes.start("tests.support.statements", code, *arguments, stdin=subprocess.PIPE)
 
 
 def watched(directory: Path) -> tracker.Watch:

@@ -7,7 +7,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
-from tests.lightning_runs import Classifier, Noisy, fit, trainer
+from tests.support.lightning_runs import Classifier, Noisy, fit, trainer
 from tests.training.test_callback import Watch
 from tracker.common.errors import UsageError
 from tracker.store import Store

@@ -7,7 +7,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 import tracker
-from tests.models import neox, tokens
+from tests.support.models import neox, tokens
 from tracker.common.errors import UsageError
 from tracker.store import Store
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 
 import tracker
-from tests.training import plain_loop
+from tests.support import plain_loop
 from tests.training.test_transformers import data, make, state
 
 PROBE = torch.stack([row["input_ids"] for row in data()[:3]])  # one rank has two of them

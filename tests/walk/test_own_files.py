@@ -21,9 +21,9 @@ import tracker
 from checkpoints.load import lightning_loader, load_model, name_of_loader, users_loader
 from checkpoints.suites import find_files, find_suite
 from tests.checkpoints.test_suites import holding
-from tests.models import Size, images, language, timm_vit, vision
-from tests.plain import gpt2
-from tests.processes import ROOT
+from tests.support.models import Size, images, language, timm_vit, vision
+from tests.support.plain import gpt2
+from tests.support.processes import ROOT
 from tracker import pythia
 from tracker.common.errors import UsageError
 from tracker.figures.__main__ import main as figures

@@ -14,8 +14,8 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored, unit
+from tests.support.models import neox, tokens
+from tests.support.stores import stored, unit
 from tests.walk.test_walk import copied
 from tracker import pythia
 from tracker import store as results

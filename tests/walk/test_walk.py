@@ -13,9 +13,9 @@ import xarray as xr
 
 import tracker
 from checkpoints.load import load
-from tests import processes
-from tests.stores import lasting
-from tests.wandb_runs import of, offline_run, records
+from tests.support import processes
+from tests.support.stores import lasting
+from tests.support.wandb_runs import of, offline_run, records
 from tracker import pythia
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced

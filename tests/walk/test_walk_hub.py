@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tracker
 from checkpoints import nano
-from tests.hub_server import serve
+from tests.support.hub_server import serve
 from tests.walk.test_walk import (
     STEPS,
     assert_same_results,

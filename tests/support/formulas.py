@@ -19,8 +19,8 @@ import xarray as xr
 from scipy.special import erf, softmax
 from torch import nn
 
-from tests import brute_force
-from tests.brute_force import Oracle
+from tests.support import brute_force
+from tests.support.brute_force import Oracle
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS, MISCOUPLINGS
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS

@@ -1,4 +1,4 @@
-"""Small training runs for the tests of the callback; `python -m tests.lightning_runs --out DIR` runs one in a process."""
+"""Small training runs for the tests of the callback; `python -m tests.support.lightning_runs --out DIR` runs one in a process."""
 
 import argparse
 import random

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.models import neox
+from tests.support.models import neox
 
 STEPS = 6
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import HEADS, VOCABULARY, WIDTH
+from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, CONTEXT, HEAD = 3, 32, WIDTH // HEADS
 

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import tracker
-from tests import processes
+from tests.support import processes
 from tracker.report import write_report
 
 
