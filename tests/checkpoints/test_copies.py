@@ -16,8 +16,8 @@ from checkpoints import copies
 from checkpoints.copies import LOCK, PREFIX, _remove, load_copy, sweep
 from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
-from tests.checkpoints.test_suites import holding
 from tests.support import processes
+from tests.support.files import holding
 from tracker.common import files
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tracker
+from checkpoints import nano
 
 
 class Noisy(Dataset):
@@ -295,3 +296,17 @@ def main():
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+class Toy(lightning.LightningModule):
+    """A user's LightningModule that contains a language model."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = nano.build(nano.NanoRecipe(layers=2, width=width, vocabulary=320, context=64))
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits

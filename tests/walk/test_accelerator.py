@@ -14,7 +14,7 @@ from checkpoints import integrity
 from checkpoints.load import load_model
 from checkpoints.suites import find_suite
 from tests.conftest import Walker
-from tests.walk.test_walk import copied
+from tests.support.suite import copied
 from tracker import measurement
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import CheckpointError

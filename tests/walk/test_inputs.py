@@ -8,7 +8,7 @@ import torch
 
 import tracker
 from checkpoints.load import load
-from tests.walk.test_walk import checkpoint_of
+from tests.support.suite import checkpoint_of
 from tracker.walk.command import parse
 from tracker.walk.plan import _inputs
 

@@ -20,7 +20,7 @@ import transformers
 import tracker
 from checkpoints.load import lightning_loader, load_model, name_of_loader, users_loader
 from checkpoints.suites import find_files, find_suite
-from tests.checkpoints.test_suites import holding
+from tests.support.files import holding
 from tests.support.models import Size, images, language, timm_vit, vision
 from tests.support.plain import gpt2
 from tests.support.processes import ROOT

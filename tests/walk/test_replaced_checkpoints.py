@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tracker
-from tests.walk.test_walk import copied
-from tests.walk.test_walk_hub import Toy
+from tests.support.lightning_runs import Toy
+from tests.support.suite import copied
 from tracker.store import Store
 from tracker.walk import units
 

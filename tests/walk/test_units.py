@@ -16,7 +16,7 @@ import xarray as xr
 import tracker
 from tests.support.models import neox, tokens
 from tests.support.stores import stored, unit
-from tests.walk.test_walk import copied
+from tests.support.suite import copied
 from tracker import pythia
 from tracker import store as results
 from tracker.analysis.curves import scalars
