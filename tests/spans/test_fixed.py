@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.spans.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
 from tests.support.brute_force import in_one_graph
+from tests.support.loops import STARTS, Loop, found_by_spans, ids, states_in_one_graph
 from tests.support.models import tokens
 from tests.support.nanochat import DEPTH, GPT, norm
+from tests.support.refusals import lines, refusal
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows
@@ -156,7 +157,7 @@ def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
 def test_without_the_declaration_the_message_proposes_it(case, blocks):
     options, fixed = CASES[case]
     model = gpt(**options)
-    message = refusal(model, blocks)
+    message = refusal(model, blocks=blocks)
     (line,) = re.findall(r"^  blocks=(find_blocks.*?)  #", message, re.MULTILINE)
     proposed = eval(line)
     # What the middle state is computed from, at a boundary
@@ -169,12 +170,6 @@ def test_without_the_declaration_the_message_proposes_it(case, blocks):
     assert tracker.measure(model, tokens(), blocks=proposed, k=2).sizes["layer"] == DEPTH
 
 
-def refusal(model: nn.Module, blocks=None) -> str:
-    with pytest.raises(UsageError) as error:
-        tracker.measure(model, tokens(), blocks=blocks, k=2, dtype="float64")
-    return str(error.value)
-
-
 def test_a_constant_that_is_added_between_blocks_needs_no_declaration():
     class Shifted(GPT):
         def forward(self, idx):
@@ -185,12 +180,11 @@ def test_a_constant_that_is_added_between_blocks_needs_no_declaration():
 
     model = Shifted().double().eval()
     model.value_embeds = nn.ModuleDict()
-    (line,) = re.findall(r"^  blocks=(.*?)  #", refusal(model), re.MULTILINE)
-    assert eval(line) == CHAIN
+    assert lines(refusal(model)) == [CHAIN]
 
 
 def test_a_boundary_after_a_norm_is_not_made_right_by_a_declaration():
-    message = refusal(gpt(), [f"input of {name}.attn" for name in H] + [CHAIN[-1]])
+    message = refusal(gpt(), blocks=[f"input of {name}.attn" for name in H] + [CHAIN[-1]])
     assert "is not the whole hidden state" in message and "  blocks=" not in message
 
 

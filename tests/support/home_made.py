@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support import home_made
 from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, CONTEXT, HEAD = 3, 32, WIDTH // HEADS
@@ -332,3 +333,19 @@ class ViT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.mlps(x).mean(1))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.first = nn.ModuleList(block() for _ in range(2))
+        self.second = nn.ModuleList(home_made.Torch() for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = x.mean(1, keepdim=True)
+            for block in self.first:
+                y = block(y)
+        for block in self.second:
+            x = block(x)
+        return x + y

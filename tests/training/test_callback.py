@@ -1,7 +1,6 @@
 """Tests of the callback in real Lightning runs: its steps, probes, weights and ranks; units equal those of `tracker.measure`."""
 
 import re
-import subprocess
 import warnings
 from functools import partial
 from pathlib import Path
@@ -20,10 +19,11 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import TINY
-from tests.support import processes
 from tests.support.lightning_runs import Classifier, TwoOptimizers, fit, trainer
-from tests.support.ranks import run_on_two_ranks
+from tests.support.ranks import run_on_two_ranks, run_process
 from tests.support.stores import lasting
+from tests.support.units import assert_same_units
+from tests.support.watch import PROBE, Watch
 from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.store import Store
@@ -31,37 +31,6 @@ from tracker.training.callback import CouplingCallback
 
 # What a test asserts in on_measure must fail the test.
 pytestmark = pytest.mark.filterwarnings("error:.*on_measure failed")
-PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
-
-
-class Watch(CouplingCallback):
-    """A callback that keeps its units."""
-
-    def __init__(self, every_n_steps=None, **options):
-        options = {"k": 2, "probe": PROBE, **options}
-        super().__init__(every_n_steps, on_measure=self.keep, **options)
-        self.units: dict[int, xr.Dataset] = {}
-
-    def keep(self, unit):
-        assert int(unit.step) not in self.units, "measured twice"
-        self.units[int(unit.step)] = unit
-
-
-DERIVATIVE_ERROR = "diagnostics_derivative_error"
-
-
-def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
-    assert set(a.data_vars) == set(b.data_vars)
-    for name in a.data_vars:
-        # Rounding errors
-        if name.startswith(("diagnostics_residual", "diagnostics_value_error", DERIVATIVE_ERROR)):
-            continue
-        if a[name].dtype == object:  # texts
-            np.testing.assert_array_equal(a[name].values, b[name].values, err_msg=name)
-            continue
-        np.testing.assert_allclose(
-            a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name
-        )
 
 
 # The unit of step s equals the measurement of the checkpoint of step s.
@@ -196,10 +165,6 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
     watch.load_state_dict({"served": 6, "measured": 4, "probe": PROBE})
     assert (watch.run.last_checked, watch.run.last_measured) == (6, 4) and watch.probe is PROBE
     assert watch.state_dict() == {"served": 6, "measured": 4, "probe": PROBE}
-
-
-def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
-    return processes.run("tests.support.lightning_runs", *arguments, cold=cold)
 
 
 def run_ranks(*arguments: object) -> None:

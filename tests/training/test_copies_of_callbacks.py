@@ -10,7 +10,7 @@ from transformers.trainer_callback import TrainerCallback
 
 import tracker
 from tests.support.models import neox, tokens
-from tests.training.test_transformers import make
+from tests.support.trainer import make
 from tracker.store import Store
 
 

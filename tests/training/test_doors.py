@@ -15,9 +15,9 @@ import tracker
 from tests.support.lightning_runs import trainer
 from tests.support.models import neox, tokens
 from tests.support.ranks import assert_store_is_like_any_other, run_on_two_ranks
+from tests.support.trainer import STEPS, data, make
 from tests.support.wandb_runs import of, offline_run, records
 from tests.training import two_ranks
-from tests.training.test_transformers import STEPS, data, make
 from tracker.analysis.curves import scalars
 from tracker.common.errors import UsageError
 from tracker.store import Store

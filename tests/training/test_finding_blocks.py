@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import tracker
-from tests.blocks.test_proposals import TwoTowers
 from tests.support import home_made
+from tests.support.home_made import TwoTowers
 from tests.support.lightning_runs import trainer
-from tests.training.test_transformers import make
+from tests.support.trainer import make
 from tracker.common.errors import UsageError
 
 K = 2

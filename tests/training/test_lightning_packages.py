@@ -12,7 +12,8 @@ import wandb
 
 import tracker
 from tests.support.lightning_runs import Classifier, fit
-from tests.training.test_callback import Watch, assert_same_units
+from tests.support.units import assert_same_units
+from tests.support.watch import Watch
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter, classes, logger_of
 from tracker.loggers.wandb import OpenRun

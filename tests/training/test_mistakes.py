@@ -8,7 +8,8 @@ import torch
 import tracker
 from tests.support.lightning_runs import Classifier, fit, trainer
 from tests.support.models import neox
-from tests.training.test_callback import PROBE, Watch, run_process
+from tests.support.ranks import run_process
+from tests.support.watch import PROBE, Watch
 from tracker.common.errors import UsageError
 from tracker.model.records import describe
 

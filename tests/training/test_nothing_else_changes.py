@@ -34,8 +34,8 @@ import tracker
 from tests.support import plain_loop
 from tests.support.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
 from tests.support.models import tokens
+from tests.support.trainer import make
 from tests.support.wandb_runs import of, records
-from tests.training.test_transformers import make
 from tracker.store import Store
 
 OPTIONS = {"k": 2, "max_overhead": None, "save_dir": "store"}

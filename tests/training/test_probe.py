@@ -18,7 +18,8 @@ from transformers import BatchEncoding
 import tracker
 from tests.support.lightning_runs import Classifier, trainer
 from tests.support.models import neox, tokens
-from tests.training.test_callback import Watch, assert_same_units
+from tests.support.units import assert_same_units
+from tests.support.watch import Watch
 from tracker.common.errors import UsageError
 from tracker.provenance import digest
 from tracker.training.probe import copied, first_samples, resolve, sample_count

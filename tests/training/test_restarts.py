@@ -12,8 +12,8 @@ from transformers.trainer_callback import TrainerCallback
 import tracker
 from tests.support.lightning_runs import Classifier, fit, trainer
 from tests.support.models import neox, tokens
-from tests.training.test_callback import Watch
-from tests.training.test_transformers import make
+from tests.support.trainer import make
+from tests.support.watch import Watch
 from tracker.common.errors import UsageError
 from tracker.store import Store
 

@@ -8,7 +8,7 @@ from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from tests.support.lightning_runs import Classifier, Noisy, fit, trainer
-from tests.training.test_callback import Watch
+from tests.support.watch import Watch
 from tracker.common.errors import UsageError
 from tracker.store import Store
 
