@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import ASTConfig, ASTModel, BatchEncoding, PreTrainedTokenizerFast, modeling_utils
+from transformers import ASTConfig, ASTModel, BatchEncoding
 
 import tracker
 from tests.support import home_made
@@ -31,19 +30,10 @@ from tests.support.models import (
     vision,
 )
 from tests.support.rounding import of_miscouplings, rounding
+from tests.support.unchanged import assert_unchanged, snapshot
+from tests.support.words import tokenizer
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
-from tracker.linalg.precision import switches
-
-
-def tokenizer():
-    words = {word: i for i, word in enumerate("the of a cat dog sat on mat . and".split())}
-    plain = Tokenizer(models.WordLevel(words, unk_token="the"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="the")
-
-
-PROMPTS = ["the cat sat on the mat .", "a dog", "the mat of the cat and the dog"]
 
 
 def test_padding_in_a_mapping_changes_nothing():
@@ -176,48 +166,6 @@ def test_default_tokens_and_k():
     assert (ds.token_position == 6).all()
     every = tracker.measure(timm_vit(), images(), tokens="all", k=2)
     assert every.sizes["token"] == 5
-
-
-def snapshot(model):
-    return {
-        "parameters": {
-            n: (p, p.clone(), p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()
-        },
-        "buffers": {n: (b, b.clone()) for n, b in model.named_buffers()},
-        "modes": [m.training for m in model.modules()],
-        "hooks": [
-            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
-            for m in model.modules()
-        ],
-        "attributes": [sorted(vars(m)) for m in model.modules()],
-        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
-        "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes()),
-        "global": (
-            torch.is_grad_enabled(),
-            torch.backends.mha.get_fastpath_enabled(),
-            torch.nn.functional.scaled_dot_product_attention,
-            torch.is_autocast_enabled("cpu"),
-            torch.get_float32_matmul_precision(),
-            [switch.fp32_precision for switch in switches()],
-            torch.get_num_threads(),
-            modeling_utils.AttentionInterface.get_interface,
-        ),
-    }
-
-
-def assert_unchanged(model, before):
-    after = snapshot(model)
-    for name, (p, value, dtype, wanted, grad) in before["parameters"].items():
-        now = after["parameters"][name]
-        assert (
-            now[0] is p and torch.equal(p, value) and p.dtype == dtype and p.requires_grad == wanted
-        )
-        assert now[4] is grad
-    for name, (b, value) in before["buffers"].items():
-        assert after["buffers"][name][0] is b and torch.equal(b, value)
-    for part in ("modes", "hooks", "attributes", "attention", "global"):
-        assert after[part] == before[part], part
-    assert torch.equal(after["rng"][0], before["rng"][0]) and after["rng"][1:] == before["rng"][1:]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -9,7 +9,7 @@ import xarray as xr
 from scipy import stats
 
 import tracker
-from tests.analysis.test_regression import assert_covers
+from tests.support.coverage import assert_covers
 from tests.support.models import Size, neox, tokens
 from tests.support.stores import generated
 from tracker.analysis.curves import curves

@@ -5,16 +5,8 @@ import torch
 from torch import nn
 
 import tracker
-from tests.jacobians.test_every_row import (
-    DTYPES,
-    Block,
-    D,
-    detached_branch,
-    measured,
-    network,
-    states,
-)
 from tests.support.central_differences import assert_right
+from tests.support.sequences import DTYPES, Block, D, detached_branch, measured, network, states
 from tracker.common.errors import UsageError
 
 STATES = states()

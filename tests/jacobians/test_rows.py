@@ -11,27 +11,9 @@ import tracker
 import tracker.jacobians.rows
 from tests.support.measured import detached
 from tests.support.models import WIDTH, build, images, random
-from tests.test_measure import assert_unchanged, snapshot
+from tests.support.stacks import Attention, Stack, measured
+from tests.support.unchanged import assert_unchanged, snapshot
 from tracker.common.errors import Note
-
-
-class Attention(nn.Module):
-    """Holds the word that `find_blocks` looks for; rows do not mix."""
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def measured(model):
-    return tracker.measure(model, random(1, 4, 8), k=3, dtype="float64")
 
 
 class Linear(nn.Module):

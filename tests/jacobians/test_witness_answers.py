@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.jacobians.test_witness import IDS, Block, D, GateOfTheFirst, Mixing, Model
+from tests.support.asked import IDS, Block, D, GateOfTheFirst, Mixing, Model
 from tests.support.central_differences import by_differences
 from tests.support.measured import CPU
 from tracker.blocks.find import find_blocks

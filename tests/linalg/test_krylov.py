@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.linalg.test_svd import flat, planted
+from tests.support.spectra import flat, planted
 from tracker.linalg import krylov
 from tracker.linalg.krylov import block_golub_kahan, block_lanczos
 

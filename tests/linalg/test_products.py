@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.measures.test_coupling import rotation
+from tests.support.spectra import rotation
 from tracker.linalg.products import MOST, Chain
 
 

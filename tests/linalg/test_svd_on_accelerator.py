@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from tests.linalg.test_svd import FLAT, SPECTRA, assert_right, assert_same_span, planted
 from tests.support.rounding import rounding
+from tests.support.spectra import FLAT, SPECTRA, assert_right, assert_same_span, planted
 from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import basis_size

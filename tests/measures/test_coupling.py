@@ -24,10 +24,6 @@ def measured(J, K):
     )
 
 
-def rotation(seed: int, d: int):
-    return torch.linalg.qr(random(d, d, seed=seed)).Q
-
-
 def test_texts_have_the_equations_of_the_definitions():
     assert all(definition.equation in definition.text for definition in DEFINITIONS)
     page = (ROOT / "tracker" / "report" / "assets" / "template.html").read_text()

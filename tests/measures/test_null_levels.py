@@ -5,7 +5,8 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.support.models import Size, build, neox, random, tokens
+from tests.support.kinds_of_matrices import KINDS, falling, planted
+from tests.support.models import Size, build, neox, tokens
 from tracker.analysis.null_levels import null_level
 from tracker.common.errors import UsageError
 from tracker.measures import coupling
@@ -13,26 +14,6 @@ from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import MISCOUPLINGS
 
 DRAWS = 2000
-
-
-def falling(d, power, seed):
-    """A Jacobian with singular values k^-power in random bases."""
-    U, _, V = torch.linalg.svd(random(d, d, seed=seed))
-    return U * torch.arange(1, d + 1, dtype=torch.float64) ** -power @ V
-
-
-def planted(kind, d, power, seed):
-    J, I = falling(d, power, seed), torch.eye(d, dtype=torch.float64)
-    return {
-        "random": J,
-        "with a trace": 0.4 * J - 0.2 * I,
-        "symmetric": J + J.T,
-        "negative": -(J @ J.T) - 0.1 * I,
-        "antisymmetric": J - J.T,
-    }[kind]
-
-
-KINDS = ("random", "with a trace", "symmetric", "negative", "antisymmetric")
 
 
 def of_basis(J, K):

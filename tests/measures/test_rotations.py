@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracker
-from tests.measures.test_null_levels import KINDS, planted
 from tests.support.formulas import Block, levels_by_rotations
+from tests.support.kinds_of_matrices import KINDS, planted
 from tests.support.models import neox, tokens
 from tracker.measures import coupling, rotations
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS

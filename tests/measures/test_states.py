@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jacobians.test_witness import IDS, Model
+from tests.support.asked import IDS, Model
 from tests.support.measured import CPU
 from tests.support.models import build, random
 from tracker.blocks.find import find_blocks

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.model.test_held_functions import INPUTS, KEPT, model_of
+from tests.support.kept_functions import INPUTS, model_of
 from tracker.common.errors import UsageError
 
 D, STATES = INPUTS.shape[-1], INPUTS.float()
@@ -18,7 +18,7 @@ D, STATES = INPUTS.shape[-1], INPUTS.float()
 
 def model_with(make):
     """Return a model with another MLP in each block."""
-    model = model_of(KEPT["lambda over self"])
+    model = model_of()
     for block in model.blocks:
         block.mlp = make()
     return model.eval()
@@ -98,7 +98,7 @@ def test_sparse_weights_are_measured_as_dense_ones(layout, as_buffer):
 
 def test_open_files_and_connections_are_the_callers(tmp_path):
     """A copy would fail, or close what it shares when it is deleted."""
-    model = model_of(KEPT["lambda over self"]).eval()
+    model = model_of().eval()
     expected = tracker.measure(model, STATES, k=2)
     first, second = multiprocessing.Pipe()
     with open(tmp_path / "log", "w") as file, socket.socket() as connection:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.jacobians.test_rows import Attention
 from tests.support.brute_force import couplings, in_one_graph
 from tests.support.home_made import Wrapped
 from tests.support.models import build, random
+from tests.support.stacks import Attention
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.jacobians.test_rows import Attention, Stack
 from tests.support.models import random
+from tests.support.stacks import Attention, Stack
 from tracker.common.errors import UsageError
 
 OPTIONS = dict(k=3, dtype="float64")

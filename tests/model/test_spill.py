@@ -12,10 +12,10 @@ from torch import nn
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
-from tests.jacobians.test_rows import Stack
 from tests.support import processes
 from tests.support.models import build, neox, tokens
 from tests.support.rounding import rounding
+from tests.support.stacks import Stack
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 from tracker.model.global_state import preserve_global_state

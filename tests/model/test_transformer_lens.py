@@ -11,7 +11,8 @@ import tracker
 from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.support import brute_force
 from tests.support.rounding import of_miscouplings, rounding
-from tests.test_measure import assert_unchanged, snapshot, tokenizer
+from tests.support.unchanged import assert_unchanged, snapshot
+from tests.support.words import tokenizer
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import tracker
-from tests.jacobians.test_rows import Stack
 from tests.support.home_made import WIDTH, Flat
+from tests.support.stacks import Stack
 
 PROBE = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1))
 
