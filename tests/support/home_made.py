@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support import home_made
 from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, CONTEXT, HEAD = 3, 32, WIDTH // HEADS
@@ -339,7 +338,7 @@ class TwoTowers(nn.Module):
     def __init__(self, block: type[nn.Module]):
         super().__init__()
         self.first = nn.ModuleList(block() for _ in range(2))
-        self.second = nn.ModuleList(home_made.Torch() for _ in range(3))
+        self.second = nn.ModuleList(Torch() for _ in range(3))
 
     def forward(self, x):
         with torch.no_grad():
