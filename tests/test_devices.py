@@ -6,11 +6,12 @@ import torch
 from torch import nn
 
 import tracker
+from tests.support.draws import normal
 from tests.support.lightning_runs import Classifier
 from tracker.common.errors import UsageError
 from tracker.provenance import usable_device
 
-PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+PROBE = normal(3, 6, 8)
 
 
 class WithClassToken(Classifier):

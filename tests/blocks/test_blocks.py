@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 import tracker
 from tests.support import brute_force
+from tests.support.draws import perturbed
 from tests.support.llava import (
     COMMON,
     DEEPER,
@@ -239,16 +240,9 @@ REFUSED = {
 }
 
 
-def perturbed(make: Callable[[], nn.Module]) -> nn.Module:
+def made(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    model = make().double().eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(
-                0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
-    return model
+    return perturbed(make().double().eval(), seed=2)
 
 
 def assert_measured_as_by_brute_force(model, inputs, container, norm, position, **keywords):
@@ -273,7 +267,7 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
 @pytest.mark.parametrize("name", FOUND)
 def test_the_blocks_that_reach_the_output_are_found(name):
     case = FOUND[name]
-    model = perturbed(case.make)
+    model = made(case.make)
     found = find_blocks(model)
     assert [model.get_submodule(block) for block in found.names] == list(
         model.get_submodule(case.container).children()
@@ -286,7 +280,7 @@ def test_the_blocks_that_reach_the_output_are_found(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(name):
     case = REFUSED[name]
-    model = perturbed(case.make)
+    model = made(case.make)
     message = refusal(model, case.inputs)
     assert case.message in message and lines(message) == list(case.lines)
     for line, (norm, position) in case.lines.items():
@@ -294,13 +288,13 @@ def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(
 
 
 def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
-    model = perturbed(paligemma)
+    model = made(paligemma)
     found = find_blocks(model, "model.vision_tower.encoder.layers")
     assert (
         found.final_norms == ("model.vision_tower.post_layernorm",) and not found.include_final_norm
     )
     assert found.unembedding is None
-    clip = find_blocks(perturbed(llava), "model.vision_tower.encoder.layers")
+    clip = find_blocks(made(llava), "model.vision_tower.encoder.layers")
     assert clip.unembedding is None and not clip.include_final_norm
     # Those after the blocks first
     assert clip.final_norms == tuple(
@@ -309,13 +303,13 @@ def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
 
 
 def test_the_encoders_states_have_no_logits():
-    model = perturbed(lambda: of("T5ForConditionalGeneration", **T5))
+    model = made(lambda: of("T5ForConditionalGeneration", **T5))
     assert find_blocks(model, "encoder.block").unembedding is None
     assert find_blocks(model, "decoder.block").unembedding == "lm_head"
 
 
 def test_padding_beside_a_decoders_input_is_refused():
-    model = perturbed(lambda: of("T5Model", **T5))
+    model = made(lambda: of("T5Model", **T5))
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0
     with pytest.raises(

@@ -12,6 +12,7 @@ from scipy import stats
 
 import tracker
 from tests.conftest import ROOT
+from tests.support.draws import integers
 from tests.support.models import VOCABULARY, Size, neox
 from tests.support.rounding import rounding
 from tests.support.stores import stored
@@ -53,7 +54,7 @@ def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=ST
     """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
     made.check_settings({"model": path.name})
-    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    inputs = integers(3, VOCABULARY, 5, 7)
     for step in steps:
         torch.manual_seed(1000 * seed + step)
         unit = tracker.measure(

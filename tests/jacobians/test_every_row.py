@@ -10,6 +10,7 @@ from torch import nn
 import tracker
 import tracker.jacobians.rows
 from tests.support.central_differences import assert_right, by_differences
+from tests.support.draws import integers
 from tests.support.sequences import DTYPES, Block, D, detached_branch, measured, network, states
 from tracker.common.errors import UsageError
 
@@ -64,7 +65,7 @@ def test_weights_too_large_for_differences_are_measured(scale, positions, reason
         for name, parameter in model.named_parameters():
             if "proj" in name:
                 parameter.mul_(scale)
-    ids = torch.randint(3, 97, (4, 9), generator=torch.Generator().manual_seed(1))
+    ids = integers(3, 97, 4, 9)
     ds = tracker.measure(model, ids, k=4, tokens=positions)
     assert reason in ds.attrs["independent_checks"] and ds.diagnostics_sliced.all()
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import tracker
 from tests.support.central_differences import assert_measured_as_it_runs, assert_right
+from tests.support.draws import integers
 from tests.support.measured import jacobians_at
 from tracker.common.errors import UsageError
 
 D, L, N = 16, 3, 6
-IDS = torch.randint(30, (4, N), generator=torch.Generator().manual_seed(1))
+IDS = integers(0, 30, 4, N)
 EQUAL = IDS[:, :1].repeat(1, N)
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-7}
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.support.draws import normal
 from tracker.linalg.precision import (
     EPSILON,
     FLOOR,
@@ -94,7 +95,7 @@ def test_what_is_as_wanted_is_left_alone():
 
 
 def test_the_norm_of_a_wide_float32_matrix_equals_that_in_float64():
-    A = torch.randn(2, 2048, 2048, generator=torch.Generator().manual_seed(0))
+    A = normal(2, 2048, 2048, seed=0)
     expected = torch.linalg.matrix_norm(A.double())
     torch.testing.assert_close(frobenius(A).double(), expected, rtol=1e-6, atol=0)
 

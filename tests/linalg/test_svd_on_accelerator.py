@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from tests.support.draws import normal
 from tests.support.rounding import rounding
 from tests.support.spectra import FLAT, SPECTRA, assert_right, assert_same_span, planted
 from tracker.linalg import svd
@@ -21,7 +22,7 @@ DTYPES = [torch.float32, torch.float64]
 
 def random_matrices(B: int, d: int, falling: bool = False) -> torch.Tensor:
     """Random matrices, as at initialisation, or with singular values that fall by three decades."""
-    J = torch.randn(B, d, d, generator=torch.Generator().manual_seed(1)) / d**0.5
+    J = normal(B, d, d) / d**0.5
     return J * torch.logspace(0, -3, d) if falling else J
 
 

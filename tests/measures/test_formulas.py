@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tracker
 from tests.support import brute_force
+from tests.support.draws import integers, normal
 from tests.support.formulas import (
     ANY,
     FORMULAS,
@@ -149,7 +150,7 @@ def linear(how):
     """Return what is measured of linear blocks as they are, or changed in a way."""
     torch.set_default_dtype(torch.float64)
     try:
-        Q = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(1))).Q
+        Q = torch.linalg.qr(normal(12, 12)).Q
         made = {
             "turned": {"Q": Q},
             "longer states": {"of_states": 30.0},
@@ -158,7 +159,7 @@ def linear(how):
         model = LinearBlocks(**made.get(how, {}))
     finally:
         torch.set_default_dtype(torch.float32)
-    ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(2))
+    ids = integers(0, 20, 2, 5, seed=2)
     keep = ("jacobian", "singular_vectors")
     return tracker.measure(
         model,

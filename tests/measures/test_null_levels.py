@@ -5,6 +5,7 @@ import torch
 import xarray as xr
 
 import tracker
+from tests.support.draws import normal, seeded
 from tests.support.kinds_of_matrices import KINDS, falling, planted
 from tests.support.models import Size, build, neox, tokens
 from tracker.analysis.null_levels import null_level
@@ -35,7 +36,7 @@ def closed_forms(J, other, K):
         "offdiag_normalized": (entries.off_square / entries.square).sqrt(),
     }
     levels = {name: float(level) for name, level in levels.items()}
-    A = coupling.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
+    A = coupling.simulated(J, U, V, DRAWS, seeded(5))
     return levels, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
 
 
@@ -63,7 +64,7 @@ def test_sums_over_the_entries_of_a_rotated_jacobian(kind):
 def test_moments_in_float32_equal_those_in_float64(shape):
     """Of matrices in many tiles, the last one smaller, and in one; one sum of 2048^2 squares would be 1.6e-4 too small."""
     d = shape[-1]
-    J = torch.randn(*shape, d, generator=torch.Generator().manual_seed(0)) / d**0.5
+    J = normal(*shape, d, seed=0) / d**0.5
     J = J + 0.2 * J.mT + 0.5 * torch.eye(d)
     found = coupling.moments(J, torch.full(shape[:-1], 2.0))
     J = J.double()
@@ -105,7 +106,7 @@ def test_levels_are_those_of_random_rotations(kind, d, K, power):
 
 def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
     """2,000 pairs of blocks turned at random, by rotations drawn for every K."""
-    generator, d = torch.Generator().manual_seed(0), 36
+    generator, d = seeded(0), 36
     frames = torch.linalg.qr(torch.randn(DRAWS, d, d, generator=generator, dtype=torch.float64)).Q
     for K, power in ((4, 0.3), (4, 1.5), (24, 0.3), (24, 1.5)):
         J, other = planted("with a trace", d, power, 6), planted("negative", d, power, 7)

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 import tracker
+from tests.support.draws import normal, seeded
 from tests.support.home_made import WIDTH, Flat
 from tracker.common.errors import UsageError
 
-DEPTH, PROBE = 3, torch.randn(3, 12, WIDTH, generator=torch.Generator().manual_seed(1))
+DEPTH, PROBE = 3, normal(3, 12, WIDTH)
 
 
 class Masked(nn.Module):
@@ -21,7 +22,7 @@ class Masked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Flat(causal=False) for _ in range(DEPTH))
-        self.source, self.generator = source, torch.Generator().manual_seed(5)
+        self.source, self.generator = source, seeded(5)
         self.rng, self.python = np.random.default_rng(5), [random.Random(5)]
 
     def uniform(self, shape):
@@ -159,7 +160,7 @@ def test_a_generator_among_the_inputs_is_not_drawn_from():
             self.generator = generator
             return super().forward(x)
 
-    given = torch.Generator().manual_seed(3)
+    given = seeded(3)
     before = given.get_state()
     first, again = (
         measured(Given("a torch.Generator of the model"), {"x": PROBE, "generator": given})

@@ -10,10 +10,11 @@ from transformers.masking_utils import sdpa_mask
 
 import tracker
 from tests.support.central_differences import assert_measured_as_it_runs
+from tests.support.draws import integers
 from tests.support.llava import SEEN, llava
 from tracker.model.replica import Replica
 
-IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(1))
+IDS = integers(3, 60, 2, 6)
 SIZE = dict(
     vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
 )

@@ -5,10 +5,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from tests.support.draws import integers
 from tests.support.plain import CausalAttention
 
 D = 16
-IDS = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
+IDS = integers(0, 30, 3, 7)
 
 
 class Block(nn.Module):

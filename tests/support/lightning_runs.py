@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import tracker
 from checkpoints import nano
+from tests.support.draws import normal, seeded
 
 
 class Noisy(Dataset):
     """Sequences with new noise at each access, from the random states of torch, NumPy and Python."""
 
     def __init__(self, n: int = 64, length: int = 6, width: int = 8, noise: float = 1.0):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         self.x = torch.randn(n, length, width, generator=generator)
         self.y = torch.randint(3, (n,), generator=generator)
         self.noise = noise
@@ -260,7 +261,7 @@ def main():
             raise RuntimeError("planted")
         return module(batch)
 
-    probe = torch.randn(given.samples, 6, 8, generator=torch.Generator().manual_seed(1))
+    probe = normal(given.samples, 6, 8)
     watch = tracker.CouplingCallback(
         every_n_steps=2,
         probe=probe,

@@ -6,6 +6,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.support.draws import integers
 from tests.support.models import HEADS, VOCABULARY, WIDTH, Size, images
 
 COMMON: dict[str, Any] = {
@@ -35,7 +36,7 @@ def llava() -> nn.Module:
     )
 
 
-IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(3))
+IDS = integers(3, 40, 2, 9, seed=3)
 # Four patches of 8 x 8
 WITH_PATCHES = torch.cat([IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1)
 SEEN = {"input_ids": WITH_PATCHES, "pixel_values": images()}

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.draws import integers
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
@@ -98,7 +99,7 @@ STARTS = [f"input of layers.{i}.0" for i in range(L)] + ["input of norm"]
 
 
 def ids() -> Tensor:
-    return torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(1))
+    return integers(0, 20, 2, 6)
 
 
 def states_in_one_graph(

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from tests.support.draws import perturbed
+
 HEADS = 4
 
 
@@ -24,12 +26,7 @@ def gpt2(
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    model = transformers.GPT2LMHeadModel(config)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed(transformers.GPT2LMHeadModel(config), seed + 1)
 
 
 class CausalAttention(nn.Module):

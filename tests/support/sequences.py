@@ -5,6 +5,7 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
+from tests.support.draws import normal
 
 D = 16
 DTYPES = ["float32", "float64"]
@@ -31,7 +32,7 @@ def network(*added, block=Block):
 
 
 def states(samples=1, n=6):
-    return torch.randn(samples, n, D, generator=torch.Generator().manual_seed(1))
+    return normal(samples, n, D)
 
 
 def measured(net, x, dtype="float64", **options):

@@ -3,11 +3,13 @@
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+from tests.support.draws import integers
+
 STEPS = 6
 
 
 def data(count: int = 24) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(0, 50, (count, 10), generator=torch.Generator().manual_seed(0))
+    tokens = integers(0, 50, count, 10, seed=0)
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 

@@ -1,11 +1,11 @@
 """A callback that keeps its units, and the probe that it measures."""
 
-import torch
 import xarray as xr
 
+from tests.support.draws import normal
 from tracker.training.callback import CouplingCallback
 
-PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
+PROBE = normal(5, 6, 8)
 
 
 class Watch(CouplingCallback):

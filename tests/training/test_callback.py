@@ -19,6 +19,7 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import TINY
+from tests.support.draws import normal
 from tests.support.lightning_runs import Classifier, TwoOptimizers, fit, trainer
 from tests.support.ranks import run_on_two_ranks, run_process
 from tests.support.stores import lasting
@@ -204,7 +205,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
     run_ranks("--out", tmp_path, "--strategy", strategy, "--samples", samples)
     store = Store(tmp_path / "store")
     assert store.steps() == [0, 2, 4, 6, 8]
-    probe = torch.randn(samples, 6, 8, generator=torch.Generator().manual_seed(1))
+    probe = normal(samples, 6, 8)
     for step in (2, 8):
         (file,) = tmp_path.glob(f"*step={step}.ckpt")
         module = Classifier()
@@ -273,7 +274,7 @@ class BatchForward(EncoderModule):
 
 
 def mappings():
-    x = torch.randn(16, 6, 8, generator=torch.Generator().manual_seed(2))
+    x = normal(16, 6, 8, seed=2)
     return torch.utils.data.DataLoader([{"x": part, "label": 0} for part in x], 8)
 
 

@@ -11,13 +11,14 @@ from torch.utils.data import DataLoader
 
 import tracker
 from tests.support import home_made
+from tests.support.draws import normal
 from tests.support.home_made import TwoTowers
 from tests.support.lightning_runs import trainer
 from tests.support.trainer import make
 from tracker.common.errors import UsageError
 
 K = 2
-X = torch.randn(2, 4, home_made.WIDTH, generator=torch.Generator().manual_seed(0))
+X = normal(2, 4, home_made.WIDTH, seed=0)
 
 
 class Row(nn.Module):

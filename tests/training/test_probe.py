@@ -16,6 +16,7 @@ import torch
 from transformers import BatchEncoding
 
 import tracker
+from tests.support.draws import normal
 from tests.support.lightning_runs import Classifier, trainer
 from tests.support.models import neox, tokens
 from tests.support.units import assert_same_units
@@ -63,7 +64,7 @@ class Kept(torch.Tensor):
     """A tensor whose slices and copies are of its class."""
 
 
-X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
+X = normal(4, 6, 8, seed=2)
 # Each with the form in which it is held
 BATCHES = {
     "NamedTuple": (Pair(X, torch.arange(4)), (X, torch.arange(4))),
