@@ -8,7 +8,7 @@ from torch import nn
 import tracker
 from tests.support.draws import normal
 from tests.support.lightning_runs import Classifier
-from tracker.common.errors import UsageError
+from tests.support.refused import refused
 from tracker.provenance import usable_device
 
 PROBE = normal(3, 6, 8)
@@ -57,7 +57,7 @@ def test_a_device_without_an_index_gets_the_one_of_its_tensors(pretend):
 def test_a_device_without_float64_is_refused(pretend):
     with (
         pretend.without_float64(),
-        pytest.raises(UsageError, match="'pretend:0' can't be used: pretend has no float64"),
+        refused("'pretend:0' can't be used: pretend has no float64"),
     ):
         tracker.measure(Classifier(), PROBE, k=2, device=pretend.device)
 

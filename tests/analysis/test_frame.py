@@ -5,7 +5,7 @@ import pytest
 
 import tracker
 from tests.support.models import neox, padded, tokens
-from tracker.common.errors import UsageError
+from tests.support.refused import refused
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +73,13 @@ def test_token_pairs_have_two_positions():
     ],
 )
 def test_what_is_refused(ds, of, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.to_frame(ds, of)
 
 
 def test_too_many_rows(ds, monkeypatch):
     monkeypatch.setattr("tracker.analysis.summary.ROWS", 10)
-    with pytest.raises(
-        UsageError, match=r"rows are too many; select first, such as results.sel\(k=10\)"
-    ):
+    with refused(r"rows are too many; select first, such as results.sel\(k=10\)"):
         tracker.to_frame(ds)
 
 

@@ -31,6 +31,7 @@ from tests.support.llava import (
 )
 from tests.support.models import HEADS, VOCABULARY, WIDTH, Encoder, images, neox, tokens
 from tests.support.refusals import K, lines, refusal
+from tests.support.refused import refused
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
 
@@ -312,9 +313,7 @@ def test_padding_beside_a_decoders_input_is_refused():
     model = made(lambda: of("T5Model", **T5))
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0
-    with pytest.raises(
-        UsageError, match="padding among 9 tokens, but which of the blocks' 6 tokens"
-    ):
+    with refused("padding among 9 tokens, but which of the blocks' 6 tokens"):
         tracker.measure(model, PAIR | {"attention_mask": mask}, blocks="decoder.block", k=K)
 
 
@@ -324,9 +323,9 @@ def test_two_language_models_in_one_module_are_ambiguous():
             super().__init__()
             self.teacher, self.student = neox(), neox(num_hidden_layers=2)
 
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as error:
         find_blocks(Distilled())
-    assert lines(str(refused.value)) == ["teacher.gpt_neox.layers", "student.gpt_neox.layers"]
+    assert lines(str(error.value)) == ["teacher.gpt_neox.layers", "student.gpt_neox.layers"]
 
 
 def test_heads_inside_a_block_are_not_blocks():
@@ -358,7 +357,7 @@ def test_heads_inside_a_block_are_not_blocks():
 def test_blocks_among_other_modules_are_offered_by_their_names():
     layer = [nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True) for _ in range(4)]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layer[:2], nn.Linear(WIDTH, WIDTH), *layer[2:])
-    with pytest.raises(UsageError, match="2 lists of blocks found") as refusal:
+    with refused("2 lists of blocks found") as refusal:
         find_blocks(model)
     assert lines(str(refusal.value)) == [["1", "2"], ["4", "5"]]
     measured = tracker.measure(model, torch.randn(2, 4, WIDTH), blocks=["4", "5"], k=2)
@@ -406,7 +405,7 @@ WITHOUT_TENSORS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
     unread = Unread(False, FORMS[form])
-    with pytest.raises(UsageError, match="returns depends on its last block, encoder.*layers.2"):
+    with refused("returns depends on its last block, encoder.*layers.2"):
         tracker.measure(unread, tokens(), k=2)
     # Blocks that the caller names may lead nowhere.
     for model, blocks in ((unread, "encoder.encoder.layers"), (Unread(True, FORMS[form]), None)):
@@ -416,7 +415,7 @@ def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
 @pytest.mark.parametrize("kind", WITHOUT_TENSORS)
 def test_blocks_are_to_be_named_if_a_model_returns_nothing_that_shows_them(kind):
     model = Unread(True, WITHOUT_TENSORS[kind])
-    with pytest.raises(UsageError, match=rf"returns a {kind} without a floating tensor") as refusal:
+    with refused(rf"returns a {kind} without a floating tensor") as refusal:
         tracker.measure(model, tokens(), k=2)
     names = eval(re.findall(r"say what to measure: blocks=(.*)", str(refusal.value))[0])
     assert tracker.measure(model, tokens(), k=2, blocks=names).sizes["layer"] == 3
@@ -445,21 +444,15 @@ class Pooled(nn.Module):
 
 def test_a_class_token_is_confirmed_by_what_reaches_the_output():
     assert tracker.measure(Pooled(0, 0), images(1), k=2).attrs["tokens"] == "cls"
-    with pytest.raises(
-        UsageError, match=r"output does not depend on it \(position 0 after encoder.layers.1\)"
-    ):
+    with refused(r"output does not depend on it \(position 0 after encoder.layers.1\)"):
         tracker.measure(Pooled(0, None), images(1), k=2)
     last = Pooled(4, 4)
-    with pytest.raises(
-        UsageError, match="cls_token enters the first block at position 4, not at 0"
-    ) as refusal:
+    with refused("cls_token enters the first block at position 4, not at 0") as refusal:
         tracker.measure(last, images(1), k=2)
     line = re.findall(r"blocks=(find_blocks\(.*\))", str(refusal.value))[0]
     found = eval(line, {"find_blocks": find_blocks, "model": last})
     assert (tracker.measure(last, images(1), blocks=found, k=2).token_position == 4).all()
-    with pytest.raises(
-        UsageError, match="first block at no position, not at 0 alone.*or positions"
-    ):
+    with refused("first block at no position, not at 0 alone.*or positions"):
         tracker.measure(Pooled(None, None), images(1), k=2)
     for choice in ("last", "cls", "all", [0, 1]):
         assert tracker.measure(
@@ -469,8 +462,5 @@ def test_a_class_token_is_confirmed_by_what_reaches_the_output():
 
 def test_detection_tokens_are_read_and_the_class_token_is_not():
     settings = VISION | {"image_size": [16, 16], "num_detection_tokens": 3}
-    with pytest.raises(
-        UsageError,
-        match="YolosForObjectDetection has a class token, but its output does not depend",
-    ):
+    with refused("YolosForObjectDetection has a class token, but its output does not depend"):
         tracker.measure(of("YolosForObjectDetection", **settings), images(), k=2)

@@ -10,7 +10,7 @@ from tests.support.compared import measured_as_by_brute_force
 from tests.support.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
 from tests.support.models import WIDTH, images, tokens
 from tests.support.refusals import K, lines, refusal
-from tracker.common.errors import UsageError
+from tests.support.refused import refused
 
 
 def in_dict(blocks):
@@ -178,9 +178,7 @@ def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     assert "they move no information between tokens" in refusal(
         mlps, blocks=tracker.find_blocks(mlps)
     )
-    with pytest.raises(
-        UsageError, match="These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"
-    ):
+    with refused("These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"):
         tracker.find_blocks(home_made.Towers())
     turned = LM(lambda: Flat(sequence_first=True), sequence_first=True)
     assert (

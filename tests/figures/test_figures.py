@@ -14,12 +14,12 @@ import tracker
 from tests.conftest import ROOT
 from tests.support.draws import integers
 from tests.support.models import VOCABULARY, Size, neox
+from tests.support.refused import refused
 from tests.support.rounding import rounding
 from tests.support.stores import stored
 from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
-from tracker.common.errors import UsageError
 from tracker.figures import drawing, jacobians
 from tracker.figures.__main__ import main
 from tracker.figures.coupling import MEASURE
@@ -706,7 +706,7 @@ def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
 
 def test_results_that_share_no_k(one):
     results = {f"K = {k}": open_results(one).sel(k=[k]) for k in (K, 8)}
-    with pytest.raises(UsageError, match="the results share no k; measure them with a common one"):
+    with refused("the results share no k; measure them with a common one"):
         draw("1b", results)
 
 

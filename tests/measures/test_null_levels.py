@@ -8,8 +8,8 @@ import tracker
 from tests.support.draws import normal, seeded
 from tests.support.kinds_of_matrices import KINDS, falling, planted
 from tests.support.models import Size, build, neox, tokens
+from tests.support.refused import refused
 from tracker.analysis.null_levels import null_level
-from tracker.common.errors import UsageError
 from tracker.measures import coupling
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import MISCOUPLINGS
@@ -143,7 +143,7 @@ def test_singular_values_of_all_ranks_are_needed():
     ds = tracker.measure(neox(size=Size(width=48)), tokens(2), k=(2, 5))
     of_trace = "miscoupling_release_trace"
     for ranks in ([0, 1, 2, 3], [1, 2, 3, 4]):
-        with pytest.raises(UsageError, match="needs rank 1 to 5"):
+        with refused("needs rank 1 to 5"):
             null_level(ds.isel(rank=ranks), of_trace)
     few = null_level(ds.isel(rank=[0, 1], k=[0]), of_trace)
     xr.testing.assert_equal(few, null_level(ds, of_trace).isel(k=[0]))
@@ -157,9 +157,9 @@ def test_what_a_level_is_read_from_is_named():
         chosen = ds[[name, "miscoupling_release_level", *part]]
         xr.testing.assert_equal(null_level(chosen, name), null_level(ds, name))
         needed = ", ".join(["miscoupling_release_level", *part])
-        with pytest.raises(UsageError, match=f"the null level of {name} needs {needed}, which"):
+        with refused(f"the null level of {name} needs {needed}, which"):
             null_level(ds[[name]], name)
-    with pytest.raises(UsageError, match="needs miscoupling_level, which this part"):
+    with refused("needs miscoupling_level, which this part"):
         null_level(ds[["miscoupling", "singular_value", "isotropic"]], "miscoupling")
 
 
@@ -167,10 +167,7 @@ def test_names_that_have_no_level():
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=3)
     for name in ("lss", "miscoupling_vju", "nothing"):
-        with pytest.raises(
-            UsageError,
-            match=f"'{name}' has no null level that can be computed here; choose from miscoup",
-        ):
+        with refused(f"'{name}' has no null level that can be computed here; choose from miscoup"):
             null_level(ds, name)
     some = {"layer": [0, 1], "layer_other": [1, 2]}
     for name in MISCOUPLINGS:

@@ -14,9 +14,9 @@ from torch import nn
 import tracker
 from tests.support.central_differences import assert_measured_as_it_runs
 from tests.support.kept_functions import INPUTS, Block, model_of, over_self
+from tests.support.refused import refused
 from tests.support.stacks import Stack
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.model.random_numbers import Generators
 from tracker.model.replica import Replica
 from tracker.model.twin import twin_of
@@ -167,7 +167,7 @@ def test_blocks_are_reached_through_functions(name):
 
 
 def test_blocks_whose_forward_alone_is_called_are_not_reached():
-    with pytest.raises(UsageError, match="never reached 2 of the blocks"):
+    with refused("never reached 2 of the blocks"):
         measured(MODELS["methods"]().eval())
 
 
@@ -187,7 +187,7 @@ def test_what_reaches_modules_past_their_copies_is_refused(what):
     Past.reached = {block: torch.sin for block in model.blocks}
     if "mlp" in what:
         Past.reached["first"] = model.blocks[0].mlp
-    with pytest.raises(UsageError, match=f"can't run on copies: code reaches {what}"):
+    with refused(f"can't run on copies: code reaches {what}"):
         measured(model)
 
 
@@ -248,7 +248,7 @@ def test_a_forward_replaced_by_an_object_is_refused():
 
     model = model_of()
     model.blocks[0].attention.qkv.forward = Twice(model.blocks[0].attention.qkv)
-    with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
+    with refused("forward of Linear was replaced on the instance"):
         measured(model)
 
 

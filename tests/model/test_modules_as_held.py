@@ -11,7 +11,7 @@ from torch import nn
 
 import tracker
 from tests.support.kept_functions import INPUTS, model_of
-from tracker.common.errors import UsageError
+from tests.support.refused import refused
 
 D, STATES = INPUTS.shape[-1], INPUTS.float()
 
@@ -51,7 +51,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Lazy modules")
 def test_what_can_not_be_copied_is_refused(name, dry_run):
     make, message = REFUSED[name]
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.measure(model_with(make), STATES, k=2, dry_run=dry_run)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 import tracker
 from tests.support.draws import normal, seeded
 from tests.support.home_made import WIDTH, Flat
-from tracker.common.errors import UsageError
+from tests.support.refused import refused
 
 DEPTH, PROBE = 3, normal(3, 12, WIDTH)
 
@@ -134,7 +134,7 @@ DRAWN = [("blocks", source) for source in SOURCES] + [(SPANS, "torch")]
 def test_a_block_that_draws_random_numbers_is_refused(blocks, source):
     model = Masked()
     model.blocks[1] = Dropped(source)
-    with pytest.raises(UsageError, match="draws random numbers: it is random or keeps state"):
+    with refused("draws random numbers: it is random or keeps state"):
         measured(model, blocks=blocks)
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 import tracker
 from tests.support.models import random
+from tests.support.refused import refused
 from tests.support.stacks import Attention, Stack
-from tracker.common.errors import UsageError
 
 OPTIONS = dict(k=3, dtype="float64")
 
@@ -127,7 +127,7 @@ def assert_equal_results(found, expected):
 )
 def test_two_states_are_refused_with_what_to_do(how, block, x):
     advice = r"block layers.1 takes and returns two hidden states.*wrap each block in a module that returns the sum"
-    with pytest.raises(UsageError, match=advice):
+    with refused(advice):
         tracker.measure(Model(how, block).double(), x, **OPTIONS)
 
 
@@ -142,7 +142,7 @@ def test_fused_blocks_wrapped_as_the_refusal_advises_are_measured(x):
 def test_states_that_the_model_adds_between_blocks_are_refused_and_measured_by_spans(x):
     model = Model("added").double()
     changed = "the model changes the hidden state between layers.0 and layers.1; .*, or spans that include the change"
-    with pytest.raises(UsageError, match=changed):
+    with refused(changed):
         tracker.measure(model, x, **OPTIONS)
     boundaries = ["input of layers.0", "input of layers.1", "input of layers.2", "input of norm"]
     expected = tracker.measure(plain(model), x, **OPTIONS)

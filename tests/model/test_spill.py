@@ -14,10 +14,10 @@ from benchmarks import shapes
 from benchmarks.machine import status
 from tests.support import processes
 from tests.support.models import build, neox, tokens
+from tests.support.refused import refused
 from tests.support.rounding import rounding
 from tests.support.stacks import Stack
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
 from tracker.model.recorder import record
@@ -163,6 +163,6 @@ def test_memory_in_use_does_not_grow_with_the_recording():
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
 def test_a_full_disk(directory, entries, room):
     said = f"{directory} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
-    with processes.files_of_at_most(room), pytest.raises(UsageError, match=said):
+    with processes.files_of_at_most(room), refused(said):
         Spill(0).keep(torch.randn(entries))
     assert not any(directory.iterdir())

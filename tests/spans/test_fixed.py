@@ -16,8 +16,8 @@ from tests.support.loops import STARTS, Loop, found_by_spans, ids, states_in_one
 from tests.support.models import tokens
 from tests.support.nanochat import DEPTH, GPT, norm
 from tests.support.refusals import lines, refusal
+from tests.support.refused import refused
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows
 from tracker.model.boundaries import as_python, read_spans
 from tracker.training.probe import find_target
@@ -230,7 +230,7 @@ def test_what_can_not_be_held_is_refused(case):
             return super().forward(idx)
 
     model = Twice().double().eval()
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.measure(model, tokens(), blocks=find_blocks(model, fixed=fixed), **OPTIONS)
 
 
@@ -238,13 +238,13 @@ def test_other_calls_of_find_blocks():
     model = gpt()
     found = find_blocks(model, fixed=WTE)
     assert f"fixed: {WTE};" in str(found) and [str(start) for start, _ in found.spans] == CHAIN[:-1]
-    with pytest.raises(UsageError, match="give `fixed` to the call that made it"):
+    with refused("give `fixed` to the call that made it"):
         find_blocks(model, found, fixed=WTE)
     for block in model.transformer["h"]:  # type: ignore[union-attr]
         mixer = nn.Module()
         mixer.first, mixer.second = block.mlp.c_fc, block.mlp.c_proj
         block.attn, block.mlp = nn.Identity(), mixer
-    with pytest.raises(UsageError, match="a guess .*; name the blocks, too"):
+    with refused("a guess .*; name the blocks, too"):
         find_blocks(model, fixed=WTE)
 
 

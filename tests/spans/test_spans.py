@@ -21,11 +21,11 @@ from tests.support.loops import (
     states_in_one_graph,
 )
 from tests.support.models import random
+from tests.support.refused import refused
 from tests.support.rounding import of_miscouplings
 from tests.support.units import assert_same_units
 from tests.support.watch import Watch
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows
 from tracker.model.description import Blocks
 from tracker.training.probe import find_target
@@ -244,9 +244,7 @@ def test_sequence_first():
     found = find_blocks(model, blocks, batch_first=False)
     expected = measured(loop(), final_norm="include")
     assert_same_units(measured(model, found, final_norm="include"), expected, 1e-9)
-    with pytest.raises(
-        UsageError, match=r"6 samples of 2 tokens, but 2 were given.*batch_first=False"
-    ):
+    with refused(r"6 samples of 2 tokens, but 2 were given.*batch_first=False"):
         measured(model, blocks)
 
 
@@ -320,7 +318,7 @@ WRONG = {
 def test_boundaries_at_the_wrong_place_are_refused(case):
     way, blocks, message = WRONG[case]
     model = loop(way)
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         measured(model, blocks)
 
 
@@ -343,7 +341,7 @@ class Beside(Loop):
 def test_outputs_that_can_not_show_a_wrong_end_do_not_hide_it(beside):
     model = Beside().double().eval()
     model.beside = beside
-    with pytest.raises(UsageError, match=r"end of the last span .* is not the whole hidden state"):
+    with refused(r"end of the last span .* is not the whole hidden state"):
         measured(model, [*STARTS[:-1], "output of layers.2.1"])
     found = measured(model)
     expected = measured(loop())
@@ -356,10 +354,7 @@ def test_boundaries_that_do_not_lead_to_the_output_are_refused():
             super().forward(ids)
             return self.embed(ids)
 
-    with pytest.raises(
-        UsageError,
-        match=r"nothing that the model returns depends on the end .*name boundaries that lead",
-    ):
+    with refused(r"nothing that the model returns depends on the end .*name boundaries that lead"):
         measured(Early().double().eval())
 
 
@@ -375,7 +370,7 @@ def test_a_weak_way_around_the_state_is_found(dtype):
             return self.head(self.norm(x))
 
     model = Around().to(dtype).eval()
-    with pytest.raises(UsageError, match="start of span 1 .*is not the whole hidden state"):
+    with refused("start of span 1 .*is not the whole hidden state"):
         measured(model, dtype=dtype)
 
 
@@ -392,7 +387,7 @@ def test_the_first_state_as_input_is_checked_too_and_not_written_to():
     kept, version = x.clone(), x._version
     of_states = measured(OnStates().double().eval(), inputs=x)
     assert torch.equal(x, kept) and x._version == version and of_states.sizes["layer"] == L
-    with pytest.raises(UsageError, match="start of span 1"):
+    with refused("start of span 1"):
         measured(OnStates("beside").double().eval(), inputs=x)
 
 
@@ -415,9 +410,7 @@ def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
 def test_lists_that_are_never_called_lead_to_boundaries():
     model = loop()
     model.layers = nn.ModuleList(nn.Sequential(*layer) for layer in model.layers)
-    with pytest.raises(
-        UsageError, match="never reached 3 of the blocks.* name the boundaries between blocks"
-    ):
+    with refused("never reached 3 of the blocks.* name the boundaries between blocks"):
         measured(model, None)
     assert measured(model).sizes["layer"] == L
 
@@ -425,7 +418,7 @@ def test_lists_that_are_never_called_lead_to_boundaries():
 def test_a_module_called_twice_is_no_boundary():
     model = loop()
     model.layers[1] = model.layers[0]
-    with pytest.raises(UsageError, match="reaches the input of layers.0.0 twice"):
+    with refused("reaches the input of layers.0.0 twice"):
         measured(model, [STARTS[0], *STARTS[2:]])
 
 
@@ -434,7 +427,7 @@ def test_what_returns_no_tensor_can_not_be_checked():
         def forward(self, ids):
             super().forward(ids)
 
-    with pytest.raises(UsageError, match="returns a NoneType without a floating tensor"):
+    with refused("returns a NoneType without a floating tensor"):
         measured(Silent().eval())
 
 
@@ -455,7 +448,7 @@ def test_values_that_are_not_finite_are_said_at_their_boundary():
 def test_the_error_gives_the_line_that_measures(case):
     make, inputs, boundaries = CASES[case]
     model = make()
-    with pytest.raises(UsageError, match="It calls attention and MLP separately") as error:
+    with refused("It calls attention and MLP separately") as error:
         tracker.measure(model, inputs)
     (line,) = re.findall(r'blocks=(\[f".*?\] \+ \[.*?\])', str(error.value))
     blocks = eval(line)
@@ -469,13 +462,10 @@ def test_the_error_gives_the_line_that_measures(case):
 def test_no_line_is_given_where_it_would_be_a_guess():
     # Post-norm: what the first module is given is no state of the model.
     model = x_transformer("Decoder", pre_norm=False)
-    with pytest.raises(
-        UsageError,
-        match=r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]",
-    ):
+    with refused(r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]"):
         find_blocks(model)
     without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))
-    with pytest.raises(UsageError, match=r"\['output of 1'\]"):
+    with refused(r"\['output of 1'\]"):
         find_blocks(without_norm)
 
 
@@ -524,7 +514,7 @@ def test_boundaries_are_named_as_they_are_in_the_training_module():
     assert [str(boundary) for boundary in subject.blocks.spans[0]] == STARTS[:2]
     subject = find_target(Holder(), named, lambda module, batch: module.net(batch))
     assert str(subject.blocks.spans[0][0]) == "input of module.net.layers.0.0"
-    with pytest.raises(UsageError, match="outside 'net'"):
+    with refused("outside 'net'"):
         holder = Holder()
         holder.other = nn.Linear(2, 2)
         find_target(holder, [*named[:-1], "input of other"], None)

@@ -22,11 +22,11 @@ from tests.conftest import TINY
 from tests.support.draws import normal
 from tests.support.lightning_runs import Classifier, TwoOptimizers, fit, trainer
 from tests.support.ranks import run_on_two_ranks, run_process
+from tests.support.refused import refused
 from tests.support.stores import lasting
 from tests.support.units import assert_same_units
 from tests.support.watch import PROBE, Watch
 from tracker.analysis.curves import scalars
-from tracker.common.errors import UsageError
 from tracker.store import Store
 from tracker.training.callback import CouplingCallback
 
@@ -80,7 +80,7 @@ def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
 
 
 def test_averaged_weights_without_averaging():
-    with pytest.raises(UsageError, match="list one before this CouplingCallback"):
+    with refused("list one before this CouplingCallback"):
         fit(trainer([Watch(weights="averaged"), EMAWeightAveraging()]))
 
 
@@ -327,18 +327,15 @@ def test_the_part_that_runs_by_itself_on_a_batch(case):
 
 def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step():
     module = BatchForward()
-    with pytest.raises(
-        UsageError,
-        match=r"takes batch, temperature, and the batch contains x, label; .*forward=lambda",
-    ):
+    with refused(r"takes batch, temperature, and the batch contains x, label; .*forward=lambda"):
         trainer([Watch(probe=None)]).fit(module, mappings())
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_unusable_probes():
-    with pytest.raises(UsageError, match=r"the probe, read as \(None\), contains no samples"):
+    with refused(r"the probe, read as \(None\), contains no samples"):
         fit(trainer([Watch(probe=(object(),))]))
-    with pytest.raises(UsageError, match="no samples"):
+    with refused("no samples"):
         fit(trainer([Watch(probe=())]))
 
 
@@ -369,7 +366,7 @@ class NoForward(EncoderModule):
     ],
 )
 def test_refused_at_setup(module, options, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         trainer([Watch(**options)]).fit(module(), mappings())
 
 
@@ -395,7 +392,7 @@ def test_refused_at_setup(module, options, message):
     ],
 )
 def test_bad_settings(options, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with refused(re.escape(message)):
         CouplingCallback(**options)
 
 
@@ -485,6 +482,6 @@ def test_the_overhead_warning_appears_once():
 
 def test_two_callbacks_of_one_store_are_refused(tmp_path):
     both = [CouplingCallback(probe=PROBE, name=name, save_dir=str(tmp_path / "a")) for name in "ab"]
-    with pytest.raises(UsageError, match="belongs to another training .*choose another save_dir"):
+    with refused("belongs to another training .*choose another save_dir"):
         fit(trainer(both, max_steps=1))
     assert Store(tmp_path / "a").steps() == []
