@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.jacobians.test_brute_force import jacobian_error
+from tests.support.families_by_brute_force import jacobian_error
 from tests.support.models import FAMILIES, Size, build
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians, full_sequence_jacobian

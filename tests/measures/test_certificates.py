@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import tracker
-from tests.measures.test_formulas import LinearBlocks, measured
 from tests.support.draws import seeded
 from tests.support.formulas import evaluate, norm
+from tests.support.linear_blocks import LinearBlocks
+from tests.support.samples import measured
 from tracker.linalg.svd import residual, triplets_of_each
 from tracker.linalg.transfer import SEED
 from tracker.measures.registry import BY_NAME, KINDS

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tracker
-from tests.jacobians.test_brute_force import oracle
+from tests.support.families_by_brute_force import oracle
 from tests.support.measured import jacobians_at
 from tests.support.models import FAMILIES, Letters, Size, build, neox, padded, tokens
 from tests.support.refused import refused

@@ -8,9 +8,9 @@ import torch
 import transformers
 
 import tracker
-from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
 from tests.support import brute_force
 from tests.support.draws import perturbed
+from tests.support.families_by_brute_force import brute_force_jacobians, jacobian_difference
 from tests.support.rounding import of_miscouplings, rounding
 from tests.support.unchanged import assert_unchanged, snapshot
 from tests.support.words import tokenizer
