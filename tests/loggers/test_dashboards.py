@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import tracker
-from tests import processes
-from tests.models import neox, tokens
-from tests.stores import generated, stored
-from tests.wandb_runs import of, offline_run, records
-from tests.wandb_server import KEY, serve
+from tests.support import processes
+from tests.support.models import neox, tokens
+from tests.support.stores import generated, stored
+from tests.support.wandb_runs import of, offline_run, records
+from tests.support.wandb_server import KEY, serve
 from tracker import dashboards, replay
 from tracker.analysis.curves import scalars
 from tracker.loggers.protocol import LoggedRun, Row, select_metrics
