@@ -1,6 +1,5 @@
 """Measurements on accelerators: their random state is unchanged, and devices without float64 are refused or avoided."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -9,6 +8,7 @@ import tracker
 from tests.support.draws import normal
 from tests.support.lightning_runs import Classifier
 from tests.support.refused import refused
+from tests.support.units import assert_same
 from tracker.provenance import usable_device
 
 PROBE = normal(3, 6, 8)
@@ -69,5 +69,4 @@ def test_a_model_on_a_device_without_float64_is_measured_on_the_cpu(pretend):
     with pretend.without_float64():
         found = tracker.measure(model, PROBE, k=2)
     assert found.attrs["device"] == "cpu" and next(model.parameters()).device == pretend.device
-    for name in ("miscoupling", "singular_value"):
-        np.testing.assert_array_equal(found[name].values, expected[name].values)
+    assert_same(found, expected, ("miscoupling", "singular_value"))

@@ -15,6 +15,7 @@ from transformers import ASTConfig, ASTModel, BatchEncoding
 
 import tracker
 from tests.support import home_made
+from tests.support.dtypes import EACH_DTYPE
 from tests.support.models import (
     DEPTH,
     FAMILIES,
@@ -32,6 +33,7 @@ from tests.support.models import (
 from tests.support.refused import refused
 from tests.support.rounding import of_miscouplings, rounding
 from tests.support.unchanged import assert_unchanged, snapshot
+from tests.support.units import assert_same
 from tests.support.words import tokenizer
 from tracker.blocks.find import find_blocks
 
@@ -94,8 +96,7 @@ def test_a_mapping_or_list_as_the_one_argument_is_measured():
 
 
 def _assert_equal_measures(ds, expected):
-    for name in ("miscoupling", "lss", "token_position"):
-        np.testing.assert_allclose(ds[name], expected[name], rtol=1e-4, err_msg=name)
+    assert_same(ds, expected, ("miscoupling", "lss", "token_position"), rtol=1e-4)
 
 
 def test_one_token_prompts():
@@ -112,8 +113,7 @@ def test_half_precision_weights_are_measured_in_float32(stored):
     assert {p.dtype for p in model.parameters()} == {stored}
     assert seen.attrs["witness"].startswith("agrees")
     expected = tracker.measure(model.float(), inputs, k=4)
-    for name in ("miscoupling", "lss", "norm_normed"):
-        np.testing.assert_array_equal(seen[name].values, expected[name].values)
+    assert_same(seen, expected, ("miscoupling", "lss", "norm_normed"))
     assert (
         seen.attrs["weights_dtype"] == str(stored).removeprefix("torch.")
         and seen.attrs["dtype"] == "float32"
@@ -530,7 +530,7 @@ def test_python_random_state_is_unchanged():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@EACH_DTYPE
 def test_full_and_krylov_svd_agree(dtype):
     model, inputs = neox(size=Size(width=96)), tokens(2, 6)
     full, krylov = (

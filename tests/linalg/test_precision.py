@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.draws import normal
+from tests.support.dtypes import EACH_DTYPE
 from tracker.linalg.precision import (
     EPSILON,
     FLOOR,
@@ -158,7 +159,7 @@ def test_tolerances():
         assert tolerance(dtype, False) == own and tolerance(dtype, True) == max(own, ROUNDED)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_the_error_is_that_of_the_worst_row(dtype):
     reference = torch.tensor([[3.0, 4], [0, 1e-9], [0, 0]], dtype=torch.float64)
     scale = torch.tensor([[1.0, 0], [0, 2], [0, 0]], dtype=torch.float64)

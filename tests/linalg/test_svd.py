@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.dtypes import EACH_DTYPE
 from tests.support.rounding import rounding
 from tests.support.spectra import (
     FALLING,
@@ -52,7 +53,7 @@ def test_values_and_vectors(method, s, K):
 
 
 @pytest.mark.parametrize("method", ["full", "krylov"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 @pytest.mark.parametrize("name", SPECTRA)
 def test_clustered_deficient_zero_and_tiny(method, dtype, name):
     s = torch.tensor(SPECTRA[name], dtype=torch.float64)
@@ -117,7 +118,7 @@ def test_completeness_above_one_panel(missed):
     assert bool(is_complete(J, U[..., kept], S[..., kept], Vh[..., kept, :].mT)) == (missed is None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
     """In exact arithmetic the iteration could never see it."""
     d = 200
@@ -157,7 +158,7 @@ def blind(request, monkeypatch):
     monkeypatch.setattr(svd, "block_lanczos", lanczos)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype):
     J = planted(FLAT).to(dtype)
     for iteration in (svd._by_golub_kahan, svd._by_squares):
@@ -220,7 +221,7 @@ def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
     assert bool(calls) == tried and bool(t.complete) and not bool(t.full)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_squares_of_several_wider_than_a_panel(dtype):
     J = torch.randn(2, 2 * PANEL + 60, 2 * PANEL + 60, dtype=dtype)
     before = J.clone()
@@ -332,7 +333,7 @@ def test_auto_takes_the_cheapest(monkeypatch):
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@EACH_DTYPE
 @pytest.mark.parametrize("K", [1, 20, 40])
 def test_eigenvectors_of_steep_spectra(K, dtype, power):
     """s_K / s_1 down to 1/1600, where squares lose digits: what they do not find is decomposed in full."""
@@ -349,7 +350,7 @@ def test_eigenvectors_of_steep_spectra(K, dtype, power):
 # Block Golub-Kahan
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@EACH_DTYPE
 def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatch):
     J = torch.cat([planted(FLAT), planted(FLAT, 4)]).to(dtype)
     columns = []

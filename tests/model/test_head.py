@@ -13,6 +13,7 @@ import tracker
 from tests.support.models import Encoder, build, images, timm_vit, tokens, torchvision_vit
 from tests.support.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
 from tests.support.refused import refused
+from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
 from tracker.model.hidden_state import hidden_state, with_hidden_state
 
@@ -31,8 +32,7 @@ MEASURES = (
 
 def assert_equal_measures(a, b):
     assert a.attrs["final_norm"] == b.attrs["final_norm"]
-    for name in MEASURES:
-        np.testing.assert_allclose(a[name], b[name], rtol=1e-7, atol=1e-9, err_msg=name)
+    assert_same(a, b, MEASURES, rtol=1e-7, atol=1e-9)
 
 
 def test_a_plain_copy_of_gpt2_is_measured_as_hugging_faces():

@@ -11,6 +11,7 @@ import tracker
 from tests.support.draws import normal, seeded
 from tests.support.home_made import WIDTH, Flat
 from tests.support.refused import refused
+from tests.support.units import assert_same
 
 DEPTH, PROBE = 3, normal(3, 12, WIDTH)
 
@@ -82,8 +83,7 @@ def test_what_was_drawn_before_changes_nothing(source):
     before = generators()
     again = measured(model)
     assert generators() == before
-    for name in ("lss", "miscoupling", "random_seed"):
-        np.testing.assert_array_equal(first[name], again[name])
+    assert_same(first, again, ("lss", "miscoupling", "random_seed"))
     assert first.attrs["random_draws"] == 1 and len(set(first.random_seed.values)) == len(PROBE)
 
 

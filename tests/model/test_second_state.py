@@ -1,6 +1,5 @@
 """Blocks that hand their state on as two tensors are refused, with what to do; a block with one is measured."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ import tracker
 from tests.support.models import random
 from tests.support.refused import refused
 from tests.support.stacks import Attention, Stack
+from tests.support.units import assert_same
 
 OPTIONS = dict(k=3, dtype="float64")
 
@@ -102,17 +102,8 @@ def plain(model):
 
 
 def assert_equal_results(found, expected):
-    for name in (
-        "miscoupling",
-        "offdiag_normalized",
-        "singular_value",
-        "lss",
-        "norm",
-        "expodistance",
-    ):
-        np.testing.assert_allclose(
-            found[name].values, expected[name].values, atol=1e-9, err_msg=name
-        )
+    names = ("miscoupling", "offdiag_normalized", "singular_value", "lss", "norm", "expodistance")
+    assert_same(found, expected, names, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(

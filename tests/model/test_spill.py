@@ -17,6 +17,7 @@ from tests.support.models import build, neox, tokens
 from tests.support.refused import refused
 from tests.support.rounding import rounding
 from tests.support.stacks import Stack
+from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
@@ -75,7 +76,7 @@ def test_the_same_numbers(name, directory):
         for budget in (1 << 32, 100_000)
     )
     assert set(little) == set(usual)
-    for variable in (
+    names = (
         "miscoupling",
         "singular_value",
         "lss",
@@ -83,8 +84,8 @@ def test_the_same_numbers(name, directory):
         "norm",
         "alpha_mean",
         "lss_window",
-    ):
-        np.testing.assert_allclose(little[variable], usual[variable], rtol=1e-8, atol=1e-10)
+    )
+    assert_same(little, usual, names, rtol=1e-8, atol=1e-10)
 
 
 OF_BLOCKS = ["coupling", "products", "normality", "depth_use"]
@@ -105,12 +106,8 @@ def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pret
     )
     spilled = tracker.measure(model, ["0", "1"], **options)
     assert len(made) == 2 and set(spilled) == set(usual)
-    for name in (
-        "lyapunov_exponent",
-        "mean_alignment",
-        "linear_error",
-    ):
-        np.testing.assert_allclose(spilled[name], usual[name], rtol=1e-8, atol=1e-10)
+    names = ("lyapunov_exponent", "mean_alignment", "linear_error")
+    assert_same(spilled, usual, names, rtol=1e-8, atol=1e-10)
 
 
 class Remembering(nn.Module):

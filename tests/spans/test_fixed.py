@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from tests.support.models import tokens
 from tests.support.nanochat import DEPTH, GPT, norm
 from tests.support.refusals import lines, refusal
 from tests.support.refused import refused
+from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.slicing import Rows
 from tracker.model.boundaries import as_python, read_spans
@@ -143,8 +143,8 @@ def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
     of_spans = tracker.measure(model, tokens(), blocks=find_blocks(model, fixed=WTE), **OPTIONS)
     assert (of_blocks.attrs["fixed"], of_spans.attrs["fixed"]) == ("none", WTE)
     assert of_spans.attrs["blocks"].startswith(f"{CHAIN[0]} to {CHAIN[1]}, {CHAIN[1]} to ")
-    for name in ("miscoupling", "lss", "singular_value"):
-        np.testing.assert_allclose(of_spans[name], of_blocks[name], rtol=1e-8, atol=1e-10)
+    names = ("miscoupling", "lss", "singular_value")
+    assert_same(of_spans, of_blocks, names, rtol=1e-8, atol=1e-10)
 
 
 # The refusal names the declaration

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import tracker
 from tests.support.brute_force import in_one_graph
+from tests.support.dtypes import EACH_DTYPE
 from tests.support.lightning_runs import Classifier, fit, trainer
 from tests.support.loops import (
     STARTS,
@@ -358,7 +359,7 @@ def test_boundaries_that_do_not_lead_to_the_output_are_refused():
         measured(Early().double().eval())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_a_weak_way_around_the_state_is_found(dtype):
     class Around(Loop):
         def forward(self, ids):

@@ -311,3 +311,17 @@ class Toy(lightning.LightningModule):
         return self.model(
             input_ids=input_ids, attention_mask=attention_mask, use_cache=False
         ).logits
+
+
+class EncoderModule(lightning.LightningModule):
+    """A module around an encoder, for different types of batches and forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Classifier()
+
+    def training_step(self, batch, index):
+        return self.model(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)

@@ -20,7 +20,7 @@ from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import TINY
 from tests.support.draws import normal
-from tests.support.lightning_runs import Classifier, TwoOptimizers, fit, trainer
+from tests.support.lightning_runs import Classifier, EncoderModule, TwoOptimizers, fit, trainer
 from tests.support.ranks import run_on_two_ranks, run_process
 from tests.support.refused import refused
 from tests.support.stores import lasting
@@ -252,20 +252,6 @@ def test_the_probe_is_the_first_batch_of_the_sanity_check_or_of_the_training(che
     x, y = (validated if checked else trained)[0]
     assert torch.equal(watch.probe[0], x[:8]) and torch.equal(watch.probe[1], y[:8])
     assert watch.units[0].sizes["prompt"] == 8
-
-
-class EncoderModule(lightning.LightningModule):
-    """A module around an encoder, for different types of batches and forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = Classifier()
-
-    def training_step(self, batch, index):
-        return self.model(batch["x"]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
 class BatchForward(EncoderModule):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import attrs
-import lightning
 import numpy as np
 import pytest
 import torch
@@ -17,7 +16,7 @@ from transformers import BatchEncoding
 
 import tracker
 from tests.support.draws import normal
-from tests.support.lightning_runs import Classifier, trainer
+from tests.support.lightning_runs import Classifier, EncoderModule, trainer
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tests.support.units import assert_same_units
@@ -154,21 +153,14 @@ def test_which_probe_is_measured():
 # Runs.
 
 
-class Batched(lightning.LightningModule):
+class Batched(EncoderModule):
     """A module whose batches have a part x."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = Classifier()
 
     def forward(self, x):
         return self.model(x)
 
     def training_step(self, batch, index):
         return self.model(batch.x).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
 def loader(make):
