@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tracker
 import tracker.jacobians.rows
+from tests.support.attention import attend
 from tests.support.measured import detached
 from tests.support.models import WIDTH, build, images, random
 from tests.support.stacks import Attention, Stack, measured
@@ -76,8 +76,7 @@ class Inner(nn.Module):
         self.attention = Attention()
 
     def attend(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
-        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return attend(self.qkv(x))
 
     def forward(self, x):
         first = self.attend(x)

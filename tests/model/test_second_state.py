@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tracker
+from tests.support.attention import attend
 from tests.support.models import random
 from tests.support.refused import refused
 from tests.support.stacks import Attention, Stack
@@ -23,8 +23,7 @@ class Fused(nn.Module):
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
     def mix(self, x):
-        q, k, v = self.qkv(self.norm(x))[:, None].chunk(3, dim=-1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+        return self.out(attend(self.qkv(self.norm(x)), causal=True))
 
     def forward(self, hidden, residual=None):
         residual = hidden if residual is None else hidden + residual

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from tests.support.attention import attend
 from tests.support.draws import perturbed
 
 HEADS = 4
@@ -35,12 +36,7 @@ class CausalAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        return self.out(attend(self.qkv(x), HEADS, causal=True))
 
 
 class Layer(nn.Module):
