@@ -161,7 +161,7 @@ def blind(request, monkeypatch):
 @EACH_DTYPE
 def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype):
     J = planted(FLAT).to(dtype)
-    for iteration in (svd._by_golub_kahan, svd._by_squares):
+    for iteration in (svd.by_golub_kahan, svd.by_squares):
         missing = iteration(J, 10)
         assert float(missing.residual) < svd.TOLERANCE[dtype], "residuals do not show it"
         assert not bool(missing.complete)
@@ -196,8 +196,8 @@ def test_squares_serve_where_singular_values_certainly_do_not_fall_far(
     fall, by_squares, single, monkeypatch
 ):
     calls = []
-    way = svd._by_golub_kahan
-    monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
+    way = svd.by_golub_kahan
+    monkeypatch.setattr(svd, "by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
     s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), 0.8 * fall * FLAT[10:]])
     dtype = torch.float32 if single else torch.float64
     J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
@@ -225,7 +225,7 @@ def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
 def test_squares_of_several_wider_than_a_panel(dtype):
     J = torch.randn(2, 2 * PANEL + 60, 2 * PANEL + 60, dtype=dtype)
     before = J.clone()
-    t = svd._by_squares(J, 10)
+    t = svd.by_squares(J, 10)
     assert torch.equal(J, before), "the Jacobians are still needed"
     assert bool(t.complete.all()) and float(t.residual.max()) < svd.TOLERANCE[dtype]
     assert_values(t, J)
@@ -243,7 +243,7 @@ def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, 
         ]
     )
     J = planted(s).float()
-    assert bool(svd._by_squares(J, 10).complete)
+    assert bool(svd.by_squares(J, 10).complete)
 
     def without(apply, start, K, tolerance):
         U, S = krylov.block_lanczos(apply, start, K + 1, tolerance)
@@ -251,7 +251,7 @@ def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, 
         return U[..., kept], S[..., kept]
 
     monkeypatch.setattr(svd, "block_lanczos", without)
-    assert not bool(svd._by_squares(J, 10).complete)
+    assert not bool(svd.by_squares(J, 10).complete)
 
 
 def test_entries_near_the_largest_number():
@@ -270,7 +270,7 @@ def test_a_residual_out_of_reach_falls_back(monkeypatch):
     t = top_singular_triplets(J, 10, "krylov")
     assert bool(t.full) and bool(t.complete)
     assert_same_vectors(t, J)
-    assert not bool(svd._by_golub_kahan(J, 10).complete)
+    assert not bool(svd.by_golub_kahan(J, 10).complete)
 
 
 # Many at once, and the choice
@@ -319,7 +319,7 @@ def test_a_few_eigenvectors_are_found_where_that_is_cheaper(d, K, cheaper):
 
 def test_auto_takes_the_cheapest(monkeypatch):
     taken = []
-    for name in ("_by_eigenvectors", "_by_squares", "_by_golub_kahan", "_full"):
+    for name in ("by_eigenvectors", "by_squares", "by_golub_kahan", "in_full"):
         spied = getattr(svd, name)
         monkeypatch.setattr(
             svd, name, lambda *given, name=name, spied=spied: taken.append(name) or spied(*given)
@@ -329,7 +329,7 @@ def test_auto_takes_the_cheapest(monkeypatch):
     monkeypatch.setattr(svd, "eigenvectors_are_cheaper", lambda *_: False)
     monkeypatch.setattr(svd, "krylov_is_cheaper", lambda *_: True)
     top_singular_triplets(planted(FLAT), 5)
-    assert taken == ["_full", "_by_eigenvectors", "_by_squares"]
+    assert taken == ["in_full", "by_eigenvectors", "by_squares"]
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2])
@@ -360,7 +360,7 @@ def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatc
         return J @ V
 
     monkeypatch.setattr(svd, "_products", lambda J: (apply, lambda U: J.mT @ U))
-    t = svd._by_golub_kahan(J, 10)
+    t = svd.by_golub_kahan(J, 10)
     assert_same_vectors(t, J)
     assert t.complete.all() and not t.full.any()
     assert 0 < sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
@@ -368,7 +368,7 @@ def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatc
 
 def test_products_that_are_not_each_other_s_transpose_have_no_certificate(monkeypatch):
     monkeypatch.setattr(svd, "_products", lambda J: (lambda V: J @ V, lambda U: J @ U))
-    assert not bool(svd._by_golub_kahan(planted(FLAT), 10).complete)
+    assert not bool(svd.by_golub_kahan(planted(FLAT), 10).complete)
 
 
 # What it does to the rest

@@ -114,7 +114,7 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     J = random_matrices(1, 256).to(pretend.device)
     top_singular_triplets(J, 10, "krylov")
     short = 1e-4 * random_matrices(1, 256, falling=True).to(pretend.device)
-    svd._by_golub_kahan(short, 10)
+    svd.by_golub_kahan(short, 10)
     assert not repeated, "rows that are only short are no reason"
     J[..., 4:] = 0
     t = top_singular_triplets(J, 10, "krylov")
@@ -141,9 +141,9 @@ def test_batches_stay_within_the_memory_given(
     pretend, monkeypatch, d, K, spectrum, at_once, method
 ):
     batches = []
-    certified = svd._certified
+    certified = svd.certified
     monkeypatch.setattr(
-        svd, "_certified", lambda J, *given: batches.append(len(J)) or certified(J, *given)
+        svd, "certified", lambda J, *given: batches.append(len(J)) or certified(J, *given)
     )
     J = random_matrices(3, d, falling=spectrum == "falling")
     if spectrum == "deficient":

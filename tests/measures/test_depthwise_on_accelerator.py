@@ -28,8 +28,8 @@ def measured(device, **options):
 def together(monkeypatch) -> list[int]:
     """Numbers of Jacobians decomposed together."""
     sizes = []
-    full = svd._full
-    monkeypatch.setattr(svd, "_full", lambda J, K: sizes.append(len(J)) or full(J, K))
+    full = svd.in_full
+    monkeypatch.setattr(svd, "in_full", lambda J, K: sizes.append(len(J)) or full(J, K))
     return sizes
 
 
