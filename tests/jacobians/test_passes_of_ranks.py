@@ -24,14 +24,14 @@ class Waiting(nn.Module):
 def measure(file: str, rank: int) -> None:
     """Measure on one rank; on rank 1, the values that the model gives are wrong."""
     distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
-    compare = Witness._compare_values
+    compare = Witness.compare_values
 
     def compared(*arguments):
         right, error = compare(*arguments)
         return right & (rank == 0), error
 
     model = nn.Sequential(Waiting(), Flat(), Flat())
-    with patch.object(Witness, "_compare_values", compared):
+    with patch.object(Witness, "compare_values", compared):
         try:
             tracker.measure(model, torch.randn(2, 4, WIDTH), k=2, blocks=["1", "2"])
         except UsageError as error:
