@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     settings = parsed(Stores, "benchmarks.stores", arguments)
     from benchmarks import machine
-    from tests.stores import generated
+    from tests.support.stores import generated
 
     with tempfile.TemporaryDirectory() as directory:
         for count in map(int, settings.units.split(",")):

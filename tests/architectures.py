@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from tests.jacobians.test_brute_force import jacobian_error
-from tests.models import FAMILIES, Size, build
+from tests.support.families_by_brute_force import jacobian_error
+from tests.support.models import FAMILIES, Size, build
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians, full_sequence_jacobian
 from tracker.jacobians.slicing import NotSliceable, Rows

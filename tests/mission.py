@@ -25,10 +25,10 @@ import tracker
 from checkpoints import nano
 from tests.conftest import TINY
 from tests.golden import cases
-from tests.home_made import LM, Flat
-from tests.hub_server import serve
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import Size, build
+from tests.support.home_made import LM, Flat
+from tests.support.hub_server import serve
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import Size, build
 from tracker import pythia
 from tracker.walk.command import Walk
 

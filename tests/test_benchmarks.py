@@ -21,8 +21,8 @@ from benchmarks import (
     timing,
 )
 from checkpoints.configuration import pythia_shapes
-from tests.rounding import of_vectors, rounding
-from tests.stores import generated
+from tests.support.rounding import of_vectors, rounding
+from tests.support.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
 
 QUICK = "--shape 14m --tokens 6 --blocks 2 --k 5 --repeats 1 --memory false".split()

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import tracker
 from checkpoints import nano
-from tests.lightning_runs import fit, trainer
-from tests.models import Size, build, neox, tokens
-from tests.training import plain_loop
+from tests.support import plain_loop
+from tests.support.lightning_runs import fit, trainer
+from tests.support.models import Size, build, neox, tokens
 
 Case = tuple[nn.Module, Any]
 ROOT = Path(tracker.__file__).parents[1]

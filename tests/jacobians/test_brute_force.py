@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-import tracker
-from tests import brute_force
 from tests.conftest import ROOT
-from tests.jacobians.measured import jacobians_at
-from tests.models import FAMILIES, build
-from tracker.blocks.find import find_blocks
+from tests.support import brute_force
+from tests.support.families_by_brute_force import (
+    K,
+    brute_force_jacobians,
+    jacobian_difference,
+    oracle,
+)
+from tests.support.models import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-K = 6
 J_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 M_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 
@@ -25,24 +27,6 @@ def conditioning(J, k):
     """How much more than an error in J a mis-coupling may err: singular vectors turn by error / gap (Wedin)."""
     S = torch.stack([torch.linalg.svdvals(matrix) for matrix in J])[:, : k + 1]
     return max(1.0, float((S[:, :1] / -S.diff()).max()) / 10)
-
-
-def oracle(name, dtype):
-    model, inputs = build(name)
-    model = model.to(dtype).eval()
-    if hasattr(getattr(model, "config", None), "_experts_implementation"):
-        model.set_experts_implementation("eager")  # the grouped kernels know no float64
-    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
-    found = find_blocks(model)
-    ds = tracker.measure(model, inputs, k=[2, K], tokens=[1, -1], dtype=dtype)
-    norm = brute_force.final_norm(model, ds)
-    blocks = [model.get_submodule(n) for n in found.names]
-    return (
-        model,
-        inputs,
-        ds,
-        brute_force.run(model, inputs, blocks, norm, found.batch_first, functorch=name != "bloom"),
-    )
 
 
 # float32 takes the same road: a family of each path, sliced and over the full sequence.
@@ -80,36 +64,6 @@ def test_jacobians_and_mis_couplings(name, dtype):
                 np.testing.assert_allclose(
                     seen, values, rtol=0, atol=factor * M_TOLERANCE[dtype] * scale
                 )
-
-
-def brute_force_jacobians(expected, inputs):
-    """By (sample, position), the Jacobian of every block."""
-    rows = [(b, t) for b in range(len(inputs)) for t in (1, expected.inputs[0].shape[1] - 1)]
-    return {
-        (b, t): [expected.jacobian(l, b, t, t).detach() for l in range(len(expected.blocks))]
-        for b, t in rows
-    }
-
-
-def jacobian_difference(model, inputs, ds, truth, dtype):
-    """Largest difference of an entry, relative to the largest entry where that is above 1."""
-    found = jacobians_at(
-        model, inputs, list(truth), dtype, final_norm=ds.attrs["final_norm"] == "include"
-    )
-    differences = [
-        (J[r] - truth[at][l]).abs().max() / truth[at][l].abs().max().clamp(min=1)
-        for l, (J, _) in enumerate(found)
-        for r, at in enumerate(truth)
-    ]
-    return float(torch.stack(differences).max())
-
-
-def jacobian_error(name, dtype):
-    """For the table in the docs: whether the sliced path serves, and the difference from brute force."""
-    model, inputs, ds, expected = oracle(name, dtype)
-    return bool(ds.diagnostics_sliced.all()), jacobian_difference(
-        model, inputs, ds, brute_force_jacobians(expected, inputs), dtype
-    )
 
 
 def test_the_table_in_the_docs_is_that_of_these_tests():

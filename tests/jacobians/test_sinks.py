@@ -6,13 +6,12 @@ import torch
 import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
-from tests import brute_force
-from tests.jacobians.measured import detached, jacobians_at
-from tests.models import build
+from tests.support import brute_force
+from tests.support.measured import detached, jacobians_at
+from tests.support.sinks import with_sink
 from tracker.blocks.find import find_blocks
 from tracker.linalg.precision import FLOOR
 
-SINK = 3  # the id of the token with large states
 FAMILIES = (
     "llama, grouped keys",
     "llama, eager",
@@ -26,25 +25,13 @@ FAMILIES = (
 )
 
 
-def with_sink(name, dimensions=slice(None), at=0):
-    """Return a model and inputs whose first token, or another, has large states, in all dimensions or in some."""
-    model, inputs = build(name)
-    inputs = inputs.clamp(min=SINK + 1)
-    inputs[:, at] = SINK
-    with torch.no_grad():
-        model.get_input_embeddings().weight[SINK, dimensions] *= 1e4
-    return model, inputs
-
-
 def by_brute_force(model, inputs, ds, rows):
     """Return, by layer, the Jacobians at rows of (sample, position) by autograd through the full sequence in float64."""
     norm = brute_force.final_norm(model, ds)
     blocks = [model.get_submodule(name) for name in find_blocks(model).names]
     expected = brute_force.run(model.double().eval(), inputs, blocks, norm, batch_first=True)
-    return [
-        torch.stack([expected.jacobian(l, b, t, t).detach() for b, t in rows])
-        for l in range(len(blocks))
-    ]
+    of_rows = [expected.jacobians(*row) for row in rows]
+    return [torch.stack(of_block) for of_block in zip(*of_rows, strict=True)]
 
 
 @pytest.mark.filterwarnings("error:.*measured over the full sequence")

@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 
-from tests.central_differences import by_differences
-from tests.jacobians.measured import CPU
-from tests.jacobians.test_witness import IDS, Block, D, GateOfTheFirst, Mixing, Model
+from tests.support.asked import IDS, Block, D, GateOfTheFirst, Mixing, Model
+from tests.support.central_differences import by_differences
+from tests.support.measured import CPU
+from tests.support.refused import refused
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.jacobians import cut_model
 from tracker.jacobians.judge import BOUNDS, ROUNDINGS
 from tracker.jacobians.slicing import Rows
@@ -113,10 +113,10 @@ def test_what_is_off_is_refused(found, l, monkeypatch):
     witness, model = found
     wrong = jacobians(witness, model, l)
     wrong[-1] *= 1 + 3 * BOUNDS[2].exact
-    with pytest.raises(UsageError, match="J\\^T u by its backward pass"):
+    with refused("J\\^T u by its backward pass"):
         judged(witness, l, wrong, differences=False, exact=False)
     monkeypatch.setattr(witness, "_judge_gradient", lambda *_: None)
-    with pytest.raises(UsageError, match="J v by differences"):
+    with refused("J v by differences"):
         judged(witness, l, wrong, exact=False)
     judged(witness, l, wrong, differences=False, exact=False)
 
@@ -170,7 +170,7 @@ def test_values_are_compared_where_there_is_no_padding(found, size, monkeypatch)
         values = torch.ones(3, B, N, dtype=torch.float64)
         values[0] = 0
         values[(0, *at)] = error
-        right, largest = witness._compare_values(values, size, tokens)
+        right, largest = witness.compare_values(values, size, tokens)
         return right.tolist(), largest
 
     allowed = BOUNDS[size].exact + ROUNDINGS * EPSILON[size]

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored
-from tests.walk.test_walk import commit, snapshots
+from tests.support.models import neox, tokens
+from tests.support.stores import stored
+from tests.support.suite import commit, snapshots
 from tracker import loggers, pythia, replay
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
@@ -24,7 +24,7 @@ from tracker.store import Store
 
 @pytest.fixture
 def jsonl(monkeypatch):
-    monkeypatch.setattr(loggers, "LOGGERS", ["tests.jsonl_logger"])
+    monkeypatch.setattr(loggers, "LOGGERS", ["tests.support.jsonl_logger"])
 
 
 def unit(step: int, **options):

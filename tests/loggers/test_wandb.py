@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import tracker
-from tests import processes
-from tests.models import neox, tokens
-from tests.stores import generated, stored
-from tests.wandb_runs import of, offline_run, records
-from tests.wandb_server import KEY
+from tests.support import processes
+from tests.support.models import neox, tokens
+from tests.support.stores import generated, stored
+from tests.support.wandb_runs import of, offline_run, records
+from tests.support.wandb_server import KEY
 from tracker import replay
 from tracker.analysis.curves import scalars
 from tracker.loggers.protocol import LoggedRun, Row

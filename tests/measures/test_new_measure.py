@@ -23,8 +23,8 @@ import tempfile
 from pathlib import Path
 import numpy as np
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored
+from tests.support.models import neox, tokens
+from tests.support.stores import stored
 from tracker.analysis.curves import headlines
 from tracker.loggers.protocol import Row, select_metrics
 from tracker.report.write import write_report

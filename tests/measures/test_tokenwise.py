@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import tracker
-from tests.jacobians.measured import jacobians_at
-from tests.jacobians.test_brute_force import oracle
-from tests.models import FAMILIES, Letters, Size, build, neox, padded, tokens
-from tracker.common.errors import UsageError
+from tests.support.families_by_brute_force import oracle
+from tests.support.measured import jacobians_at
+from tests.support.models import FAMILIES, Letters, Size, build, neox, padded, tokens
+from tests.support.refused import refused
 from tracker.measures.tokenwise import _together, tokenwise_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,11 +19,8 @@ def between(name, pairs):
     """Return J_{t1 t2} of every block at (sample, t1, t2), measured and by brute force."""
     model, inputs, _, expected = oracle(name, torch.float64)
     found = jacobians_at(model, inputs, pairs, final_norm=expected.norm is not None)
-    truth = [
-        torch.stack([expected.jacobian(l, *pair).detach() for pair in pairs])
-        for l in range(len(found))
-    ]
-    return found, truth
+    of_pairs = [expected.jacobians(*pair) for pair in pairs]
+    return found, [torch.stack(of_block) for of_block in zip(*of_pairs, strict=True)]
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *BIDIRECTIONAL])
@@ -60,7 +57,7 @@ def test_no_jacobian_is_computed_twice(apart, concerned, formed):
 def test_one_block_has_no_other():
     model = neox(size=Size(32, 1))
     assert "self_offdiag" not in tracker.measure(model, tokens(1), k=4, measures="all")
-    with pytest.raises(UsageError, match="pair_layers=1, but 1 block is measured.* pair_layers=0"):
+    with refused("pair_layers=1, but 1 block is measured.* pair_layers=0"):
         tracker.measure(model, tokens(1), k=4, measures="tokenwise")
     found = tracker.measure(model, tokens(1), k=4, measures="all,tokenwise", pair_layers=0)
     assert found.self_offdiag.notnull().all() and found.pair_layer_other.values.tolist() == [1]
@@ -106,7 +103,7 @@ def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(forme
 )
 def test_bad_choices(options, message):
     model, inputs = build("gpt_neox")
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.measure(model, inputs, **options)
 
 

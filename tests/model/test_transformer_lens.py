@@ -8,10 +8,12 @@ import torch
 import transformers
 
 import tracker
-from tests import brute_force
-from tests.jacobians.test_brute_force import brute_force_jacobians, jacobian_difference
-from tests.rounding import of_miscouplings, rounding
-from tests.test_measure import assert_unchanged, snapshot, tokenizer
+from tests.support import brute_force
+from tests.support.draws import perturbed
+from tests.support.families_by_brute_force import brute_force_jacobians, jacobian_difference
+from tests.support.rounding import of_miscouplings, rounding
+from tests.support.unchanged import assert_unchanged, snapshot
+from tests.support.words import tokenizer
 from tracker.model.wrappers import unwrap
 
 transformer_lens = pytest.importorskip(
@@ -69,11 +71,7 @@ def hooked(**options):
         pytest.skip("TransformerLens 4 has no HookedTransformer")
     settings = {"act_fn": "gelu", "initializer_range": 0.3, **RANDOM, **options}
     model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**settings))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed(model, seed=1)
 
 
 def saved_tokenizer(directory):

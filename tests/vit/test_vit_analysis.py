@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-from tests.report.test_report import CHROMIUM, browser_test
-from tests.stores import generated
+from tests.support.browser import CHROMIUM, browser_test
+from tests.support.stores import generated
 from tracker.analysis.regression import holm, linear_fit
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store

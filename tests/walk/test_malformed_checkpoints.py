@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.load import load
 from checkpoints.scores import read_from_checkpoint
-from tests.walk.test_walk import STEPS, copied
+from tests.support.files import configured, replaced
+from tests.support.suite import STEPS, copied
 from tracker import pythia
 from tracker.common.errors import CheckpointError
 from tracker.store import Store
@@ -30,26 +31,6 @@ class Executes:
 
     def __reduce__(self):
         return os.mkdir, (str(self.mark),)
-
-
-def configured(file: str = "config.json", **changes: Any) -> Callable[[Path], None]:
-    """Return a function that changes entries of a JSON file."""
-
-    def change(directory: Path) -> None:
-        content = json.loads((directory / file).read_text()) | changes
-        replaced(file, json.dumps(content))(directory)
-
-    return change
-
-
-def replaced(name: str, content: str) -> Callable[[Path], None]:
-    """Return a function that replaces a file."""
-
-    def change(directory: Path) -> None:
-        (directory / name).unlink(missing_ok=True)
-        (directory / name).write_text(content)
-
-    return change
 
 
 def indexed(weight_map: Any) -> Callable[[Path], None]:

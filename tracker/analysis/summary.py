@@ -183,7 +183,7 @@ def _row(value: float, null_level: float, ends: list[float], over: str, answer: 
 
 
 @dataclass(frozen=True)
-class _Cell:
+class Cell:
     """A value, its null level, and what its interval and its answer are of.
 
     Attributes:
@@ -240,7 +240,7 @@ class _Cell:
         rise = self.quantile(0.5 + half) - self.quantile(0.5 - half)
         return -self.by_prompt * rise / (2 * half)
 
-    def row_of_difference(self, other: "_Cell", paired: bool) -> Row:
+    def row_of_difference(self, other: "Cell", paired: bool) -> Row:
         """Return the row of this value minus another; of differences of prompts if `paired`, else with Welch's interval."""
         if paired:
             _, error, df = clustered_mean(self.linear() - other.linear(), self.clusters)
@@ -262,7 +262,7 @@ class _Cell:
         return _row(value, null_level, ends, over, "")
 
 
-Cells = dict[tuple[str, str], _Cell]  # by measure and of what
+Cells = dict[tuple[str, str], Cell]  # by measure and of what
 
 
 def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests: int = 1) -> Cells:
@@ -281,16 +281,16 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
             by_prompt = at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
-            cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
+            cells[name, words] = Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
-            cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(value, null, none, None, kind)
+            cells[name, f"blocks {pair[0]} and {pair[1]}"] = Cell(value, null, none, None, kind)
     for name in (name for name in IN_SUMMARY if f"{name}_below" in unit):
         value, below = float(unit[name].sel(statistic="median")), unit[f"{name}_below"].values
         percentiles = unit[f"{name}_percentiles"].values
         of = "tokens" if BY_NAME[name].dims == POSITION else "tokens and blocks"
-        cells[name, f"median of {of}"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
+        cells[name, f"median of {of}"] = Cell(value, np.nan, below, clusters, kind, percentiles)
     return cells
 
 

@@ -236,7 +236,7 @@ def _settle(
                 if formed is None:
                     return outcome
                 expected = block.pullback(_cotangents(x))
-                off = _error_of_products(formed[0], x, expected, residual)
+                off = error_of_products(formed[0], x, expected, residual)
                 if off <= formed[1]:
                     return outcome
         found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
@@ -269,7 +269,7 @@ def _amplified_rounding(
                 block = linearize(function.f, moved(x, x.itemsize, generator))
                 # As it is formed: products with random vectors round more than those with unit vectors.
                 J = dense_jacobian(block.pullback, block.y, PROBES, residual)
-                changes.append(_error_of_products(J, x, expected, residual))
+                changes.append(error_of_products(J, x, expected, residual))
     return max(changes)
 
 
@@ -332,7 +332,7 @@ def _cotangents(x: Float[Tensor, "R d"]) -> Float[Tensor, "P R d"]:
     return standard_normal((PROBES, *x.shape), x)
 
 
-def _error_of_products(
+def error_of_products(
     J: Float[Tensor, "R d d"],
     x: Float[Tensor, "R d"],
     expected: Float[Tensor, "P R d"],
@@ -341,10 +341,10 @@ def _error_of_products(
     """Return the error of formed J^T u against that of reverse mode, for the cotangents of `_cotangents`."""
     u = _cotangents(x)
     found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
-    return _largest_error(found, expected, residual, u)
+    return largest_error(found, expected, residual, u)
 
 
-def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
+def largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
     """Return the largest error of products J^T u over the rows, relative to those without the identity."""
     sizes = (
         torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))

@@ -178,7 +178,7 @@ def _measurement(walk: Walk) -> Measurement:
     from tracker.measures.options import settings_from
     from tracker.provenance import usable_device
 
-    digest, inputs, labels = _inputs(walk)
+    digest, inputs, labels = read_inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
@@ -262,7 +262,7 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     return identity | ({"suite": suite.cache_dir.name} if suite.cache_dir is not None else {})
 
 
-def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
+def read_inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
     """Return a hash of the inputs, the inputs, and the labels of the prompts, as coordinates."""
     from tracker.provenance import digest
 

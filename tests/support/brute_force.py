@@ -53,6 +53,11 @@ class Oracle:
                 return torch.func.jacrev(row)(X[b, t1])
             return torch.autograd.functional.jacobian(row, X[b, t1])
 
+    def jacobians(self, b: int, t1: int, t2: int | None = None) -> list[Tensor]:
+        """Return the Jacobian of every block, as `jacobian` does; t2 is t1 if None."""
+        t2 = t1 if t2 is None else t2
+        return [self.jacobian(l, b, t1, t2).detach() for l in range(len(self.blocks))]
+
 
 def final_norm(model: nn.Module, ds: xr.Dataset) -> nn.Module | None:
     """Return the final norm that a measurement of a model includes."""
