@@ -13,7 +13,7 @@
 # make lint: run ruff, pyright and import-linter, and count the Python tokens of product and tests
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
 # make docs: build the documentation as a site, website/site
-# make check: all that a change has to pass, as the CI runs it
+# make check: what the CI runs (.ci/run, which installs Chromium, without which tests of pages are skipped); all but test-oldest
 # make gpu: measure on a GPU, with the Python packages that are there (docs/gpu.md); WHEELS=directory of missing packages
 help:
 	@sed -n '/^help:/q; s/^# //p' Makefile
@@ -51,11 +51,11 @@ OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMB
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
 
-# What ends soonest comes first. Each step is a process of its own, so that one list serves here and wherever steps are run apart.
-CHECKS := lint docs package golden test-all test-shapes test-kernels sweep-tenth
+# The quick ones first
+CHECKS := lint docs package golden test-shapes sweep-tenth test-all test-kernels
 
 check:
-	@for step in $(CHECKS); do $(MAKE) --no-print-directory $$step || exit 1; done
+	@for step in $(CHECKS); do $(MAKE) --no-print-directory KERNELS=day $$step || exit 1; done
 
 demo: .venv/installed
 	$(BIN)/python -m tracker.pythia --model nano --measures all --out results/nano --wandb offline

@@ -5,12 +5,12 @@ images (and before it, which is not counted). The benchmark reports the median s
 seconds of one measurement. The images are on the device from the start, so that loading them hides nothing.
 """
 
-import statistics
 import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from tracker.common.command_line import OK, reports_errors
 
@@ -20,7 +20,7 @@ class Run:
     """Time a training run with the callback.
 
     Args:
-        width, depth, heads, patch_size: sizes of the ViT; its images have 32 x 32 pixels.
+        width, depth, heads: sizes of the ViT; its images have 32 x 32 pixels, its patches 4 x 4.
         batch: number of images per step.
         every: number of optimizer steps per measurement.
         probe: number of measured images.
@@ -33,7 +33,6 @@ class Run:
     width: int = 64
     depth: int = 6
     heads: int = 2
-    patch_size: int = 4
     batch: int = 64
     every: int = 100
     probe: int = 16
@@ -49,7 +48,7 @@ def time_run(run: Run) -> dict:
     import torch
     from timm import create_model
 
-    from benchmarks.machine import Clock, environment, settings_of, synchronize
+    from benchmarks.machine import environment, now, settings_of, synchronize
     from tracker import CouplingCallback
 
     class Training(lightning.LightningModule):
@@ -58,7 +57,7 @@ def time_run(run: Run) -> dict:
             self.model = create_model(
                 "deit_tiny_patch16_224",
                 img_size=32,
-                patch_size=run.patch_size,
+                patch_size=4,
                 embed_dim=run.width,
                 depth=run.depth,
                 num_heads=run.heads,
@@ -83,7 +82,6 @@ def time_run(run: Run) -> dict:
     lightning.seed_everything(0, verbose=False)
     images = torch.randn(run.batch, 3, 32, 32).to(run.device)
     labels = torch.randint(10, (run.batch,)).to(run.device)
-    clock = Clock(run.device)
     module = Training()
     stretches, measurements = [], []
     for repeat in range(run.repeats + 1):
@@ -91,7 +89,7 @@ def time_run(run: Run) -> dict:
         trainer = lightning.Trainer(
             max_steps=run.every,
             callbacks=[Drain(), watch],
-            accelerator="gpu" if run.device == "cuda" else run.device,
+            accelerator=run.device,
             devices=1,
             precision=run.precision,  # type: ignore[arg-type]
             logger=False,
@@ -99,18 +97,19 @@ def time_run(run: Run) -> dict:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        started = clock.now()
+        started = now(run.device)
         loader = torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None)  # type: ignore[arg-type]
         trainer.fit(module, loader)
         if repeat:  # the first run warms up
-            stretches.append(clock.now() - started - watch.run.overhead.first)
-            measurements.append(watch.run.overhead.last)
-    measurement = statistics.median(measurements)
-    training = statistics.median(s - m for m, s in zip(measurements, stretches, strict=True))
+            overhead = watch.run.overhead
+            stretches.append(now(run.device) - started - overhead.first)
+            measurements.append(overhead.last)
+    measurement = median(measurements)
+    training = (median(stretches) - measurement) / run.every  # of a step
     return {
         "run": settings_of(run),
-        "share": statistics.median(m / s for m, s in zip(measurements, stretches, strict=True)),
-        "share_every_1000_steps": measurement / (measurement + training * 1000 / run.every),
+        "share": measurement / median(stretches),
+        "share_every_1000_steps": measurement / (measurement + training * 1000),
         "seconds_of_a_measurement": measurement,
         "seconds_of_a_stretch": stretches,
         "environment": environment(run.device),
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.common.parser import parsed
 
     run = parsed(Run, "benchmarks.callback", arguments)
-    from benchmarks.machine import keep
+    from benchmarks.machine import save
     from tracker.provenance import usable_device
 
     usable_device(run.device, f"--device {run.device}")
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"one measurement {result['seconds_of_a_measurement']:.2f} s, every {run.every} steps: "
         f"{result['share']:.1%} of the time"
     )
-    keep(result, run.out)
+    save(result, run.out)
     return OK
 
 

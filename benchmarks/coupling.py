@@ -11,20 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from tracker.common.command_line import OK, reports_errors
 from tracker.common.errors import UsageError
 from tracker.common.values import Method, Precision
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-ALGORITHMS = {
-    "ours": "tracker.measure",
-    "published": "the published algorithm",
-    "by_hand": "torch.func.jacrev by hand",
-}
+OTHERS = "published", "by_hand"  # algorithms
 
 
 @dataclass
@@ -45,7 +38,7 @@ class Benchmark:
         repeats: number of timed runs of each; medians are reported.
         published: whether to run the published algorithm at all.
         by_hand: whether to time torch.func.jacrev of one row too, written by hand for Pythia.
-        memory: whether to measure the peak of memory, on the CPU in a fresh process for each algorithm.
+        memory: whether to measure the peak of memory on a CPU, in a fresh process for each algorithm.
         out: a JSON file for the result, written after every repeat.
     """
 
@@ -96,19 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if settings.by_hand and (settings.weights != "float32" or settings.shape.startswith("deit")):
         raise UsageError("--by_hand needs a Pythia size with --weights float32")
 
-    from benchmarks.machine import keep
     from tracker.provenance import usable_device
 
     usable_device(settings.device, f"--device {settings.device}")
-    result = coupling(settings)
-    print(table(result))
-    keep(result, settings.out)
+    print(table(coupling(settings)))
     return OK
 
 
 def coupling(settings: Benchmark) -> dict[str, Any]:
     """Time `tracker.measure`, the published algorithm and matrix products in turn, and compare times and values."""
-    from benchmarks import agreement, machine, shapes, timing
+    from benchmarks import machine, published, shapes, timing
 
     # First: the load average is to exclude this benchmark
     environment = machine.environment(settings.device)
@@ -117,115 +107,88 @@ def coupling(settings: Benchmark) -> dict[str, Any]:
     L, d = len(shapes.blocks(model)), linear[0][1]
     # Of d cotangents in a block
     flops = sum(2 * d * outputs * inputs for outputs, inputs in linear)
-    jacobians: list[Tensor] = []
+    others = [name for name in OTHERS if getattr(settings, name)]
+    kept = ("jacobian",) if others else ()  # a large model's would fill the memory
+    clock = machine.Clock(settings.device)
     with machine.counted_products() as counted:  # an untimed run of each, to warm up
-        kept = jacobians if settings.published else None  # a large model's would fill the memory
-        dataset = timing.ours(model, settings, machine.Clock(settings.device), kept)
-    others: dict[str, Any] = {"published": timing.published} if settings.published else {}
-    others |= {"by_hand": timing.by_hand} if settings.by_hand else {}
+        dataset = timing.ours(model, settings, clock, kept)
     errors = {
-        name: agreement.errors(
-            dataset, jacobians[:L], *run(model, settings, machine.Clock(settings.device))
-        )
-        for name, run in others.items()
+        name: published.errors(dataset, *timing.RUNS[name](model, settings, clock))
+        for name in others
     }
-    jacobians.clear()
     result: dict[str, Any] = {
         "settings": machine.settings_of(settings),
         "environment": environment,
         "blocks": L,
         "width": d,
         "tokens": shapes.length(settings.shape, settings.tokens),
-        "certificate": agreement.certificate(dataset),
+        "certificate": certificate(dataset),
     }
     saved_share = 1 - sum(counted) / (flops * L * settings.prompts)
-    ways = {"ours": timing.ours, **others}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("ours", *others)}
     products = []
     for repeat in range(settings.repeats):
         print(f"run {repeat + 1} of {settings.repeats}", file=sys.stderr, flush=True)
-        for name, run in ways.items():
-            runs[name].append(timing.timed(run, model, settings))
-            result[name] = timing.medians(runs[name])
+        for name, made in runs.items():
+            made.append(timing.timed(timing.RUNS[name], model, settings))
+            result[name] = timing.medians(made)
         products.append(machine.gemm_seconds(linear, d, settings.device, settings.precision))
-        result["gemm"] = {
-            "layers": linear,
-            "seconds_per_block": median(products),
-            "flops_per_second": flops / median(products),
-        }
+        result["gemm"] = {"layers": linear, "flops_per_second": flops / median(products)}
         ours = result["ours"]
-        ours |= _rates(ours, settings, L, result["gemm"]["seconds_per_block"], saved_share)
+        ours |= _rates(ours, settings, median(products) * L, saved_share)
         for name in others:
-            result[name] |= {
-                "errors": errors[name],
-                "ratio": _ratios(ours, result[name], settings.prompts),
-            }
-        if settings.out:  # what is measured so far outlives a run that is stopped
-            machine.save(result, settings.out)
-    if settings.memory:
-        for name, run in ways.items():
-            result[name]["peak_bytes"] = timing.peak(run, model, settings)
+            ratio = result[name]["seconds"] / ours["seconds_per_prompt"]
+            result[name] |= {"errors": errors[name], "ratio": {"whole": ratio}}
+        machine.save(result, settings.out)  # what is measured so far outlives a run that is stopped
+    if settings.memory and settings.device == "cpu":
+        for name in runs:
+            peak = machine.alone(timing.peak, timing.RUNS[name], settings)
+            result[name]["peak_bytes"] = peak
+        machine.save(result, settings.out)
     return result
 
 
-def _ratios(ours: dict[str, Any], theirs: dict[str, Any], prompts: int) -> dict[str, float]:
-    """Return another algorithm's time in multiples of that of `tracker.measure`, per prompt: in all and by stage."""
-    stages = {
-        name: theirs["stages"][name] * prompts / seconds
-        for name, seconds in ours["stages"].items()
-        if name in theirs["stages"]
+def certificate(dataset: Any) -> dict[str, Any]:
+    """Summarise the certificates of the singular vectors and the ways in which the Jacobians were computed."""
+    shares = ("complete", "full_svd", "sliced")
+    return {
+        "residual": float(dataset["diagnostics_residual"].max()),
+        "smallest_gap": float(dataset["diagnostics_singular_gap"].min()),
+        **{name: float(dataset[f"diagnostics_{name}"].mean()) for name in shares},
     }
-    return {"whole": theirs["seconds"] / ours["seconds_per_prompt"], **stages}
 
 
 def _rates(
-    ours: dict[str, Any], settings: Benchmark, L: int, gemm_seconds: float, saved: float
+    ours: dict[str, Any], settings: Benchmark, gemm_seconds: float, saved: float
 ) -> dict[str, Any]:
     """Compare the stages of `tracker.measure` with the machine's matrix products.
 
     Args:
-        gemm_seconds: of the products of d cotangents in a block.
+        gemm_seconds: of the products of d cotangents in all blocks.
         saved: fraction of the operations of the d cotangents that were not needed.
     """
     stages = ours["stages"]
-    speedup = gemm_seconds * L * settings.prompts / stages["jacobian"]
+    needed = (1 - saved) * gemm_seconds * settings.prompts
     return {
         "seconds_per_prompt": ours["seconds"] / settings.prompts,
         "svd_over_jacobian": stages["svd"] / stages["jacobian"],
         "products_saved": saved,
-        "speedup_over_gemm": speedup,
-        "fraction_of_gemm_rate": {"jacobian": (1 - saved) * speedup},
+        "fraction_of_gemm_rate": {"jacobian": needed / stages["jacobian"]},
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format a result for a terminal: a line for each algorithm, and what its times are compared with."""
-    settings, ours, certificate = result["settings"], result["ours"], result["certificate"]
-    lines = [
-        f"{settings['shape']}: d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, K = {settings['k']}, "
-        f"{settings['prompts']} prompt(s), {settings['device']}, {result['environment']['threads']} threads"
-    ]
-    for name, text in ALGORITHMS.items():
-        if name not in result:
-            continue
-        algorithm = result[name]
-        parts = [f"{stage} {seconds:.3f} s" for stage, seconds in algorithm["stages"].items()]
-        if "peak_bytes" in algorithm:
-            parts.append(f"peak {algorithm['peak_bytes'] / 1e6:.1f} MB")
-        lines.append(f"{text}: {algorithm['seconds']:.3f} s ({', '.join(parts)})")
-        if name != "ours":
-            ratios = [f"{stage} {ratio:.2f}" for stage, ratio in algorithm["ratio"].items()]
-            errors = [f"{measure} {error:.1e}" for measure, error in algorithm["errors"].items()]
-            lines.append(f"    ratio per prompt: {', '.join(ratios)}; errors: {', '.join(errors)}")
-    rate, saved = ours["fraction_of_gemm_rate"]["jacobian"], ours["products_saved"]
-    lines += [
-        f"GEMM {result['gemm']['flops_per_second'] / 1e9:.0f} GFLOP/s; Jacobians at {rate:.1%} of GEMM rate, "
-        f"{ours['speedup_over_gemm']:.2f} times as fast as all products of d cotangents, of whose operations {saved:.0%} are "
-        "skipped",
-        f"SVD stage {ours['svd_over_jacobian']:.0%} of the Jacobian stage; residual {certificate['residual']:.1e}, complete "
-        f"{certificate['complete']}, full SVD {certificate['full_svd']:.0%}",
-    ]
-    return "\n".join(lines)
+    """Format a result for a terminal: what was measured, then a column for each algorithm."""
+    import pandas as pd
+
+    gemm = result["gemm"]["flops_per_second"] / 1e9
+    names = [name for name in ("ours", *OTHERS) if name in result]
+    columns = pd.json_normalize([result[name] for name in names]).drop(columns="runs")
+    columns.index = names
+    return (
+        f"d = {result['width']}, {result['blocks']} blocks, n = {result['tokens']}, {result['environment']['threads']} threads, "
+        f"GEMM {gemm:.0f} GFLOP/s\n{columns.T.to_string(float_format='{:.4g}'.format)}\n{result['certificate']}"
+    )
 
 
 if __name__ == "__main__":

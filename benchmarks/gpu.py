@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from tracker.common.files import write_atomic
@@ -30,32 +29,30 @@ LIMIT = 570.0  # seconds of all steps: a little less than ten minutes
 IMPORTS = 150.0  # seconds for the check of packages and device
 GRACE = 3.0  # seconds in which a step that is stopped writes its stack
 TAIL = 4000  # bytes of a step's output, and characters of a test's error, that are kept
+RUNS = 5  # of a product or a copy
 NOT_MEASURED = "not measured"
 
 _COUPLING = "benchmarks.coupling --k 10 --published false"
 # As in a walk on 80 GB
 _12B = f"{_COUPLING} --shape 12b --weights float16 --memory_budget 40000000000"
-_160M = "benchmarks.coupling --shape 160m --blocks 2 --repeats 2 --memory false"
+_160M = "benchmarks.coupling --shape 160m --blocks 2 --repeats 2"
 _VIT = "--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed"
 STEPS = {  # seconds after which it is stopped, and what `python -m` runs, the important ones first
     "machine": (45, "benchmarks.gpu --run machine"),
     "12b-float32": (120, f"{_12B} --repeats 2"),
     "tests": (240, "benchmarks.gpu --run tests"),
-    "12b-tf32": (60, f"{_12B} --precision tf32 --repeats 2 --memory false"),
+    "12b-tf32": (60, f"{_12B} --precision tf32 --repeats 2"),
     "deit-ti": (45, f"{_COUPLING} --shape deit-ti --prompts 64 --repeats 3"),
     "callback": (100, f"benchmarks.callback {_VIT}"),
-    "12b-float32-8": (100, f"{_12B} --prompts 8 --repeats 1 --memory false"),
-    "12b-tf32-8": (70, f"{_12B} --precision tf32 --prompts 8 --repeats 1 --memory false"),
+    "12b-float32-8": (100, f"{_12B} --prompts 8 --repeats 1"),
+    "12b-tf32-8": (70, f"{_12B} --precision tf32 --prompts 8 --repeats 1"),
     "410m": (60, "benchmarks.coupling --shape 410m --blocks 4 --repeats 2"),
-    "410m-8": (
-        60,
-        "benchmarks.coupling --shape 410m --blocks 4 --prompts 8 --repeats 2 --memory false",
-    ),
+    "410m-8": (60, "benchmarks.coupling --shape 410m --blocks 4 --prompts 8 --repeats 2"),
     "synchronizations": (45, "benchmarks.gpu --run synchronizations"),
     "160m-tf32": (45, f"{_160M} --precision tf32"),
     "160m-bfloat16": (45, f"{_160M} --precision bfloat16"),
     "deit-ti-224": (45, f"{_COUPLING} --shape deit-ti-224 --prompts 64 --repeats 3"),
-    "12b-tf32-32": (130, f"{_12B} --precision tf32 --prompts 32 --repeats 1 --memory false"),
+    "12b-tf32-32": (130, f"{_12B} --precision tf32 --prompts 32 --repeats 1"),
 }
 SMALL = {  # options that make a step small
     "benchmarks.gpu": "--small",
@@ -114,23 +111,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         if options.wheels:
-            files = sorted(options.wheels.glob("*.whl"))
-            if not files:
+            wheels = sorted(options.wheels.glob("*.whl"))
+            if not wheels:
                 parser.error(f"there are no wheels in --wheels {options.wheels}")
-            _install(files, directory / "wheels")
+            pip = "-m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check"
+            target = ["--target", directory / "wheels"]
+            subprocess.run([sys.executable, *pip.split(), *target, *wheels], check=True)
         outcome = run_limited(["-c", CHECK, options.device], IMPORTS, directory)
         if outcome["status"] != "ok":
             parser.error(f"{outcome['status']}: {_last_line(outcome)}")
         return _run(options, record, deadline, directory)
-
-
-def _install(wheels: list[Path], target: Path) -> None:
-    """Install wheels into a directory, without a network."""
-    options = "--quiet --no-index --no-deps --no-compile --disable-pip-version-check"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", *options.split(), "--target", target, *wheels],
-        check=True,
-    )
 
 
 def _run(
@@ -147,14 +137,11 @@ def _run(
             done = False
             continue
         result = directory / f"{name}.json"
-        arguments = [
-            *command.split(),
-            *(SMALL[command.split()[0]].split() if options.small else ()),
-        ]
+        words = command.split()
+        words += SMALL[words[0]].split() if options.small else []
+        words += ["--device", options.device, "--out", str(result)]
         print(f"{name} ... ", end="", flush=True)
-        outcome = run_limited(
-            ["-m", *arguments, "--device", options.device, "--out", str(result)], limit, directory
-        )
+        outcome = run_limited(["-m", *words], limit, directory)
         print(f"{outcome['status']}, {outcome['seconds']:.0f} s", flush=True)
         if outcome["status"] != "ok":
             print(f"    {_last_line(outcome)}")
@@ -221,18 +208,8 @@ def machine(device: str, small: bool, out: Path) -> int:
     """Measure matrix products by precision, in TFLOP/s, and copies to the device, in GB/s."""
     import torch
 
-    from benchmarks.machine import Clock, environment, save
+    from benchmarks.machine import environment, save, seconds
     from tracker.linalg.precision import float32_products
-
-    clock = Clock(device)
-
-    def seconds(function: Callable[[], Any]) -> float:
-        taken = []
-        for _ in range(7):
-            started = clock.now()
-            function()
-            taken.append(clock.now() - started)
-        return median(taken[2:])  # the first two warm up
 
     result: dict[str, Any] = {"environment": environment(device), "products": {}, "copies": {}}
     n = 128 if small else 8192
@@ -240,15 +217,15 @@ def machine(device: str, small: bool, out: Path) -> int:
         dtype = getattr(torch, "float32" if precision == "tf32" else precision)
         A = torch.randn(n, n, device=device, dtype=dtype)
         with float32_products("tf32" if precision == "tf32" else "ieee"):
-            result["products"][precision] = 2e-12 * n**3 / seconds(partial(torch.matmul, A, A))
+            taken = seconds(partial(torch.matmul, A, A), device, RUNS)
+        result["products"][precision] = 2e-12 * n**3 / taken
     save(result, out)
     host = torch.zeros(1 << (20 if small else 28), dtype=torch.uint8)
     target = torch.empty_like(host, device=device)
     memory = {"pageable": host, "pinned": host if device == "cpu" else host.pin_memory()}
     for name, source in memory.items():
-        result["copies"][name] = (
-            1e-9 * len(host) / seconds(partial(target.copy_, source, non_blocking=True))
-        )
+        taken = seconds(partial(target.copy_, source, non_blocking=True), device, RUNS)
+        result["copies"][name] = 1e-9 * len(host) / taken
     save(result, out)
     return 0
 
@@ -277,17 +254,8 @@ def tests(device: str, small: bool, out: Path) -> int:
     chosen = ["-k", "values_vectors_and_certificate"] if small else []
     marked = "not gpu" if device == "cpu" else "gpu"
     workers = "0" if device == "cpu" else "12"  # small models leave most of a GPU idle
-    options = [
-        "-m",
-        marked,
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        "--durations=10",
-        "--numprocesses",
-        workers,
-    ]
-    return pytest.main(["tests/gpu", *options, *chosen], [Outcomes()])
+    options = f"-p no:cacheprovider --tb=short --durations=10 --numprocesses {workers}".split()
+    return pytest.main(["tests/gpu", "-m", marked, *options, *chosen], [Outcomes()])
 
 
 def synchronizations(device: str, small: bool, out: Path) -> int:
@@ -297,24 +265,21 @@ def synchronizations(device: str, small: bool, out: Path) -> int:
     from tracker import measure
 
     model = shapes.model("deit-ti", 1 if small else 12, device)
-    inputs = shapes.inputs("deit-ti", 65, 2 if small else 64)
-    options: dict[str, Any] = {
-        "k": 10,
-        "tokens": [0],
-        "final_norm": "exclude",
-        "measures": "coupling",
-    }
-    run = partial(measure, model, inputs, blocks=shapes.blocks(model), device=device, **options)
+    run = partial(
+        measure,
+        model,
+        shapes.inputs("deit-ti", 65, 2 if small else 64),
+        k=10,
+        blocks=shapes.blocks(model),
+        tokens=[0],
+        final_norm="exclude",
+        measures="coupling",
+        device=device,
+    )
     run()  # to warm up
     lines = waits(run, device)
-    save(
-        {
-            "environment": environment(device),
-            "waits": lines.total(),
-            "lines": dict(lines.most_common()),
-        },
-        out,
-    )
+    counts = {"waits": lines.total(), "lines": dict(lines.most_common())}
+    save({"environment": environment(device), **counts}, out)
     return 0
 
 
@@ -329,11 +294,10 @@ def waits(run: Callable[[], Any], device: str) -> Counter[str]:
         run()
         if device != "cpu":
             torch.cuda.set_sync_debug_mode("default")
-    waiting = [
-        warning for warning in caught if "synchronizing CUDA operation" in str(warning.message)
-    ]
     return Counter(
-        f"{warning.filename.removeprefix(f'{ROOT}/')}:{warning.lineno}" for warning in waiting
+        f"{warning.filename.removeprefix(f'{ROOT}/')}:{warning.lineno}"
+        for warning in caught
+        if "synchronizing CUDA operation" in str(warning.message)
     )
 
 

@@ -4,12 +4,15 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +24,7 @@ import tracker
 from tracker.common.files import write_atomic
 from tracker.common.values import Precision
 from tracker.jacobians import rows
-from tracker.linalg import jacobian, linear
+from tracker.linalg import linear
 from tracker.linalg.linear import FrozenLinear, rows_of_identity
 from tracker.linalg.precision import float32_products
 from tracker.provenance import package_version
@@ -34,6 +37,23 @@ def synchronize(device: str | torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
+def now(device: str | torch.device) -> float:
+    """Return the time in seconds, after waiting for all queued work."""
+    synchronize(device)
+    return time.perf_counter()
+
+
+def seconds(function: Callable[[], Any], device: str, runs: int = 1) -> float:
+    """Return the median of the seconds that runs of a function take, after one to warm up."""
+    function()
+    taken = []
+    for _ in range(runs):
+        started = now(device)
+        function()
+        taken.append(now(device) - started)
+    return median(taken)
+
+
 class Clock:
     """Seconds spent in each stage, without those of stages nested in it; the device is synchronised first."""
 
@@ -42,20 +62,15 @@ class Clock:
         self.seconds: dict[str, float] = {}
         self.within = 0.0  # seconds of the stages nested in the current one
 
-    def now(self) -> float:
-        """Return the time, after waiting for all queued work."""
-        synchronize(self.device)
-        return time.perf_counter()
-
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         """Add the time spent in the context to a stage."""
         self.seconds.setdefault(stage, 0.0)
-        started, before, self.within = self.now(), self.within, 0.0
+        started, before, self.within = now(self.device), self.within, 0.0
         try:
             yield
         finally:
-            spent = self.now() - started
+            spent = now(self.device) - started
             self.seconds[stage] += spent - self.within
             self.within = before + spent
 
@@ -71,68 +86,50 @@ def gemm_seconds(layers: list[tuple[int, int]], d: int, device: str, precision: 
     Each layer is timed with PyTorch's default and with `tracker.linalg.linear`; the faster one counts. Both multiply in the
     precision given.
     """
-    seconds = 0.0
+    total = 0.0
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     for outputs, inputs in layers:
         cotangents = torch.randn(d, outputs, device=device, dtype=dtype)
         weight = torch.randn(outputs, inputs, device=device, dtype=dtype)
-        clock = Clock(device)
+        product = partial(functional.linear, cotangents, weight.mT)
         with float32_products("tf32" if precision == "tf32" else "ieee"):
-            for way in (nullcontext(), FrozenLinear()):
-                with way, clock(type(way).__name__):
-                    functional.linear(cotangents, weight.mT)
-        seconds += min(clock.seconds.values())
-    return seconds
+            by_default = seconds(product, device)
+            with FrozenLinear():
+                total += min(by_default, seconds(product, device))
+    return total
 
 
 @contextmanager
 def counted_products() -> Iterator[list[int]]:
     """Record the operations of the products with weights, while Jacobians are formed from their cotangents."""
     counted: list[int] = []
-    forming = False
-    multiply, form = linear.multiply, jacobian.dense_jacobian
+    multiply, form = linear.multiply, rows.dense_jacobian
 
     def of_layer(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
-        if forming and rows_of_identity(x) is None:
+        if rows_of_identity(x) is None:
             counted.append(2 * x.numel() * len(weight))
         return multiply(x, weight, *others)
 
     def formed(*operands: Any) -> Tensor:
-        nonlocal forming
-        forming = True
-        try:
+        with patch.object(linear, "multiply", of_layer):
             return form(*operands)
-        finally:
-            forming = False
 
-    with (
-        patch.object(linear, "multiply", of_layer),
-        patch.object(jacobian, "dense_jacobian", formed),
-        patch.object(rows, "dense_jacobian", formed),
-    ):
+    with patch.object(rows, "dense_jacobian", formed):
         yield counted
 
 
-def reset_peak(device: str) -> int:
-    """Reset the peak of memory and return the bytes in use."""
-    if device.startswith("cuda"):
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device)
+def peak(function: Callable[[], Any]) -> int:
+    """Return by how many bytes this process grows at most while a function runs."""
     Path("/proc/self/clear_refs").write_text("5")
-    return status("VmRSS")
-
-
-def peak(device: str) -> int:
-    """Return the largest number of bytes in use since `reset_peak`."""
-    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else status("VmHWM")
+    before = status("VmRSS")
+    function()
+    return status("VmHWM") - before
 
 
 def status(name: str) -> int:
     """Return an entry of /proc/self/status, in bytes."""
-    line = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
-    )
-    return int(line.split()[1]) * 1024
+    _, _, rest = Path("/proc/self/status").read_text().partition(f"{name}:")
+    return int(rest.split()[0]) * 1024
 
 
 def alone(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -146,26 +143,19 @@ def settings_of(command: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(command).items() if name != "out"}
 
 
-def keep(result: dict[str, Any], file: Path | None) -> None:
-    """Write a result and print its path, if there is one."""
+def save(result: dict[str, Any], file: Path | None) -> None:
+    """Write a result, completely or not at all, if there is a file for it."""
     if file is not None:
-        save(result, file)
-        print(file)
-
-
-def save(result: dict[str, Any], file: Path) -> None:
-    """Write a result completely or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
 
 
 def environment(device: str) -> dict[str, Any]:
     """Describe hardware, threads, load and library versions."""
     cpus = Path("/proc/cpuinfo")  # of Linux
-    lines = cpus.read_text().splitlines() if cpus.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+    name = re.search("model name.*: (.*)", cpus.read_text() if cpus.exists() else "")
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": name[1] if name else platform.processor(),
         "gpu": torch.cuda.get_device_name(device) if device.startswith("cuda") else None,
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],

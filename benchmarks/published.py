@@ -9,36 +9,37 @@ This takes code for each architecture: here for GPT-NeoX, whose attention and ML
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import xarray as xr
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
 
+from benchmarks import shapes
 from benchmarks.machine import Clock
+
+if TYPE_CHECKING:
+    from benchmarks.coupling import Benchmark
 
 Jacobian = Callable[[nn.Module, Tensor, tuple, dict[str, Any], int], Tensor]
 CHUNK = 32  # cotangents that are multiplied together
 
 
 def couplings(
-    model: nn.Module,
-    blocks: list[nn.Module],
-    inputs: Tensor,
-    token: int,
-    K: int,
-    clock: Clock,
-    jacobian: Jacobian,
+    model: nn.Module, settings: "Benchmark", clock: Clock, jacobian: Jacobian
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return Jacobians (L, d, d), top K singular values (L, K), and mis-couplings (L, L) by name, for one prompt."""
+    """Return Jacobians (L, d, d), top K singular values (L, K), and mis-couplings (L, L) by name, for the first prompt."""
+    blocks, K = shapes.blocks(model), settings.k
+    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1]
     with torch.no_grad(), clock("forward"):
-        calls = _captured(model, inputs, blocks)
+        calls = _captured(model, inputs.to(settings.device), blocks)
     J, U, S, V = [], [], [], []
     for block, (X, arguments, keywords) in zip(blocks, calls, strict=True):
         # Fused kernels do not support batched cotangents
         with clock("jacobian"), sdpa_kernel(SDPBackend.MATH):
-            J.append(jacobian(block, X, arguments, keywords, token))
+            J.append(jacobian(block, X, arguments, keywords, shapes.position(settings.shape)))
         with clock("svd"):
             U_l, S_l, Vh_l = torch.linalg.svd(J[-1])
             U.append(U_l[:, :K])
@@ -55,6 +56,24 @@ def couplings(
                     A - torch.diag(A.diagonal())
                 ).norm() / A.norm()
     return torch.stack(J), torch.stack(S), measures
+
+
+def errors(
+    dataset: xr.Dataset, J: Tensor, s: Tensor, by_name: dict[str, Tensor]
+) -> dict[str, float]:
+    """Return the largest differences of a Dataset, with its Jacobians, from what `couplings` returns."""
+    first = dataset.isel(prompt=0, token=0, k=0)
+
+    def difference(name: str, expected: Tensor) -> Tensor:
+        return torch.from_numpy(first[name].values).to(expected) - expected
+
+    norm = torch.linalg.matrix_norm
+    differences = {
+        "singular_value": difference("singular_value", s) / s[:, :1],
+        "jacobian": norm(difference("jacobian", J)) / norm(J),
+        **{name: difference(name, values) for name, values in by_name.items()},
+    }
+    return {name: float(values.abs().max()) for name, values in differences.items()}
 
 
 def _captured(

@@ -1,7 +1,6 @@
 """Models of the published shapes with random weights, which need no download."""
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +27,18 @@ def model(
         if shape in IMAGES:
             import timm
 
-            (pixels, patch), depth = IMAGES[shape], blocks or 12
-            options: dict[str, Any] = {
-                "img_size": pixels,
-                "patch_size": patch,
-                "num_classes": 10,
-                "depth": depth,
-            }
-            return timm.create_model("deit_tiny_patch16_224", **options).to(dtype).eval()
+            pixels, patch = IMAGES[shape]
+            return (
+                timm.create_model(
+                    "deit_tiny_patch16_224",
+                    img_size=pixels,
+                    patch_size=patch,
+                    num_classes=10,
+                    depth=blocks or 12,
+                )
+                .to(dtype)
+                .eval()
+            )
         from transformers import AutoModelForCausalLM
 
         whole = pythia_shapes()[shape]

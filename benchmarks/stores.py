@@ -1,17 +1,15 @@
 """Stores of many units: `python -m benchmarks.stores --units 11,154,1000`.
 
-Writes generated stores, and prints the CPU time and the peak memory of what reads them, each in a process of its own, imports
-excluded, and the exponent with which the time grows between the last two sizes.
+Writes generated stores, and prints the CPU time of what reads them, and by how much the process grows: each in a process of
+its own, imports excluded.
 """
 
-import math
-import resource
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 # What is timed, by name: imports, then the work on the directory `path`.
@@ -39,14 +37,10 @@ class Stores:
 
     Args:
         units: numbers of units, with commas between them.
-        layers: blocks of the model.
-        prompts: prompts of each unit.
         work: which of open, resume, summary, page and replay, with commas between them.
     """
 
     units: str = "11,154,1000"
-    layers: int = 6
-    prompts: int = 16
     work: str = ",".join(WORK)
 
 
@@ -55,48 +49,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.common.parser import parsed
 
     settings = parsed(Stores, "benchmarks.stores", arguments)
-    from tests.stores import generated
+    from benchmarks import machine
+    from tests.support.stores import generated
 
-    sizes = [int(count) for count in settings.units.split(",")]
-    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in settings.work.split(",")}
     with tempfile.TemporaryDirectory() as directory:
-        for count in sizes:
+        for count in map(int, settings.units.split(",")):
             path = Path(directory, str(count))
             steps = [1000 * i for i in range(count)]
-            shape = {"layers": settings.layers, "ks": (10, 30, 50), "prompts": settings.prompts}
+            shape = {"layers": 6, "ks": (10, 30, 50), "prompts": 16}
             generated(path, steps, **shape, model_name="generated", device="cpu")
-            for name, results in costs.items():
-                results.append(_timed(name, path))
-    print("|" + "|".join(["", *(f"{count:,} units" for count in sizes), "exponent"]) + "|")
-    print("|---" * (len(sizes) + 2) + "|")
-    for name, results in costs.items():
-        cells = [f"{seconds:.2f} s, {peak / 1e6:,.0f} MB" for seconds, peak in results]
-        growth = math.nan
-        if len(sizes) > 1:
-            growth = math.log(results[-1][0] / results[-2][0]) / math.log(sizes[-1] / sizes[-2])
-        print("|" + "|".join([name, *cells, f"{growth:.2f}"]) + "|")
+            for name in settings.work.split(","):
+                seconds, grown = machine.alone(run, name, str(path))
+                print(
+                    f"{count:,} units, {name}: {seconds:.2f} s, {grown / 1e6:,.0f} MB", flush=True
+                )
     return 0
 
 
-def _timed(name: str, path: Path) -> tuple[float, float]:
-    """Return the CPU seconds of the work, and the bytes by which the process grew."""
-    code = "import sys; from benchmarks.stores import run; run(*sys.argv[1:])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, name, path], capture_output=True, text=True, check=True
-    )
-    seconds, peak = done.stdout.splitlines()[-1].split()
-    return float(seconds), float(peak)
+def run(name: str, path: str) -> tuple[float, int]:
+    """Do the work in this process; return its CPU seconds and the bytes by which the process grew."""
+    from benchmarks import machine
 
-
-def run(name: str, path: str) -> None:
-    """Do the work in this process, and print its CPU seconds and the bytes by which the process grew."""
     imports, work = WORK[name]
     variables = {"path": path}
     exec(imports, variables)
-    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    exec(work, variables)
-    seconds = time.process_time() - started
-    print(seconds, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+    started = time.process_time()
+    grown = machine.peak(partial(exec, work, variables))
+    return time.process_time() - started, grown
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 STREAMED, IN_MEMORY = "streamed", "in memory"
+K = 10  # top singular vectors
 INTERVAL = 0.01  # seconds between samples of the memory in use
 
 
@@ -28,9 +28,7 @@ class Streaming:
         blocks: number of blocks. Default: all of the shape.
         tokens: length of each prompt.
         prompts: number of prompts.
-        k: number of top singular vectors.
         memory_budget: bytes for the streamed measurement; the other has the default of `tracker.measure`.
-        repeats: number of runs of each, in turn; medians are reported.
         device: cpu, cuda, cuda:1 and so on.
         out: write the result to this JSON file.
     """
@@ -39,9 +37,7 @@ class Streaming:
     blocks: int | None = None
     tokens: int = 32
     prompts: int = 2
-    k: int = 10
     memory_budget: int = 1 << 30
-    repeats: int = 1
     device: str = "cpu"
     out: Path | None = None
 
@@ -51,43 +47,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tracker.common.parser import parsed
 
     settings = parsed(Streaming, "benchmarks.streaming", arguments)
-    from benchmarks.machine import keep
+    from benchmarks.machine import save
 
     result = streaming(settings)
     print(table(result))
-    keep(result, settings.out)
+    save(result, settings.out)
     return 0
 
 
 def streaming(settings: Streaming) -> dict[str, Any]:
-    """Measure in both ways in turn, each in a fresh process."""
+    """Measure in both ways, each in a fresh process."""
     from benchmarks import machine
 
     environment = machine.environment(settings.device)
     with tempfile.TemporaryDirectory() as directory:
-        weights = machine.alone(write_checkpoint, settings, Path(directory))
-        runs: dict[str, list[dict[str, Any]]] = {STREAMED: [], IN_MEMORY: []}
-        for repeat in range(settings.repeats):
-            for name, made in runs.items():
-                print(
-                    f"run {repeat + 1} of {settings.repeats}: {name}", file=sys.stderr, flush=True
-                )
-                made.append(machine.alone(measure, settings, Path(directory), name))
-    values = {name: made[0].pop("values") for name, made in runs.items()}
-    reference = values[IN_MEMORY]
+        place = Path(directory)
+        weights = machine.alone(write_checkpoint, settings, place)
+        ways = {way: machine.alone(measure, settings, place, way) for way in (STREAMED, IN_MEMORY)}
+    reference = ways[IN_MEMORY]["values"]
+    for way in ways.values():
+        way["error"] = float(abs(way.pop("values") - reference).to_array().max(skipna=False))
     return {
         "settings": machine.settings_of(settings),
         "environment": environment,
         "weights_bytes": weights,
-        "ways": {
-            name: {
-                "seconds": median(run["seconds"] for run in made),
-                "anonymous_bytes": max(run["anonymous_bytes"] for run in made),
-                "device_bytes": max(run["device_bytes"] for run in made),
-                "error": max(abs(a - b) for a, b in zip(values[name], reference, strict=True)),
-            }
-            for name, made in runs.items()
-        },
+        "ways": ways,
     }
 
 
@@ -114,7 +98,6 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
     from checkpoints.load import load_model
     from tracker.measures.settings import MEMORY_BUDGET
 
-    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)
     before, seen, done = machine.status("RssAnon"), [0], threading.Event()
 
     def watch() -> None:
@@ -131,8 +114,8 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
     budget = settings.memory_budget if way == STREAMED else MEMORY_BUDGET
     dataset = tracker.measure(
         model,
-        inputs,
-        k=settings.k,
+        shapes.inputs(settings.shape, settings.tokens, settings.prompts),
+        k=K,
         device=settings.device,
         measures="coupling",
         memory_budget=budget,
@@ -140,9 +123,6 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    values = [
-        float(v) for name in ("miscoupling", "singular_value") for v in dataset[name].values.ravel()
-    ]
     peak = getattr(
         torch.get_device_module(settings.device), "max_memory_allocated", lambda device: 0
     )
@@ -150,25 +130,16 @@ def measure(settings: Streaming, place: Path, way: str) -> dict[str, Any]:
         "seconds": seconds,
         "anonymous_bytes": seen[0] - before,
         "device_bytes": peak(settings.device),
-        "values": values,
+        "values": dataset[["miscoupling", "singular_value"]],
     }
 
 
 def table(result: dict[str, Any]) -> str:
-    """Format the result for a terminal."""
-    settings, ways = result["settings"], result["ways"]
-    lines = [
-        f"{settings['shape']}: {result['weights_bytes'] / 1e9:.2f} GB of weights, {settings['prompts']} prompts of "
-        f"{settings['tokens']} tokens, K = {settings['k']}, {settings['device']}, "
-        f"{settings['memory_budget'] / 1e9:.2f} GB memory budget",
-        f"{'':24}{'seconds':>9}{'anonymous, GB':>15}{'device, GB':>12}{'difference':>12}",
-    ]
-    for name, way in ways.items():
-        host, device = way["anonymous_bytes"] / 1e9, way["device_bytes"] / 1e9
-        lines.append(
-            f"{name:24}{way['seconds']:9.1f}{host:15.2f}{device:12.2f}{way['error']:12.1e}"
-        )
-    return "\n".join(lines)
+    """Format the result for a terminal: a column for each way."""
+    import pandas as pd
+
+    ways = pd.DataFrame(result["ways"]).to_string(float_format="{:.4g}".format)
+    return f"{result['weights_bytes'] / 1e9:.2f} GB of weights\n{ways}"
 
 
 if __name__ == "__main__":

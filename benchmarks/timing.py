@@ -9,14 +9,18 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import xarray as xr
+from torch import nn
+
+import tracker
+from benchmarks import machine, published, shapes
+from benchmarks.machine import Clock
+from tracker.measures.settings import MEMORY_BUDGET
+
 if TYPE_CHECKING:
-    import xarray as xr
-    from torch import Tensor, nn
-
     from benchmarks.coupling import Benchmark
-    from benchmarks.machine import Clock
 
-    Run = Callable[[nn.Module, Benchmark, Clock], Any]
+Run = Callable[[nn.Module, "Benchmark", Clock], Any]
 
 STAGES = (  # of `tracker.measure`, and the functions that are timed as such
     ("forward", "tracker.measures.calls", "record"),
@@ -31,23 +35,14 @@ STAGES = (  # of `tracker.measure`, and the functions that are timed as such
 
 
 def ours(
-    model: "nn.Module",
-    settings: "Benchmark",
-    clock: "Clock",
-    jacobians: "list[Tensor] | None" = None,
-) -> "xr.Dataset":
-    """Run `tracker.measure` and time its stages; append the first prompt's Jacobians to `jacobians` if it is given."""
-    import tracker
-    from benchmarks import shapes
-    from tracker.measures.settings import MEMORY_BUDGET
+    model: nn.Module, settings: "Benchmark", clock: Clock, keep: tuple[str, ...] = ()
+) -> xr.Dataset:
+    """Run `tracker.measure` and time its stages."""
 
     def clocked(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **keywords: Any) -> Any:
             with clock(stage):
-                result = function(*arguments, **keywords)
-            if jacobians is not None and stage == "jacobian":
-                jacobians.append(result[0][0][0])  # the first row of the first selection
-            return result
+                return function(*arguments, **keywords)
 
         return run
 
@@ -67,67 +62,34 @@ def ours(
             device=settings.device,
             measures="coupling",
             memory_budget=settings.memory_budget or MEMORY_BUDGET,
+            keep=keep,
         )
 
 
-def _published(
-    jacobian: str, model: "nn.Module", settings: "Benchmark", clock: "Clock"
-) -> "tuple[Tensor, Tensor, dict[str, Tensor]]":
-    """Run the published algorithm on the first prompt, with Jacobians by a function of `benchmarks.published`."""
-    from benchmarks import published, shapes
-
-    inputs = shapes.inputs(settings.shape, settings.tokens, settings.prompts)[:1].to(
-        settings.device
-    )
-    position = shapes.position(settings.shape)
-    form = getattr(published, jacobian)
-    return published.couplings(
-        model, shapes.blocks(model), inputs, position, settings.k, clock, form
-    )
+RUNS: dict[str, Run] = {
+    "ours": ours,
+    "published": partial(published.couplings, jacobian=published.whole_sequence),
+    "by_hand": partial(published.couplings, jacobian=published.by_hand),
+}
 
 
-published = partial(_published, "whole_sequence")
-by_hand = partial(_published, "by_hand")
-
-
-def timed(run: "Run", model: "nn.Module", settings: "Benchmark") -> dict[str, float]:
+def timed(run: Run, model: nn.Module, settings: "Benchmark") -> dict[str, float]:
     """Return the seconds of a run, in all ("whole") and by stage."""
-    from benchmarks.machine import Clock
-
-    clock = Clock(settings.device)
-    started = clock.now()
+    clock, started = Clock(settings.device), machine.now(settings.device)
     run(model, settings, clock)
-    return {"whole": clock.now() - started, **clock.seconds}
+    return {"whole": machine.now(settings.device) - started, **clock.seconds}
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
     """Return the median seconds of runs, in all and by stage, and the runs themselves."""
-    stages = {name: median(run[name] for run in runs) for name in runs[0] if name != "whole"}
-    return {"seconds": median(run["whole"] for run in runs), "stages": stages, "runs": runs}
+    stages = {name: median(run[name] for run in runs) for name in runs[0]}
+    return {"seconds": stages.pop("whole"), "stages": stages, "runs": runs}
 
 
-def peak(run: "Run", model: "nn.Module", settings: "Benchmark") -> int:
-    """Return the peak of memory above model and libraries, in bytes; on the CPU, in a fresh process."""
-    from benchmarks import machine
-
-    if settings.device.startswith("cuda"):
-        return _peak_above_model(run, model, settings)
-    return machine.alone(_peak_in_process, run, settings)
-
-
-def _peak_in_process(run: "Run", settings: "Benchmark") -> int:
-    from benchmarks import machine, shapes
-
+def peak(run: Run, settings: "Benchmark") -> int:
+    """Return the peak of this fresh process's memory above model and libraries, in bytes."""
     small = replace(settings, shape="14m", tokens=8, k=2, blocks=2, prompts=1)
     # Loads libraries
-    run(shapes.model("14m", 2, settings.device), small, machine.Clock(settings.device))
+    timed(run, shapes.model("14m", 2, settings.device), small)
     model = shapes.model(settings.shape, settings.blocks, settings.device, weights=settings.weights)
-    return _peak_above_model(run, model, settings)
-
-
-def _peak_above_model(run: "Run", model: "nn.Module", settings: "Benchmark") -> int:
-    from benchmarks import machine
-
-    before = machine.reset_peak(settings.device)
-    run(model, settings, machine.Clock(settings.device))
-    return machine.peak(settings.device) - before
+    return machine.peak(partial(timed, run, model, settings))

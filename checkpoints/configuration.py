@@ -3,6 +3,7 @@
 A configuration is refused if it asks for sizes that the files can't hold, or for code that is no part of transformers.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
 PYTHIA = Path(__file__).parent / "data" / "pythia.toml"
 CONFIGURATION = "config.json"
+# Entries that make transformers build as many modules; the deepest published language models have about 130 blocks
+LAYERS, MOST_LAYERS = re.compile(r"layers?$|depths?$|blocks$|experts$"), 1000
 VALUES_PER_BYTE = 8  # weights quantized to one bit
+MOST_COMPUTED = 10**9  # values of masks and tables, which no file holds
 # Any other implementation is code of a package that may not be there, or that transformers fetches from the hub.
 IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "batched_mm", "grouped_mm")
 
@@ -84,7 +88,8 @@ def check_configuration(directory: Path) -> None:
     """Check the configuration in a checkpoint's directory before transformers reads it.
 
     Raises:
-        CheckpointError: if it is no mapping, or asks for an implementation that is no part of transformers.
+        CheckpointError: if it is no mapping, or has an absurd number of layers or an implementation that is no part of
+            transformers.
     """
     _check_entries(directory / CONFIGURATION, _entries(directory / CONFIGURATION))
 
@@ -98,6 +103,11 @@ def _check_entries(file: Path, value: Any, name: str = "") -> None:
     elif isinstance(value, list):
         for inner in value:
             _check_entries(file, inner, name)
+    if LAYERS.search(name) and isinstance(value, int) and value > MOST_LAYERS:
+        raise CheckpointError(
+            f"{file} has {name} = {value:,}, and more than {MOST_LAYERS:,} can't be meant: restore the file, or leave this "
+            "checkpoint out"
+        )
     if (
         name.endswith("_implementation")
         and not isinstance(value, dict)
@@ -141,13 +151,17 @@ def require_size(directory: Path, model: "nn.Module", stored: int) -> None:
     """Compare a model without memory with the size of its weight files.
 
     Raises:
-        CheckpointError: if the files are too small for the model.
+        CheckpointError: if the files are too small for the model, or its masks and tables are absurdly large.
     """
-    count = sum(parameter.numel() for parameter in model.parameters())
-    if count > VALUES_PER_BYTE * stored:
+    count, computed = (
+        sum(tensor.numel() for tensor in tensors)
+        for tensors in (model.parameters(), model.buffers())
+    )
+    most = VALUES_PER_BYTE * stored
+    if count > most or computed > most + MOST_COMPUTED:
         raise CheckpointError(
-            f"{directory / CONFIGURATION} describes a model of {count:,} parameters, and the weight files hold {stored:,} bytes: "
-            "restore its files, or leave this checkpoint out"
+            f"{directory / CONFIGURATION} describes a model of {count:,} parameters and {computed:,} values in masks and tables, "
+            f"and the weight files hold {stored:,} bytes: restore its files, or leave this checkpoint out"
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.models import FAMILIES, Size, build
+from tests.support.models import FAMILIES, Size, build
 from tests.zoo.claims import jacobian_error
 from tests.zoo.rows import seen, truth
 from tracker.blocks.find import find_blocks

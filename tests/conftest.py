@@ -48,7 +48,7 @@ from _pytest.doctest import DoctestModule  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from checkpoints import nano  # noqa: E402
-from tests import processes  # noqa: E402
+from tests.support import processes  # noqa: E402
 
 # By default Hypothesis fails a property that takes 0.2 s, as any does while other processes have the cores.
 settings.register_profile(
@@ -139,7 +139,7 @@ class Walker:
         given = self.arguments("--wandb", wandb, *arguments, model=model)
         if before:
             code = f"{before}\nimport sys\nfrom tracker.pythia import main\nsys.exit(main({given}))"
-            return processes.start("tests.statements", code, env=settings, cold=cold)
+            return processes.start("tests.support.statements", code, env=settings, cold=cold)
         return processes.start("tracker.pythia", *given, env=settings, cold=cold)
 
     def run(self, *arguments: str, **options) -> tuple[int, str, str]:

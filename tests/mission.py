@@ -25,10 +25,10 @@ import tracker
 from checkpoints import nano
 from tests.conftest import TINY
 from tests.golden import cases
-from tests.home_made import LM, Flat
-from tests.hub_server import serve
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import Size, build
+from tests.support.home_made import LM, Flat
+from tests.support.hub_server import serve
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import Size, build
 from tracker import pythia
 from tracker.walk.command import Walk
 
@@ -66,7 +66,7 @@ def measure_and_read(directory: Path) -> None:
     print(
         tracker.summary(ds), tracker.find_blocks(model), tracker.measure(model, ids, dry_run=True)
     )
-    tracker.to_frame(ds), tracker.curves(ds), tracker.scalars(ds)
+    tracker.curves(ds), tracker.scalars(ds)
     tracker.measure(model, ids, k=4, tokens=[0, -1], keep="jacobian")
     tracker.null_level(ds, "miscoupling")
     tracker.plot(ds).savefig(directory / "one.png")
@@ -159,7 +159,7 @@ def train_with_transformers(directory: Path) -> None:
 
 
 def walk_published_checkpoints(directory: Path) -> None:
-    """Walk a suite on a hub, with downloads and a resumed walk; then figures, page, replay and saved workspace."""
+    """Walk a suite on a hub, with downloads and a resumed walk; then figures, page and replay."""
     import huggingface_hub.constants as hub
 
     root = shutil.copytree(nano.train(recipe=TINY), directory / "hub")
@@ -206,7 +206,6 @@ def walk_published_checkpoints(directory: Path) -> None:
         "both.html",
     )
     run("tracker.commands", "replay", "out", "--wandb", "offline", "--log", "all")
-    run("tracker.dashboards", "--entity", "someone", "--dry_run")
     run("tracker.pythia", "--model", "70m", "--dry_run")
     print(tracker.summary(tracker.open_results("out")))
 

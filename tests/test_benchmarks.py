@@ -6,9 +6,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+import xarray as xr
 from safetensors.torch import load_file
 
 from benchmarks import (
@@ -21,8 +21,8 @@ from benchmarks import (
     timing,
 )
 from checkpoints.configuration import pythia_shapes
-from tests.rounding import of_vectors, rounding
-from tests.stores import generated
+from tests.support.rounding import of_vectors, rounding
+from tests.support.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
 
 QUICK = "--shape 14m --tokens 6 --blocks 2 --k 5 --repeats 1 --memory false".split()
@@ -84,19 +84,18 @@ def test_the_result_records_settings_and_environment(compared):
     assert list(compared["ours"]["stages"]) == ["forward", "jacobian", "checks", "svd", "pairs"]
     for algorithm in (compared["ours"], compared["published"]):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
-    assert set(compared["published"]["ratio"]) == {"whole", "forward", "jacobian", "svd", "pairs"}
     assert (
         compared["published"]["ratio"]["whole"]
         == compared["published"]["seconds"] / compared["ours"]["seconds"]
     )
     printed = coupling.table(compared)
-    for name, text in coupling.ALGORITHMS.items():
-        seconds, stage = compared[name]["seconds"], compared[name]["stages"]["jacobian"]
-        assert re.search(
-            f"^{text}: {seconds:.3f} s .*jacobian {stage:.3f} s", printed, re.MULTILINE
-        )
-    assert f"whole {compared['published']['ratio']['whole']:.2f}" in printed
-    assert "of GEMM rate" in printed
+    algorithms = ["ours", "published", "by_hand"]
+    for name, key in (("seconds", "seconds"), ("stages.jacobian", "jacobian")):
+        numbers = [{**compared[one], **compared[one]["stages"]}[key] for one in algorithms]
+        row = " +".join([name, *(f"{number:.4g}" for number in numbers)])
+        assert re.search(f"^{row}$", printed, re.MULTILINE), row
+    ratio = compared["published"]["ratio"]["whole"]
+    assert re.search(f"^ratio.whole +NaN +{ratio:.4g} ", printed, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -173,8 +172,6 @@ def test_memory_is_measured_in_fresh_processes(directory):
     ours, published = (result[algorithm]["peak_bytes"] for algorithm in ("ours", "published"))
     assert published > 32 * 64 * 4 * 512 * 4  # one chunk of cotangents of the widest layer
     assert ours > 512 * 512 * 4  # one Jacobian
-    printed = coupling.table(result)
-    assert all(f"peak {peak / 1e6:.1f} MB" in printed for peak in (ours, published))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +215,7 @@ def test_streaming_agrees_and_reports_memory(tmp_path, capsys):
     assert list(ways) == ["streamed", "in memory"]
     assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
     assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
-    assert "anonymous, GB" in capsys.readouterr().out
+    assert "anonymous_bytes" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -236,14 +233,14 @@ def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(p
         0 < streamed["device_bytes"] < on_device["device_bytes"]
         and on_device["device_bytes"] > weights
     )
-    np.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
+    xr.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_clock_waits_for_the_device(pretend):
     clock = machine.Clock(pretend.device)
     torch.ones(1, device=pretend.device)  # a device that was never used has no work to wait for
     with pretend.count() as counts:
-        clock.now()
+        machine.now(pretend.device)
     assert counts.syncs == 1
     with pretend.count() as counts, clock("stage"):
         pass
@@ -259,7 +256,7 @@ def test_environment_without_the_files_of_linux(monkeypatch):
 def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monkeypatch, capsys):
     waits = []
     monkeypatch.setattr(machine, "synchronize", waits.append)
-    small = "--width 16 --depth 2 --patch_size 16 --batch 4 --every 4 --probe 2".split()
+    small = "--width 16 --depth 2 --batch 4 --every 4 --probe 2".split()
     out = tmp_path / "new" / "callback.json"
     assert callback.main([*small, "--repeats", "1", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
@@ -277,18 +274,16 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
 
 
 @pytest.mark.parametrize("name", stores.WORK)
-def test_all_that_reads_a_store_is_timed(name, tmp_path, capsys):
-    stores.run(
-        name, str(generated(tmp_path / "store", [0, 1000], model_name="generated", device="cpu"))
-    )
-    seconds, growth = map(float, capsys.readouterr().out.splitlines()[-1].split())
+def test_all_that_reads_a_store_is_timed(name, tmp_path):
+    store = generated(tmp_path / "store", [0, 1000], model_name="generated", device="cpu")
+    seconds, growth = stores.run(name, str(store))
     assert seconds > 0 and growth >= 0
 
 
 @pytest.mark.slow
 def test_stores_are_timed_in_processes_of_their_own(capsys):
-    assert stores.main(["--units", "2,4", "--layers", "3", "--prompts", "2", "--work", "open"]) == 0
-    header, _, row = capsys.readouterr().out.splitlines()
-    assert header == "||2 units|4 units|exponent|" and re.fullmatch(
-        r"\|open(\|[\d.]+ s, [\d,]+ MB){2}\|-?[\d.]+\|", row
-    )
+    assert stores.main(["--units", "2,4", "--work", "open"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    for count, line in zip((2, 4), lines, strict=True):
+        assert re.fullmatch(rf"{count} units, open: [\d.]+ s, [\d,]+ MB", line)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests import processes
 from tests.conftest import ROOT
+from tests.support import processes
 from tracker.commands import COMMANDS, main
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, language, tokens
-from tests.rounding import of_miscouplings
+from tests.support.models import Size, language, tokens
+from tests.support.rounding import of_miscouplings
 from tracker.devices import is_allocation_failure, is_device_error, raise_device_errors
 from tracker.jacobians.rows import Jacobians
 

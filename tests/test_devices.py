@@ -1,16 +1,17 @@
 """Measurements on accelerators: their random state is unchanged, and devices without float64 are refused or avoided."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import tracker
-from tests.lightning_runs import Classifier
-from tracker.common.errors import UsageError
+from tests.support.draws import normal
+from tests.support.lightning_runs import Classifier
+from tests.support.refused import refused
+from tests.support.units import assert_same
 from tracker.provenance import usable_device
 
-PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+PROBE = normal(3, 6, 8)
 
 
 class WithClassToken(Classifier):
@@ -56,7 +57,7 @@ def test_a_device_without_an_index_gets_the_one_of_its_tensors(pretend):
 def test_a_device_without_float64_is_refused(pretend):
     with (
         pretend.without_float64(),
-        pytest.raises(UsageError, match="'pretend:0' can't be used: pretend has no float64"),
+        refused("'pretend:0' can't be used: pretend has no float64"),
     ):
         tracker.measure(Classifier(), PROBE, k=2, device=pretend.device)
 
@@ -68,5 +69,4 @@ def test_a_model_on_a_device_without_float64_is_measured_on_the_cpu(pretend):
     with pretend.without_float64():
         found = tracker.measure(model, PROBE, k=2)
     assert found.attrs["device"] == "cpu" and next(model.parameters()).device == pretend.device
-    for name in ("miscoupling", "singular_value"):
-        np.testing.assert_array_equal(found[name].values, expected[name].values)
+    assert_same(found, expected, ("miscoupling", "singular_value"))

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 import xarray as xr
 
+import tracker
 from tests.conftest import ROOT
 from tracker.measures.declaration import COORDINATES
 from tracker.measures.registry import BY_NAME
@@ -186,7 +187,7 @@ def test_commands_are_found():
     assert {
         "tracker.pythia",
         "tracker.figures",
-        "tracker.dashboards",
+        "tracker.replay",
         "vit.grid",
         "benchmarks.coupling",
     } <= set(found)
@@ -201,3 +202,9 @@ def test_the_examples_of_what_a_block_is_run(capsys):
     for example in PYTHON.findall(text(ROOT / "docs" / "blocks.md")):
         exec(example, names)
     assert capsys.readouterr().out.endswith("\noutput of wte\n")
+
+
+def test_public_names_are_listed():
+    names = [name for name in dir(tracker) if not name.startswith("_")]
+    assert {"summary", "measure", "Watch", "report"} <= set(names) and "importlib" not in names
+    assert all(hasattr(tracker, name) for name in names)

@@ -11,8 +11,8 @@ import tracker
 from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
-from tests import processes
 from tests.conftest import ROOT
+from tests.support import processes
 from tracker import curves
 
 EXAMPLES = ROOT / "examples"
@@ -47,7 +47,10 @@ def test_example(name, tmp_path):
         f"runpy.run_path({example!r}, run_name='__main__')"
     )
     process = processes.run(
-        "tests.statements", code, env={**os.environ, "TRACKER_CACHE": str(tmp_path)}, timeout=900
+        "tests.support.statements",
+        code,
+        env={**os.environ, "TRACKER_CACHE": str(tmp_path)},
+        timeout=900,
     )
     assert process.returncode == 0, process.stderr
     (directory,) = (tmp_path / "results" / name).iterdir()

@@ -16,9 +16,9 @@ import torch
 
 import tracker
 from benchmarks import gpu
-from tests import processes
 from tests.conftest import ROOT
-from tests.models import build
+from tests.support import processes
+from tests.support.models import build
 
 SETUP = "import json, os, sys, time\nout = sys.argv[sys.argv.index('--out') + 1]\n"
 WRITE = "json.dump({'waits': 1}, open(out, 'w'))\n"
@@ -219,7 +219,10 @@ def test_a_step_of_each_kind_runs_in_small_on_the_cpu_and_every_step_has_a_row(
     def forked(arguments, limit, directory):
         kind, module, *rest = arguments
         if kind == "-c":
-            module, rest = "tests.statements", [f"import sys; sys.argv[1:] = {rest}\n{module}"]
+            module, rest = (
+                "tests.support.statements",
+                [f"import sys; sys.argv[1:] = {rest}\n{module}"],
+            )
         ran = processes.run(module, *rest, timeout=limit)
         return {
             "status": "failed" if ran.returncode else "ok",

@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from tests import fork_server, processes
+from tests.support import fork_server, processes
 
 
 def start(code: str, **options):
-    return processes.start("tests.statements", code, **options)
+    return processes.start("tests.support.statements", code, **options)
 
 
 def run(code: str, **options) -> subprocess.CompletedProcess:
-    return processes.run("tests.statements", code, **options)
+    return processes.run("tests.support.statements", code, **options)
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
 
 def test_it_is_a_program_of_its_own():
     code = "import os, sys; print(sys.argv[1:], sys.modules['__main__'].__spec__.name, os.getcwd(), len(sys.modules) > 2000)"
-    done = processes.run("tests.statements", code, "two words")
-    assert done.stdout == f"{[code, 'two words']} tests.statements {processes.ROOT} True\n"
+    done = processes.run("tests.support.statements", code, "two words")
+    assert done.stdout == f"{[code, 'two words']} tests.support.statements {processes.ROOT} True\n"
 
 
 def test_its_environment_is_the_given_one(tmp_path):
@@ -168,9 +168,9 @@ def test_random_states_are_as_in_fresh_processes():
 @pytest.mark.slow
 def test_the_server_ends_with_the_test_process():
     code = """
-from tests import processes
+from tests.support import processes
 processes.PRELOADED = ()
-processes.run("tests.statements", "pass")
+processes.run("tests.support.statements", "pass")
 print(processes.server()[1].pid)
 """
     server = int(run(code, cold=True).stdout)
@@ -194,7 +194,6 @@ def test_modules_that_run_are_not_preloaded():
     assert not {
         "tracker.pythia",
         "tracker.replay",
-        "tracker.dashboards",
         "vit.train",
         "vit.grid",
     } & {*fork_server.PRELOADED}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import tracker
-from tests import processes
-from tests.lightning_runs import fit, trainer
-from tests.models import neox, tokens
+from tests.support import processes
+from tests.support.lightning_runs import fit, trainer
+from tests.support.models import neox, tokens
 from tracker.blocks.prepare import prepare
 from tracker.common import progress
 from tracker.common.progress import Progress
@@ -78,7 +78,7 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
 SCRIPT = """
 import tracker
 import tracker.common.progress
-from tests.models import neox, tokens
+from tests.support.models import neox, tokens
 tracker.common.progress.DELAY = {delay}
 tracker.measure(neox(), tokens(), progress={progress})
 print("measured")
@@ -89,10 +89,10 @@ def run_script(terminal, delay=0.0, shown=None):
     """Return what a measurement writes on standard error, a terminal or a pipe."""
     code = SCRIPT.format(delay=delay, progress=shown)
     if not terminal:
-        return processes.run("tests.statements", code).stderr
+        return processes.run("tests.support.statements", code).stderr
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    process = processes.start("tests.statements", code, stderr=theirs)
+    process = processes.start("tests.support.statements", code, stderr=theirs)
     os.close(theirs)
     assert "measured" in process.communicate()[0]
     written = b""

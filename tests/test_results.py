@@ -8,10 +8,10 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests import processes
-from tests.stores import generated
+from tests.support import processes
+from tests.support.refused import refused
+from tests.support.stores import generated
 from tracker.analysis.reduction import read_reduced
-from tracker.common.errors import UsageError
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
 from tracker.measures.options import settings_from
@@ -68,10 +68,7 @@ def test_other_settings_are_refused_once_results_exist(store):
 @pytest.mark.parametrize("opening", [tracker.open_results, Store])
 @pytest.mark.parametrize("several", [["a", "b"], ("a",), {"a": "b"}])
 def test_several_directories_name_what_takes_them(opening, several):
-    with pytest.raises(
-        UsageError,
-        match=r"give one directory\. For several, \{name: tracker\.open_results.*write_report",
-    ):
+    with refused(r"give one directory\. For several, \{name: tracker\.open_results.*write_report"):
         opening(several)
 
 
@@ -190,9 +187,7 @@ def test_a_store_is_continued_as_its_last_whole_unit_was_measured(store, kind):
 
 def test_units_of_another_version_are_refused(store):
     store.write(3, unit(3, schema=SCHEMA - 1))
-    with pytest.raises(
-        UsageError, match=r"step00000003\.nc was measured by another version of this package"
-    ):
+    with refused(r"step00000003\.nc was measured by another version of this package"):
         tracker.open_results(store.path)
 
 
@@ -242,7 +237,7 @@ time.sleep(600)
 
 @pytest.mark.slow
 def test_claim_is_exclusive_and_ends_with_its_process(store):
-    other = processes.start("tests.statements", CLAIM, store.path)
+    other = processes.start("tests.support.statements", CLAIM, store.path)
     assert other.stdout and other.stdout.readline() == "claimed\n"
     assert store.claim(3) is None and f"process {other.pid}," in store.claimant(3)
     free = store.claim(4)
@@ -310,4 +305,3 @@ def test_a_store_may_be_given_where_a_path_may(tmp_path):
     assert Store(store).path == tmp_path / "toy"
     opened = tracker.open_results(store)
     assert opened.identical(tracker.open_results(tmp_path / "toy"))
-    assert tracker.to_frame(store).equals(tracker.to_frame(opened))

@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests.stores import generated, unit
+from tests.support.stores import generated, unit
 from tracker.netcdf import SEALED, DamagedFile
 from tracker.store import Store
 

@@ -1,6 +1,6 @@
 """Tests of the record of steps that could not be measured."""
 
-from tests.processes import run
+from tests.support.processes import run
 from tracker.skipped import Skipped
 from tracker.store import Store
 
@@ -35,7 +35,7 @@ def test_a_store_keeps_the_steps_of_all_walks_until_they_are_measured(tmp_path):
     store = Store(tmp_path)
     store.check_settings({})
     for steps in ((1, 2), (2, 4)):
-        assert run("tests.statements", ADD, tmp_path, *steps).returncode == 0
+        assert run("tests.support.statements", ADD, tmp_path, *steps).returncode == 0
     assert list(store.skipped()) == [1, 2, 4]
     store.file(2).touch()  # a unit
     assert store.skipped() == {step: f"step{step} has no weights" for step in (1, 4)}

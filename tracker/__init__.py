@@ -24,7 +24,6 @@ _MODULES = {
     "plot": "figures.selection",
     "scalars": "analysis.curves",
     "summary": "analysis.summary",
-    "to_frame": "analysis.summary",
     "prompts": "walk.prompts",
 }
 _SUBMODULES = {
@@ -45,14 +44,13 @@ __all__ = [
     "plot",
     "scalars",
     "summary",
-    "to_frame",
     "prompts",
 ]
 
 if TYPE_CHECKING:
     from tracker.analysis.curves import curves, scalars
     from tracker.analysis.null_levels import null_level
-    from tracker.analysis.summary import summary, to_frame
+    from tracker.analysis.summary import summary
     from tracker.blocks.find import find_blocks
     from tracker.figures.selection import plot
     from tracker.measurement import measure

@@ -13,7 +13,6 @@ COMMANDS = {
     "report": ("tracker.report.write", "write the interactive page of results"),
     "figures": ("tracker.figures.__main__", "draw the paper's figures as PDF, PNG and CSV"),
     "replay": ("tracker.replay", "send stored results to loggers"),
-    "dashboards": ("tracker.dashboards", "save a workspace of Weights & Biases"),
     "vit-train": ("vit.train", "train one vision transformer and measure it"),
     "vit-grid": ("vit.grid", "train a grid of vision transformers"),
     "vit-analysis": ("vit.analysis", "relate accuracy to coupling in a grid"),

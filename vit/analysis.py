@@ -49,7 +49,7 @@ OF_CELLS = {
 
 
 def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
-    """Write grid.nc, cells.csv, tests.csv, reliability.csv, the figures and report.html.
+    """Write grid.nc, cells.csv, tests.csv, the figures and report.html.
 
     Args:
         at: the token, measure, k and pairs that the figures show.
@@ -59,16 +59,16 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
     """
     from tracker.analysis.regression import FEWEST_POINTS
     from tracker.figures.drawing import css_variables
-    from vit.answers import answers, cautions, reliable_measures
+    from vit.answers import answers, cautions
     from vit.figures import described
     from vit.results import GRID_FILE, write_grid
-    from vit.statistics import cell_table, column, named_tests, quantity, reliabilities
+    from vit.statistics import cell_table, column, named_tests, quantity
 
-    cells, tests, reliable = cell_table(grid), named_tests(grid), reliabilities(grid)
+    cells, tests = cell_table(grid), named_tests(grid)
     pictures = _drawn(grid, at)
     out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)
-    for name, table in {"cells": cells, "tests": tests, "reliability": reliable}.items():
+    for name, table in {"cells": cells, "tests": tests}.items():
         write_atomic(out / f"{name}.csv", table.to_csv(index=False).encode())
     for name, picture in pictures.items():
         write_atomic(out / f"{name}.png", picture)
@@ -84,7 +84,6 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
         fewest=FEWEST_POINTS,
         outcomes=figures["accuracy"] + figures["loss"],
         rates=figures["rates"],
-        reliable=_items(reliable_measures(reliable)),
         cells=_table(cells, OF_CELLS | {column(grid, at): shown}),
         unfinished=_items(grid.attrs["unfinished"] or ["none"]),
     )
@@ -115,10 +114,9 @@ def _drawn(grid: "xr.Dataset", at: dict[str, Any]) -> dict[str, bytes]:
 
 def _grid(grid: "xr.Dataset") -> str:
     from tracker.common.text import counted
+    from vit.recipe import SETTINGS
 
-    decays, rates, seeds = (
-        len(set(grid[name].values)) for name in ("weight_decay", "drop_path", "seed")
-    )
+    decays, rates, seeds = (len(set(grid[name].values)) for name in SETTINGS)
     accuracy = grid["accuracy"]
     return (
         f"{counted(grid.sizes['cell'], 'vision transformer')} on {grid.attrs['data']}: {counted(decays, 'weight decay')}, "

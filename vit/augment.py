@@ -8,11 +8,11 @@ Random choices are drawn on the CPU, so they are the same on every device, and s
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from timm.data import auto_augment
 from torch import Tensor
 from torchvision.transforms.v2 import functional as F
@@ -22,6 +22,7 @@ from vit.recipe import Recipe
 
 Images = UInt8[Tensor, "b 3 h w"]
 PerImage = Float[Tensor, " b"]
+Change = Callable[[Tensor, Tensor, Tensor], Tensor]  # of images at levels and signed levels
 # Of 10: at the full 10 timm's posterize keeps 0 bits, which Pillow 13 refuses with an exception.
 HIGHEST_LEVEL = 9.999
 ERASED_AREA, ERASED_ASPECT, ATTEMPTS = (0.02, 1 / 3), (0.3, 1 / 0.3), 10
@@ -40,12 +41,9 @@ def augment(images: Images, recipe: Recipe, mean: Float[Tensor, "3"]) -> Images:
 def padded_crop(images: Images, padding: int) -> Images:
     """Pad each image with `padding` black pixels and take a random crop of the original size."""
     B, _, H, W = images.shape
-    framed = F.pad(images, [padding])
+    windows = F.pad(images, [padding]).unfold(2, H, 1).unfold(3, W, 1)
     ((top, left),) = to_device(images.device, torch.randint(2 * padding + 1, (2, B)))
-    row = (top[:, None] + torch.arange(H, device=images.device))[:, :, None]
-    column = (left[:, None] + torch.arange(W, device=images.device))[:, None, :]
-    image = torch.arange(B, device=images.device)[:, None, None]
-    return framed[image, :, row, column].permute(0, 3, 1, 2).contiguous()
+    return windows[torch.arange(B, device=images.device), :, top, left].contiguous()
 
 
 def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor, "b 3 h w"]:
@@ -64,15 +62,17 @@ def erase(images: Float[Tensor, "b 3 h w"], probability: float) -> Float[Tensor,
     top = (torch.rand(B) * (H - height + 1)).floor()
     left = (torch.rand(B) * (W - width + 1)).floor()
     erased, top, left, height, width = to_device(images.device, erased, top, left, height, width)
-    rows, columns = torch.arange(H, device=images.device), torch.arange(W, device=images.device)
-    inside_rows = (rows >= top[:, None]) & (rows < (top + height)[:, None]) & erased[:, None]
-    inside_columns = (columns >= left[:, None]) & (columns < (left + width)[:, None])
-    inside = inside_rows[:, None, :, None] & inside_columns[:, None, None, :]
-    return torch.where(inside, torch.randn_like(images), images)
+    inside = _within(top, height, H)[:, None, :, None] & _within(left, width, W)[:, None, None]
+    return torch.where(inside & _per_image(erased), torch.randn_like(images), images)
 
 
-@dataclass(frozen=True)
-class RandAugment:
+def _within(first: PerImage, length: PerImage, side: int) -> Bool[Tensor, "b side"]:
+    """Return which pixels of a side are among the `length` from the first on."""
+    beyond = torch.arange(side, device=first.device) - first[:, None]
+    return (beyond >= 0) & (beyond < length[:, None])
+
+
+class RandAugment(NamedTuple):
     """A RandAugment policy: the operations, their probability, magnitude and its spread."""
 
     names: tuple[str, ...]
@@ -132,30 +132,22 @@ def apply(
     """Apply to each image its chosen operation (-1: none), at its level in [0, 1] or, if geometric, its signed level."""
     images = images.clone()
     members = {name: (choice == i).nonzero().squeeze(1) for i, name in enumerate(names)}
-    members = {name: chosen for name, chosen in members.items() if len(chosen)}
-    moves = [name for name in members if name in _MOVES]
-    changes = [name for name in members if name in _CHANGES]
+    changes, moves = (
+        {name: chosen for name, chosen in members.items() if name in group}
+        for group in (_CHANGES, _MOVES)
+    )
     # Level and signed level of each changed image, operation after operation, and the map of each moved one.
-    none = choice.new_empty(0)
-    changed, moved = (
-        torch.cat([none, *(members[name] for name in group)]) for group in (changes, moves)
-    )
-    maps = torch.cat(
-        [
-            torch.empty(0, 2, 3),
-            *(_MOVES[name](signed[members[name]], images.shape[-1]) for name in moves),
-        ]
-    )
+    changed, moved = (torch.cat([*group.values()]) for group in (changes, moves))
+    side = images.shape[-1]
+    maps = torch.cat([_MOVES[name](signed[chosen], side) for name, chosen in moves.items()])
     sent = to_device(images.device, changed, level[changed], signed[changed], moved, maps)
     changed, level, signed, moved, maps = sent
-    start = 0
-    for name in changes:
-        part = slice(start, start := start + len(members[name]))
-        chosen = changed[part]
-        images[chosen] = _CHANGES[name](
-            images[chosen], _per_image(level[part]), _per_image(signed[part])
-        )
-    if moves:
+    counts = [*map(len, changes.values())]
+    parts = (of.split(counts) for of in (changed, _per_image(level), _per_image(signed)))
+    for name, chosen, *levels in zip(changes, *parts, strict=True):
+        if len(chosen):
+            images[chosen] = _CHANGES[name](images[chosen], *levels)
+    if len(moved):
         images[moved] = move(images[moved], maps, fill)
     return images
 
@@ -197,31 +189,35 @@ def _cubic(values: Tensor, t: Tensor) -> Tensor:
     return b + t * (c - a + t * (2 * (a - b) + c - d + t * (b - a + d - c)))
 
 
-def _rotation(signed: PerImage, side: int) -> Float[Tensor, "b 2 3"]:
+def _rotate(signed: PerImage, side: int) -> Float[Tensor, "b 2 3"]:
     angle = torch.deg2rad(30 * signed)
     cos, sin, centre = angle.cos(), angle.sin(), side / 2
-    return _map(
-        [[cos, -sin, centre * (1 - cos + sin)], [sin, cos, centre * (1 - cos - sin)]], signed
-    )
+    entries = [cos, -sin, centre * (1 - cos + sin), sin, cos, centre * (1 - cos - sin)]
+    return torch.stack(entries, 1).unflatten(1, (2, 3))
 
 
-def _map(rows: list[list[Tensor | float]], like: Tensor) -> Float[Tensor, "b 2 3"]:
-    return torch.stack(
-        [torch.stack([torch.as_tensor(v).expand_as(like) for v in row], -1) for row in rows], -2
-    )
+def _along(row: int, column: int, amount: float) -> Callable[[PerImage, int], Tensor]:
+    """Return a shear, or a shift by a share of the side: an operation that changes one entry of the identity map."""
+
+    def maps(signed: PerImage, side: int) -> Float[Tensor, "b 2 3"]:
+        maps = torch.eye(2, 3).repeat(len(signed), 1, 1)
+        maps[:, row, column] = amount * (side if column == 2 else 1) * signed
+        return maps
+
+    return maps
 
 
 # Signed level and side of the square images -> map.
-_MOVES: dict[str, Callable[[PerImage, int], Float[Tensor, "b 2 3"]]] = {
-    "Rotate": _rotation,
-    "ShearX": lambda s, side: _map([[1.0, 0.3 * s, 0.0], [0.0, 1.0, 0.0]], s),
-    "ShearY": lambda s, side: _map([[1.0, 0.0, 0.0], [0.3 * s, 1.0, 0.0]], s),
-    "TranslateXRel": lambda s, side: _map([[1.0, 0.0, 0.45 * side * s], [0.0, 1.0, 0.0]], s),
-    "TranslateYRel": lambda s, side: _map([[1.0, 0.0, 0.0], [0.0, 1.0, 0.45 * side * s]], s),
+_MOVES = {
+    "Rotate": _rotate,
+    "ShearX": _along(0, 1, 0.3),
+    "ShearY": _along(1, 0, 0.3),
+    "TranslateXRel": _along(0, 2, 0.45),
+    "TranslateYRel": _along(1, 2, 0.45),
 }
 
 
-def _blend(nothing: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _blend(nothing: Callable[[Tensor], Tensor]) -> Change:
     """Return an enhancement: the image without this property (`nothing`) blended with it by a factor per image, as PIL does."""
 
     def change(images: Tensor, _: Tensor, signed: Tensor) -> Tensor:
@@ -259,8 +255,8 @@ def _blurred(images: Tensor) -> Tensor:
 
 
 def _posterize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
-    kept = 4 - (4 * level).int()
-    return images & (256 - 2 ** (8 - kept)).to(torch.uint8)
+    lost = 4 + (4 * level).int()
+    return images & (256 - 2**lost).to(torch.uint8)
 
 
 def _solarize(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
@@ -272,7 +268,7 @@ def _solarize_add(images: Tensor, level: Tensor, _: Tensor) -> Tensor:
     return torch.where(images < 128, brighter, images)
 
 
-_CHANGES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+_CHANGES: dict[str, Change] = {
     "AutoContrast": lambda images, *_: F.autocontrast(images),
     "Equalize": lambda images, *_: F.equalize(images),
     "Invert": lambda images, *_: F.invert(images),

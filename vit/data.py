@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.error import URLError
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchvision.datasets import CIFAR10, ImageFolder
 from torchvision.transforms.v2 import functional as F
 
@@ -26,8 +26,8 @@ class DataError(ValueError):
 
 
 @dataclass
-class Split:
-    """The images of one split with their class indices."""
+class Split(Dataset):
+    """The images of one split with their class indices; a loader gathers those of a whole batch at once."""
 
     images: UInt8[Tensor, "n 3 side side"]
     labels: Int[Tensor, " n"]
@@ -37,6 +37,10 @@ class Split:
 
     def __getitem__(self, index: Tensor | slice) -> "Split":
         return Split(self.images[index], self.labels[index])
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(indices)
+        return self.images[index], self.labels[index]
 
 
 class Source(NamedTuple):
@@ -131,17 +135,16 @@ def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], F
 
 def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
     size, side = recipe.train_size, recipe.image_size
+    used = everything = torch.arange(len(train.labels))
+    if size is not None:
+        if size > len(everything):
+            raise DataError(
+                f"--train_size {size}: {recipe.data} has {len(everything)} training images; give at most that"
+            )
+        used = balanced(train.labels, size)
     tested = test.decoded(torch.arange(len(test.labels)), side)
-    if size is None:
-        return train.decoded(torch.arange(len(train.labels)), side), tested
-    if size > len(train.labels):
-        raise DataError(
-            f"--train_size {size}: {recipe.data} has {len(train.labels)} training images; give at most that"
-        )
-    used = balanced(train.labels, size)
     if recipe.test_unused:
-        unused = torch.full((len(train.labels),), True).index_fill_(0, used, False)
-        added = train.decoded(torch.nonzero(unused).flatten(), side)
+        added = train.decoded(everything[torch.isin(everything, used, invert=True)], side)
         tested = Split(
             torch.cat([tested.images, added.images]), torch.cat([tested.labels, added.labels])
         )
@@ -173,42 +176,28 @@ def _cifar10(root: Path) -> Sources:
         ) from error
     splits = [CIFAR10(root, train) for train in (True, False)]
     train, test = (
-        _in_memory(
-            Split(
-                torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(),
-                torch.tensor(split.targets),
-            )
-        )
+        _in_memory(torch.from_numpy(split.data).permute(0, 3, 1, 2).contiguous(), split.targets)
         for split in splits
     )
-    return train, test, list(splits[0].classes)
+    return train, test, splits[0].classes
 
 
 def _digits() -> Sources:
     """Load scikit-learn's digits, 8 x 8 pixels in 17 grey levels, with a balanced fifth as the test split."""
     from sklearn.datasets import load_digits
 
-    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
-    images = torch.from_numpy(np.round(pixels.reshape(-1, 1, 8, 8) * 255 / 16).astype(np.uint8))
-    whole = Split(images.repeat(1, 3, 1, 1), torch.from_numpy(labels).long())
-    mixed = whole[balanced(whole.labels, len(whole))]
-    return (
-        _in_memory(mixed[slice(360, None)]),
-        _in_memory(mixed[slice(360)]),
-        [str(digit) for digit in range(10)],
-    )
+    pixels, labels = map(torch.as_tensor, load_digits(return_X_y=True))
+    images = (pixels.view(-1, 1, 8, 8) * 255 / 16).round().byte().repeat(1, 3, 1, 1)
+    order = balanced(labels, len(labels))
+    test, train = (_in_memory(images[of], labels[of]) for of in (order[:360], order[360:]))
+    return train, test, [str(digit) for digit in range(10)]
 
 
-def _in_memory(split: Split) -> Source:
+def _in_memory(images: UInt8[Tensor, "n 3 h w"], labels: Tensor | list[int]) -> Source:
     """Return the source of square images, which are resized."""
-
-    def read(index: Int[Tensor, " n"], side: int) -> UInt8[Tensor, "n 3 side side"]:
-        images = split.images[index]
-        return (
-            images if images.shape[-1] == side else F.resize(images, [side, side], antialias=True)
-        )
-
-    return Source(split.labels, read)
+    return Source(
+        torch.as_tensor(labels), lambda index, side: F.resize(images[index], [side, side])
+    )
 
 
 def _folder(path: Path) -> Sources:
@@ -242,7 +231,7 @@ def _files(listing: ImageFolder) -> Source:
                 pixels = F.pil_to_tensor(listing.loader(file))
             except (OSError, SyntaxError) as error:  # PIL raises either for a damaged image
                 raise DataError(f"{file} can't be read ({error}); fix or remove it") from error
-            images[row] = F.center_crop(F.resize(pixels, [side], antialias=True), [side])
+            images[row] = F.center_crop(F.resize(pixels, [side]), [side])
         return images
 
     return Source(torch.tensor(listing.targets), read)

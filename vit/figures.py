@@ -24,7 +24,7 @@ from tracker.figures.drawing import (
     definition,
     panels,
 )
-from vit.answers import LABELS, interval
+from vit.answers import correlation
 from vit.statistics import final_coupling, fit_units, quantity, unit_means
 
 WIDTH, HEIGHT = 4.4, 2.5  # inches, of a figure and of a row of panels
@@ -43,7 +43,7 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
     figure, axes = _panels(len(rates), beside=1.0)
     decays, of_cell = np.unique(grid["weight_decay"].values, return_inverse=True)
     palette = colour_map(SEQUENTIAL[:-1])  # yellow is hard to see on white
-    shade = {"cmap": palette, "vmin": 0, "vmax": max(len(decays) - 1, 1)}
+    shade = {"cmap": palette, "vmin": 0, "vmax": len(decays) - 1}
     for panel, rate in zip(axes, rates, strict=True):
         chosen = np.flatnonzero(grid["drop_path"] == rate)
         cells = grid.isel(cell=chosen)
@@ -52,37 +52,30 @@ def outcome_against_coupling(grid: xr.Dataset, at: dict[str, Any], outcome: str)
             error = np.sqrt(y * (1 - y) / grid.attrs["images"])
             panel.errorbar(x, y, error, fmt="none", ecolor=GREY, alpha=0.5, lw=0.8)
         panel.scatter(x, y, c=of_cell[chosen], **shade, s=10, alpha=0.35, lw=0)
-        means = unit_means(cells, np.stack([x, y], 1), "drop_path")
-        panel.scatter(*means.T, c=np.unique(of_cell[chosen]), **shade, s=24, zorder=3)
-        panel.set_title(f"depth rate {rate:g}{_fitted_line(panel, cells, x, y)}")
+        mean_x, mean_y = unit_means(cells, np.stack([x, y], 1), "drop_path").T
+        panel.scatter(mean_x, mean_y, c=np.unique(of_cell[chosen]), **shade, s=24, zorder=3)
+        title, fit = f"depth rate {rate:g}", fit_units(cells, x, y, "drop_path")
+        if not fit["why"]:
+            title += f"\n{correlation(fit)}"
+            ends = np.array([mean_x.min(), mean_x.max()])
+            line = mean_y.mean() + fit["slope"] * (ends - mean_x.mean())
+            panel.plot(ends, line, color=ORANGE, lw=1.2)
+        panel.set_title(title)
         panel.margins(0.1)
         # Room between labels in a panel of half the width
         panel.xaxis.set_major_locator(MaxNLocator(nbins=3, steps=[1, 2, 3, 4, 5, 10]))
     within = fit_units(grid, final_coupling(grid, at), grid[outcome].values, "drop_path")
-    found = f"r = {interval(within, 'r')}, {within['n']} weight decays"
-    figure.suptitle(
-        f"within rates: {found}" if not within["why"] else f"no r: {within['why']}", fontsize=8
-    )
+    found = f"within rates: {correlation(within)}, {within['n']} weight decays"
+    figure.suptitle(f"no r: {within['why']}" if within["why"] else found, fontsize=8)
     figure.supxlabel(coupling_label(grid, at))
-    figure.supylabel(capitalised(LABELS[outcome]))
-    ticks = np.linspace(0, 1, len(decays)) if len(decays) > 1 else np.zeros(1)
+    figure.supylabel(f"Test {outcome}")
+    ticks = np.linspace(0, 1, len(decays))
     bar = figure.colorbar(
         ScalarMappable(cmap=palette), ax=axes, ticks=ticks, location="top", aspect=40, pad=0.04
     )
     bar.ax.set_xticklabels([f"{decay:g}" for decay in decays])
     bar.set_label("weight decay")
     return figure
-
-
-def _fitted_line(panel: Axes, cells: xr.Dataset, x: np.ndarray, y: np.ndarray) -> str:
-    """Draw the line through the means of weight decays, and return its r as a line of text; "" if there is none."""
-    fit = fit_units(cells, x, y, "drop_path")
-    if fit["why"]:
-        return ""
-    mean_x, mean_y = unit_means(cells, np.stack([x, y], 1), "drop_path").T
-    ends = np.array([mean_x.min(), mean_x.max()])
-    panel.plot(ends, mean_y.mean() + fit["slope"] * (ends - mean_x.mean()), color=ORANGE, lw=1.2)
-    return f"\nr = {interval(fit, 'r')}"
 
 
 def coupling_against_rate(grid: xr.Dataset, at: dict[str, Any]) -> Figure:

@@ -19,7 +19,7 @@ from tracker.common.command_line import FAILED, OK, reports_errors
 from tracker.common.values import as_path
 from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
 from vit.overview import describe, shown, state_of
-from vit.recipe import DEFAULTS, FLAGS, Recipe, check, from_dict
+from vit.recipe import DEFAULTS, FLAGS, SETTINGS, Recipe, check, from_dict
 from vit.train import parse
 
 # The weight decays are the paper's. It states 64 trainings, hence eight stochastic depth rates, but only 0, 0.05, 0.1 and
@@ -74,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="python -m vit.grid", description=summary(GridCommand))
     parser.add_class_arguments(GridCommand, as_group=False)
-    parser.add_class_arguments(
-        Recipe, as_group=False, skip={"weight_decay", "drop_path", "seed", "out", "options"}
-    )
+    parser.add_class_arguments(Recipe, as_group=False, skip={*SETTINGS, "out", "options"})
     add_flags(parser, DEFAULTS, FLAGS)
     settings = parse(parser, arguments)
     grid = GridCommand(**{name: settings[name] for name in GridCommand.__dataclass_fields__})
@@ -96,7 +94,6 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     out = recipes[0].directory.parent
     with _training(grid, missing) as failures:
         from tracker.loggers.wandb import resolve_mode
-        from vit.answers import more_seeds
         from vit.augment import parse as parse_policy
         from vit.data import load
 
@@ -112,16 +109,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
                 f"{counts}; results would be in {out}; nothing is trained, and nothing is written"
             )
             if missing:
-                seeds = {cell.seed for cell in recipes}
-                more = (
-                    cells(replace(grid, seeds=more_seeds(*seeds)), recipe)
-                    if len(seeds) == 1
-                    else []
-                )
-                added = [
-                    cell for cell in more if cell.seed not in seeds and not is_done(cell.directory)
-                ]
-                print(describe(missing, recipes, added, len(data.train), len(data.classes)))
+                print(describe(missing, recipes, len(data.train), len(data.classes)))
             return OK
         for cell in missing:
             # None, or a directory that can't be used, which is reported when it is trained
@@ -173,26 +161,23 @@ def train_in_turn(recipes: Sequence[Recipe], retries: int) -> Iterator[tuple[Rec
     """
     from vit.training import train_cell
 
-    waiting = [(recipe, retries) for recipe in recipes]
-    busy: list[tuple[Recipe, int]] = []
-    while waiting or busy:
-        if not waiting:
-            print(
-                f"{', '.join(recipe.cell for recipe, _ in busy)}: trained by another process; waiting for it",
-                flush=True,
-            )
+    while recipes:
+        busy = []
+        for recipe in recipes:
+            for left in range(retries, -1, -1):
+                try:
+                    train_cell(recipe)
+                except BusyError:
+                    busy.append(recipe)
+                except Exception:  # whatever is wrong with this cell, the others are trained
+                    if left:
+                        continue
+                    yield recipe, traceback.format_exc().strip()
+                break
+        if recipes := busy:
+            names = ", ".join(recipe.cell for recipe in busy)
+            print(f"{names}: trained by another process; waiting for it", flush=True)
             time.sleep(PATIENCE)
-            waiting, busy = busy, []
-        recipe, tries = waiting.pop(0)
-        try:
-            train_cell(recipe)
-        except BusyError:
-            busy.append((recipe, tries))
-        except Exception:  # whatever is wrong with this cell, the others are trained
-            if tries:
-                waiting.insert(0, (recipe, tries - 1))
-            else:
-                yield recipe, traceback.format_exc().strip()
 
 
 def cells(grid: GridCommand, recipe: Recipe) -> list[Recipe]:
@@ -234,11 +219,9 @@ def _values(option: str, text: Any, kind: Callable[[str], Any]) -> list[Any]:
         values = [kind(part) for part in str(text).split(",")]
     except ValueError as error:
         raise ValueError(f"{option} {text!r}; give numbers separated by commas") from error
-    twice = sorted({value for value in values if values.count(value) > 1})
-    if twice:
-        raise ValueError(
-            f"{option} {text}; {', '.join(f'{value:g}' for value in twice)} is given twice"
-        )
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{option} {text}; {value:g} is given twice")
     return values
 
 

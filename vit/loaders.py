@@ -8,11 +8,11 @@ import torch
 from timm.data.distributed_sampler import RepeatAugSampler
 from timm.data.mixup import Mixup
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from tracker.linalg.transfer import copies_beside_work
 from vit.augment import augment, erase, parse
-from vit.data import Data, Split
+from vit.data import Data
 from vit.recipe import Recipe
 
 TEST_BATCH = 1024
@@ -20,6 +20,8 @@ TEST_BATCH = 1024
 
 class Batches(lightning.LightningDataModule):
     """Training and test batches of a recipe, sharded over devices."""
+
+    trainer: Any  # which Lightning sets
 
     def __init__(self, data: Data, recipe: Recipe):
         super().__init__()
@@ -38,10 +40,9 @@ class Batches(lightning.LightningDataModule):
         order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world)
         # Lightning sets the epoch too, but after a resumed run has fetched the first batch. At this point its `current_epoch` is
         # still that of the checkpoint.
-        progress: Any = self.trainer.fit_loop.epoch_progress.current if self.trainer else None
-        order.set_epoch(progress.processed if progress else 0)
+        order.set_epoch(self.trainer.fit_loop.epoch_progress.current.processed)
         return DataLoader(
-            _Gathered(self.data.train),
+            self.data.train,
             batch_size=recipe.batch_size // world,
             sampler=order,
             # Every iterator draws a seed. From the global state, a resumed epoch would make one draw more.
@@ -54,7 +55,7 @@ class Batches(lightning.LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         """Return the test split, each image once."""
         rank, world = self._rank_and_world()
-        share = _Gathered(self.data.test[slice(rank, None, world)])
+        share = self.data.test[slice(rank, None, world)]
         return DataLoader(share, TEST_BATCH, collate_fn=tuple, pin_memory=self._pins())
 
     def on_after_batch_transfer(
@@ -62,7 +63,7 @@ class Batches(lightning.LightningDataModule):
     ) -> tuple[Tensor, Tensor]:
         """Augment, normalise and mix a training batch; normalise a test batch."""
         images, labels = batch
-        if not self.trainer or not self.trainer.training:
+        if not self.trainer.training:
             return self.data.normalise(images), labels
         mean, _ = self.data.statistics(images.device)
         images = self.data.normalise(augment(images, self.recipe, mean))
@@ -72,10 +73,10 @@ class Batches(lightning.LightningDataModule):
 
     def _pins(self) -> bool:
         """Whether batches go to a device that copies asynchronously from pinned memory alone."""
-        return self.trainer is not None and copies_beside_work(self.trainer.strategy.root_device)
+        return copies_beside_work(self.trainer.strategy.root_device)
 
     def _rank_and_world(self) -> tuple[int, int]:
-        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return self.trainer.global_rank, self.trainer.world_size
 
 
 class Order(RepeatAugSampler):
@@ -103,17 +104,3 @@ def derived_seed(*parts: int | str) -> int:
     False
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "big")
-
-
-class _Gathered(Dataset):
-    """A split indexed by whole batches, one gather each."""
-
-    def __init__(self, split: Split):
-        self.split = split
-
-    def __len__(self) -> int:
-        return len(self.split)
-
-    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(indices)
-        return self.split.images[index], self.split.labels[index]

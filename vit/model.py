@@ -1,8 +1,5 @@
 """The model: timm's DeiT of configurable size."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from timm.layers.weight_init import trunc_normal_
 from timm.models import VisionTransformer, create_model
 from torch import nn
@@ -32,14 +29,3 @@ def build(recipe: Recipe, classes: int) -> nn.Module:
     assert isinstance(model, VisionTransformer) and model.cls_token is not None
     trunc_normal_(model.cls_token, std=0.02)  # as in DeiT; timm draws it with 1e-6
     return model
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[nn.Module]:
-    """Set a model to evaluation; at the end, set each part back to its own mode."""
-    training = {part: part.training for part in model.modules()}
-    try:
-        yield model.eval()
-    finally:
-        for part, mode in training.items():
-            part.training = mode

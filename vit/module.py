@@ -33,10 +33,7 @@ class Classifier(lightning.LightningModule):
         super().__init__()
         self.recipe, self.steps_per_epoch, self.print_epochs = recipe, steps_per_epoch, print_epochs
         self.model = build(recipe, classes)
-        self.train_loss, self.test_loss = (
-            MeanMetric(nan_strategy="disable"),
-            MeanMetric(nan_strategy="disable"),
-        )
+        self.train_loss, self.test_loss = (MeanMetric(nan_strategy="disable") for _ in range(2))
         # Validation would read every label.
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
         self.history: list[dict[str, float]] = []
@@ -80,11 +77,9 @@ class Classifier(lightning.LightningModule):
         Raises:
             DivergedError: if the training loss is not finite.
         """
-        train_loss = float(self.train_loss.compute())
+        train_loss, epoch = float(self.train_loss.compute()), self.current_epoch + 1
         if not math.isfinite(train_loss):
-            raise DivergedError(
-                f"the training loss is {train_loss} in epoch {self.current_epoch + 1}"
-            )
+            raise DivergedError(f"the training loss is {train_loss} in epoch {epoch}")
         row = {"train/loss": train_loss, "lr": self.trainer.optimizers[0].param_groups[0]["lr"]}
         tested = self.accuracy.update_called
         if tested:
@@ -94,17 +89,16 @@ class Classifier(lightning.LightningModule):
             }
         self.log_dict(row)
         seconds = time.perf_counter() - self.started
-        progress = {"epoch": self.current_epoch + 1, "step": self.global_step, "seconds": seconds}
-        self.history.append({**progress, **row})
+        self.history.append({"epoch": epoch, "step": self.global_step, "seconds": seconds, **row})
         for metric in (self.train_loss, self.test_loss, self.accuracy):
             metric.reset()
         if self.trainer.is_global_zero:
             write(self.recipe.directory, "history", self.history)
             if self.print_epochs:
-                left = seconds * (self.recipe.epochs - self.current_epoch - 1)
+                left = seconds * (self.recipe.epochs - epoch)
                 accuracy = f", test accuracy {row['test/accuracy']:.4f}" if tested else ""
                 self.print(
-                    f"epoch {self.current_epoch + 1}/{self.recipe.epochs}: loss {train_loss:.3f}{accuracy}  "
+                    f"epoch {epoch}/{self.recipe.epochs}: loss {train_loss:.3f}{accuracy}  "
                     f"({seconds:.1f} s, about {duration(left)} left)"
                 )
                 sys.stdout.flush()

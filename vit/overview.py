@@ -10,56 +10,49 @@ from tqdm import tqdm
 
 from tracker.common.text import counted, duration, entry, size
 from vit.cells import finished_epochs, is_done, read
-from vit.recipe import Recipe
+from vit.recipe import SETTINGS, Recipe
 
 SHARE = 0.25  # of the rate of a product, that the steps of a DeiT-Ti reach on two cores
 SECONDS = 2.0  # between two looks at the cells
 
 
 def describe(
-    missing: Sequence[Recipe],
-    recipes: Sequence[Recipe],
-    added: Sequence[Recipe],
-    images: int,
-    classes: int,
+    missing: Sequence[Recipe], recipes: Sequence[Recipe], images: int, classes: int
 ) -> str:
     """Return what training the missing cells would take, which questions a grid can't answer, and what two more seeds would take.
 
     Args:
         recipes: all cells of the grid.
-        added: the cells that more seeds would add to a grid of one seed.
         images: number of training images.
         classes: number of their classes.
     """
-    from vit.answers import more_seeds, unanswerable
+    from vit.answers import unanswerable
     from vit.model import build
 
     first = missing[0]
     weights = sum(parameter.numel() for parameter in build(first, classes).parameters())
-    seconds_of_step = _seconds_of_step(first, weights)
-
-    def time_of(cells: Sequence[Recipe]) -> str:
-        epochs = sum(cell.epochs - finished_epochs(cell.directory) for cell in cells)
-        return duration(epochs * first.steps_per_epoch(images) * seconds_of_step)
-
+    seconds_of_epoch = first.steps_per_epoch(images) * _seconds_of_step(first, weights)
+    epochs = sum(cell.epochs for cell in missing) - _finished(missing)
+    expected = f"about {duration(epochs * seconds_of_epoch)} for the steps of all, one cell at a time on this machine"
     checkpoint = 3 * 4 * weights  # they and AdamW's two moments of each, in bytes
     kept = f"{size(len(missing) * checkpoint)} (last.ckpt)" if first.keep_checkpoint else "none"
-    sizes = [
-        len({getattr(cell, name) for cell in recipes})
-        for name in ("weight_decay", "drop_path", "seed")
-    ]
+    sizes = [len({getattr(cell, name) for cell in recipes}) for name in SETTINGS]
     lines = [
-        (
-            "time",
-            f"about {time_of(missing)} for the steps of all, one cell at a time on this machine",
-        ),
+        ("time", expected),
         ("checkpoints", f"{size(checkpoint)} per cell; kept after training: {kept}"),
         *(("questions", line) for line in unanswerable(*sizes)),
     ]
-    if added:
-        more = f"--seeds {more_seeds(first.seed)} adds {counted(len(added), 'cell')}"
-        lines.append(("seeds", f"{more}, about {time_of(added)}"))
+    if sizes[-1] == 1:
+        seed, added = first.seed, 2 * len(recipes)
+        more = f"--seeds {seed},{seed + 1},{seed + 2} adds {counted(added, 'cell')}"
+        lines.append(
+            ("seeds", f"{more}, about {duration(added * first.epochs * seconds_of_epoch)}")
+        )
     return "\n".join(entry(*line) for line in lines)
+
+
+def _finished(cells: Sequence[Recipe]) -> int:
+    return sum(finished_epochs(cell.directory) for cell in cells)
 
 
 def _seconds_of_step(recipe: Recipe, weights: int) -> float:
@@ -99,29 +92,23 @@ def shown(missing: Sequence[Recipe]) -> Iterator[None]:
     """
     pending = [*missing]
     out = sys.stdout  # a training in this process redirects standard output
-    started, before = time.perf_counter(), sum(finished_epochs(cell.directory) for cell in missing)
+    started, before = time.perf_counter(), _finished(missing)
     form = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} epochs, {remaining} left"
-    epochs = sum(cell.epochs for cell in missing)
     bar = tqdm(
         desc="training",
-        total=epochs,
+        total=sum(cell.epochs for cell in missing),
         initial=before,
         file=out,
         disable=not out.isatty(),
         bar_format=form,
     )
 
-    def write(line: str) -> None:
-        tqdm.write(line, file=out)
-        out.flush()
-
     def count_epochs() -> str:
         """Update the bar; return the time left in words, if it is known."""
-        trained = sum(finished_epochs(cell.directory) for cell in missing)
         # An earlier history whose checkpoint is missing is written anew
-        trained = max(trained, before)
+        trained = max(_finished(missing), before)
         # A cell that diverges or crashes has no epochs left.
-        left = sum(cell.epochs - finished_epochs(cell.directory) for cell in pending)
+        left = sum(cell.epochs for cell in pending) - _finished(pending)
         bar.n, bar.total = trained, trained + left
         bar.refresh()
         if not left or trained == before:
@@ -133,9 +120,9 @@ def shown(missing: Sequence[Recipe]) -> Iterator[None]:
         for cell in [*pending]:
             if is_done(cell.directory) or read(cell.directory, "failed"):
                 pending.remove(cell)
-                write(
-                    f"[{len(missing) - len(pending)}/{len(missing)}] {cell.cell}: {state_of(cell)}{count_epochs()}"
-                )
+                number = f"[{len(missing) - len(pending)}/{len(missing)}]"
+                tqdm.write(f"{number} {cell.cell}: {state_of(cell)}{count_epochs()}", file=out)
+                out.flush()
         count_epochs()
 
     def watch() -> None:

@@ -3,7 +3,6 @@
 This module imports nothing heavy: the command lines read it to print their help.
 """
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +16,7 @@ RECIPES = Path(__file__).parent / "recipes"
 # patch's, which the authors' code measures.
 FLAGS = tuple(name for name in OPTIONS if name != "precision")
 DEFAULTS = {"tokens": (0, -1)}
+SETTINGS = ("weight_decay", "drop_path", "seed")  # that a grid varies
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
     "data_dir", "out", "accelerator", "devices", "threads", "keep_checkpoint", "test_every", "wandb", "project",
@@ -166,7 +166,7 @@ class Recipe:
         return sorted({0, last, *(step for step in chosen if step < last)})
 
 
-RULES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+RULES = (
     (
         "image_size patch_size width depth heads epochs batch_size repeats devices probe_size train_size threads",
         lambda value: value is None or value >= 1,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import xarray as xr
 
 from tracker.analysis.reduction import read_miscouplings
@@ -18,6 +19,7 @@ from tracker.common.text import by_cause
 from tracker.netcdf import decoded, file_content, read_content, seal
 from tracker.store import Store
 from vit.cells import read
+from vit.recipe import SETTINGS
 
 POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last": "last patch"}
 GRID_FILE = "grid.nc"  # what the analysis reads of all cells
@@ -37,33 +39,38 @@ def read_grid(*sources: str | Path) -> xr.Dataset:
         FileNotFoundError: if no finished cell has coupling.
         UsageError: if cells were trained by different recipes, or a cell is given twice.
     """
-    paths = map(Path, sources)
-    read_sources = [
-        (path, _read_file(path) if path.is_file() else _read_directory(path)) for path in paths
-    ]
-    unfinished = [line for _, part in read_sources for line in part.attrs["unfinished"]]
-    parts = [(source, part) for source, part in read_sources if part.sizes]
-    if not parts:
+    parts: list[tuple[Path, xr.Dataset]] = []
+    unfinished = []
+    for source in map(Path, sources):
+        cells = sorted(path.parent for path in source.glob("*/recipe.json"))
+        for where in [source] if source.is_file() else cells:
+            part = _read_file(where) if where.is_file() else _read_cell(where)
+            if isinstance(part, str):
+                unfinished.append(f"{where.name}: {part}")
+                continue
+            unfinished += json.loads(part.attrs["unfinished"])
+            parts.append((where, part))
+            _require_same_recipe(*parts[0], where, part)
+    steps = set().union(*(part["step"].values.tolist() for _, part in parts))
+    complete = []
+    for where, part in parts:
+        if lacking := sorted(steps.difference(part["step"].values.tolist())):
+            listed = ", ".join(f"step {step}" for step in lacking)
+            unfinished.append(f"{where.name}: not measured at {listed}")
+        else:
+            complete.append(part)
+    if not complete:
         raise FileNotFoundError(
             f"{' '.join(map(str, sources))} has no finished cell with coupling measured; give a grid's --out directory"
         )
-    (first, part), *others = parts
-    for source, other in others:
-        _require_same(
-            json.loads(other.attrs["recipe"]), json.loads(part.attrs["recipe"]), source, first
-        )
-    grid = xr.concat([cells for _, cells in parts], "cell", coords="all", join="exact")
-    names = list(
-        zip(
-            *(grid[name].values.tolist() for name in ("weight_decay", "drop_path", "seed")),
-            strict=True,
-        )
-    )
-    for decay, rate, seed in {name for name in names if names.count(name) > 1}:
+    grid = xr.concat(complete, "cell", coords="all", join="exact")
+    settings = pd.MultiIndex.from_arrays([grid[name].values for name in SETTINGS])
+    for decay, rate, seed in settings[settings.duplicated()]:
         raise UsageError(
             f"weight decay {decay:g}, rate {rate:g}, seed {seed} is given twice; give each cell once"
         )
-    return grid.assign_attrs(part.attrs, unfinished=unfinished)
+    known = {name: value for part in complete for name, value in part.attrs.items()}
+    return grid.assign_attrs(known, unfinished=unfinished)
 
 
 def write_grid(grid: xr.Dataset, file: Path) -> None:
@@ -75,76 +82,53 @@ def write_grid(grid: xr.Dataset, file: Path) -> None:
 def _read_file(file: Path) -> xr.Dataset:
     try:
         grid = decoded(read_content(file))
-        return grid.assign_attrs(unfinished=json.loads(grid.attrs["unfinished"]))
+        json.loads(grid.attrs["unfinished"])
     except (ValueError, KeyError) as error:
         raise UsageError(f"{file} is no {GRID_FILE} that vit.analysis wrote ({error})") from error
+    return grid
 
 
-def _read_directory(directory: Path) -> xr.Dataset:
-    """Read the finished cells of a directory; without any, return a Dataset without variables."""
-    unfinished, first, images, chance = [], None, 0, {}
-    finished: dict[str, xr.Dataset] = {}
-    for cell in sorted(path.parent for path in directory.glob("*/recipe.json")):
-        result = read(cell, "result")
-        if (
-            result is None
-            or result["status"] != "finished"
-            or not (cell / "coupling" / "units").is_dir()
-        ):
-            why = (
-                "no result yet"
-                if result is None
-                else result["reason"] or "coupling was not measured"
-            )
-            unfinished.append(f"{cell.name}: {(read(cell, 'failed') or {}).get('reason', why)}")
-            continue
-        if skipped := Store(cell / "coupling").skipped():
-            unfinished.append(f"{cell.name}: no results of {'; '.join(by_cause(skipped))}")
-            continue
-        recipe, images = result["recipe"], result["images"]["test"]
-        if "chance" in result:
-            chance = {"chance": result["chance"]}
-        varied = {name: recipe.pop(name) for name in ("weight_decay", "drop_path", "seed")}
-        first = first or (cell, recipe)
-        _require_same(recipe, first[1], cell, first[0])
-        store = Store(cell / "coupling")
-        points = read_miscouplings(store.path)
-        # What the measurement chose
-        tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]
-        losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
-        finished[cell.name] = points.assign_coords(
-            varied | {"token": _positions(tokens, points.sizes["token"])}
-        ).assign(
-            accuracy=result["accuracy"],
-            loss=result["loss"],
-            training_loss=("step", [losses.get(int(step), np.nan) for step in points["step"]]),
-        )
-    steps = set().union(*(points["step"].values.tolist() for points in finished.values()))
-    for name, points in list(finished.items()):
-        if lacking := steps - {*points["step"].values.tolist()}:
-            unfinished.append(
-                f"{name}: not measured at {', '.join(f'step {step}' for step in sorted(lacking))}"
-            )
-            del finished[name]
-    if not finished or first is None:
-        return xr.Dataset(attrs={"unfinished": unfinished})
-    _, recipe = first
-    grid = xr.concat(list(finished.values()), "cell", coords="all", join="exact")
+def _read_cell(cell: Path) -> xr.Dataset | str:
+    """Read the directory of a finished cell, as a grid of one; of another, return why it is left out."""
+    result = read(cell, "result")
+    measured = (cell / "coupling" / "units").is_dir()
+    if result is None or result["status"] != "finished" or not measured:
+        why = "no result yet" if result is None else result["reason"] or "coupling was not measured"
+        return (read(cell, "failed") or {}).get("reason", why)
+    store = Store(cell / "coupling")
+    if skipped := store.skipped():
+        return f"no results of {'; '.join(by_cause(skipped))}"
+    recipe = result["recipe"]
+    varied = {name: ("cell", [recipe.pop(name)]) for name in SETTINGS}
     # In models of L blocks, `mean` is `mean_offdiag` times (L - 1) / L.
-    return grid.drop_sel(pairs="mean").assign_attrs(
-        unfinished=unfinished,
-        images=images,
-        data=recipe["data"],
-        recipe=json.dumps(recipe, sort_keys=True),
-        **chance,
+    points = read_miscouplings(store.path).drop_sel(pairs="mean").expand_dims("cell")
+    # What the measurement chose
+    tokens = recipe["tokens"] or store.attributes(store.steps()[-1])["tokens"]
+    losses = {row["step"]: row["loss"] for row in read(cell, "progress") or ()}
+    at_steps = [losses.get(step, np.nan) for step in points["step"].values.tolist()]
+    return (
+        points.assign_coords(varied | {"token": _positions(tokens, points.sizes["token"])})
+        .assign(
+            accuracy=("cell", [result["accuracy"]]),
+            loss=("cell", [result["loss"]]),
+            training_loss=(("cell", "step"), [at_steps]),
+        )
+        .assign_attrs(
+            {"chance": result["chance"]} if "chance" in result else {},
+            images=result["images"]["test"],
+            data=recipe["data"],
+            recipe=json.dumps(recipe, sort_keys=True),
+            unfinished="[]",
+        )
     )
 
 
-def _require_same(recipe: dict, other: dict, where: Path, elsewhere: Path) -> None:
-    differing = {key for key in recipe.keys() | other.keys() if recipe.get(key) != other.get(key)}
+def _require_same_recipe(first: Path, part: xr.Dataset, where: Path, other: xr.Dataset) -> None:
+    one, another = (json.loads(of.attrs["recipe"]) for of in (part, other))
+    differing = {key for key in one.keys() | another.keys() if one.get(key) != another.get(key)}
     if differing:
         raise UsageError(
-            f"recipes are mixed: {where} and {elsewhere} differ in {', '.join(sorted(differing))}; analyse cells of one recipe"
+            f"recipes are mixed: {where} and {first} differ in {', '.join(sorted(differing))}; analyse cells of one recipe"
         )
 
 

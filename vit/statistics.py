@@ -23,22 +23,12 @@ no unit.
 
 No r is computed of fewer than `FEWEST_POINTS` units, nor across rates of one seed, which can't show whether it has such a trend.
 
-Reliability of x or y is the share of the variance of the means of decays (within rates) or rates (across) over seeds that is not
-noise of seeds. With S seeds, s^2 the variance of decays, or rates, and v that of the means of one decay, or rate, and seed,
-
-    F = (levels - 1, (levels - 1)(S - 1) df) ratio of the mean squares of decays (or rates) and of their interaction with seeds
-    reliability = 1 - 1 / F, at least 0    estimates    s^2 / (s^2 + v / S)
-    F (v / S) / (s^2 + v / S) has an F distribution, whose quantiles give the interval: exact for normal effects and errors
-
-Noise attenuates a correlation: the r to expect of means is the correlation of decays times sqrt(reliability_x reliability_y).
-
 Coupling at equal training loss: among the cells of one weight decay and seed, the level is the largest final loss on plain
 training images, and coupling is that at the first step at which a cell has come down to it, interpolated between measured steps.
 Stochastic depth slows training, and coupling changes while a model trains; equal loss tells the two apart.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -53,21 +43,13 @@ from tracker.analysis.regression import (
     linear_fit,
 )
 from tracker.common.text import counted
+from vit.recipe import SETTINGS
 
 # The primary test. K is the smallest that was measured.
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
-SETTINGS = ("weight_decay", "drop_path", "seed")
 DEFINITION = ("token", "measure", "k", "pairs")
 COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
-RELIABILITY = ("reliability", "reliability_low", "reliability_high")
-OF_VARIABLES = [
-    name.replace("reliability", f"reliability_{axis}") for axis in "xy" for name in RELIABILITY
-]
-OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", *OF_VARIABLES)  # columns of a fit
-NOT_RECORDED = "the values were not recorded"
-# Of a reliable variable, the lower end of the interval is above it: decays vary more than noise does
-RELIABLE = 0.5
-FEWEST_SEEDS = 2  # of a question across rates
+OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", "detectable")  # columns of a fit
 CHANCE = {"cifar10": 0.1, "digits": 0.1}  # of grids that were trained before it was recorded
 
 
@@ -81,7 +63,7 @@ def primary(grid: xr.Dataset) -> dict[str, Any]:
 def has_level(grid: xr.Dataset) -> xr.DataArray:
     """Return whether the null level of a measure and K is known in all cells, at all steps, (measure, k)."""
     known = grid["null"].notnull() | grid["miscoupling"].isnull()
-    return known.all([dim for dim in known.dims if dim not in ("measure", "k")])
+    return known.all(["cell", "step", "token", "pairs"])
 
 
 def couplings(grid: xr.Dataset) -> xr.DataArray:
@@ -113,23 +95,18 @@ def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:
     NaN for a cell that lacks the loss of a step; the others are compared without it.
     """
     coupling, loss = couplings(grid).sel(at).values, grid["training_loss"].values
-    blocks = np.stack([grid["weight_decay"].values, grid["seed"].values])
-    block = np.unique(blocks, axis=1, return_inverse=True)[1].ravel()
+    block = _numbered(grid, "weight_decay", "seed")
     complete = np.isfinite(loss).all(1)
     level = np.array([loss[complete & (block == own), -1].max(initial=-np.inf) for own in block])
     out = np.full(len(level), np.nan)
     for i in np.flatnonzero(complete):
         reached = int(np.argmax(loss[i] <= level[i]))
-        before = max(reached - 1, 0)
-        share = (
-            (loss[i, before] - level[i]) / (loss[i, before] - loss[i, reached]) if reached else 0
-        )
-        out[i] = coupling[i, before] + share * (coupling[i, reached] - coupling[i, before])
+        around = [reached, max(reached - 1, 0)]
+        out[i] = np.interp(level[i], loss[i, around], coupling[i, around])
     return out
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """A question about y and x: are they correlated within groups of equal `within`, with the expected sign."""
 
     name: str  # {coupling} stands for what is known of it: `quantity`
@@ -150,60 +127,36 @@ QUESTIONS = (
 )
 
 
-def variables(grid: xr.Dataset, at: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return what the questions are about, of each cell, by name."""
-    return {
-        **{name: grid[name].values for name in ("accuracy", "loss", "drop_path")},
-        "coupling": final_coupling(grid, at),
-        "coupling at equal loss": coupling_at_equal_loss(grid, at),
-    }
-
-
 def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     """Answer each question for each position.
 
     Returns:
         A row per test: question, token, role, x, y, expected (the sign of r), unit (in words), n (units), df, r, r_low, r_high,
-        p, why (the reason, where r is undefined), the reliabilities of x and y with their intervals, detectable (the smallest r
-        that is found with 80 % power) and p_holm; of questions within rates, attainable (the r to expect of a correlation of 1
-        of decays) and detectable_true (the smallest correlation of decays found with 80 % power; NaN if there is none or no
-        reliability). The primary test is the first question at the primary position; its p is not corrected. The others are
-        secondary, with p corrected for their number.
+        p, why (the reason, where r is undefined), detectable (the smallest r that is found with 80 % power; NaN where r is
+        undefined) and p_holm. The primary test is the first question at the primary position; its p is not corrected. The
+        others are secondary, with p corrected for their number.
     """
     named = primary(grid)
     word, nothing_learned = quantity(grid, named), bool(at_chance(grid).all())
     tokens = sorted(grid["token"].values, key=lambda token: token != named["token"])
-    values = {token: variables(grid, named | {"token": token}) for token in tokens}
+    values = {name: grid[name].values for name in ("accuracy", "loss", "drop_path")}
     rows = []
     for question in QUESTIONS:
         for token in tokens:
-            first = question is QUESTIONS[0] and token == named["token"]
-            x, y = (values[token][name] for name in (question.x, question.y))
+            at = named | {"token": token}
+            values["coupling"] = final_coupling(grid, at)
+            values["coupling at equal loss"] = coupling_at_equal_loss(grid, at)
+            x, y = values[question.x], values[question.y]
             fit = fit_units(grid, x, y, question.within)
             if nothing_learned and question.y in ("accuracy", "loss"):
                 fit = _undefined(fit, "no model is above chance")
             row = {"question": question.name.format(coupling=word), "token": token}
-            row |= {"role": "primary" if first else "secondary", "expected": question.expected}
+            row |= {"role": "secondary" if rows else "primary", "expected": question.expected}
             row |= {axis: getattr(question, axis).replace("coupling", word) for axis in ("x", "y")}
             row |= {"unit": UNITS[question.within], **{name: fit[name] for name in OF_TESTS}}
-            rows.append(row | power(fit, question.within))
-    table = pd.DataFrame(rows)
-    secondary = (table["role"] == "secondary").to_numpy()
-    table["p_holm"] = np.nan
-    table.loc[secondary, "p_holm"] = holm(table.loc[secondary, "p"].to_numpy())
-    return table
-
-
-def power(fit: dict[str, Any], within: str) -> dict[str, float]:
-    """Return which correlations a test finds with 80 % power, and the r to expect: detectable, attainable, detectable_true."""
-    detectable = attainable = true = float("nan")
-    if not fit["why"]:
-        detectable = detectable_correlation(int(fit["df"]))
-        if within == "drop_path":  # else x is set, and y is not a mean over seeds
-            attainable = float(np.sqrt(fit["reliability_x"] * fit["reliability_y"]))
-    if attainable >= detectable:
-        true = detectable / attainable
-    return {"detectable": detectable, "attainable": attainable, "detectable_true": true}
+            rows.append(row)
+    _, *p = (row["p"] for row in rows)
+    return pd.DataFrame(rows).assign(p_holm=[np.nan, *holm(np.array(p))])
 
 
 def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> dict[str, Any]:
@@ -213,26 +166,24 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
         within: drop_path (units are weight decays) or weight_decay (units are rates with seeds).
 
     Returns:
-        The columns of `linear_fit`, reliability_x, reliability_y with their intervals (..._low, ..._high), and why: the reason,
-        in words, where r is undefined, else "".
+        The columns of `linear_fit`, detectable (the smallest r that is found with 80 % power), and why: the reason, in words,
+        where r is undefined, else "".
     """
     defined = np.isfinite(x) & np.isfinite(y)
     grid, values = grid.isel(cell=defined), np.stack([x, y], 1)[defined]
     if not defined.any():
-        fit = linear_fit(x[defined], y[defined])
-        return _undefined(fit | dict.fromkeys(OF_VARIABLES, float("nan")), NOT_RECORDED)
+        return _undefined(linear_fit(x[defined], y[defined]), "the values were not recorded")
     mean_x, mean_y = unit_means(grid, values, within).T
     units, first = np.unique(_units(grid, within)[0], return_index=True)
     groups = grid["seed"].values[first] if within == "weight_decay" else None
     fit = linear_fit(mean_x, mean_y, groups)
-    of_x, of_y = reliability(grid, values, within)[[*RELIABILITY]].to_numpy()
-    fit |= dict(zip(OF_VARIABLES, [*of_x, *of_y], strict=True))
     why = too_few(within, *(len(np.unique(grid[name])) for name in SETTINGS), units=len(units))
     if not np.isfinite([mean_x, mean_y]).all():
         why = "values are missing"
     elif not why and np.isnan(fit["r"]):
         why = "the values are equal"
-    return _undefined(fit, why) if why else fit | {"why": ""}
+    fit |= {"why": "", "detectable": detectable_correlation(int(fit["df"]))}
+    return _undefined(fit, why) if why else fit
 
 
 def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None = None) -> str:
@@ -244,7 +195,7 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
     """
     if within == "weight_decay" and rates < 2:
         return "there is one stochastic depth rate"
-    if within == "weight_decay" and seeds < FEWEST_SEEDS:
+    if within == "weight_decay" and seeds < 2:
         return "one seed does not tell an effect of the rate from what the seed adds at each rate"
     units = units or (decays if within == "drop_path" else rates * seeds)
     if units < FEWEST_POINTS:
@@ -254,67 +205,8 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
 
 def _undefined(fit: dict[str, Any], why: str) -> dict[str, Any]:
     """Return a fit without what a test of it would say."""
-    of_test = ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")
-    return fit | dict.fromkeys(of_test, float("nan")) | {"why": fit.get("why") or why}
-
-
-def reliability(grid: xr.Dataset, values: np.ndarray, within: str) -> pd.DataFrame:
-    """Return the reliability of the means over seeds of weight decays (within rates) or rates (within weight decays).
-
-    Where cells are missing, the means of a decay (or rate) and seed are of fewer cells, and the interval is approximate.
-
-    Args:
-        values: (cells, columns).
-
-    Returns:
-        A row per column: f, df_levels, df_noise, reliability, reliability_low, reliability_high (95 %). All but the degrees of
-        freedom are NaN where there are fewer than two seeds or levels, or the values of a column are equal.
-    """
-    other = "weight_decay" if within == "drop_path" else "drop_path"
-    both, first = np.unique(_numbered(grid, other, "seed"), return_index=True)
-    level, seed = (grid[name].values[first] for name in (other, "seed"))
-    means = _means(_numbered(grid, other, "seed"), _numbered(grid, within), values)
-    (*_, of_seeds, seed_rank), (*_, rest, rank) = (
-        _additive(label, _ranks(seed), means) for label in (np.zeros(len(both), int), _ranks(level))
-    )
-    df = rank - seed_rank, len(both) - rank
-    with np.errstate(divide="ignore", invalid="ignore"):
-        f = (of_seeds - rest) / df[0] / (rest / df[1])
-    f = np.where(min(df) > 0, f, np.nan)
-    quantiles = (1, stats.f.ppf((1 + CONFIDENCE) / 2, *df), stats.f.ppf((1 - CONFIDENCE) / 2, *df))
-    shares = {
-        name: np.maximum(1 - quantile / f, 0)
-        for name, quantile in zip(RELIABILITY, quantiles, strict=True)
-    }
-    return pd.DataFrame({"f": f, "df_levels": df[0], "df_noise": df[1]} | shares)
-
-
-def reliabilities(grid: xr.Dataset) -> pd.DataFrame:
-    """Return the reliability, within stochastic depth rates, of accuracy, test loss and every coupling after the last step.
-
-    Returns:
-        A row per variable: variable (accuracy, loss, or the `quantity` of a coupling), token, measure, k and pairs of a
-        coupling, the columns of `reliability`, and reliable (whether the lower end of its interval is above `RELIABLE`).
-    """
-    labels, coupling = _final_couplings(grid)
-    outcomes = [grid[name].values for name in ("accuracy", "loss")]
-    rows = [
-        {"variable": "accuracy"},
-        {"variable": "loss"},
-        *({"variable": quantity(grid, label)} | label for label in labels),
-    ]
-    table = reliability(grid, np.column_stack([*outcomes, coupling]), "drop_path")
-    named = pd.DataFrame(rows).astype({"k": "Int64"})
-    return pd.concat([named, table], axis=1).assign(reliable=table["reliability_low"] > RELIABLE)
-
-
-def _final_couplings(grid: xr.Dataset) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Return token, measure, k and pairs of each coupling, and the couplings after the last step, (cells, couplings)."""
-    stacked = couplings(grid).isel(step=-1).stack(definition=DEFINITION)
-    labels: list[dict[str, Any]] = [
-        dict(zip(DEFINITION, label, strict=True)) for label in stacked["definition"].values
-    ]
-    return labels, stacked.transpose("cell", "definition").values
+    known = {"n": fit["n"], "df": fit["df"], "why": fit.get("why") or why}
+    return dict.fromkeys([*fit, "detectable"], float("nan")) | known
 
 
 # Of a question within these, in words
@@ -329,52 +221,32 @@ def _units(grid: xr.Dataset, within: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def unit_means(grid: xr.Dataset, values: np.ndarray, within: str) -> np.ndarray:
-    """Return the mean of each unit of a question, (units, columns).
+    """Return the mean of each unit of a question, (units, columns), after the effects of blocks of cells are removed.
+
+    The effects are those of the additive model value = unit + block by least squares; where every unit has every block, they do
+    not change the means. NaN where missing cells leave units that no chain of blocks connects.
 
     Args:
         values: (cells, columns).
         within: as in `fit_units`.
     """
-    return _means(*_units(grid, within), values)
-
-
-def _means(label: np.ndarray, block: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the means of cells of equal label, (labels, columns), after the effects of blocks are removed.
-
-    The effects are those of the additive model value = label + block by least squares; where every label has every block, they do
-    not change the means. NaN where missing cells leave labels that no chain of blocks connects.
-    """
-    by_label, by_block, _, rank = _additive(label, block, values)
-    connected = rank == len(by_label) + len(by_block) - 1
-    return by_label + by_block.mean(0) if connected else np.full_like(by_label, np.nan)
-
-
-def _additive(
-    label: np.ndarray, block: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """Fit value = label + block: the effects of labels and of blocks, the squares left, (columns), and the model's rank."""
-    labels = label.max() + 1
-    design = np.concatenate([np.eye(labels)[label], np.eye(block.max() + 1)[block]], 1)
+    unit, block = _units(grid, within)
+    units = unit.max() + 1
+    design = np.concatenate([np.eye(units)[unit], np.eye(block.max() + 1)[block]], 1)
     effects, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
-    residual = ((values - design @ effects) ** 2).sum(0)
-    # Else only rounding error
-    residual = np.where(residual > 1e-20 * (values**2).sum(0), residual, 0)
-    return effects[:labels], effects[labels:], residual, int(rank)
+    by_unit, by_block = effects[:units], effects[units:]
+    connected = rank == len(effects) - 1
+    return by_unit + by_block.mean(0) if connected else np.full_like(by_unit, np.nan)
 
 
 def _numbered(grid: xr.Dataset, *names: str) -> np.ndarray:
     """Number the cells, equal for those that agree in these coordinates."""
-    return _ranks(np.stack([grid[name].values for name in names]))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    """Number values, or columns, from 0 in ascending order."""
-    return np.unique(values, axis=-1, return_inverse=True)[1].ravel()
+    values = np.stack([grid[name].values for name in names])
+    return np.unique(values, axis=1, return_inverse=True)[1].ravel()
 
 
 def cell_table(grid: xr.Dataset) -> pd.DataFrame:
     """Return a row per cell: its settings, accuracy, losses, coupling at equal loss, and every coupling at the end."""
-    labels, coupling = _final_couplings(grid)
     table = pd.DataFrame({name: grid[name].values for name in (*SETTINGS, "accuracy", "loss")})
     table["training_loss"] = grid["training_loss"].isel(step=-1).values
     for token in grid["token"].values:
@@ -382,7 +254,12 @@ def cell_table(grid: xr.Dataset) -> pd.DataFrame:
         table[f"{quantity(grid, at)} at equal training loss/{token}"] = coupling_at_equal_loss(
             grid, at
         )
-    named = pd.DataFrame(coupling, columns=[column(grid, label) for label in labels])
+    stacked = couplings(grid).isel(step=-1).stack(definition=DEFINITION)
+    names = [
+        column(grid, dict(zip(DEFINITION, label, strict=True)))
+        for label in stacked["definition"].values
+    ]
+    named = pd.DataFrame(stacked.values, columns=names)
     return pd.concat([table, named], axis=1).sort_values([*SETTINGS], ignore_index=True)
 
 

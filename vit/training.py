@@ -5,6 +5,7 @@ import pickle
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.utilities import rank_zero_only
-from torch import nn
 
 from checkpoints.nano import quiet_lightning
 from tracker import CouplingCallback
@@ -32,16 +32,13 @@ from tracker.loggers.wandb import (
 from tracker.provenance import describe, package_version
 from vit.cells import SCHEMA, check_settings, claim, read, write
 from vit.data import Data, balanced, load
-from vit.loaders import TEST_BATCH, Batches
-from vit.model import evaluating
+from vit.loaders import Batches
 from vit.module import Classifier, DivergedError
 from vit.recipe import Recipe, check
 
 Row = dict[str, Any]
 # At most, of those on which the training loss is recorded; balanced over classes, the same for every seed.
 IMAGES = 1_000
-WARM_UP, TIMED = 2, 20  # steps of a trial; the first ones allocate memory and choose kernels
-SECONDS = 30.0  # of steps, after which a trial stops
 
 
 def train(recipe: Recipe, show: bool = False) -> Row:
@@ -64,12 +61,12 @@ def train(recipe: Recipe, show: bool = False) -> Row:
         return result
     # Of several processes that train one model, only the first writes to the directory
     if rank_zero_only.rank:
-        return _train(recipe, load(recipe), show=False)
+        return _train(recipe, show=False)
     with claim(directory, recipe):
         if (result := read(directory, "result")) is not None:
             return result
         (directory / "failed.json").unlink(missing_ok=True)
-        result = _train(recipe, load(recipe), show)
+        result = _train(recipe, show)
         write(directory, "result", result)
         if not recipe.keep_checkpoint:
             (directory / "last.ckpt").unlink(missing_ok=True)
@@ -99,7 +96,8 @@ def check_accelerator(name: str) -> None:
         )
 
 
-def _train(recipe: Recipe, data: Data, show: bool) -> Row:
+def _train(recipe: Recipe, show: bool) -> Row:
+    data = load(recipe)
     started = time.perf_counter()
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
@@ -108,20 +106,21 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
         steps_per_epoch = recipe.steps_per_epoch(len(data.train))
         module = Classifier(recipe, len(data.classes), steps_per_epoch, show)
         has_run = open_run() is not None  # of the caller
-        trainer = make_trainer(recipe, data, enable_progress_bar=show and sys.stdout.isatty())
-        failed = True
+        trainer = make_trainer(
+            recipe, data, module, enable_progress_bar=show and sys.stdout.isatty()
+        )
+        failed, reason = True, ""
         checkpoint = recipe.directory / "last.ckpt"
-        if (
-            rank_zero_only.rank == 0 and not checkpoint.exists()
-        ):  # existing measurements are of a run that can't be resumed
+        resumed = checkpoint.exists()
+        # Existing measurements are then of a run that can't be resumed
+        if rank_zero_only.rank == 0 and not resumed:
             shutil.rmtree(recipe.directory / "coupling", ignore_errors=True)
             (recipe.directory / "progress.json").unlink(missing_ok=True)
-        reason = ""
         try:
             trainer.fit(
                 module,
                 datamodule=Batches(data, recipe),
-                ckpt_path=str(checkpoint) if checkpoint.exists() else None,
+                ckpt_path=checkpoint if resumed else None,
                 # Our own file, which contains the state of the loops in addition to tensors
                 weights_only=False,
             )
@@ -142,55 +141,79 @@ def _train(recipe: Recipe, data: Data, show: bool) -> Row:
     }
 
 
-def make_trainer(recipe: Recipe, data: Data, **options: Any) -> lightning.Trainer:
+def make_trainer(
+    recipe: Recipe, data: Data, module: Classifier, **options: Any
+) -> lightning.Trainer:
     """Return the trainer of a recipe, which writes checkpoints and measurements into its directory.
 
     Args:
-        options: options of Lightning's Trainer in place of the recipe's.
+        options: more options of Lightning's Trainer.
     """
     on_gpu = recipe.accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available()
-    loss, coupling = _coupling(recipe, data)
-    callbacks = [
-        *([loss, coupling] if loss and coupling else []),
-        ModelCheckpoint(
-            recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False
-        ),
-    ]
+    checkpoint = ModelCheckpoint(
+        recipe.directory, "last", save_on_train_epoch_end=True, enable_version_counter=False
+    )
     return lightning.Trainer(
         accelerator=recipe.accelerator,
         devices=recipe.devices,
         precision=recipe.precision or ("bf16-mixed" if on_gpu else "32-true"),  # type: ignore[arg-type]
         gradient_clip_val=recipe.clip,
         logger=_wandb(recipe),
-        callbacks=callbacks,
+        callbacks=[*_coupling(recipe, data, module), checkpoint],
         plugins=[AtomicCheckpoints()],
         enable_model_summary=False,
         num_sanity_val_steps=0,
         use_distributed_sampler=False,  # our sampler distributes the images
         log_every_n_steps=1,
         check_val_every_n_epoch=recipe.test_every or recipe.epochs,
-        **{"max_epochs": recipe.epochs, "enable_progress_bar": False, **options},
+        max_epochs=recipe.epochs,
+        **options,
     )
 
 
-def _coupling(
-    recipe: Recipe, data: Data
-) -> "tuple[TrainingLoss, CouplingCallback] | tuple[None, None]":
-    """Return the callbacks that measure the weights that are tested, if coupling is measured."""
+def _coupling(recipe: Recipe, data: Data, module: Classifier) -> list[CouplingCallback]:
+    """Return the callback that measures the weights that are tested, if coupling is measured."""
     # The last step is one of them, so that it is measured before the last checkpoint is written: a training that is resumed from
     # that one has nothing left to do.
     steps = recipe.measured_steps(recipe.epochs * recipe.steps_per_epoch(len(data.train)))
     if steps is None:
-        return None, None
-    loss = TrainingLoss(data, recipe)
+        return []
     coupling = CouplingCallback(
         steps=steps,
         probe=data.probe(recipe.probe_size),
         **recipe.settings.as_options(),
         save_dir=str(recipe.directory / "coupling"),
-        on_measure=loss.record,
+        on_measure=_record_loss(recipe, data, module),
     )
-    return loss, coupling
+    return [coupling]
+
+
+def _record_loss(recipe: Recipe, data: Data, module: Classifier) -> Callable[[xr.Dataset], None]:
+    """Return a function that writes a row of `step` and `loss` to CELL/progress.json for a measured step.
+
+    The loss on plain training images is the mean cross-entropy without smoothing, in evaluation mode. Stochastic depth
+    slows a training, and coupling changes while a model trains. Trainings are therefore also compared where they have equal
+    training loss (`vit.statistics`), for which the loss of the training itself, with augmentation, mixing and dropped blocks,
+    would not do.
+    """
+    split = data.train[balanced(data.train.labels, min(IMAGES, len(data.train)))]
+
+    @torch.no_grad()
+    def record(unit: xr.Dataset) -> None:
+        step, parameter, training = int(unit["step"]), next(module.parameters()), module.training
+        images, labels = (of.to(parameter.device) for of in (split.images, split.labels))
+        module.eval()
+        try:
+            with torch.autocast(parameter.device.type, enabled=False):
+                logits = module(data.normalise(images).to(parameter.dtype)).float()
+                loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        finally:
+            module.train(training)
+        rows = [row for row in read(recipe.directory, "progress") or () if row["step"] < step]
+        row = {"step": step, "loss": float(loss) / len(split)}
+        write(recipe.directory, "progress", [*rows, row])
+
+    return record
 
 
 def _wandb(recipe: Recipe) -> WandbLogger | bool:
@@ -224,13 +247,13 @@ def _wandb(recipe: Recipe) -> WandbLogger | bool:
 def _result(
     recipe: Recipe, module: Classifier, data: Data, device: torch.device, reason: str
 ) -> Row:
-    last = module.history[-1] if module.history else {}
+    last = {} if reason else module.history[-1]
     return {
         "schema": SCHEMA,
         "status": "diverged" if reason else "finished",
         "reason": reason,
-        "accuracy": None if reason else last["test/accuracy"],
-        "loss": None if reason else last["test/loss"],
+        "accuracy": last.get("test/accuracy"),
+        "loss": last.get("test/loss"),
         "images": {"train": len(data.train), "test": len(data.test)},
         # The accuracy of one answer for all
         "chance": float(torch.bincount(data.test.labels).max() / len(data.test)),
@@ -244,48 +267,6 @@ def _result(
             },
         },
     }
-
-
-class TrainingLoss(lightning.Callback):
-    """Writes CELL/progress.json: a row of `step` and `loss` for each measured step.
-
-    The loss on plain training images is the mean cross-entropy without smoothing, in evaluation mode. Stochastic depth
-    slows a training, and coupling changes while a model trains. Trainings are therefore also compared where they have equal
-    training loss (`vit.statistics`), for which the loss of the training itself, with augmentation, mixing and dropped blocks,
-    would not do.
-    """
-
-    def __init__(self, data: Data, recipe: Recipe):
-        split = data.train[balanced(data.train.labels, min(IMAGES, len(data.train)))]
-        self.data, self.images, self.labels = data, split.images, split.labels
-        self.directory = recipe.directory
-
-    def setup(
-        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str
-    ) -> None:
-        """Keep the module, which the measurement does not pass on."""
-        self.module = pl_module
-
-    def record(self, unit: xr.Dataset) -> None:
-        """Evaluate the model at the step of a measurement, and write the row."""
-        step = int(unit["step"])
-        rows = [row for row in read(self.directory, "progress") or () if row["step"] < step]
-        write(self.directory, "progress", [*rows, {"step": step, "loss": self._loss(self.module)}])
-
-    @torch.no_grad()
-    def _loss(self, module: nn.Module) -> float:
-        parameter = next(module.parameters())
-        total = torch.zeros((), device=parameter.device)
-        with evaluating(module), torch.autocast(parameter.device.type, enabled=False):
-            for images, labels in zip(
-                self.images.split(TEST_BATCH), self.labels.split(TEST_BATCH), strict=True
-            ):
-                pixels = self.data.normalise(images.to(parameter.device)).to(parameter.dtype)
-                logits = module(pixels).float()
-                total += torch.nn.functional.cross_entropy(
-                    logits, labels.to(parameter.device), reduction="sum"
-                )
-        return float(total) / len(self.labels)
 
 
 class AtomicCheckpoints(TorchCheckpointIO):

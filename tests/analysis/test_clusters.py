@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from tests.stores import stored, unit
+from tests.support.stores import stored, unit
 from tracker.analysis.across_models import (
     assign_clusters,
     cluster_labels,

@@ -10,14 +10,14 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.models import HEADS, VOCABULARY, WIDTH, neox, tokens
-from tests.stores import stored
+from tests.support.models import HEADS, VOCABULARY, WIDTH, neox, tokens
+from tests.support.refused import refused
+from tests.support.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import coupled
 from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
-from tracker.common.errors import UsageError
 from tracker.figures.choices import Choices
 from tracker.figures.coupling import by_layer, coupling_of_prompts, layer_graph, over_training
 from tracker.figures.matrices import heatmaps
@@ -154,10 +154,7 @@ def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
         intermediate_size=2 * WIDTH,
     )  # fmt: skip
     network, layers = transformers.AlbertModel(config).eval(), "encoder.albert_layer_groups"
-    with pytest.raises(
-        UsageError,
-        match=f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'",
-    ):
+    with refused(f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'"):
         tracker.measure(network, tokens(), k=K)
     ds = tracker.measure(network, tokens(), k=K, blocks=layers)
     assert ds.attrs["equal_blocks"] == "one module: 1 2 3 4"

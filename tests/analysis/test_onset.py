@@ -10,7 +10,7 @@ from scipy.stats import skew, ttest_1samp
 from scipy.stats import t as t_distribution
 
 import tracker
-from tests.analysis.test_regression import assert_covers
+from tests.support.coverage import assert_covers
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, coupled, pairs_of_blocks
 from tracker.analysis.onset import onset as onset_of

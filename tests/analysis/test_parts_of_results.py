@@ -7,8 +7,9 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests.models import Size, neox, tokens
-from tests.stores import stored
+from tests.support.models import Size, neox, tokens
+from tests.support.refused import refused
+from tests.support.stores import stored
 from tracker.analysis.selections import opened
 from tracker.common.errors import UsageError
 from tracker.measures.settings import EVERYTHING
@@ -46,8 +47,6 @@ ANALYSES = {
         results, "miscoupling_release_trace"
     ),
     "null_level of tokens": lambda results: tracker.null_level(results, "self_miscoupling"),
-    "to_frame": tracker.to_frame,
-    "to_frame of positions": lambda results: tracker.to_frame(results, "lss"),
     "scalars": tracker.scalars,
     "plot": tracker.plot,
     "plot 1c": lambda results: tracker.plot(results, "1c"),
@@ -129,7 +128,7 @@ def test_a_selected_step_and_a_directory(results, ds, tmp_path):
     path = stored(tmp_path / "toy", {8: ds}).path
     for analyse in (tracker.curves, tracker.scalars, ANALYSES["null_level"]):
         assert_same(analyse(path), analyse(open_results(path)))
-    with pytest.raises(UsageError, match=r"scalars are of one step, and these are 2; select one"):
+    with refused(r"scalars are of one step, and these are 2; select one"):
         tracker.scalars(results)
     suspect = last.assign_coords(suspect="other weights")
     assert "Step 8 is suspect" in repr(tracker.summary(suspect))
@@ -224,7 +223,7 @@ REFUSED = {
 @pytest.mark.parametrize("analysis", ANALYSES)
 def test_what_is_refused_at_the_door(ds, analysis, case):
     selected, message = REFUSED[case]
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         ANALYSES[analysis](selected(ds))
 
 
@@ -233,13 +232,11 @@ def test_what_a_part_lacks_is_named(ds):
     for analyse in (
         tracker.summary,
         tracker.plot,
-        tracker.to_frame,
         tracker.curves,
         ANALYSES["null_level"],
     ):
-        with pytest.raises(
-            UsageError,
-            match="the null level of miscoupling needs miscoupling_level, which this part .* lacks",
+        with refused(
+            "the null level of miscoupling needs miscoupling_level, which this part .* lacks"
         ):
             analyse(alone)
     with_level = ds[["miscoupling", "miscoupling_level"]]
@@ -247,32 +244,12 @@ def test_what_a_part_lacks_is_named(ds):
     pd.testing.assert_frame_equal(rows, expected, check_categorical=False)
     assert_same(tracker.plot(with_level), tracker.plot(ds))
     assert "diagnostics/undefined" not in tracker.scalars(with_level)
-    with pytest.raises(
-        UsageError,
-        match=r"same blocks along layer \[1, 2\] and layer_other \[1, 2, 3, 4\]; select both",
-    ):
+    with refused(r"same blocks along layer \[1, 2\] and layer_other \[1, 2, 3, 4\]; select both"):
         tracker.summary(ds.sel(layer=[1, 2]))
-    with pytest.raises(
-        UsageError, match="a null level needs rank 1 to 3, and this part of the results has 2, 3"
-    ):
+    with refused("a null level needs rank 1 to 3, and this part of the results has 2, 3"):
         tracker.null_level(ds.isel(rank=[1, 2]), "miscoupling_release_trace")
-    with pytest.raises(UsageError, match="the response to noise needs depth 0 to 1"):
+    with refused("the response to noise needs depth 0 to 1"):
         tracker.plot(ds.isel(depth=-1), 32)
-
-
-def test_runs_by_name_make_one_table(ds, results):
-    table = tracker.to_frame({"a": ds, "b": results.isel(step=-1).sel(k=3)}, "miscoupling")
-    assert table.columns[0] == "result" and table.index.is_unique
-    for name, part in table.groupby("result"):
-        of = {"a": ds, "b": results.isel(step=[-1]).sel(k=[3])}[name]
-        values = tracker.to_frame(of, "miscoupling").miscoupling
-        np.testing.assert_array_equal(part.miscoupling, values)
-    assert set(tracker.to_frame([ds, ds], "lss").result) == {
-        "GPTNeoXForCausalLM (1)",
-        "GPTNeoXForCausalLM (2)",
-    }
-    with pytest.raises(UsageError, match="no results"):
-        tracker.to_frame({})
 
 
 def test_a_summary_of_several_results_names_their_last_steps(ds, results):

@@ -7,8 +7,8 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests.models import Size, neox, padded
-from tests.stores import stored
+from tests.support.models import Size, neox, padded
+from tests.support.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import (

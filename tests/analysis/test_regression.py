@@ -6,6 +6,7 @@ import pytest
 import statsmodels.api as sm
 from scipy import stats
 
+from tests.support.coverage import assert_covers
 from tracker.analysis.regression import (
     cluster_means,
     clustered_mean,
@@ -17,14 +18,6 @@ from tracker.analysis.regression import (
     partial_correlation,
     power_of_correlation,
 )
-
-
-def assert_covers(covered, low=0.95, high=0.95):
-    """Check a coverage between `low` and `high`, within sampling error (99.9 %)."""
-    covered = np.asarray(covered)
-    fewest, _ = stats.binom.interval(0.999, covered.size, low)
-    _, most = stats.binom.interval(0.999, covered.size, high)
-    assert fewest <= covered.sum() <= most, f"{covered.mean():.4f} of {covered.size}"
 
 
 def holds(value, low, high):

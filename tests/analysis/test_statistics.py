@@ -6,12 +6,12 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, neox, padded, tokens
-from tests.stores import stored
+from tests.support.models import Size, neox, padded, tokens
+from tests.support.refused import refused
+from tests.support.stores import stored
 from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_layers, scalars, sources
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
-from tracker.common.errors import UsageError
 from tracker.measures.registry import MEAN_OFFDIAG
 from tracker.model.inputs import Batch
 from tracker.store import open_results
@@ -33,7 +33,7 @@ def test_medians_over_tokens_and_prompts(ds):
 
 def test_a_text_is_the_name_of_one_measure(ds):
     assert curves(ds, "lss").identical(curves(ds, ["lss"]))
-    with pytest.raises(UsageError, match="'lsss' is no measure; similar names are lss, "):
+    with refused("'lsss' is no measure; similar names are lss, "):
         curves(ds, "lsss")
 
 

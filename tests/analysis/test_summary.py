@@ -9,13 +9,13 @@ import xarray as xr
 from scipy import stats
 
 import tracker
-from tests.analysis.test_regression import assert_covers
-from tests.models import Size, neox, tokens
-from tests.stores import generated
+from tests.support.coverage import assert_covers
+from tests.support.models import Size, neox, tokens
+from tests.support.refused import refused
+from tests.support.stores import generated
 from tracker.analysis.curves import curves
 from tracker.analysis.reduction import reduced
-from tracker.analysis.summary import _Cell, summary_of_reduced
-from tracker.common.errors import UsageError
+from tracker.analysis.summary import Cell, summary_of_reduced
 from tracker.report.contents import contents
 from tracker.store import Store, open_results
 
@@ -253,7 +253,7 @@ def test_a_median_moves_with_the_shares_below_it_by_the_slope_of_the_quantiles()
         3 * np.minimum(away, 0.01) + 100 * np.maximum(away - 0.01, 0)
     )
     alike, apart = np.full(4, 0.1), np.array([0.1, 0.1, -0.1, -0.1])
-    linear = lambda below: _Cell(0.0, np.nan, below, None, "prompt", quantiles).linear()  # noqa: E731
+    linear = lambda below: Cell(0.0, np.nan, below, None, "prompt", quantiles).linear()  # noqa: E731
     np.testing.assert_allclose(linear(alike), -3 * alike)
     error = stats.sem(apart)
     slope = (3 * 0.01 + 100 * (error - 0.01)) / error
@@ -267,7 +267,7 @@ def test_coverage_of_the_interval_of_a_median(spread):
     inside = []
     for _ in range(400):
         values = np.exp(spread * random.standard_normal((16, 1)) + random.standard_normal((16, 20)))
-        cell = _Cell(
+        cell = Cell(
             float(np.median(values)), np.nan, ((values < np.median(values)) - 0.5).mean(1), None, "prompt",
             np.percentile(values, np.arange(101)),
         )  # fmt: skip
@@ -372,7 +372,7 @@ def test_what_can_not_be_summarised(tmp_path):
         (lambda: tracker.summary({}), "no results"),
         (lambda: tracker.summary(ds[["norm"]]), "no mis-couplings and no paths"),
     ):
-        with pytest.raises(UsageError, match=message):
+        with refused(message):
             given()
     with pytest.raises(FileNotFoundError, match="no results in"):
         tracker.summary(tmp_path)

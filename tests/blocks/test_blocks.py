@@ -16,47 +16,28 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import tracker
-from tests import brute_force
-from tests.models import HEADS, VOCABULARY, WIDTH, Encoder, Size, images, neox, tokens
+from tests.support import brute_force
+from tests.support.draws import perturbed
+from tests.support.llava import (
+    COMMON,
+    DEEPER,
+    IDS,
+    IMAGE,
+    SEEN,
+    TEXT,
+    VISION,
+    llava,
+    of,
+)
+from tests.support.models import HEADS, VOCABULARY, WIDTH, Encoder, images, neox, tokens
+from tests.support.refusals import K, lines, refusal
+from tests.support.refused import refused
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
-
-K = 4
-
-
-def lines(message: str) -> list[Any]:
-    """Return the blocks that a refusal proposes."""
-    return [eval(line) for line in re.findall(r"^  blocks=(.*?)  #", message, re.MULTILINE)]
-
-
-COMMON: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 3,
-    "num_attention_heads": HEADS,
-    "intermediate_size": 2 * WIDTH,
-}
-TEXT = Size().common() | {"num_key_value_heads": 2}
-VISION = COMMON | {"image_size": 16, "patch_size": 8}
-DEEPER = VISION | {"hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}
-IMAGE = VOCABULARY - 1  # the token that stands for a patch
-
-
-def of(name: str, **settings: Any) -> nn.Module:
-    cls = getattr(transformers, name)
-    return cls(cls.config_class(**settings))
 
 
 def of_timm(name: str, **settings: Any) -> nn.Module:
     return timm.create_model(name, num_classes=5, **settings)
-
-
-def llava() -> nn.Module:
-    return of(
-        "LlavaForConditionalGeneration",
-        text_config=transformers.LlamaConfig(**TEXT),
-        vision_config=transformers.CLIPVisionConfig(**DEEPER),
-        image_token_index=IMAGE,
-    )
 
 
 def paligemma() -> nn.Module:
@@ -69,9 +50,6 @@ def paligemma() -> nn.Module:
     )
 
 
-IDS = torch.randint(3, 40, (2, 9), generator=torch.Generator().manual_seed(3))
-# Four patches of 8 x 8
-WITH_PATCHES = torch.cat([IDS[:, :1], torch.full((2, 4), IMAGE), IDS[:, 5:]], 1)
 PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
 
 
@@ -90,7 +68,7 @@ class Case:
 FOUND = {
     "llava": Case(
         llava,
-        {"input_ids": WITH_PATCHES, "pixel_values": images()},
+        SEEN,
         "model.language_model.layers",
         "model.language_model.norm",
         8,
@@ -263,16 +241,9 @@ REFUSED = {
 }
 
 
-def perturbed(make: Callable[[], nn.Module]) -> nn.Module:
+def made(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    model = make().double().eval()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(
-                0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
-    return model
+    return perturbed(make().double().eval(), seed=2)
 
 
 def assert_measured_as_by_brute_force(model, inputs, container, norm, position, **keywords):
@@ -293,7 +264,7 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
 @pytest.mark.parametrize("name", FOUND)
 def test_the_blocks_that_reach_the_output_are_found(name):
     case = FOUND[name]
-    model = perturbed(case.make)
+    model = made(case.make)
     found = find_blocks(model)
     assert [model.get_submodule(block) for block in found.names] == list(
         model.get_submodule(case.container).children()
@@ -306,22 +277,21 @@ def test_the_blocks_that_reach_the_output_are_found(name):
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(name):
     case = REFUSED[name]
-    model = perturbed(case.make)
-    with pytest.raises(UsageError, match=re.escape(case.message)) as refusal:
-        tracker.measure(model, case.inputs)
-    assert lines(str(refusal.value)) == list(case.lines)
+    model = made(case.make)
+    message = refusal(model, case.inputs)
+    assert case.message in message and lines(message) == list(case.lines)
     for line, (norm, position) in case.lines.items():
         assert_measured_as_by_brute_force(model, case.inputs, line, norm, position, blocks=line)
 
 
 def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
-    model = perturbed(paligemma)
+    model = made(paligemma)
     found = find_blocks(model, "model.vision_tower.encoder.layers")
     assert (
         found.final_norms == ("model.vision_tower.post_layernorm",) and not found.include_final_norm
     )
     assert found.unembedding is None
-    clip = find_blocks(perturbed(llava), "model.vision_tower.encoder.layers")
+    clip = find_blocks(made(llava), "model.vision_tower.encoder.layers")
     assert clip.unembedding is None and not clip.include_final_norm
     # Those after the blocks first
     assert clip.final_norms == tuple(
@@ -330,18 +300,16 @@ def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
 
 
 def test_the_encoders_states_have_no_logits():
-    model = perturbed(lambda: of("T5ForConditionalGeneration", **T5))
+    model = made(lambda: of("T5ForConditionalGeneration", **T5))
     assert find_blocks(model, "encoder.block").unembedding is None
     assert find_blocks(model, "decoder.block").unembedding == "lm_head"
 
 
 def test_padding_beside_a_decoders_input_is_refused():
-    model = perturbed(lambda: of("T5Model", **T5))
+    model = made(lambda: of("T5Model", **T5))
     mask = torch.ones_like(IDS)
     mask[0, 6:] = 0
-    with pytest.raises(
-        UsageError, match="padding among 9 tokens, but which of the blocks' 6 tokens"
-    ):
+    with refused("padding among 9 tokens, but which of the blocks' 6 tokens"):
         tracker.measure(model, PAIR | {"attention_mask": mask}, blocks="decoder.block", k=K)
 
 
@@ -351,9 +319,9 @@ def test_two_language_models_in_one_module_are_ambiguous():
             super().__init__()
             self.teacher, self.student = neox(), neox(num_hidden_layers=2)
 
-    with pytest.raises(UsageError) as refusal:
+    with pytest.raises(UsageError) as error:
         find_blocks(Distilled())
-    assert lines(str(refusal.value)) == ["teacher.gpt_neox.layers", "student.gpt_neox.layers"]
+    assert lines(str(error.value)) == ["teacher.gpt_neox.layers", "student.gpt_neox.layers"]
 
 
 def test_heads_inside_a_block_are_not_blocks():
@@ -385,7 +353,7 @@ def test_heads_inside_a_block_are_not_blocks():
 def test_blocks_among_other_modules_are_offered_by_their_names():
     layer = [nn.TransformerEncoderLayer(WIDTH, HEADS, batch_first=True) for _ in range(4)]
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layer[:2], nn.Linear(WIDTH, WIDTH), *layer[2:])
-    with pytest.raises(UsageError, match="2 lists of blocks found") as refusal:
+    with refused("2 lists of blocks found") as refusal:
         find_blocks(model)
     assert lines(str(refusal.value)) == [["1", "2"], ["4", "5"]]
     measured = tracker.measure(model, torch.randn(2, 4, WIDTH), blocks=["4", "5"], k=2)
@@ -433,7 +401,7 @@ WITHOUT_TENSORS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
     unread = Unread(False, FORMS[form])
-    with pytest.raises(UsageError, match="returns depends on its last block, encoder.*layers.2"):
+    with refused("returns depends on its last block, encoder.*layers.2"):
         tracker.measure(unread, tokens(), k=2)
     # Blocks that the caller names may lead nowhere.
     for model, blocks in ((unread, "encoder.encoder.layers"), (Unread(True, FORMS[form]), None)):
@@ -443,7 +411,7 @@ def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
 @pytest.mark.parametrize("kind", WITHOUT_TENSORS)
 def test_blocks_are_to_be_named_if_a_model_returns_nothing_that_shows_them(kind):
     model = Unread(True, WITHOUT_TENSORS[kind])
-    with pytest.raises(UsageError, match=rf"returns a {kind} without a floating tensor") as refusal:
+    with refused(rf"returns a {kind} without a floating tensor") as refusal:
         tracker.measure(model, tokens(), k=2)
     names = eval(re.findall(r"say what to measure: blocks=(.*)", str(refusal.value))[0])
     assert tracker.measure(model, tokens(), k=2, blocks=names).sizes["layer"] == 3
@@ -472,21 +440,15 @@ class Pooled(nn.Module):
 
 def test_a_class_token_is_confirmed_by_what_reaches_the_output():
     assert tracker.measure(Pooled(0, 0), images(1), k=2).attrs["tokens"] == "cls"
-    with pytest.raises(
-        UsageError, match=r"output does not depend on it \(position 0 after encoder.layers.1\)"
-    ):
+    with refused(r"output does not depend on it \(position 0 after encoder.layers.1\)"):
         tracker.measure(Pooled(0, None), images(1), k=2)
     last = Pooled(4, 4)
-    with pytest.raises(
-        UsageError, match="cls_token enters the first block at position 4, not at 0"
-    ) as refusal:
+    with refused("cls_token enters the first block at position 4, not at 0") as refusal:
         tracker.measure(last, images(1), k=2)
     line = re.findall(r"blocks=(find_blocks\(.*\))", str(refusal.value))[0]
     found = eval(line, {"find_blocks": find_blocks, "model": last})
     assert (tracker.measure(last, images(1), blocks=found, k=2).token_position == 4).all()
-    with pytest.raises(
-        UsageError, match="first block at no position, not at 0 alone.*or positions"
-    ):
+    with refused("first block at no position, not at 0 alone.*or positions"):
         tracker.measure(Pooled(None, None), images(1), k=2)
     for choice in ("last", "cls", "all", [0, 1]):
         assert tracker.measure(
@@ -496,8 +458,5 @@ def test_a_class_token_is_confirmed_by_what_reaches_the_output():
 
 def test_detection_tokens_are_read_and_the_class_token_is_not():
     settings = VISION | {"image_size": [16, 16], "num_detection_tokens": 3}
-    with pytest.raises(
-        UsageError,
-        match="YolosForObjectDetection has a class token, but its output does not depend",
-    ):
+    with refused("YolosForObjectDetection has a class token, but its output does not depend"):
         tracker.measure(of("YolosForObjectDetection", **settings), images(), k=2)

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import tracker
-from tests.blocks.test_blocks import lines
-from tests.blocks.test_home_made import K, measured_as_by_brute_force, refusal
-from tests.home_made import MLP, Flat, PreNorm
-from tests.models import VOCABULARY, WIDTH, neox, tokens
+from tests.support.compared import measured_as_by_brute_force
+from tests.support.home_made import MLP, Flat, PreNorm
+from tests.support.models import VOCABULARY, WIDTH, neox, tokens
+from tests.support.refusals import K, lines, refusal
 
 
 class Attending(nn.Module):

@@ -5,13 +5,12 @@ import torch
 from torch import nn
 
 import tracker
-from tests import brute_force, home_made
-from tests.blocks.test_blocks import lines
-from tests.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
-from tests.models import WIDTH, images, tokens
-from tracker.common.errors import UsageError
-
-K = 4
+from tests.support import home_made
+from tests.support.compared import measured_as_by_brute_force
+from tests.support.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
+from tests.support.models import WIDTH, images, tokens
+from tests.support.refusals import K, lines, refusal
+from tests.support.refused import refused
 
 
 def in_dict(blocks):
@@ -43,18 +42,6 @@ FOUND = {
     ),
     "between convolutions and MLPs": (home_made.ViT, images(), "layers.{i}"),
 }
-
-
-def measured_as_by_brute_force(model, inputs, names, **keywords):
-    ds = tracker.measure(model, inputs, k=K, dtype="float64", final_norm="exclude", **keywords)
-    assert ds.attrs["blocks"].split(", ") == names
-    given = inputs.double() if inputs.is_floating_point() else inputs
-    truth = brute_force.Truth(model, given, names, WIDTH)
-    J = truth.jacobians(int(ds.token_position[0, 0]))[0]
-    for name, values in brute_force.couplings(J, K).items():
-        found = torch.as_tensor(ds[name].sel(k=K).isel(prompt=0, token=0).values)
-        torch.testing.assert_close(found, values, rtol=0, atol=1e-8)
-    return ds
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -90,12 +77,6 @@ def test_branches_that_start_at_zero_are_no_chain():
         for parameter in (*block.out.parameters(), *block.down.parameters()):
             nn.init.zeros_(parameter)
     assert "the model changes the hidden state between blocks.0 and blocks.1" in refusal(model)
-
-
-def refusal(model, inputs=None, **keywords):
-    with pytest.raises(UsageError) as error:
-        tracker.measure(model, tokens() if inputs is None else inputs, k=K, **keywords)
-    return str(error.value)
 
 
 def test_several_chains_are_offered_not_chosen_from():
@@ -195,9 +176,7 @@ def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     assert "they move no information between tokens" in refusal(
         mlps, blocks=tracker.find_blocks(mlps)
     )
-    with pytest.raises(
-        UsageError, match="These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"
-    ):
+    with refused("These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"):
         tracker.find_blocks(home_made.Towers())
     turned = LM(lambda: Flat(sequence_first=True), sequence_first=True)
     assert (

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import tracker
-from tests import home_made
-from tests.blocks.test_blocks import lines
-from tests.blocks.test_home_made import K, refusal
-from tests.home_made import VOCABULARY
-from tests.models import WIDTH, tokens
+from tests.support import home_made
+from tests.support.home_made import VOCABULARY, TwoTowers
+from tests.support.models import WIDTH, tokens
+from tests.support.refusals import K, lines, refusal
+from tests.support.refused import refused
 from tests.sweep import of_packages
 from tracker.common.errors import UsageError
 
@@ -76,9 +76,7 @@ def test_blocks_in_a_list_of_lists_are_proposed_as_one_chain(block):
     np.testing.assert_array_equal(
         found.miscoupling, tracker.measure(flat, tokens(), k=K).miscoupling
     )
-    with pytest.raises(
-        UsageError, match="These lines were not tried, which takes inputs; tracker.measure"
-    ):
+    with refused("These lines were not tried, which takes inputs; tracker.measure"):
         tracker.find_blocks(chunks)
 
 
@@ -89,22 +87,6 @@ class NoGradients(home_made.Torch):
         if torch.is_grad_enabled():
             raise NotImplementedError("no backward on this device")
         return super().forward(x)
-
-
-class TwoTowers(nn.Module):
-    def __init__(self, block: type[nn.Module]):
-        super().__init__()
-        self.first = nn.ModuleList(block() for _ in range(2))
-        self.second = nn.ModuleList(home_made.Torch() for _ in range(3))
-
-    def forward(self, x):
-        with torch.no_grad():
-            y = x.mean(1, keepdim=True)
-            for block in self.first:
-                y = block(y)
-        for block in self.second:
-            x = block(x)
-        return x + y
 
 
 def test_a_line_whose_derivative_fails_is_not_proposed():
@@ -118,12 +100,8 @@ def test_a_line_whose_derivative_fails_is_not_proposed():
 
 def test_a_line_that_needs_more_memory_than_the_budget_is_not_proposed():
     model, x = TwoTowers(home_made.Torch), torch.randn(2, 300, WIDTH)
-    with pytest.raises(UsageError) as enough:
-        tracker.measure(model, x, k=K)
-    assert "second" in lines(str(enough.value))
-    with pytest.raises(
-        UsageError, match=r"second \(3 x Torch.*needs more than 0\.0001 GB of memory"
-    ) as error:
+    assert "second" in lines(refusal(model, x))
+    with refused(r"second \(3 x Torch.*needs more than 0\.0001 GB of memory") as error:
         tracker.measure(model, x, k=K, memory_budget=400_000)
     assert not lines(str(error.value))
 

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import tracker
-from tests.models import build, images, timm_vit
+from tests.support.models import build, images, timm_vit
+from tests.support.refused import refused
 from tracker import pythia
-from tracker.common.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:the blocks of this model end in a norm", "ignore:.*measured over the full sequence"
@@ -168,18 +168,14 @@ def test_the_class_token_of_text_encoders(family):
     ],
 )
 def test_prompts_without_a_class_token_are_refused(made, message):
-    with pytest.raises(
-        UsageError, match=rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"
-    ):
+    with refused(rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"):
         measured(hugging_face("Bert"), PROMPTS, made(), "cls")
 
 
 def test_the_class_token_that_a_config_states():
     model = hugging_face("ModernBert", cls_token_id=2)
     assert at(measured(model, torch.tensor([[2, 7, 8], [2, 8, 6]]), tokens="cls")) == [0, 0]
-    with pytest.raises(
-        UsageError, match="sample 1 begins with token 9, not with the class token, 2"
-    ):
+    with refused("sample 1 begins with token 9, not with the class token, 2"):
         measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
 
 
@@ -187,7 +183,7 @@ def test_the_class_token_that_a_config_states():
     "inputs", [torch.tensor([[6, 7, 8, 9]]), {"input_ids": torch.tensor([[6, 7]])}]
 )
 def test_ids_of_a_model_whose_config_states_no_class_token_are_refused(inputs):
-    with pytest.raises(UsageError, match=r"only a config can state the class token .* or indices"):
+    with refused(r"only a config can state the class token .* or indices"):
         measured(hugging_face("Bert"), inputs, tokens="cls")
 
 

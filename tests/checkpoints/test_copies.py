@@ -16,8 +16,8 @@ from checkpoints import copies
 from checkpoints.copies import LOCK, PREFIX, _remove, load_copy, sweep
 from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
-from tests import processes
-from tests.checkpoints.test_suites import holding
+from tests.support import processes
+from tests.support.files import holding
 from tracker.common import files
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -287,7 +287,7 @@ load_copy(load, Path(sys.argv[2]))
 def test_copies_that_nobody_holds_are_removed_and_nothing_else(run, temporary):
     def copying():
         process = processes.start(
-            "tests.statements", COPYING, run, env={**os.environ, "TMPDIR": str(temporary)}
+            "tests.support.statements", COPYING, run, env={**os.environ, "TMPDIR": str(temporary)}
         )
         processes.wait_for_line(process, "loading")
         return process, max(temporary.glob(f"{PREFIX}*"), key=lambda file: file.stat().st_mtime_ns)

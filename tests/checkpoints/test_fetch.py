@@ -20,8 +20,8 @@ from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import list_branches, list_revisions
-from tests import processes
-from tests.hub_server import Handler, Hub, blob, serve
+from tests.support import processes
+from tests.support.hub_server import Handler, Hub, blob, serve
 from tracker.common.errors import CheckpointError, Unreachable
 
 REPO = "org/toy"
@@ -75,6 +75,10 @@ class Fetcher:
             assert file.read_bytes() == (published / file.name).read_bytes()
         assert not list(self.cache.rglob("*.tracker.incomplete"))
 
+    def fetch_whole(self, step: int) -> None:
+        """Fetch a step and assert that all of it is there."""
+        self.assert_whole(step, self.fetch(step))
+
     def snapshot(self, commit: str) -> Path:
         return self.cached / "snapshots" / commit
 
@@ -113,13 +117,13 @@ def fetcher(tmp_path, monkeypatch):
 
 
 def test_fetch_downloads_needed_files_once_and_counts_bytes(fetcher):
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     assert fetcher.counted == sum(
         f.stat().st_size for f in fetcher.published(1).iterdir() if f.suffix != ".bin"
     )
     assert not fetcher.server.requested("pytorch_model.bin")
     before = len(fetcher.server.requests)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     assert len(fetcher.server.requests) == before + 1  # for the branches; commits never change
     assert cached_snapshot(REPO, "step1", fetcher.cache) == fetcher.fetch(1)
     assert fetcher.messages == []
@@ -138,7 +142,7 @@ TRANSIENT = {
 def test_transient_faults_are_retried_and_reported(fetcher, case):
     path, fault, message = TRANSIENT[case]
     fetcher.server.fail(path, **fault)
-    fetcher.assert_whole(2, fetcher.fetch(2))
+    fetcher.fetch_whole(2)
     assert re.search(message, "\n".join(fetcher.messages)), fetcher.messages
 
 
@@ -146,7 +150,7 @@ def test_dropped_download_continues_at_the_received_bytes(fetcher, monkeypatch):
     """It may be dropped more often than a request without progress is made."""
     monkeypatch.setattr("checkpoints.fetch.BLOCK", 30_000)
     fetcher.server.fail("GET .*model.safetensors", drop_after=40_000, times=7)
-    fetcher.assert_whole(2, fetcher.fetch(2))
+    fetcher.fetch_whole(2)
     assert fetcher.server.sent < SIZE + 2 * 65_536 + 1000 and fetcher.counted >= SIZE
 
 
@@ -159,7 +163,7 @@ def test_stopped_download_is_resumed_by_the_next_call(fetcher):
     (left,) = fetcher.cache.rglob("*.incomplete")
     have = left.stat().st_size
     assert 0 < have < SIZE
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     assert f"resuming after {have / 1e9:.3g}" in fetcher.messages[-1]
     assert (
         fetcher.server.requests[-1].startswith("GET")
@@ -171,7 +175,7 @@ def test_stopped_download_is_resumed_by_the_next_call(fetcher):
 def test_the_snapshot_has_the_listed_content_whatever_the_hub_says_of_a_file(fetcher, etag):
     """The hub's client would download the content of another hash, unchecked, and to the path that the hash makes."""
     fetcher.server.fail("/resolve/", headers={"ETag": f'"{etag}"'}, times=1000)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     assert not list(fetcher.cache.parent.rglob("evil*"))
     names = {
         file.resolve().name for file in cached_snapshot(REPO, "step1", fetcher.cache).iterdir()
@@ -184,9 +188,9 @@ def test_a_snapshot_has_copies_where_links_are_not_supported(fetcher, monkeypatc
         raise OSError("no links here")
 
     monkeypatch.setattr(Path, "symlink_to", fail)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     before = len(fetcher.server.requests)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     assert len(fetcher.server.requests) == before + 1
 
 
@@ -213,12 +217,12 @@ def test_branches_whose_names_leave_the_cache_are_left_out(fetcher):
 def test_download_restarts_on_a_server_without_ranges(fetcher, monkeypatch):
     monkeypatch.setattr(Handler, "range_start", lambda self: None)
     fetcher.server.fail("GET .*model.safetensors", drop_after=100_000)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
 
 
 def test_wrong_hash_is_fetched_again_once_and_then_refused(fetcher):
     fetcher.server.fail("GET .*model.safetensors", content=lambda b: b[::-1])
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
     assert "does not match the hash" in fetcher.messages[0]
     fetcher.server.fail("GET .*model.safetensors", content=lambda b: b[::-1], times=2)
     with pytest.raises(
@@ -226,7 +230,7 @@ def test_wrong_hash_is_fetched_again_once_and_then_refused(fetcher):
     ):
         fetcher.fetch(2)
     assert not list(fetcher.cache.rglob("*.incomplete"))
-    fetcher.assert_whole(2, fetcher.fetch(2))
+    fetcher.fetch_whole(2)
 
 
 def test_a_file_that_is_shorter_than_listed_is_refused_and_completed_later(fetcher):
@@ -234,14 +238,14 @@ def test_a_file_that_is_shorter_than_listed_is_refused_and_completed_later(fetch
     with pytest.raises(CheckpointError, match="step2.*416"):
         fetcher.fetch(2)
     fetcher.server.faults.clear()
-    fetcher.assert_whole(2, fetcher.fetch(2))
+    fetcher.fetch_whole(2)
 
 
 def test_truncated_cached_file_is_fetched_again(fetcher):
     directory = fetcher.fetch(1)
     weights = (directory / "model.safetensors").resolve()
     weights.write_bytes(weights.read_bytes()[:1000])
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
 
 
 def test_missing_repository_is_reported(fetcher):
@@ -308,7 +312,7 @@ def test_an_answer_that_is_of_no_use_is_one_message(fetcher, case):
     fetcher.server.fail(path, **fault)
     with pytest.raises(CheckpointError, match=message):
         fetcher.fetch(1)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
 
 
 def test_a_file_larger_than_the_free_space_is_not_requested(fetcher):
@@ -408,7 +412,7 @@ def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch)
 @pytest.mark.usefixtures("clock")
 def test_a_hub_that_sends_enough_bytes_a_second_is_not_given_up(fetcher, monkeypatch):
     monkeypatch.setattr("checkpoints.fetch.SLOWEST", 1)
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
 
 
 def test_a_few_bytes_at_a_time_are_no_progress(fetcher):
@@ -543,7 +547,7 @@ def test_full_disk_is_reported(fetcher):
     with processes.files_of_at_most(200_000):
         full = process(fetcher, "step1")
     assert "step1 does not fit on the disk of" in full.communicate()[0]
-    fetcher.assert_whole(1, fetcher.fetch(1))
+    fetcher.fetch_whole(1)
 
 
 def test_read_only_cache_is_reported(fetcher, monkeypatch):

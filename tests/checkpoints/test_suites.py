@@ -11,6 +11,7 @@ from checkpoints.hub import repo_dir
 from checkpoints.load import load_tokenizer
 from checkpoints.suites import PAPER_STEPS, PYTHIA_STEPS, find_files, find_suite
 from tests.conftest import TINY
+from tests.support.files import holding
 from tracker.common.errors import CheckpointError
 
 
@@ -81,14 +82,6 @@ def test_a_pattern_selects_revisions_of_a_pythia_too(name, monkeypatch):
 def test_unpublished_variants_are_refused(name):
     with pytest.raises(ValueError, match="-seed1 to -seed9"):
         find_suite(name)
-
-
-def holding(directory, *files):
-    """Make empty files below a directory; return the directory."""
-    for file in files:
-        (directory / file).parent.mkdir(parents=True, exist_ok=True)
-        (directory / file).write_text("{}")
-    return directory
 
 
 @pytest.mark.parametrize("given", ["", "epoch=0-step=10.ckpt"], ids=["directory", "file"])

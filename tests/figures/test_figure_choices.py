@@ -6,9 +6,9 @@ import xarray as xr
 from matplotlib.figure import Figure
 
 import tracker
-from tests.models import Size, neox, tokens
+from tests.support.models import Size, neox, tokens
+from tests.support.refused import refused
 from tracker.analysis.null_levels import null_level
-from tracker.common.errors import UsageError
 from tracker.common.values import INTEGERS
 from tracker.figures.drawing import shades, training_axis
 from tracker.figures.selection import draw
@@ -104,9 +104,7 @@ def test_the_paper_s_paths_end_with_the_final_norm(course, name, variable):
 
 def test_results_without_the_final_norm_are_refused_with_the_remedy(course):
     alone = course.drop_vars("lss_normed")
-    with pytest.raises(
-        UsageError, match="toy lacks lss_normed; measure again with final_norm='include'"
-    ):
+    with refused("toy lacks lss_normed; measure again with final_norm='include'"):
         of("27", alone, convention="paper")
 
 
@@ -118,25 +116,23 @@ def test_blocks_are_chosen(course):
     np.testing.assert_allclose(tile, abs(stored).values.ravel(), rtol=1e-6)
     _, table = of("28", course, layers=[3])
     assert set(table.layer) == {3}
-    with pytest.raises(UsageError, match="toy has no window at block 5; choose from 1 to 4"):
+    with refused("toy has no window at block 5; choose from 1 to 4"):
         of("29", course, layers=[3, 5])
-    with pytest.raises(
-        UsageError, match="layer 9 was not measured in all results; they share 1, 2, 3, 4, 5"
-    ):
+    with refused("layer 9 was not measured in all results; they share 1, 2, 3, 4, 5"):
         of("3", course, layers=[9])
-    with pytest.raises(UsageError, match="layers 3 is for the figures 3, 4, 18, 19, 28, 29"):
+    with refused("layers 3 is for the figures 3, 4, 18, 19, 28, 29"):
         of("1b", course, layers=[3])
     assert INTEGERS("9-11,3,-1") == [9, 10, 11, 3, -1]
 
 
 @pytest.mark.parametrize("layers", [12, "12", [12]])
 def test_one_block_is_given_as_a_number_or_a_text(course, layers):
-    with pytest.raises(UsageError, match="layer 12 was not measured in all results"):
+    with refused("layer 12 was not measured in all results"):
         tracker.plot(course, "3", layers=layers)
 
 
 def test_what_names_no_blocks(course):
-    with pytest.raises(UsageError, match="^layers='last'; give whole numbers with commas"):
+    with refused("^layers='last'; give whole numbers with commas"):
         tracker.plot(course, "3", layers="last")
 
 
@@ -147,10 +143,7 @@ def test_one_block_is_chosen_that_is_compared_with_another():
     ds = ds.expand_dims(step=[0])
     assert set(of("4", ds, layers=[4])[1].block) == {4}
     for layers in ([L], [2, 3]):  # the last block is compared with none
-        with pytest.raises(
-            UsageError,
-            match=f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$",
-        ):
+        with refused(f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$"):
             of("4", ds, layers=layers)
 
 
@@ -200,7 +193,7 @@ def test_steps_that_are_parts_of_epochs_are_named_as_they_are(course):
     assert "toy, step 0.25\n" in of("heatmap", parts, step=0.25)[0].axes[0].get_title()
     lines = of("26", parts)[0].axes[0].get_legend_handles_labels()[1]
     assert lines == ["step 0.25", "step 0.5"]
-    with pytest.raises(UsageError, match="toy starts at step 0.25, but .* the untrained model"):
+    with refused("toy starts at step 0.25, but .* the untrained model"):
         of("5", parts)
 
 
@@ -216,9 +209,9 @@ def test_an_axis_is_chosen_by_name(course):
         tracker.plot({"toy": course}, "27", axis="log").axes[0].get_xlabel()
         == "Training step (log scale)"
     )
-    with pytest.raises(UsageError, match="axis 'logarithmic'; choose from auto, linear, log"):
+    with refused("axis 'logarithmic'; choose from auto, linear, log"):
         tracker.plot({"toy": course}, "27", axis="logarithmic")
-    with pytest.raises(UsageError, match="axis log is for the figures curves, 1b, 27, 28, 29"):
+    with refused("axis log is for the figures curves, 1b, 27, 28, 29"):
         tracker.plot({"toy": course}, "34", axis="log")
 
 

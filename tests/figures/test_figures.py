@@ -12,13 +12,14 @@ from scipy import stats
 
 import tracker
 from tests.conftest import ROOT
-from tests.models import VOCABULARY, Size, neox
-from tests.rounding import rounding
-from tests.stores import stored
+from tests.support.draws import integers
+from tests.support.models import VOCABULARY, Size, neox
+from tests.support.refused import refused
+from tests.support.rounding import rounding
+from tests.support.stores import stored
 from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
-from tracker.common.errors import UsageError
 from tracker.figures import drawing, jacobians
 from tracker.figures.__main__ import main
 from tracker.figures.coupling import MEASURE
@@ -53,7 +54,7 @@ def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=ST
     """Write results of random models, a different one at each step, with scores."""
     made = Store(path)
     made.check_settings({"model": path.name})
-    inputs = torch.randint(3, VOCABULARY, (5, 7), generator=torch.Generator().manual_seed(1))
+    inputs = integers(3, VOCABULARY, 5, 7)
     for step in steps:
         torch.manual_seed(1000 * seed + step)
         unit = tracker.measure(
@@ -705,7 +706,7 @@ def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
 
 def test_results_that_share_no_k(one):
     results = {f"K = {k}": open_results(one).sel(k=[k]) for k in (K, 8)}
-    with pytest.raises(UsageError, match="the results share no k; measure them with a common one"):
+    with refused("the results share no k; measure them with a common one"):
         draw("1b", results)
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored
+from tests.support.models import neox, tokens
+from tests.support.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.figures.drawing import colour_map

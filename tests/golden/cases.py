@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import tracker
 from checkpoints import nano
-from tests.lightning_runs import fit, trainer
-from tests.models import Size, build, neox, tokens
-from tests.training import plain_loop
+from tests.support import plain_loop
+from tests.support.lightning_runs import fit, trainer
+from tests.support.models import Size, build, neox, tokens
 
 Case = tuple[nn.Module, Any]
 ROOT = Path(tracker.__file__).parents[1]
@@ -43,7 +43,8 @@ GRID = [
     *"--weight_decays 0.01 --drop_paths 0.1 --repeats 1 --jobs 1 --threads 1".split(),
     *"--accelerator cpu --wandb off --out grid".split(),
 ]
-DURATION = re.compile(r"\b\d+(\.\d+)? (s|min|h)\b")
+# What the machine decides: durations, and the rate of a product
+DURATION = re.compile(r"\b\d[\d.e+-]* (s|min|h|TFLOP/s)(?!\w)")
 
 
 def run(directory: Path, *arguments: str) -> str:
@@ -116,7 +117,6 @@ def keep_curve(directory: Path) -> None:
     curve = tracker.open_results(directory / "store")
     curve.to_netcdf(directory / "curve.nc")
     tracker.null_level(curve, "miscoupling").to_netcdf(directory / "null_level.nc")
-    tracker.to_frame(curve).to_csv(directory / "frame.csv")
     (directory / "summary.txt").write_text(str(tracker.summary(curve)))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.accelerators import Accelerator
-from tests.lightning_runs import ON_PRETEND_DEVICE
-from tests.models import Size
+from tests.support.accelerators import Accelerator
+from tests.support.lightning_runs import ON_PRETEND_DEVICE
+from tests.support.models import Size
 
 
 class Cuda(Accelerator):

@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.gpu.accelerators import on_each
+from tests.support.accelerators import on_each
 
 OUTSIDE_THE_VOCABULARY = """
 import tracker
-from tests.models import build
+from tests.support.models import build
 
 model, inputs = build("gpt_neox")
 model.get_input_embeddings().register_forward_pre_hook(lambda embeddings, given: (given[0] + 10_000,))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.gpu.accelerators import on_each
-from tests.models import FAMILIES, build
+from tests.support.accelerators import on_each
+from tests.support.models import FAMILIES, build
 
 # The largest errors allowed, relative to the largest value. In float64 the families' own float32 (softmax, rotary
 # positions) remains; logarithms of small singular values enlarge it.

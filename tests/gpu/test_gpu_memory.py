@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import tracker
-from tests.gpu.accelerators import DEVICES, Accelerator
-from tests.lightning_runs import Classifier, Noisy, fit, trainer
-from tests.models import Size, build
+from tests.support.accelerators import DEVICES, Accelerator
+from tests.support.lightning_runs import Classifier, Noisy, fit, trainer
+from tests.support.models import Size, build
 
 pytestmark = pytest.mark.slow
 

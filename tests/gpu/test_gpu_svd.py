@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import tracker
-from tests.gpu.accelerators import DEVICES, on_each
-from tests.linalg.test_svd import FALLING, FLAT, flat, planted
-from tests.models import Size, build
+from tests.support.accelerators import DEVICES, on_each
+from tests.support.models import Size, build
+from tests.support.spectra import FALLING, FLAT, flat, planted
 from tracker.linalg.svd import TOLERANCE, top_singular_triplets
 from tracker.measures.registry import MISCOUPLINGS
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tracker
-from tests.gpu.accelerators import on_each
-from tests.lightning_runs import Classifier, fit, trainer
+from tests.support.accelerators import on_each
+from tests.support.lightning_runs import Classifier, fit, trainer
 
 
 @pytest.fixture(autouse=True)

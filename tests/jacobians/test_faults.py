@@ -14,12 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 import tracker
-from tests.central_differences import assert_measured_as_it_runs, assert_right
-from tests.jacobians.measured import jacobians_at
-from tracker.common.errors import UsageError
+from tests.support.central_differences import assert_measured_as_it_runs, assert_right
+from tests.support.draws import integers
+from tests.support.measured import jacobians_at
+from tests.support.refused import refused
 
 D, L, N = 16, 3, 6
-IDS = torch.randint(30, (4, N), generator=torch.Generator().manual_seed(1))
+IDS = integers(0, 30, 4, N)
 EQUAL = IDS[:, :1].repeat(1, N)
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-7}
 
@@ -305,7 +306,7 @@ def test_a_fault_of_one_block_is_refused_or_measured_right(name, layer, dtype):
     fault = FAULTS[name]
     model = fault.model().to(dtype).open(layer)
     if fault.says:
-        with pytest.raises(UsageError, match=rf"(?s)block {layer} .*{fault.says}"):
+        with refused(rf"(?s)block {layer} .*{fault.says}"):
             fault.measured(model, dtype)
         return
     ds = fault.measured(model, dtype)
@@ -316,7 +317,7 @@ def test_a_fault_of_one_block_is_refused_or_measured_right(name, layer, dtype):
 @pytest.mark.parametrize("name", WAYS_OF_TENSORS)
 def test_other_ways_are_refused_in_bfloat16(name):
     fault = FAULTS[name]
-    with pytest.raises(UsageError, match=OTHER_WAY):
+    with refused(OTHER_WAY):
         fault.measured(fault.model().bfloat16(), torch.float32)
 
 
@@ -324,7 +325,7 @@ def test_other_ways_are_refused_in_bfloat16(name):
 def test_proposed_spans_give_the_true_jacobian(name):
     fault = FAULTS[name]
     model = fault.model().double()
-    with pytest.raises(UsageError, match="each line was tried on these inputs") as caught:
+    with refused("each line was tried on these inputs") as caught:
         fault.measured(model, torch.float64)
     line = str(caught.value).partition("blocks=")[2].partition("  #")[0]
     blocks = eval(line, {"model": model, "find_blocks": tracker.find_blocks})

@@ -5,18 +5,18 @@ import math
 import pytest
 import torch
 
-from tests.jacobians.measured import recorded
-from tests.models import build, random
+from tests.support.measured import recorded
+from tests.support.models import build, random
 from tracker.jacobians import independent
 from tracker.jacobians.independent import (
     DETACHED,
     PROBES,
     Disagreement,
-    _error_of_products,
     _judge,
-    _largest_error,
     amplified_rounding,
     differ_from_values,
+    error_of_products,
+    largest_error,
     settle,
     settle_full_sequence,
 )
@@ -183,9 +183,9 @@ def test_the_largest_error_of_products(residual):
     u = standard_normal((4, R, D), X)
     JTu = torch.einsum("pri,rij->prj", u, W)
     expected = JTu + residual * u
-    assert _largest_error(expected, expected, residual, u) == 0
+    assert largest_error(expected, expected, residual, u) == 0
     errors = 1e-3 * LARGER[:, None]
-    found = _largest_error(expected + errors * JTu, expected, residual, u)
+    found = largest_error(expected + errors * JTu, expected, residual, u)
     assert found == pytest.approx(4e-3)
     # Of one that is nearly the identity, at least 1 % of u
     nearly = residual * u + 1e-6 * JTu
@@ -193,9 +193,9 @@ def test_the_largest_error_of_products(residual):
     wrong = torch.zeros_like(u)
     wrong[:, 1] = 1e-3 * u[:, 0]
     expected = wrong[:, 1].norm() / size
-    assert _largest_error(nearly + wrong, nearly, residual, u) == pytest.approx(float(expected))
+    assert largest_error(nearly + wrong, nearly, residual, u) == pytest.approx(float(expected))
     off = W * (1 + errors[..., None])
-    assert _error_of_products(off, X, JTu + residual * u, residual) == pytest.approx(4e-3)
+    assert error_of_products(off, X, JTu + residual * u, residual) == pytest.approx(4e-3)
 
 
 def verdict(f, Jv, x=X, kind=torch.float64):
@@ -295,7 +295,7 @@ def at_rows(call):
     """Return the rows of a call, and their Jacobians."""
     rows = Rows(torch.tensor([0, 1]), torch.tensor([3, 6]))
     with call.replica.materialize(call.block):
-        function = independent._function_of(rows, None, False)(call)
+        function = independent._function_of(rows, None)(call)
         block = linearize(function.f, rows.select(call.x))
         J = torch.stack(
             [block.pullback(one.expand_as(block.y)[None])[0] for one in torch.eye(32).double()], 1

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tracker
-from tests.jacobians.test_sinks import with_sink
-from tests.models import build
+from tests.support.models import build
+from tests.support.sinks import with_sink
 from tracker.blocks.find import find_blocks
 from tracker.jacobians import row_attention, witness
 

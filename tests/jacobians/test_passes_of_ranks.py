@@ -6,8 +6,8 @@ import torch
 from torch import distributed, nn
 
 import tracker
-from tests import processes
-from tests.home_made import WIDTH, Flat
+from tests.support import processes
+from tests.support.home_made import WIDTH, Flat
 from tracker.common.errors import UsageError
 from tracker.jacobians.witness import Witness
 
@@ -24,14 +24,14 @@ class Waiting(nn.Module):
 def measure(file: str, rank: int) -> None:
     """Measure on one rank; on rank 1, the values that the model gives are wrong."""
     distributed.init_process_group("gloo", f"file://{file}", rank=rank, world_size=2)
-    compare = Witness._compare_values
+    compare = Witness.compare_values
 
     def compared(*arguments):
         right, error = compare(*arguments)
         return right & (rank == 0), error
 
     model = nn.Sequential(Waiting(), Flat(), Flat())
-    with patch.object(Witness, "_compare_values", compared):
+    with patch.object(Witness, "compare_values", compared):
         try:
             tracker.measure(model, torch.randn(2, 4, WIDTH), k=2, blocks=["1", "2"])
         except UsageError as error:
@@ -41,7 +41,8 @@ def measure(file: str, rank: int) -> None:
 
 def test_ranks_that_wait_for_each_other_ask_as_often(tmp_path):
     ranks = [
-        processes.start("tests.statements", MEASURE, tmp_path / "ranks", rank) for rank in range(2)
+        processes.start("tests.support.statements", MEASURE, tmp_path / "ranks", rank)
+        for rank in range(2)
     ]
     said = [process.communicate(timeout=60)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0]

@@ -4,34 +4,16 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.jacobians.measured import detached
-from tests.models import WIDTH, build, images, random
-from tests.test_measure import assert_unchanged, snapshot
+from tests.support.attention import attend
+from tests.support.measured import detached
+from tests.support.models import WIDTH, build, images, random
+from tests.support.stacks import Attention, Stack, measured
+from tests.support.unchanged import assert_unchanged, snapshot
 from tracker.common.errors import Note
-
-
-class Attention(nn.Module):
-    """Holds the word that `find_blocks` looks for; rows do not mix."""
-
-
-class Stack(nn.Module):
-    def __init__(self, blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def measured(model):
-    return tracker.measure(model, random(1, 4, 8), k=3, dtype="float64")
 
 
 class Linear(nn.Module):
@@ -94,8 +76,7 @@ class Inner(nn.Module):
         self.attention = Attention()
 
     def attend(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
-        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return attend(self.qkv(x))
 
     def forward(self, x):
         first = self.attend(x)

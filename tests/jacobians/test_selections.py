@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jacobians.measured import CPU, recorded
-from tests.models import build, tokens
+from tests.support.measured import CPU, recorded
+from tests.support.models import build, tokens
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.linalg.jacobian import dense_jacobian

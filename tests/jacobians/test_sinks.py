@@ -6,12 +6,11 @@ import torch
 import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
-from tests.brute_force import truth_of
-from tests.jacobians.measured import detached, jacobians_at
-from tests.models import build
+from tests.support.brute_force import truth_of
+from tests.support.measured import detached, jacobians_at
+from tests.support.sinks import with_sink
 from tracker.linalg.precision import FLOOR
 
-SINK = 3  # the id of the token with large states
 FAMILIES = (
     "llama, grouped keys",
     "llama, eager",
@@ -23,16 +22,6 @@ FAMILIES = (
     "gemma2, soft cap",
     "opt",
 )
-
-
-def with_sink(name, dimensions=slice(None), at=0):
-    """Return a model and inputs whose first token, or another, has large states, in all dimensions or in some."""
-    model, inputs = build(name)
-    inputs = inputs.clamp(min=SINK + 1)
-    inputs[:, at] = SINK
-    with torch.no_grad():
-        model.get_input_embeddings().weight[SINK, dimensions] *= 1e4
-    return model, inputs
 
 
 @pytest.mark.filterwarnings("error:.*measured over the full sequence")

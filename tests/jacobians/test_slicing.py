@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.jacobians.measured import recorded
-from tests.models import build, tokens
+from tests.support.measured import recorded
+from tests.support.models import build, tokens
 from tracker.jacobians.slicing import (
     NotSliceable,
     Rows,

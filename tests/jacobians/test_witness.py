@@ -1,67 +1,14 @@
 """The caller's own model is asked about its blocks: sound models agree, as those of tests/zoo do."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.models import build
-from tests.plain import CausalAttention
-from tracker.common.errors import UsageError
+from tests.support.asked import IDS, Block, D, GateOfTheFirst, Mixing, Model
+from tests.support.models import build
+from tests.support.refused import refused
 from tracker.jacobians.witness import Witness
-
-D = 16
-IDS = torch.randint(30, (3, 7), generator=torch.Generator().manual_seed(1))
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn, self.mlp = nn.LayerNorm(D), CausalAttention(D), nn.Linear(D, D)
-
-    def f(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm(x))
-        return self.mlp(self.norm(x)).tanh()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.f(x)
-
-
-class Model(nn.Module):
-    """Blocks of one class; `step` says what one does to the state, in the model's forward."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 3):
-        super().__init__()
-        self.embedding = nn.Embedding(30, D)
-        self.blocks = nn.ModuleList(block() for _ in range(depth))
-        self.outside = nn.ModuleList(nn.Linear(D, 1) for _ in range(depth))
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for l in range(len(self.blocks)):
-            x = self.step(l, x)
-        return x
-
-
-class Gated(Block):
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x + gate * self.f(x)
-
-
-class GateOfTheFirst(Model):
-    """Block 1 alone is given something that is computed from its state."""
-
-    def __init__(self):
-        super().__init__(Gated)
-
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x, torch.ones_like(x) if l else (4 * self.outside[l](x)).sigmoid())
-
 
 OTHER_WAY = "is not the derivative of what the model computes there"
 
@@ -90,7 +37,7 @@ def test_an_error_that_rounding_explains_is_told_and_a_larger_one_refused(
     monkeypatch.setattr(Witness, "products", planted)
     model = Model(block).eval()
     if found == "refused":
-        with pytest.raises(UsageError, match=OTHER_WAY):
+        with refused(OTHER_WAY):
             tracker.measure(model, IDS, k=4)
     else:
         assert (
@@ -124,24 +71,8 @@ def test_a_copy_that_differs_is_refused_at_all_tokens_and_with_two_samples(where
     monkeypatch.setattr("tracker.model.replica.adjust_configs", remove_hooks)
     model = Model().eval()
     model.blocks[0].register_forward_hook(lambda module, args, y: OF_SOME[where](y))
-    with pytest.raises(
-        UsageError,
-        match=r"block 1 \(blocks.0\): from the same state, the model computes another output",
-    ):
+    with refused(r"block 1 \(blocks.0\): from the same state, the model computes another output"):
         tracker.measure(model, IDS, k=4)
-
-
-class Mixing(Model):
-    """The first state is mixed in by each block, as a constant."""
-
-    def __init__(self):
-        super().__init__(Gated)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = first = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x, first)
-        return x
 
 
 class Little(Block):

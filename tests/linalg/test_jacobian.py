@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.draws import seeded
 from tracker.linalg.jacobian import dense_jacobian, linearize
 
 R, D = 3, 6
-GENERATOR = torch.Generator().manual_seed(0)
+GENERATOR = seeded(0)
 X = torch.randn(R, D, generator=GENERATOR, dtype=torch.float64)
 FLIP = torch.eye(D, dtype=torch.float64).flip(0)
 

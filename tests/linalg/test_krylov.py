@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.linalg.test_svd import flat, planted
+from tests.support.spectra import flat, planted
 from tracker.linalg import krylov
 from tracker.linalg.krylov import block_golub_kahan, block_lanczos
 
@@ -35,7 +35,7 @@ def test_residuals_of_the_small_problem_are_those_of_the_vectors(
     iteration, spectrum, tolerance, monkeypatch
 ):
     """Also after restarts, which the lower tolerances need; and all of them are as small as was asked for."""
-    estimates, restarted = [], krylov._restarted
+    estimates, restarted = [], krylov.restarted
 
     def watched(step, ritz, reached, *rest):
         def noted(values, residual):
@@ -44,7 +44,7 @@ def test_residuals_of_the_small_problem_are_those_of_the_vectors(
 
         return restarted(step, ritz, noted, *rest)
 
-    monkeypatch.setattr(krylov, "_restarted", watched)
+    monkeypatch.setattr(krylov, "restarted", watched)
     s = flat(D) if spectrum == "flat" else FALLING
     J = 0.01 * torch.cat([planted(s), 3 * planted(s, 5)])
     U, S, residual, of_square = iteration(J, tolerance)

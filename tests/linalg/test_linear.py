@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from tests.rounding import rounding
+from tests.support.dtypes import EACH_DTYPE
+from tests.support.rounding import rounding
 from tracker.linalg import linear
 from tracker.linalg.jacobian import dense_jacobian, linearize
 from tracker.linalg.linear import FrozenLinear, identity_matrix, rows_of_identity
@@ -147,7 +148,7 @@ def test_autocast_keeps_its_precision(products):
     assert not products
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_products_of_rows(dtype, products, monkeypatch):
     monkeypatch.setattr(linear, "LARGE", 1)
     M = torch.randn(9, 7, dtype=dtype)
@@ -180,7 +181,7 @@ class Residual(nn.Module):
         return x + first(x) + second(x) if self.parallel else (y := x + first(x)) + second(y)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 @pytest.mark.parametrize("conv1d", [False, True], ids=["linear", "conv1d"])
 @pytest.mark.parametrize("parallel, saved", [(True, 2), (False, 1)], ids=["parallel", "in turn"])
 @pytest.mark.parametrize("rows, chunk", [(1, 12), (1, 5), (1, 1), (3, 12), (3, 5)])

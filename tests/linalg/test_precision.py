@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests.support.draws import normal
+from tests.support.dtypes import EACH_DTYPE
 from tracker.linalg.precision import (
     EPSILON,
     FLOOR,
@@ -94,7 +96,7 @@ def test_what_is_as_wanted_is_left_alone():
 
 
 def test_the_norm_of_a_wide_float32_matrix_equals_that_in_float64():
-    A = torch.randn(2, 2048, 2048, generator=torch.Generator().manual_seed(0))
+    A = normal(2, 2048, 2048, seed=0)
     expected = torch.linalg.matrix_norm(A.double())
     torch.testing.assert_close(frobenius(A).double(), expected, rtol=1e-6, atol=0)
 
@@ -157,7 +159,7 @@ def test_tolerances():
         assert tolerance(dtype, False) == own and tolerance(dtype, True) == max(own, ROUNDED)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_the_error_is_that_of_the_worst_row(dtype):
     reference = torch.tensor([[3.0, 4], [0, 1e-9], [0, 0]], dtype=torch.float64)
     scale = torch.tensor([[1.0, 0], [0, 2], [0, 0]], dtype=torch.float64)

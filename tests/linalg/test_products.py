@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.measures.test_coupling import rotation
+from tests.support.draws import seeded
+from tests.support.spectra import rotation
 from tracker.linalg.products import MOST, Chain
 
 
@@ -22,7 +23,7 @@ def chained(matrices):
 
 @pytest.mark.parametrize("count", [1, 2, 7, 30])
 def test_equals_the_decomposition_of_the_product(count):
-    generator = torch.Generator().manual_seed(count)
+    generator = seeded(count)
     matrices = [
         torch.eye(9) + 0.3 * torch.randn(2, 9, 9, generator=generator).double()
         for _ in range(count)

@@ -7,33 +7,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.measures.test_coupling import rotation
-from tests.rounding import rounding
+from tests.support.dtypes import EACH_DTYPE
+from tests.support.rounding import rounding
+from tests.support.spectra import (
+    FALLING,
+    FLAT,
+    SPECTRA,
+    assert_right,
+    assert_same_span,
+    flat,
+    planted,
+)
 from tracker.linalg import costs, krylov, svd
 from tracker.linalg.costs import eigenvectors_are_cheaper, krylov_is_cheaper
 from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets
 
 RESIDUAL = dict(svd.TOLERANCE)  # promised; a test changes the original
-FALLING = torch.linspace(2, 0.5, 96, dtype=torch.float64)
-
-
-def flat(d: int) -> torch.Tensor:
-    """A spectrum with the edge that random matrices have, as at initialisation."""
-    return 1 - 0.9 * torch.linspace(0, 1, d, dtype=torch.float64) ** (2 / 3)
-
-
-FLAT = flat(160)
-
-
-def planted(s: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """A matrix of these singular values in random bases."""
-    d = len(s)
-    return (rotation(seed, d) * s @ rotation(seed + 1, d).T)[None]
-
-
-def assert_same_span(A: torch.Tensor, B: torch.Tensor, atol: float):
-    """The largest principal angle: |(1 - B B^T) A|."""
-    assert float(torch.linalg.matrix_norm(A - B @ (B.mT @ A), 2).max()) < atol
 
 
 def assert_same_vectors(t: svd.Triplets, J: torch.Tensor):
@@ -63,38 +52,12 @@ def test_values_and_vectors(method, s, K):
     assert bool(t.full) == (method == "full")
 
 
-SPECTRA = {
-    "all equal": [1.0] * 96,
-    "a cluster wider than a block": [1.0] * 24 + [0.5] * 72,
-    "a cluster across the cut": [2.0] * 5 + [1.0] * 20 + [0.3] * 71,
-    "rank below a block": [3.0, 2.0, 1.0] + [0.0] * 93,
-    "rank 40": [1.0] * 40 + [0.0] * 56,
-    "zero": [0.0] * 96,
-    "tiny": [1e-22 * (1 - k / 96) for k in range(96)],
-    "six decades": [10 ** (-k / 16) for k in range(96)],
-}
-
-
 @pytest.mark.parametrize("method", ["full", "krylov"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 @pytest.mark.parametrize("name", SPECTRA)
 def test_clustered_deficient_zero_and_tiny(method, dtype, name):
     s = torch.tensor(SPECTRA[name], dtype=torch.float64)
     assert_right(top_singular_triplets(planted(s).to(dtype), 10, method), s, dtype)
-
-
-def assert_right(t, s, dtype):
-    """Assert that ten triplets have the singular values s, orthonormal vectors, and a certificate."""
-    assert bool(t.complete)
-    assert bool(t.residual.isnan()) == bool(t.gap.isnan().all()) == (float(s[0]) == 0)
-    assert not float(t.residual) > svd.TOLERANCE[dtype]
-    # Where values are equal, they err as much as the residual (Weyl), not as its square.
-    accuracy = rounding(dtype) + float(t.residual.nan_to_num(0))
-    torch.testing.assert_close(t.S[0].cpu().double(), s[:10], atol=accuracy * float(s[0]), rtol=0)
-    for basis in (t.U.cpu(), t.V.cpu()):
-        torch.testing.assert_close(
-            basis.mT @ basis, torch.eye(10, dtype=dtype)[None], atol=rounding(dtype), rtol=0
-        )
 
 
 def test_the_span_of_a_near_degenerate_pair_is_right_where_its_vectors_are_not_determined():
@@ -155,7 +118,7 @@ def test_completeness_above_one_panel(missed):
     assert bool(is_complete(J, U[..., kept], S[..., kept], Vh[..., kept, :].mT)) == (missed is None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_a_triplet_orthogonal_to_the_start_is_found(dtype):
     """In exact arithmetic the iteration could never see it."""
     d = 200
@@ -195,10 +158,10 @@ def blind(request, monkeypatch):
     monkeypatch.setattr(svd, "block_lanczos", lanczos)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_a_triplet_that_the_iteration_misses_is_found_out_and_found(blind, dtype):
     J = planted(FLAT).to(dtype)
-    for iteration in (svd._by_golub_kahan, svd._by_squares):
+    for iteration in (svd.by_golub_kahan, svd.by_squares):
         missing = iteration(J, 10)
         assert float(missing.residual) < svd.TOLERANCE[dtype], "residuals do not show it"
         assert not bool(missing.complete)
@@ -233,8 +196,8 @@ def test_squares_serve_where_singular_values_certainly_do_not_fall_far(
     fall, by_squares, single, monkeypatch
 ):
     calls = []
-    way = svd._by_golub_kahan
-    monkeypatch.setattr(svd, "_by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
+    way = svd.by_golub_kahan
+    monkeypatch.setattr(svd, "by_golub_kahan", lambda J, K: calls.append(len(J)) or way(J, K))
     s = torch.cat([torch.linspace(1, fall, 10, dtype=torch.float64), 0.8 * fall * FLAT[10:]])
     dtype = torch.float32 if single else torch.float64
     J = torch.cat([1e-20 * planted(s), planted(FLAT, 4), 1e10 * planted(s, 8)]).to(dtype)
@@ -258,11 +221,11 @@ def test_squares_are_not_tried_in_vain(fall, tried, monkeypatch):
     assert bool(calls) == tried and bool(t.complete) and not bool(t.full)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_squares_of_several_wider_than_a_panel(dtype):
     J = torch.randn(2, 2 * PANEL + 60, 2 * PANEL + 60, dtype=dtype)
     before = J.clone()
-    t = svd._by_squares(J, 10)
+    t = svd.by_squares(J, 10)
     assert torch.equal(J, before), "the Jacobians are still needed"
     assert bool(t.complete.all()) and float(t.residual.max()) < svd.TOLERANCE[dtype]
     assert_values(t, J)
@@ -280,7 +243,7 @@ def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, 
         ]
     )
     J = planted(s).float()
-    assert bool(svd._by_squares(J, 10).complete)
+    assert bool(svd.by_squares(J, 10).complete)
 
     def without(apply, start, K, tolerance):
         U, S = krylov.block_lanczos(apply, start, K + 1, tolerance)
@@ -288,7 +251,7 @@ def test_squares_see_what_is_missing_even_where_they_barely_serve(missed, last, 
         return U[..., kept], S[..., kept]
 
     monkeypatch.setattr(svd, "block_lanczos", without)
-    assert not bool(svd._by_squares(J, 10).complete)
+    assert not bool(svd.by_squares(J, 10).complete)
 
 
 def test_entries_near_the_largest_number():
@@ -307,7 +270,7 @@ def test_a_residual_out_of_reach_falls_back(monkeypatch):
     t = top_singular_triplets(J, 10, "krylov")
     assert bool(t.full) and bool(t.complete)
     assert_same_vectors(t, J)
-    assert not bool(svd._by_golub_kahan(J, 10).complete)
+    assert not bool(svd.by_golub_kahan(J, 10).complete)
 
 
 # Many at once, and the choice
@@ -356,7 +319,7 @@ def test_a_few_eigenvectors_are_found_where_that_is_cheaper(d, K, cheaper):
 
 def test_auto_takes_the_cheapest(monkeypatch):
     taken = []
-    for name in ("_by_eigenvectors", "_by_squares", "_by_golub_kahan", "_full"):
+    for name in ("by_eigenvectors", "by_squares", "by_golub_kahan", "in_full"):
         spied = getattr(svd, name)
         monkeypatch.setattr(
             svd, name, lambda *given, name=name, spied=spied: taken.append(name) or spied(*given)
@@ -366,11 +329,11 @@ def test_auto_takes_the_cheapest(monkeypatch):
     monkeypatch.setattr(svd, "eigenvectors_are_cheaper", lambda *_: False)
     monkeypatch.setattr(svd, "krylov_is_cheaper", lambda *_: True)
     top_singular_triplets(planted(FLAT), 5)
-    assert taken == ["_full", "_by_eigenvectors", "_by_squares"]
+    assert taken == ["in_full", "by_eigenvectors", "by_squares"]
 
 
 @pytest.mark.parametrize("power", [0.5, 1, 2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@EACH_DTYPE
 @pytest.mark.parametrize("K", [1, 20, 40])
 def test_eigenvectors_of_steep_spectra(K, dtype, power):
     """s_K / s_1 down to 1/1600, where squares lose digits: what they do not find is decomposed in full."""
@@ -387,7 +350,7 @@ def test_eigenvectors_of_steep_spectra(K, dtype, power):
 # Block Golub-Kahan
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@EACH_DTYPE
 def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatch):
     J = torch.cat([planted(FLAT), planted(FLAT, 4)]).to(dtype)
     columns = []
@@ -397,7 +360,7 @@ def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatc
         return J @ V
 
     monkeypatch.setattr(svd, "_products", lambda J: (apply, lambda U: J.mT @ U))
-    t = svd._by_golub_kahan(J, 10)
+    t = svd.by_golub_kahan(J, 10)
     assert_same_vectors(t, J)
     assert t.complete.all() and not t.full.any()
     assert 0 < sum(columns) < 2 * krylov.expected_columns(160, 10, dtype)
@@ -405,7 +368,7 @@ def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatc
 
 def test_products_that_are_not_each_other_s_transpose_have_no_certificate(monkeypatch):
     monkeypatch.setattr(svd, "_products", lambda J: (lambda V: J @ V, lambda U: J @ U))
-    assert not bool(svd._by_golub_kahan(planted(FLAT), 10).complete)
+    assert not bool(svd.by_golub_kahan(planted(FLAT), 10).complete)
 
 
 # What it does to the rest

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 
-from tests.linalg.test_svd import FLAT, SPECTRA, assert_right, assert_same_span, planted
-from tests.rounding import rounding
+from tests.support.draws import normal
+from tests.support.rounding import rounding
+from tests.support.spectra import FLAT, SPECTRA, assert_right, assert_same_span, planted
 from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import basis_size
@@ -21,7 +22,7 @@ DTYPES = [torch.float32, torch.float64]
 
 def random_matrices(B: int, d: int, falling: bool = False) -> torch.Tensor:
     """Random matrices, as at initialisation, or with singular values that fall by three decades."""
-    J = torch.randn(B, d, d, generator=torch.Generator().manual_seed(1)) / d**0.5
+    J = normal(B, d, d) / d**0.5
     return J * torch.logspace(0, -3, d) if falling else J
 
 
@@ -113,7 +114,7 @@ def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypat
     J = random_matrices(1, 256).to(pretend.device)
     top_singular_triplets(J, 10, "krylov")
     short = 1e-4 * random_matrices(1, 256, falling=True).to(pretend.device)
-    svd._by_golub_kahan(short, 10)
+    svd.by_golub_kahan(short, 10)
     assert not repeated, "rows that are only short are no reason"
     J[..., 4:] = 0
     t = top_singular_triplets(J, 10, "krylov")
@@ -140,9 +141,9 @@ def test_batches_stay_within_the_memory_given(
     pretend, monkeypatch, d, K, spectrum, at_once, method
 ):
     batches = []
-    certified = svd._certified
+    certified = svd.certified
     monkeypatch.setattr(
-        svd, "_certified", lambda J, *given: batches.append(len(J)) or certified(J, *given)
+        svd, "certified", lambda J, *given: batches.append(len(J)) or certified(J, *given)
     )
     J = random_matrices(3, d, falling=spectrum == "falling")
     if spectrum == "deficient":

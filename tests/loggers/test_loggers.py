@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored
-from tests.walk.test_walk import commit, snapshots
+from tests.support.models import neox, tokens
+from tests.support.stores import stored
+from tests.support.suite import commit, snapshots
 from tracker import loggers, pythia, replay
 from tracker.common.errors import UsageError
 from tracker.loggers.lightning import LightningAdapter
@@ -24,7 +24,7 @@ from tracker.store import Store
 
 @pytest.fixture
 def jsonl(monkeypatch):
-    monkeypatch.setattr(loggers, "LOGGERS", ["tests.jsonl_logger"])
+    monkeypatch.setattr(loggers, "LOGGERS", ["tests.support.jsonl_logger"])
 
 
 def unit(step: int, **options):
@@ -43,7 +43,7 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
     _, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
     assert [line["step"] for line in steps] == store.steps() == [4, 8]
     for line in steps:
-        row = select_metrics(Row.from_unit(store.read(line["step"])), "workspace")
+        row = select_metrics(Row.from_unit(store.read(line["step"])), "main")
         assert row.scalars.items() <= line.items() and len(row.scalars) < 50
         assert not [name for name in line if name.endswith("/mean")]
 
@@ -54,15 +54,15 @@ def row() -> Row:
 
 
 def test_the_choices_of_metrics(row):
-    names = {log: set(select_metrics(row, log).scalars) for log in ("headline", "workspace", "all")}
-    assert names["headline"] < names["workspace"] < names["all"] == set(row.scalars)
+    names = {log: set(select_metrics(row, log).scalars) for log in ("headline", "main", "all")}
+    assert names["headline"] < names["main"] < names["all"] == set(row.scalars)
     assert names["headline"] == {name for name in headline_names(2) if name in row.scalars}
     assert {"trajectory/lss/q25", "miscoupling/miscoupling_null/k4/mean_offdiag"} <= names[
-        "workspace"
+        "main"
     ] - names["headline"]
+    assert "miscoupling/miscoupling/k4/mean_adjacent" not in names["main"]
     assert (
-        not [name for name in names["workspace"] if name.endswith("/mean")]
-        and len(names["workspace"]) < 40
+        not [name for name in names["main"] if name.endswith("/mean")] and len(names["main"]) < 40
     )
     few = select_metrics(row, ["trajectory/lss/*", "score/piqa", "diagnostics/undefined"])
     assert (
@@ -119,7 +119,7 @@ def test_a_choice_that_there_is_not_is_refused_before_a_walk(text, capsys, tmp_p
         (replay.main, [str(tmp_path)]),
     ):
         assert main([*target, "--log", text]) == 2
-        assert "choose from headline, workspace, all" in capsys.readouterr().err
+        assert "choose from headline, main, all" in capsys.readouterr().err
 
 
 def test_no_logger():
@@ -147,7 +147,7 @@ def test_a_lightning_logger_receives_rows(tmp_path):
     assert set(logged) == {"step", *(f"val/{name}" for name in row.scalars)}
 
 
-@pytest.mark.parametrize(("log", "continued"), [("all", False), ("workspace", True)])
+@pytest.mark.parametrize(("log", "continued"), [("all", False), ("main", True)])
 def test_a_wandb_run_with_other_metrics_is_not_continued(log, continued, monkeypatch, tmp_path):
     """All units go to a new run."""
     started = MagicMock()

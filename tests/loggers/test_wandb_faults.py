@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import Walker
-from tests.wandb_runs import of, records
-from tests.wandb_server import KEY, serve
+from tests.support.wandb_runs import of, records
+from tests.support.wandb_server import KEY, serve
 from tracker.loggers import opened
 from tracker.loggers.protocol import LoggedRun, Opener, Row
 from tracker.store import Store

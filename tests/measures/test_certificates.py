@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 import tracker
-from tests.measures.formulas import evaluate, norm
-from tests.measures.test_formulas import LinearBlocks, measured
+from tests.support.draws import seeded
+from tests.support.formulas import evaluate, norm
+from tests.support.linear_blocks import LinearBlocks
+from tests.support.samples import measured
 from tracker.linalg.svd import residual, triplets_of_each
 from tracker.linalg.transfer import SEED
 from tracker.measures.registry import BY_NAME, KINDS
@@ -102,9 +104,7 @@ class FaultyBlock(nn.Module):
 
 
 def standard_normal(seed, *shape):
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(SEED + seed), dtype=torch.float64
-    )
+    return torch.randn(shape, generator=seeded(SEED + seed), dtype=torch.float64)
 
 
 def test_errors_of_checks_are_those_planted():

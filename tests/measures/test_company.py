@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Letters, Size, build
+from tests.support.models import Letters, Size, build
 from tracker.measures.settings import EVERYTHING
 
 TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # absolute, and relative to each value

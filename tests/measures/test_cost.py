@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import images, neox, timm_vit, tokens
-from tracker.common.errors import UsageError
+from tests.support.models import images, neox, timm_vit, tokens
+from tests.support.refused import refused
 from tracker.linalg.costs import decomposition
 from tracker.measures.cost import DEVICES, PASSES, Cost, named_machine
 
@@ -81,7 +81,7 @@ def test_what_exceeds_the_budget_is_a_warning(options, warning):
     ],
 )
 def test_what_would_be_refused_is_refused(model, inputs, options, refused):
-    with pytest.raises(UsageError, match=refused):
+    with refused(refused):
         dry_run(model(), inputs(), **options)
 
 
@@ -104,5 +104,5 @@ def test_measuring_after_a_dry_run_gives_the_same_numbers():
 def test_a_device_that_is_not_there_is_one_of_the_table():
     machine = named_machine("h100")
     assert (machine.rate, machine.memory) == DEVICES["h100"] and machine.device.type == "cuda"
-    with pytest.raises(UsageError, match="--on tpu; choose from a100, h100, h200"):
+    with refused("--on tpu; choose from a100, h100, h200"):
         named_machine("tpu")

@@ -3,7 +3,7 @@
 import torch
 
 from tests.conftest import ROOT
-from tests.models import random
+from tests.support.models import random
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures.coupling import DEFINITIONS, depth_means, in_bases, miscouplings, side_by_side
 
@@ -22,10 +22,6 @@ def measured(J, K):
     return miscouplings(
         coupling_matrices(J, triplets.U, triplets.V), triplets.S, J.shape[-1], triplets.S
     )
-
-
-def rotation(seed: int, d: int):
-    return torch.linalg.qr(random(d, d, seed=seed)).Q
 
 
 def test_texts_have_the_equations_of_the_definitions():

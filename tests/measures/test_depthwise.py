@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tracker
-from tests.models import build
+from tests.support.models import build
 from tracker.jacobians.slicing import Rows
-from tracker.measures.depthwise import _groups
+from tracker.measures.depthwise import groups_of_rows
 from tracker.model.recording import Recording
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -27,5 +27,5 @@ def test_one_jacobian_more_for_both_conventions(formed):
 def test_rows_of_two_recordings_in_groups_of_five():
     seven = Rows(torch.arange(7), torch.arange(7))
     first, second = (object.__new__(Recording) for _ in range(2))
-    groups = _groups([(first, seven), (second, seven)], 5)
+    groups = groups_of_rows([(first, seven), (second, seven)], 5)
     assert [[len(rows) for _, rows in group] for group in groups] == [[5], [2, 3], [4]]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.models import Size, build
-from tests.rounding import of_miscouplings
+from tests.support.models import Size, build
+from tests.support.rounding import of_miscouplings
 from tracker.linalg import svd
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,8 +28,8 @@ def measured(device, **options):
 def together(monkeypatch) -> list[int]:
     """Numbers of Jacobians decomposed together."""
     sizes = []
-    full = svd._full
-    monkeypatch.setattr(svd, "_full", lambda J, K: sizes.append(len(J)) or full(J, K))
+    full = svd.in_full
+    monkeypatch.setattr(svd, "in_full", lambda J, K: sizes.append(len(J)) or full(J, K))
     return sizes
 
 

@@ -10,26 +10,24 @@ import numpy as np
 import pytest
 import torch
 import xarray as xr
-from torch import nn
 
 import tracker
-from tests.brute_force import truth_of
-from tests.measures.formulas import (
+from tests.support.draws import integers, normal
+from tests.support.formulas import (
     ANY,
     FORMULAS,
     NOISE,
     NULL_LEVELS,
     WITHOUT_SIGN,
-    Sample,
     evaluate,
     formula_name,
 )
-from tests.models import Size, build, silence
+from tests.support.linear_blocks import LinearBlocks
+from tests.support.samples import SILENT, measured
 from tracker.analysis.null_levels import null_level
 from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
 from tracker.measures.settings import CHOICE_NAMES, EVERYTHING
-from tracker.model.random_numbers import seed_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ROUNDING = (
@@ -46,82 +44,8 @@ WITHOUT_FORMULA = {  # why, and the tests that check them
     for name in ("value", "derivative", "independent")
     for end in ("", "_normed")
 }
-SILENT = "a block that adds nothing"
 OPTIONS = tuple(dict.fromkeys(measure.option for measure in MEASURES))
 MODELS = ("gpt_neox", "timm vit", "bert", SILENT)
-
-
-@cache
-def measured(name, **options):
-    """Return a measurement of every variable, and its samples."""
-    of = {SILENT: "gpt_neox"}.get(name, name)
-    deep = name == "gpt_neox"  # so that windows fit around some blocks and not around others
-    model, inputs = build(of, Size(depth=5 if deep else 3))
-    model = model.double().eval()
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    if name == SILENT:
-        silence(model, [1])
-    options.setdefault("measures", EVERYTHING)
-    options |= {"window": 5 if deep else 3, "keep": ("jacobian", "singular_vectors")}
-    ds = tracker.measure(
-        model, inputs, k=(2, 4), tokens=(1, -1), pair_tokens=[0, 1, 3], dtype="float64", **options
-    )
-    truth = truth_of(model, inputs, ds)
-    own = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    unembedding = getattr(model, "cls", own)  # BERT's head transforms the state first
-    seeds = [seed_of([one], {}) for one in inputs]
-    return ds, [Sample(ds, truth, b, unembedding, seed) for b, seed in enumerate(seeds)]
-
-
-class Attention(nn.Module):
-    """The mean of the tokens so far, times a matrix."""
-
-    def __init__(self, matrix):
-        super().__init__()
-        self.matrix = nn.Parameter(matrix)
-
-    def forward(self, x):
-        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None] @ self.matrix.mT
-
-
-class LinearBlock(nn.Module):
-    def __init__(self, attention, mlp):
-        super().__init__()
-        self.attention, self.mlp = Attention(attention), nn.Linear(*mlp.shape, bias=False)
-        self.mlp.weight = nn.Parameter(mlp)
-
-    def forward(self, x):
-        return x + self.attention(x) + self.mlp(x)
-
-
-class LinearBlocks(nn.Module):
-    """A language model whose blocks are linear; Q turns the basis of its states, and two factors scale states and blocks."""
-
-    def __init__(self, Q=None, of_states=1.0, of_blocks=1.0):
-        super().__init__()
-        torch.manual_seed(0)
-        table, head, *matrices = (
-            torch.randn(20, 12),
-            torch.randn(20, 12),
-            *0.3 * torch.randn(6, 12, 12),
-        )
-        Q = torch.eye(12) if Q is None else Q
-        self.embed, self.head = nn.Embedding(20, 12), nn.Linear(12, 20, bias=False)
-        self.embed.weight, self.head.weight = (
-            nn.Parameter(of_states * table @ Q.mT),
-            nn.Parameter(head @ Q.mT),
-        )
-        turned = [of_blocks * Q @ M @ Q.mT for M in matrices]
-        self.blocks = nn.ModuleList(
-            LinearBlock(*pair) for pair in zip(turned[:3], turned[3:], strict=True)
-        )
-        self.norm = nn.RMSNorm(12)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 @cache
@@ -129,7 +53,7 @@ def linear(how):
     """Return what is measured of linear blocks as they are, or changed in a way."""
     torch.set_default_dtype(torch.float64)
     try:
-        Q = torch.linalg.qr(torch.randn(12, 12, generator=torch.Generator().manual_seed(1))).Q
+        Q = torch.linalg.qr(normal(12, 12)).Q
         made = {
             "turned": {"Q": Q},
             "longer states": {"of_states": 30.0},
@@ -138,7 +62,7 @@ def linear(how):
         model = LinearBlocks(**made.get(how, {}))
     finally:
         torch.set_default_dtype(torch.float32)
-    ids = torch.randint(0, 20, (2, 5), generator=torch.Generator().manual_seed(2))
+    ids = integers(0, 20, 2, 5, seed=2)
     keep = ("jacobian", "singular_vectors")
     return tracker.measure(
         model,

@@ -7,9 +7,9 @@ import pytest
 import xarray as xr
 
 import tracker
-from tests.models import Letters, build, neox, tokens
-from tests.stores import generated, stored
-from tests.test_measure import PROMPTS, tokenizer
+from tests.support.models import Letters, build, neox, tokens
+from tests.support.stores import generated, stored
+from tests.support.words import PROMPTS, tokenizer
 from tracker.measures.dataset import labelled
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MEASURES

@@ -15,7 +15,7 @@ for name, dims, compute in (
 ):
     for shown in (False, True):
         trajectory.DECLARED += trajectory._of_states(
-            f"{name}_{shown}", dims, f"label of {name}_{shown}", normed=False, compute=compute, dashboard="Trajectory",
+            f"{name}_{shown}", dims, f"label of {name}_{shown}", normed=False, compute=compute, main=True,
             text="What it is.", formula="f", reference="r", charts=("training",), headline=shown, summary=shown,
         )
 
@@ -23,18 +23,18 @@ import tempfile
 from pathlib import Path
 import numpy as np
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored
+from tests.support.models import neox, tokens
+from tests.support.stores import stored
 from tracker.analysis.curves import headlines
-from tracker.dashboards import build, dumped
+from tracker.loggers.protocol import Row, select_metrics
 from tracker.report.write import write_report
 
 ds = tracker.measure(neox(), tokens(3), k=2)
 folder = tempfile.mkdtemp()
 store = stored(Path(folder) / "run", {0: ds, 8: ds}, model="toy")
 write_report(store.path, f"{folder}/page.html")
-page, workspace = open(f"{folder}/page.html").read(), dumped(build("team", "project", "name", [2]))
-first = json.loads(workspace)["spec"]["section"]["panelBankConfig"]["sections"][0]
+page = open(f"{folder}/page.html").read()
+by_walks = select_metrics(Row.from_unit(ds.assign_coords(step=0)), "main").scalars
 table, found = tracker.summary(store.path), {}
 for name in (str(name) for name in ds.data_vars if str(name).startswith("toy_")):
     metric = f"trajectory/{name}/median"
@@ -42,18 +42,16 @@ for name in (str(name) for name in ds.data_vars if str(name).startswith("toy_"))
     found[name] = {
         "Dataset": ds[name].attrs["long_name"] == f"label of {name}",
         "undefined values": name in ds.quantity.values,
-        "frame": len(tracker.to_frame(ds, name)) == ds[name].size,
         "curves": name in tracker.curves(ds),
         "all logs": metric in tracker.scalars(ds),
         "page": name in page,
-        "workspace": metric in workspace,
+        "log of walks": metric in by_walks,
         "default log": metric in headlines(ds),
-        "headline panel": metric in json.dumps(first),
         "summary": rows is not None and bool(np.allclose(rows.value, ds[name].median()) and (rows.low < rows.high).all()),
     }
 print(json.dumps(found))
 """
-OF_DECLARATION = ("default log", "headline panel", "summary")
+OF_DECLARATION = ("default log", "summary")
 
 
 def test_a_declared_measure_is_seen_everywhere():

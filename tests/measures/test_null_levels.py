@@ -5,34 +5,16 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, build, neox, random, tokens
+from tests.support.draws import normal, seeded
+from tests.support.kinds_of_matrices import KINDS, falling, planted
+from tests.support.models import Size, build, neox, tokens
+from tests.support.refused import refused
 from tracker.analysis.null_levels import null_level
-from tracker.common.errors import UsageError
 from tracker.measures import coupling
 from tracker.measures.coupling import DEFINITIONS
 from tracker.measures.registry import MISCOUPLINGS
 
 DRAWS = 2000
-
-
-def falling(d, power, seed):
-    """A Jacobian with singular values k^-power in random bases."""
-    U, _, V = torch.linalg.svd(random(d, d, seed=seed))
-    return U * torch.arange(1, d + 1, dtype=torch.float64) ** -power @ V
-
-
-def planted(kind, d, power, seed):
-    J, I = falling(d, power, seed), torch.eye(d, dtype=torch.float64)
-    return {
-        "random": J,
-        "with a trace": 0.4 * J - 0.2 * I,
-        "symmetric": J + J.T,
-        "negative": -(J @ J.T) - 0.1 * I,
-        "antisymmetric": J - J.T,
-    }[kind]
-
-
-KINDS = ("random", "with a trace", "symmetric", "negative", "antisymmetric")
 
 
 def of_basis(J, K):
@@ -54,7 +36,7 @@ def closed_forms(J, other, K):
         "offdiag_normalized": (entries.off_square / entries.square).sqrt(),
     }
     levels = {name: float(level) for name, level in levels.items()}
-    A = coupling.simulated(J, U, V, DRAWS, torch.Generator().manual_seed(5))
+    A = coupling.simulated(J, U, V, DRAWS, seeded(5))
     return levels, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
 
 
@@ -82,7 +64,7 @@ def test_sums_over_the_entries_of_a_rotated_jacobian(kind):
 def test_moments_in_float32_equal_those_in_float64(shape):
     """Of matrices in many tiles, the last one smaller, and in one; one sum of 2048^2 squares would be 1.6e-4 too small."""
     d = shape[-1]
-    J = torch.randn(*shape, d, generator=torch.Generator().manual_seed(0)) / d**0.5
+    J = normal(*shape, d, seed=0) / d**0.5
     J = J + 0.2 * J.mT + 0.5 * torch.eye(d)
     found = coupling.moments(J, torch.full(shape[:-1], 2.0))
     J = J.double()
@@ -124,7 +106,7 @@ def test_levels_are_those_of_random_rotations(kind, d, K, power):
 
 def test_one_sided_tests_of_unrelated_pairs_at_five_percent():
     """2,000 pairs of blocks turned at random, by rotations drawn for every K."""
-    generator, d = torch.Generator().manual_seed(0), 36
+    generator, d = seeded(0), 36
     frames = torch.linalg.qr(torch.randn(DRAWS, d, d, generator=generator, dtype=torch.float64)).Q
     for K, power in ((4, 0.3), (4, 1.5), (24, 0.3), (24, 1.5)):
         J, other = planted("with a trace", d, power, 6), planted("negative", d, power, 7)
@@ -161,7 +143,7 @@ def test_singular_values_of_all_ranks_are_needed():
     ds = tracker.measure(neox(size=Size(width=48)), tokens(2), k=(2, 5))
     of_trace = "miscoupling_release_trace"
     for ranks in ([0, 1, 2, 3], [1, 2, 3, 4]):
-        with pytest.raises(UsageError, match="needs rank 1 to 5"):
+        with refused("needs rank 1 to 5"):
             null_level(ds.isel(rank=ranks), of_trace)
     few = null_level(ds.isel(rank=[0, 1], k=[0]), of_trace)
     xr.testing.assert_equal(few, null_level(ds, of_trace).isel(k=[0]))
@@ -175,9 +157,9 @@ def test_what_a_level_is_read_from_is_named():
         chosen = ds[[name, "miscoupling_release_level", *part]]
         xr.testing.assert_equal(null_level(chosen, name), null_level(ds, name))
         needed = ", ".join(["miscoupling_release_level", *part])
-        with pytest.raises(UsageError, match=f"the null level of {name} needs {needed}, which"):
+        with refused(f"the null level of {name} needs {needed}, which"):
             null_level(ds[[name]], name)
-    with pytest.raises(UsageError, match="needs miscoupling_level, which this part"):
+    with refused("needs miscoupling_level, which this part"):
         null_level(ds[["miscoupling", "singular_value", "isotropic"]], "miscoupling")
 
 
@@ -185,10 +167,7 @@ def test_names_that_have_no_level():
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=3)
     for name in ("lss", "miscoupling_vju", "nothing"):
-        with pytest.raises(
-            UsageError,
-            match=f"'{name}' has no null level that can be computed here; choose from miscoup",
-        ):
+        with refused(f"'{name}' has no null level that can be computed here; choose from miscoup"):
             null_level(ds, name)
     some = {"layer": [0, 1], "layer_other": [1, 2]}
     for name in MISCOUPLINGS:

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, build
+from tests.support.draws import seeded
+from tests.support.models import Size, build
 from tracker.linalg.svd import top_singular_triplets
 from tracker.measures import block_products, coupling, single_blocks, trajectory
 
@@ -36,7 +37,7 @@ def eye(d=6):
 
 
 def orthogonal(seed, d=6):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     Q, R = torch.linalg.qr(torch.randn(1, d, d, generator=generator, dtype=torch.float64))
     return Q * R.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # Haar-random
 

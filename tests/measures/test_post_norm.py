@@ -10,8 +10,9 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.home_made import WIDTH, Flat
-from tests.plain import RootMeanSquare
+from tests.support.draws import seeded
+from tests.support.home_made import WIDTH, Flat
+from tests.support.plain import RootMeanSquare
 
 TEXT = "the blocks of this model end in a norm .post-norm, as in BERT.*untrained, not with the null level"
 
@@ -174,7 +175,7 @@ def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from
     model = transformers.BertForSequenceClassification(
         transformers.BertConfig(num_labels=8, eos_token_id=9, **sizes, **without_dropout)
     )
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         words = torch.randint(8, (size, 16), generator=generator)

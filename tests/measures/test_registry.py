@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import neox, tokens
-from tests.stores import stored
+from tests.support.models import neox, tokens
+from tests.support.stores import stored
 from tracker.analysis.curves import CURVES, scalars
 from tracker.analysis.reduction import reduced
 from tracker.measures.registry import (

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tracker
-from tests.measures.formulas import Block, levels_by_rotations
-from tests.measures.test_null_levels import KINDS, planted
-from tests.models import neox, tokens
+from tests.support.draws import seeded
+from tests.support.formulas import Block, levels_by_rotations
+from tests.support.kinds_of_matrices import KINDS, planted
+from tests.support.models import neox, tokens
 from tracker.measures import coupling, rotations
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS
 
@@ -50,14 +51,14 @@ def values_of(J, K):
 @pytest.mark.parametrize("ks", [(1,), (2, 5), (6,), (3, 9), (12,)])
 def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
     """Also with frames of a whole rotation, 2 K > d, and those that contain the frames for a smaller K."""
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     J = (
         few_large(D, L, generator)
         if kind == "few large"
         else torch.stack([planted(kind, D, 0.5, i) for i in range(L)])
     )
     found = levels_of(J[None], ks)
-    blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks, {}) for one in J]
+    blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks) for one in J]
     for i, k in enumerate(ks):
         for l, m in np.ndindex(L, L):
             # Elsewhere V' has little or no part outside of the span of U', and the oracle no basis of it.
@@ -74,13 +75,13 @@ def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
 def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, monkeypatch):
     d, draws = 24, 4000
     J = torch.stack([planted(kind, d, 0.7, i) for i in (2, 3)]) if kind in KINDS else None
-    J = few_large(d, 2, torch.Generator().manual_seed(2)) if J is None else J
+    J = few_large(d, 2, seeded(2)) if J is None else J
     rotations.frames.cache_clear()
     monkeypatch.setattr(rotations, "COLUMNS", 2000 * K)
     found = levels_of(J[None], (K,))
     rotations.frames.cache_clear()
     U, _, Vh = torch.linalg.svd(J[1])
-    A = coupling.simulated(J[0], U[:, :K], Vh[:K].mT, draws, torch.Generator().manual_seed(3))
+    A = coupling.simulated(J[0], U[:, :K], Vh[:K].mT, draws, seeded(3))
     s = torch.linalg.svdvals(J[0])[:K]
     for name in BY_ROTATIONS:
         drawn = FORMULAS[name](A, s)
@@ -90,7 +91,7 @@ def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, mo
 
 def test_unrelated_blocks_have_no_coupling():
     """Means over 200 models with a trace and few large values. By the formulas eq. 14 has 0.04 at K = 2 and 0.02 at K = 5."""
-    generator, ks, count, blocks = torch.Generator().manual_seed(4), (2, 3, 10), 200, 5
+    generator, ks, count, blocks = seeded(4), (2, 3, 10), 200, 5
     J = few_large(40, count * blocks, generator).unflatten(0, (count, blocks))
     levels, apart = levels_of(J, ks), ~torch.eye(blocks, dtype=torch.bool)
     for i, k in enumerate(ks):
@@ -114,7 +115,7 @@ def test_blocks_that_lack_the_same_direction_are_not_wholly_unrelated():
     A level of rotations that leave this direction as it is, those of the other d - 1, has no such offset.
     """
     d, K, count, blocks = 16, 6, 150, 4
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     J = torch.randn(count, blocks, d - 1, d - 1, generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(torch.randn(d, d - 1, generator=generator, dtype=torch.float64))[0]
     apart, offsets = ~torch.eye(blocks, dtype=torch.bool), {}
@@ -156,7 +157,7 @@ def test_levels_in_float32_and_of_zero_jacobians():
 @pytest.mark.parametrize("basis", ["symmetric", "antisymmetric"])
 def test_expected_squares_that_are_zero_but_for_rounding(basis, K, seed):
     """The mean of squares of entries is 0 there, so that weights are of rounding errors, unless they are bounded."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     first, other = torch.randn(2, 24, 24, generator=generator)
     J = torch.stack(
         [first - first.mT, other + other.mT if basis == "symmetric" else other - other.mT]

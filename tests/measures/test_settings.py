@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import neox, tokens
-from tracker.common.errors import UsageError
+from tests.support.models import neox, tokens
+from tests.support.refused import refused
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS, Settings
 from tracker.walk import command
@@ -139,7 +139,7 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
     ],
 )
 def test_values_that_are_not_allowed(options, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         settings_from(options, "test")
 
 

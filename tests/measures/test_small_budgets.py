@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tracker
-from tests import processes
-from tests.models import Size, build
-from tracker.common.errors import UsageError
+from tests.support import processes
+from tests.support.models import Size, build
+from tests.support.refused import refused
 from tracker.jacobians.kept import JacobianFile
 from tracker.measures import layers, plan
 
@@ -104,7 +104,7 @@ def test_a_file_keeps_every_tensor(directory):
 def test_a_full_disk(directory):
     file = JacobianFile()
     said = f"{directory} has no space for another 4e-06 GB"
-    with processes.files_of_at_most(1000), pytest.raises(UsageError, match=said):
+    with processes.files_of_at_most(1000), refused(said):
         file.keep(torch.randn(1, 1000, 1))
 
 

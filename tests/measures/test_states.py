@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.jacobians.measured import CPU
-from tests.jacobians.test_witness import IDS, Model
-from tests.models import build, random
+from tests.support.asked import IDS, Model
+from tests.support.measured import CPU
+from tests.support.models import build, random
 from tracker.blocks.find import find_blocks
 from tracker.linalg.transfer import drawn
 from tracker.measures.states import (
     NOISE,
-    _cosine,
-    _principal_axes,
+    cosine_to,
     noise_similarity,
+    principal_axes_of_samples,
 )
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
@@ -49,7 +49,7 @@ def test_noise_on_the_tokens_of_a_sample():
 
 def test_the_cosine_with_a_state_of_zero_is_undefined():
     clean = torch.tensor([[[0.0, 0.0], [3.0, 4.0]]])
-    (first, same) = _cosine([clean + torch.tensor([1.0, 0.0]), clean], clean)
+    (first, same) = cosine_to([clean + torch.tensor([1.0, 0.0]), clean], clean)
     expected = torch.tensor([[torch.nan, (4 * 3 + 4 * 4) / (32**0.5 * 5)]])
     torch.testing.assert_close(first, expected, equal_nan=True)
     torch.testing.assert_close(same, torch.tensor([[torch.nan, 1.0]]), equal_nan=True)
@@ -68,7 +68,7 @@ def recorded():
 @pytest.mark.parametrize("lengths", [(5, 5), (5, 3), (3, 3)])
 def test_principal_axes_are_those_of_states_without_padding(lengths):
     y = random(2, 5, 8)
-    found = _principal_axes(y, [range(n) for n in lengths])
+    found = principal_axes_of_samples(y, [range(n) for n in lengths])
     for n, x, mean, axes in zip(lengths, y, *found, strict=True):
         torch.testing.assert_close(mean, x[:n].mean(0))
         expected = torch.linalg.svd(x[:n] - mean).Vh[:2].mT

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Letters, Size, build, neox, padded, tokens
-from tracker.common.errors import UsageError
+from tests.support.models import Letters, Size, build, neox, padded, tokens
+from tests.support.refused import refused
 from tracker.measures.tokenwise import _together, tokenwise_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,7 +31,7 @@ def test_no_jacobian_is_computed_twice(apart, concerned, formed):
 def test_one_block_has_no_other():
     model = neox(size=Size(32, 1))
     assert "self_offdiag" not in tracker.measure(model, tokens(1), k=4, measures="all")
-    with pytest.raises(UsageError, match="pair_layers=1, but 1 block is measured.* pair_layers=0"):
+    with refused("pair_layers=1, but 1 block is measured.* pair_layers=0"):
         tracker.measure(model, tokens(1), k=4, measures="tokenwise")
     found = tracker.measure(model, tokens(1), k=4, measures="all,tokenwise", pair_layers=0)
     assert found.self_offdiag.notnull().all() and found.pair_layer_other.values.tolist() == [1]
@@ -77,7 +77,7 @@ def test_as_many_prompts_pass_through_a_block_together_as_the_budget_holds(forme
 )
 def test_bad_choices(options, message):
     model, inputs = build("gpt_neox")
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.measure(model, inputs, **options)
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.measures.formulas import OF_PATHS
-from tests.models import random
+from tests.support.formulas import OF_PATHS
+from tests.support.models import random
 from tracker.measures import trajectory
 
 

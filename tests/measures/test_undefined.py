@@ -8,7 +8,7 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.models import Size, build, neox, padded, silence, tokens
+from tests.support.models import Size, build, neox, padded, silence, tokens
 
 
 def warned(model, inputs, **options) -> tuple[list[str], object]:

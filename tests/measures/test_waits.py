@@ -7,8 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tracker
-from tests.models import Letters, Size, neox
 from tests.pretend_device import Counts
+from tests.support.models import Letters, Size, neox
 from tracker.measures import rotations
 
 SIZE = Size(width=64, depth=4, tokens=56)

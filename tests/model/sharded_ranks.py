@@ -16,7 +16,7 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.models import Size, language, tokens
+from tests.support.models import Size, language, tokens
 from tracker import measurement
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians

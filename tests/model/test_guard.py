@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import tracker
-from tests.jacobians.test_rows import Attention, Stack, measured
-from tests.models import random
-from tests.rounding import rounding
+from tests.support.models import random
+from tests.support.rounding import rounding
+from tests.support.stacks import Attention, Stack, measured
 
 
 class Writer(nn.Module):

@@ -12,47 +12,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.central_differences import assert_measured_as_it_runs
-from tests.jacobians.test_rows import Stack
-from tests.models import random
+from tests.support.central_differences import assert_measured_as_it_runs
+from tests.support.kept_functions import INPUTS, Block, model_of, over_self
+from tests.support.refused import refused
+from tests.support.stacks import Stack
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.model.random_numbers import Generators
 from tracker.model.replica import Replica
 from tracker.model.twin import twin_of
-
-D, HEADS = 8, 2
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
-
-
-class Block(nn.Module):
-    """A block that reaches its MLP through a function that it keeps."""
-
-    def __init__(self, keep):
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(D), Attention()
-        self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Dropout(0.5))
-        self.kept = keep(self)
-
-    def forward(self, x):
-        x = x + self.attention(self.norm(x))
-        kept = self.kept
-        kept = kept["f"] if isinstance(kept, dict) else kept[0] if isinstance(kept, list) else kept
-        return x + kept(x)
-
-    def through_mlp(self, x, sign=1.0):
-        return sign * self.mlp(x)
 
 
 class InSlot(nn.Module):
@@ -106,7 +73,7 @@ def shared_variable(block):
 
 KEPT = {
     "lambda over a module": lambda block: (lambda mlp: lambda x: mlp(x))(block.mlp),
-    "lambda over self": lambda block: lambda x: block.mlp(x),
+    "lambda over self": over_self,
     "default value": lambda block: lambda x, mlp=block.mlp: mlp(x),
     "keyword default": lambda block: lambda x, *, mlp=block.mlp: mlp(x),
     "closure over a list": lambda block: (lambda steps: lambda x: steps[0](steps[1](x)))(
@@ -134,14 +101,6 @@ KEPT = {
 }
 
 
-def model_of(keep, seed=0):
-    torch.manual_seed(seed)
-    return Stack([Block(keep) for _ in range(2)])
-
-
-INPUTS = random(2, 5, D, seed=1)
-
-
 def measured(model):
     return tracker.measure(model, INPUTS.float(), k=2)
 
@@ -167,7 +126,7 @@ class Net(Stack):
     """A model that reaches its blocks through what it keeps."""
 
     def __init__(self, keep):
-        super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
+        super().__init__([Block() for _ in range(2)])
         self.steps = keep(self)
 
     def forward(self, x):
@@ -179,7 +138,7 @@ class Net(Stack):
 class Outer(nn.Module):
     def __init__(self, as_forward):
         super().__init__()
-        self.net = model_of(KEPT["lambda over self"])
+        self.net = model_of()
         if as_forward:
             self.forward = self.net.forward
         else:
@@ -208,7 +167,7 @@ def test_blocks_are_reached_through_functions(name):
 
 
 def test_blocks_whose_forward_alone_is_called_are_not_reached():
-    with pytest.raises(UsageError, match="never reached 2 of the blocks"):
+    with refused("never reached 2 of the blocks"):
         measured(MODELS["methods"]().eval())
 
 
@@ -228,12 +187,12 @@ def test_what_reaches_modules_past_their_copies_is_refused(what):
     Past.reached = {block: torch.sin for block in model.blocks}
     if "mlp" in what:
         Past.reached["first"] = model.blocks[0].mlp
-    with pytest.raises(UsageError, match=f"can't run on copies: code reaches {what}"):
+    with refused(f"can't run on copies: code reaches {what}"):
         measured(model)
 
 
 def test_a_model_runs_and_learns_in_another_thread_while_its_twin_runs():
-    model, x = model_of(KEPT["lambda over self"]).eval(), INPUTS.float()
+    model, x = model_of().eval(), INPUTS.float()
 
     def learn(_=None):
         model.zero_grad()
@@ -253,7 +212,7 @@ def test_a_model_runs_and_learns_in_another_thread_while_its_twin_runs():
 
 def test_functions_without_modules_stay_the_same_objects():
     plain = [F.gelu, F.silu, lambda x: 2 * x, str.upper, "text".upper]
-    model = model_of(KEPT["lambda over self"])
+    model = model_of()
     model.plain = plain
     replica = Replica(model, find_blocks(model), torch.float64, torch.device("cpu"))
     assert all(new is old for new, old in zip(replica.module.plain, plain, strict=True))
@@ -273,7 +232,7 @@ def as_method(linear):
 
 @pytest.mark.parametrize("replace", [as_function, as_method])
 def test_a_forward_replaced_on_the_instance_is_measured(replace):
-    model = model_of(KEPT["lambda over self"]).double().eval()
+    model = model_of().double().eval()
     qkv = model.blocks[0].attention.qkv
     qkv.forward = replace(qkv)
     assert_measured_as_it_runs(model, INPUTS, model.blocks)
@@ -287,16 +246,16 @@ def test_a_forward_replaced_by_an_object_is_refused():
         def __call__(self, x):
             return 2 * x
 
-    model = model_of(KEPT["lambda over self"])
+    model = model_of()
     model.blocks[0].attention.qkv.forward = Twice(model.blocks[0].attention.qkv)
-    with pytest.raises(UsageError, match="forward of Linear was replaced on the instance"):
+    with refused("forward of Linear was replaced on the instance"):
         measured(model)
 
 
 def test_a_replaced_forward_that_accelerate_wraps_is_measured():
     from accelerate import cpu_offload
 
-    model = model_of(KEPT["lambda over self"]).eval()
+    model = model_of().eval()
     qkv = model.blocks[0].attention.qkv
     qkv.forward = as_method(qkv)
     expected = measured(model)

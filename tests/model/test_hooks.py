@@ -14,9 +14,9 @@ from ray.experimental.tqdm_ray import safe_print
 from torch import nn
 
 import tracker
-from tests.central_differences import assert_measured_as_it_runs
-from tests.jacobians.test_rows import Stack
-from tests.model.test_held_functions import INPUTS, KEPT, Block
+from tests.support.central_differences import assert_measured_as_it_runs
+from tests.support.kept_functions import INPUTS, Block
+from tests.support.stacks import Stack
 
 D = INPUTS.shape[-1]
 
@@ -35,7 +35,7 @@ class Adapted(Stack):
 
     def __init__(self, register):
         torch.manual_seed(0)
-        super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
+        super().__init__([Block() for _ in range(2)])
         self.adapter = nn.Sequential(nn.Linear(D, D), nn.Tanh())
         self.hook = Adapter()
         self.positions = nn.Parameter(torch.randn(1, 9, D))
@@ -173,7 +173,7 @@ class Recorder:
 class Recording(Stack):
     def __init__(self):
         torch.manual_seed(0)
-        super().__init__([Block(KEPT["lambda over self"]) for _ in range(2)])
+        super().__init__([Block() for _ in range(2)])
         self.seen, self.values = [], None
         self.eval()
 

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.model.test_held_functions import INPUTS, KEPT, model_of
-from tracker.common.errors import UsageError
+from tests.support.kept_functions import INPUTS, model_of
+from tests.support.refused import refused
 
 D, STATES = INPUTS.shape[-1], INPUTS.float()
 
 
 def model_with(make):
     """Return a model with another MLP in each block."""
-    model = model_of(KEPT["lambda over self"])
+    model = model_of()
     for block in model.blocks:
         block.mlp = make()
     return model.eval()
@@ -51,7 +51,7 @@ REFUSED = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:Lazy modules")
 def test_what_can_not_be_copied_is_refused(name, dry_run):
     make, message = REFUSED[name]
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.measure(model_with(make), STATES, k=2, dry_run=dry_run)
 
 
@@ -98,7 +98,7 @@ def test_sparse_weights_are_measured_as_dense_ones(layout, as_buffer):
 
 def test_open_files_and_connections_are_the_callers(tmp_path):
     """A copy would fail, or close what it shares when it is deleted."""
-    model = model_of(KEPT["lambda over self"]).eval()
+    model = model_of().eval()
     expected = tracker.measure(model, STATES, k=2)
     first, second = multiprocessing.Pipe()
     with open(tmp_path / "log", "w") as file, socket.socket() as connection:

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import tracker
-from tests.home_made import HEADS, MLP, WIDTH
-from tests.models import random
+from tests.support.home_made import HEADS, MLP, WIDTH
+from tests.support.models import random
 
 DEPTH, LENGTHS, N = 3, [4, 7, 6], 7
 SAMPLES = random(3, N, WIDTH, seed=1)

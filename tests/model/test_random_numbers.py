@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 import tracker
-from tests.home_made import WIDTH, Flat
-from tracker.common.errors import UsageError
+from tests.support.draws import normal, seeded
+from tests.support.home_made import WIDTH, Flat
+from tests.support.refused import refused
+from tests.support.units import assert_same
 
-DEPTH, PROBE = 3, torch.randn(3, 12, WIDTH, generator=torch.Generator().manual_seed(1))
+DEPTH, PROBE = 3, normal(3, 12, WIDTH)
 
 
 class Masked(nn.Module):
@@ -21,7 +23,7 @@ class Masked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Flat(causal=False) for _ in range(DEPTH))
-        self.source, self.generator = source, torch.Generator().manual_seed(5)
+        self.source, self.generator = source, seeded(5)
         self.rng, self.python = np.random.default_rng(5), [random.Random(5)]
 
     def uniform(self, shape):
@@ -81,8 +83,7 @@ def test_what_was_drawn_before_changes_nothing(source):
     before = generators()
     again = measured(model)
     assert generators() == before
-    for name in ("lss", "miscoupling", "random_seed"):
-        np.testing.assert_array_equal(first[name], again[name])
+    assert_same(first, again, ("lss", "miscoupling", "random_seed"))
     assert first.attrs["random_draws"] == 1 and len(set(first.random_seed.values)) == len(PROBE)
 
 
@@ -133,7 +134,7 @@ DRAWN = [("blocks", source) for source in SOURCES] + [(SPANS, "torch")]
 def test_a_block_that_draws_random_numbers_is_refused(blocks, source):
     model = Masked()
     model.blocks[1] = Dropped(source)
-    with pytest.raises(UsageError, match="draws random numbers: it is random or keeps state"):
+    with refused("draws random numbers: it is random or keeps state"):
         measured(model, blocks=blocks)
 
 
@@ -159,7 +160,7 @@ def test_a_generator_among_the_inputs_is_not_drawn_from():
             self.generator = generator
             return super().forward(x)
 
-    given = torch.Generator().manual_seed(3)
+    given = seeded(3)
     before = given.get_state()
     first, again = (
         measured(Given("a torch.Generator of the model"), {"x": PROBE, "generator": given})

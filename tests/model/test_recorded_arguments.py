@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.brute_force import couplings, in_one_graph
-from tests.home_made import Wrapped
-from tests.jacobians.test_rows import Attention
-from tests.models import build, random
+from tests.support.brute_force import couplings, in_one_graph
+from tests.support.home_made import Wrapped
+from tests.support.models import build, random
+from tests.support.refused import refused
+from tests.support.stacks import Attention
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 
 
 class Sharing(nn.Module):
@@ -74,7 +74,7 @@ def test_what_blocks_share_is_what_each_of_them_was_given(how, samples):
 
 def test_a_block_that_remembers_its_keys_between_calls_is_refused():
     """Its replay reproduces the recorded output, and would have a derivative without keys and values."""
-    with pytest.raises(UsageError, match="keeps state between calls"):
+    with refused("keeps state between calls"):
         tracker.measure(Model("memo of its own").double(), random(1, 5, 8), k=3, dtype="float64")
 
 
@@ -96,5 +96,5 @@ def test_an_embedding_in_a_wrapper_is_one_of_token_ids():
     plain = find_blocks(model)
     model.transformer.wte = Wrapped(model.transformer.wte)
     assert find_blocks(model) == plain and plain.include_final_norm
-    with pytest.raises(UsageError, match="vocabulary has 50"):
+    with refused("vocabulary has 50"):
         tracker.measure(model, inputs + 50)

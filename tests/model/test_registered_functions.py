@@ -9,11 +9,12 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import sdpa_mask
 
 import tracker
-from tests.blocks.test_blocks import FOUND
-from tests.central_differences import assert_measured_as_it_runs
+from tests.support.central_differences import assert_measured_as_it_runs
+from tests.support.draws import integers
+from tests.support.llava import SEEN, llava
 from tracker.model.replica import Replica
 
-IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(1))
+IDS = integers(3, 60, 2, 6)
 SIZE = dict(
     vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24
 )
@@ -144,11 +145,11 @@ MORE = {
 
 
 def test_names_in_the_configs_of_parts_are_the_callers():
-    model = FOUND["llava"].make().eval()
+    model = llava().eval()
     configs = [model.config, model.config.text_config, model.config.vision_config]
-    expected = tracker.measure(model, FOUND["llava"].inputs, k=2)
+    expected = tracker.measure(model, SEEN, k=2)
     model.config._attn_implementation = "flex_attention"
-    seen = tracker.measure(model, FOUND["llava"].inputs, k=2)
+    seen = tracker.measure(model, SEEN, k=2)
     assert [config._attn_implementation for config in configs] == ["flex_attention"] * 3
     replica = Replica(model, tracker.find_blocks(model), torch.float32, torch.device("cpu")).module
     text = replica.config.text_config

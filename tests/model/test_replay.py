@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
-from tests.brute_force import Truth
-from tests.jacobians.measured import jacobians_at
-from tests.jacobians.test_rows import Attention, Stack
-from tests.models import random, tokens
-from tests.rounding import rounding
-from tracker.common.errors import UsageError
+from tests.support.attention import attend
+from tests.support.brute_force import Truth
+from tests.support.measured import jacobians_at
+from tests.support.models import random, tokens
+from tests.support.refused import refused
+from tests.support.rounding import rounding
+from tests.support.stacks import Attention, Stack
 
 
 class Block(nn.Module):
@@ -29,8 +30,7 @@ class Block(nn.Module):
         self.attention = Attention()
 
     def attend(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, dim=-1)
-        return F.scaled_dot_product_attention(q, k, v)[:, 0]
+        return attend(self.qkv(x))
 
     def plain(self, x):
         x = x + self.attend(x)
@@ -178,7 +178,7 @@ def test_a_gate_or_stream_in_float32_is_sliced_and_its_error_told(make):
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_what_a_count_changes_as_little_as_rounding_is_refused_all_the_same(samples):
-    with pytest.raises(UsageError, match="it is random or keeps state between calls"):
+    with refused("it is random or keeps state between calls"):
         measured(stack(CountingGate), samples)
 
 
@@ -194,7 +194,7 @@ def test_a_gate_in_float32_hides_no_mixing_of_rows():
 
 
 def test_a_block_that_asks_for_the_gradient_mode_is_refused():
-    with pytest.raises(UsageError, match="another output with gradients than without"):
+    with refused("another output with gradients than without"):
         measured(stack(ByGradient))
 
 
@@ -274,9 +274,7 @@ def test_blocks_that_return_mappings_and_dataclasses(name):
     ],
 )
 def test_what_holds_no_hidden_state_is_named(returned, described):
-    with pytest.raises(
-        UsageError, match=f"block blocks.0 returns {described}.*it must return the hidden state"
-    ):
+    with refused(f"block blocks.0 returns {described}.*it must return the hidden state"):
         measured(stack(Returning, returned))
 
 
@@ -325,9 +323,7 @@ class Raising(Block):
     "error", [KeyError("cache"), AttributeError("gone"), RuntimeError("no"), StopIteration()]
 )
 def test_what_a_blocks_code_raises_names_the_block(error, B):
-    with pytest.raises(
-        UsageError, match=rf"block 1 \(blocks.0\) .*{type(error).__name__}"
-    ) as caught:
+    with refused(rf"block 1 \(blocks.0\) .*{type(error).__name__}") as caught:
         measured(stack(Raising, error), B)
     assert isinstance(caught.value.__cause__, type(error))
 
@@ -358,7 +354,7 @@ class Custom(Block):
 
 
 def test_a_derivative_that_fails_names_the_block():
-    with pytest.raises(UsageError, match=r"block 1 \(blocks.0\) .*no derivative here"):
+    with refused(r"block 1 \(blocks.0\) .*no derivative here"):
         measured(stack(Custom, True))
 
 

@@ -1,15 +1,15 @@
 """Blocks that hand their state on as two tensors are refused, with what to do; a block with one is measured."""
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.jacobians.test_rows import Attention, Stack
-from tests.models import random
-from tracker.common.errors import UsageError
+from tests.support.attention import attend
+from tests.support.models import random
+from tests.support.refused import refused
+from tests.support.stacks import Attention, Stack
+from tests.support.units import assert_same
 
 OPTIONS = dict(k=3, dtype="float64")
 
@@ -23,8 +23,7 @@ class Fused(nn.Module):
         self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
 
     def mix(self, x):
-        q, k, v = self.qkv(self.norm(x))[:, None].chunk(3, dim=-1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
+        return self.out(attend(self.qkv(self.norm(x)), causal=True))
 
     def forward(self, hidden, residual=None):
         residual = hidden if residual is None else hidden + residual
@@ -102,17 +101,8 @@ def plain(model):
 
 
 def assert_equal_results(found, expected):
-    for name in (
-        "miscoupling",
-        "offdiag_normalized",
-        "singular_value",
-        "lss",
-        "norm",
-        "expodistance",
-    ):
-        np.testing.assert_allclose(
-            found[name].values, expected[name].values, atol=1e-9, err_msg=name
-        )
+    names = ("miscoupling", "offdiag_normalized", "singular_value", "lss", "norm", "expodistance")
+    assert_same(found, expected, names, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +117,7 @@ def assert_equal_results(found, expected):
 )
 def test_two_states_are_refused_with_what_to_do(how, block, x):
     advice = r"block layers.1 takes and returns two hidden states.*wrap each block in a module that returns the sum"
-    with pytest.raises(UsageError, match=advice):
+    with refused(advice):
         tracker.measure(Model(how, block).double(), x, **OPTIONS)
 
 
@@ -142,7 +132,7 @@ def test_fused_blocks_wrapped_as_the_refusal_advises_are_measured(x):
 def test_states_that_the_model_adds_between_blocks_are_refused_and_measured_by_spans(x):
     model = Model("added").double()
     changed = "the model changes the hidden state between layers.0 and layers.1; .*, or spans that include the change"
-    with pytest.raises(UsageError, match=changed):
+    with refused(changed):
         tracker.measure(model, x, **OPTIONS)
     boundaries = ["input of layers.0", "input of layers.1", "input of layers.2", "input of norm"]
     expected = tracker.measure(plain(model), x, **OPTIONS)

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from tests import processes
 from tests.model.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
+from tests.support import processes
 
 pytestmark = pytest.mark.slow  # two processes, ten cases
 BUDGET = SETTINGS.memory_budget

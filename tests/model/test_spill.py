@@ -12,12 +12,13 @@ from torch import nn
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
-from tests import processes
-from tests.jacobians.test_rows import Stack
-from tests.models import neox, tokens
-from tests.rounding import rounding
+from tests.support import processes
+from tests.support.models import neox, tokens
+from tests.support.refused import refused
+from tests.support.rounding import rounding
+from tests.support.stacks import Stack
+from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.model.global_state import preserve_global_state
 from tracker.model.inputs import batches
 from tracker.model.recorder import record
@@ -80,12 +81,8 @@ def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pret
     )
     spilled = tracker.measure(model, ["0", "1"], **options)
     assert len(made) == 2 and set(spilled) == set(usual)
-    for name in (
-        "lyapunov_exponent",
-        "mean_alignment",
-        "linear_error",
-    ):
-        np.testing.assert_allclose(spilled[name], usual[name], rtol=1e-8, atol=1e-10)
+    names = ("lyapunov_exponent", "mean_alignment", "linear_error")
+    assert_same(spilled, usual, names, rtol=1e-8, atol=1e-10)
 
 
 class Remembering(nn.Module):
@@ -138,6 +135,6 @@ def test_memory_in_use_does_not_grow_with_the_recording():
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
 def test_a_full_disk(directory, entries, room):
     said = f"{directory} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
-    with processes.files_of_at_most(room), pytest.raises(UsageError, match=said):
+    with processes.files_of_at_most(room), refused(said):
         Spill(0).keep(torch.randn(entries))
     assert not any(directory.iterdir())

@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, language, tokens
-from tests.rounding import of_miscouplings, rounding
+from tests.support.models import Size, language, tokens
+from tests.support.rounding import of_miscouplings, rounding
+from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
 from tracker.model.global_state import preserve_global_state
 from tracker.model.replica import Replica
@@ -40,8 +41,7 @@ def test_streamed_results_are_those_of_a_model_on_the_device(pretend, dtype):
     resident = tracker.measure(model(dtype).to(pretend.device), tokens(1), **OPTIONS)
     torch.manual_seed(0)
     on_cpu = tracker.measure(model(dtype), tokens(1), **OPTIONS)
-    for name in ("miscoupling", "singular_value"):
-        np.testing.assert_array_equal(streamed[name], resident[name])
+    assert_same(streamed, resident, ("miscoupling", "singular_value"))
     np.testing.assert_allclose(
         streamed.miscoupling, on_cpu.miscoupling, rtol=0, atol=of_miscouplings(on_cpu)
     )

@@ -8,9 +8,11 @@ import torch
 import transformers
 
 import tracker
-from tests.brute_force import truth_of
-from tests.rounding import of_miscouplings, rounding
-from tests.test_measure import assert_unchanged, snapshot, tokenizer
+from tests.support.brute_force import truth_of
+from tests.support.draws import perturbed
+from tests.support.rounding import of_miscouplings, rounding
+from tests.support.unchanged import assert_unchanged, snapshot
+from tests.support.words import tokenizer
 from tests.zoo.claims import assert_jacobians, assert_states
 from tracker.model.wrappers import unwrap
 
@@ -69,11 +71,7 @@ def hooked(**options):
         pytest.skip("TransformerLens 4 has no HookedTransformer")
     settings = {"act_fn": "gelu", "initializer_range": 0.3, **RANDOM, **options}
     model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**settings))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed(model, seed=1)
 
 
 def saved_tokenizer(directory):

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tracker
-from tests.blocks.test_blocks import FOUND
-from tests.brute_force import Truth
-from tests.models import HEADS, VOCABULARY, WIDTH, build, tokens
-from tests.rounding import rounding
+from tests.support.brute_force import Truth
+from tests.support.llava import SEEN, llava
+from tests.support.models import HEADS, VOCABULARY, WIDTH, build, tokens
+from tests.support.rounding import rounding
 
 HEAD = WIDTH // HEADS
 
@@ -28,12 +28,6 @@ def assert_identical(seen, expected):
         np.testing.assert_array_equal(seen[name].values, values.values, err_msg=name)
     differ = {key for key in expected.attrs if seen.attrs[key] != expected.attrs[key]}
     assert differ <= {"seconds", "created", "witness"}
-
-
-def llava():
-    """Its forward takes the images' features from the hidden states that hooks capture."""
-    torch.manual_seed(0)
-    return FOUND["llava"].make().eval(), FOUND["llava"].inputs
 
 
 def captured(model, inputs):
@@ -90,7 +84,8 @@ USES = [
 
 @pytest.fixture(scope="module")
 def fresh_llava():
-    model, inputs = llava()
+    torch.manual_seed(0)
+    model, inputs = llava().eval(), SEEN
     return model, inputs, tracker.measure(model, inputs, k=4)
 
 

@@ -13,9 +13,9 @@ from torch.optim.swa_utils import AveragedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import tracker
-from tests.models import build
-from tests.rounding import of_miscouplings
-from tracker.common.errors import UsageError
+from tests.support.models import build
+from tests.support.refused import refused
+from tests.support.rounding import of_miscouplings
 
 FAMILY = "llama, grouped keys"
 
@@ -216,10 +216,7 @@ def test_blocks_are_named_with_or_without_the_wrappers_own_steps(plain, held):
         tracker.find_blocks(model, spans).names[0]
         == "input of model.layers.0 to input of model.layers.1"
     )
-    with pytest.raises(
-        UsageError,
-        match="no module named 'model._orig_mod.blocks'; its parts are model .LlamaModel",
-    ):
+    with refused("no module named 'model._orig_mod.blocks'; its parts are model .LlamaModel"):
         tracker.find_blocks(model, "model._orig_mod.blocks")
 
 
@@ -239,7 +236,7 @@ def test_weights_in_flattened_pieces_are_refused(plain):
     )
     try:
         sharded = FullyShardedDataParallel(copy.deepcopy(model), device_id=torch.device("cpu"))
-        with pytest.raises(UsageError, match="FSDP 1 keeps weights in flattened pieces"):
+        with refused("FSDP 1 keeps weights in flattened pieces"):
             tracker.measure(nn.Sequential(sharded), inputs)
     finally:
         torch.distributed.destroy_process_group()
@@ -258,7 +255,7 @@ def test_offloaded_to_disk(plain, tmp_path):
 def test_weights_that_were_never_loaded_are_refused():
     with torch.device("meta"):
         model, inputs = build("gpt2")
-    with pytest.raises(UsageError, match="on the meta device"):
+    with refused("on the meta device"):
         tracker.measure(model, torch.ones(1, 4, dtype=torch.long))
 
 
@@ -331,5 +328,5 @@ def test_what_was_assumed_can_be_corrected():
     assert other.unembedding == "head"
     seen = tracker.measure(model, inputs, blocks=other, final_norm="include", k=4)
     assert seen.attrs["final_norm_module"] == "norm" and (seen.token_position == 1).all()
-    with pytest.raises(UsageError, match="no module named 'norms'"):
+    with refused("no module named 'norms'"):
         tracker.find_blocks(model, final_norm="norms")

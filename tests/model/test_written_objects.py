@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import tracker
-from tests.home_made import WIDTH, Flat
-from tests.jacobians.test_rows import Stack
+from tests.support.draws import normal
+from tests.support.home_made import WIDTH, Flat
+from tests.support.stacks import Stack
 
-PROBE = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(1))
+PROBE = normal(2, 4, WIDTH)
 
 
 class Counting(Flat):

@@ -5,7 +5,7 @@
 The sample depends on `--seed` and on each mutant's text alone, so that a change elsewhere in the file leaves it as it is. A
 mutant is killed by a failing test, an error at import, a crash, or a test that takes ten times as long as the longest of its
 file. This process imports torch and transformers, a child for each mutant the product, anew, and its children run one file of
-tests each; they start what tests start with `tests.processes`, so that the mutant is there, too.
+tests each; they start what tests start with `tests.support.processes`, so that the mutant is there, too.
 
 To know which tests reach a line, they are run once with coverage. All fast tests take minutes; those of the file come first,
 then those of its package, and the others are run for the mutants that these let through.
@@ -35,9 +35,9 @@ from pathlib import Path
 import coverage
 import pytest
 
-from tests import fork_server, processes
 from tests.mutants.known import FILES, KNOWN, PRODUCT
 from tests.mutants.made import mutants
+from tests.support import fork_server, processes
 
 # Tests of what is not mutated, or of thousands of models
 LEFT_OUT = {"gpu", "pretend_device", "sweep", "test_golden.py", "test_mutants.py", "test_size.py"}

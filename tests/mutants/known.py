@@ -116,12 +116,12 @@ KNOWN: dict[str, dict[str, str]] = {
         "require_reproduction: relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32] -> relative_error(f, reference, recorded, torch.float32) < TOLERANCE[torch.float32]": "the same",
     },
     "tracker/linalg/svd.py": {
-        "_by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
-        "_by_squares: torch.where(enough[..., None], S, 1) -> torch.where(enough[..., None], S, 2)": "of matrices whose certificate is not used",
-        "_by_eigenvectors: S[..., -1] > SQUARABLE * S[..., 0] -> S[..., -1] >= SQUARABLE * S[..., 0]": "real numbers, equal never",
-        "_by_eigenvectors: error <= OF_FULL * TOLERANCE[J.dtype] -> error < OF_FULL * TOLERANCE[J.dtype]": "the same",
-        "_by_golub_kahan: error > tolerance -> error >= tolerance": "the same",
-        "_by_golub_kahan: tolerance / 2 -> tolerance * 2": "what does not converge is decomposed in full",
+        "by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
+        "by_squares: torch.where(enough[..., None], S, 1) -> torch.where(enough[..., None], S, 2)": "of matrices whose certificate is not used",
+        "by_eigenvectors: S[..., -1] > SQUARABLE * S[..., 0] -> S[..., -1] >= SQUARABLE * S[..., 0]": "real numbers, equal never",
+        "by_eigenvectors: error <= OF_FULL * TOLERANCE[J.dtype] -> error < OF_FULL * TOLERANCE[J.dtype]": "the same",
+        "by_golub_kahan: error > tolerance -> error >= tolerance": "the same",
+        "by_golub_kahan: tolerance / 2 -> tolerance * 2": "what does not converge is decomposed in full",
         "_orthogonal_columns: squares.flip(-1).clamp_min(0) -> squares.flip(-1).clamp_min(1)": "of accelerators, for widths at which squares of the scaled J are above 1",
         "_with_signs: t.V * sign -> t.V / sign": "a sign is its own inverse",
     },
@@ -147,7 +147,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "block_lanczos.reached: residual <= tolerance * S[..., :1] * S -> residual < tolerance * S[..., :1] * S": "a zero matrix takes all steps then, and gives the same",
         "block_golub_kahan.reached: residual <= tolerance * S[..., :1] -> residual < tolerance * S[..., :1]": "the same",
         "basis_fits: basis_size(d, K) >= K + 2 * BLOCK -> basis_size(d, K) > K + 2 * BLOCK": "which of two methods is used",
-        "_restarted: slice(0, 0) -> slice(1, 0)": "both are empty, and of the start nothing else is read",
+        "restarted: slice(0, 0) -> slice(1, 0)": "both are empty, and of the start nothing else is read",
     },
     "tracker/measures/states.py": {
         "measure_states: together // n -> together % n": "samples at once, which change no number",
@@ -159,14 +159,7 @@ KNOWN: dict[str, dict[str, str]] = {
     "vit/answers.py": {
         "_answer: p_value < 0.0001 -> p_value <= 0.0001": "real numbers, equal never",
         "_answer: p_value < 0.05 -> p_value <= 0.05": "the same",
-        "_answer: row['attainable'] < row['detectable'] -> row['attainable'] <= row['detectable']": "the same",
         "_answer: row['r'] > 0 -> row['r'] >= 0": "r = 0 is never significant",
-    },
-    "vit/statistics.py": {
-        "reliabilities: table['reliability_low'] > RELIABLE -> table['reliability_low'] >= RELIABLE": "real numbers, equal never",
-        "_additive: 1e-20 * (values ** 2).sum(0) -> 1e-20 / (values ** 2).sum(0)": "a margin above rounding",
-        "_additive: (values ** 2).sum -> (values ** 2).mean": "the same",
-        "_additive: ((values - design @ effects) ** 2).sum -> ((values - design @ effects) ** 2).mean": "only ratios of them are used",
     },
 }
 # By file: mutants that the tests named after the file let through; where no tests are, none was run. Each waits for all other tests,
@@ -249,10 +242,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "median: middle.clip(0) -> middle.clip(1)",
         "quantiles: low + between * share -> low - between * share",
     ),
-    "tracker/blocks/class_token.py": (
-        "_why_no_class_token: batch.valid is not None -> batch.valid is None",
-        "_why_no_class_token: other is None -> other is not None",
-    ),
+    "tracker/blocks/class_token.py": ("_why_no_class_token: other is None -> other is not None",),
     "tracker/blocks/find.py": (
         "_named: all((isinstance(block, (str, nn.Module)) for block in listed)) -> any((isinstance(block, (str, nn.Module)) for block in listed))",
         "find_blocks: _name(model, unembedding) or result.unembedding -> _name(model, unembedding) and result.unembedding",
@@ -300,9 +290,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_count_or_integers: len(numbers) > 1 -> len(numbers) >= 1",
         "_numbers: if not isinstance(value, str): -> if isinstance(value, str):",
         "whole_numbers: isinstance(value, Iterable) and (not isinstance(value, str)) -> isinstance(value, Iterable) or not isinstance(value, str)",
-    ),
-    "tracker/dashboards.py": (
-        "dumped: workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=2) -> workspace._model.model_dump_json(by_alias=True, exclude_none=True, indent=3)",
     ),
     "tracker/devices.py": (
         "_is_candidate: isinstance(error, RuntimeError) and (not isinstance(error, numerical)) -> isinstance(error, RuntimeError) or not isinstance(error, numerical)",
@@ -398,7 +385,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/measures/declaration.py": (
         "Measure.by_depth: self.dims in (('layer', 'position'), ('depth', 'position')) -> self.dims not in (('layer', 'position'), ('depth', 'position'))",
         "Measure.point: part == '_coupling' -> part != '_coupling'",
-        "of_each_block: more |= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS} -> more &= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'dashboard': JACOBIANS}",
+        "of_each_block: more |= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'main': True} -> more &= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'main': True}",
     ),
     "tracker/measures/equal_blocks.py": ("_first_numbers: p.dim() > 1 -> p.dim() >= 1",),
     "tracker/measures/cost.py": (
@@ -418,10 +405,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "Plan.blocks_together: self.kept == 'device' -> self.kept != 'device'",
         "Plan.bytes_of_pairs: 2 * (self.of_row * self.K) ** 2 -> 2 / (self.of_row * self.K) ** 2",
         "make_plan: max(1, plan.memory // (forming + beside)) -> min(1, plan.memory // (forming + beside))",
-    ),
-    "tracker/measures/registry.py": (
-        "panel_metrics: measure.curve == 'last mean' -> measure.curve != 'last mean'",
-        "panel_metrics: {'k': k} | ({'pairs': 'mean_offdiag'} if measure.curve == 'pairs' else {}) -> {'k': k} & ({'pairs': 'mean_offdiag'} if measure.curve == 'pairs' else {})",
     ),
     "tracker/measures/settings.py": (
         "Settings.basis_layers: if not chosen: -> if chosen:",
@@ -584,8 +567,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/walk/command.py": (
         "Walk.__post_init__: self.load and (not self.files) -> self.load and self.files",
-        "of_worker: isinstance(value, (str, Path)) and value not in ('', 'nano', 'builtin', *SETS) and Path(value).exists() -> isinstance(value, (str, Path)) or value not in ('', 'nano', 'builtin', *SETS) or Path(value).exists()",
-        "of_worker: value not in ('', 'nano', 'builtin', *SETS) -> value in ('', 'nano', 'builtin', *SETS)",
     ),
     "tracker/walk/display.py": (
         "WalkProgress.downloading.count: now - reported > INTERVAL -> now - reported >= INTERVAL",
@@ -609,11 +590,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "with_scores: not scored or str(unit.coords['revision'].item()).startswith(UNTRAINED) -> scored or str(unit.coords['revision'].item()).startswith(UNTRAINED)",
     ),
     "vit/analysis.py": (": __name__ == '__main__' -> __name__ != '__main__'",),
-    "vit/augment.py": (
-        ": 0.45 * side -> 0.45 / side",
-        ": [1.0, 0.3 * s, 0.0] -> [1.0, 0.3 * s, 1.0]",
-        "_grey: red + green + blue + 2 ** 15 -> red + green + blue - 2 ** 15",
-    ),
+    "vit/augment.py": ("_grey: red + green + blue + 2 ** 15 -> red + green + blue - 2 ** 15",),
     "vit/cells.py": (
         ": PATIENCE = 10.0 -> PATIENCE = 20.0",
         "finished_epochs: read(directory, 'history') or () -> read(directory, 'history') and ()",
@@ -621,17 +598,13 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "vit/data.py": (
         "_cifar10: torch.from_numpy(split.data).permute(0, 3, 1, 2) -> torch.from_numpy(split.data).permute(0, 3, 2, 2)",
-        "_digits: images.repeat(1, 3, 1, 1) -> images.repeat(1, 3, 1, 2)",
-        "_digits: pixels.reshape(-1, 1, 8, 8) * 255 -> pixels.reshape(-1, 1, 8, 8) * 256",
     ),
     "vit/grid.py": (
         "_training: grid.jobs == 1 or grid.dry_run or (not missing) -> grid.jobs == 1 or grid.dry_run or missing",
         "cells: grid.out or Path('results') / 'vit' / recipe.data_name -> grid.out and Path('results') / 'vit' / recipe.data_name",
-        "train_in_turn: tries - 1 -> tries - 2",
     ),
     "vit/loaders.py": (
         "Batches.__init__: Mixup(recipe.mixup, recipe.cutmix, label_smoothing=0.0, num_classes=len(data.classes)) -> Mixup(recipe.mixup, recipe.cutmix, label_smoothing=1.0, num_classes=len(data.classes))",
-        "Batches._pins: self.trainer is not None -> self.trainer is None",
         "Order.__init__: images // world -> images % world",
     ),
     "vit/model.py": (
@@ -639,7 +612,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "vit/module.py": (
         "Classifier.configure_optimizers: recipe.lr * recipe.batch_size / 512 -> recipe.lr * recipe.batch_size / 513",
-        "Classifier.on_train_epoch_end: self.recipe.epochs - self.current_epoch -> self.recipe.epochs + self.current_epoch",
+        "Classifier.on_train_epoch_end: self.recipe.epochs - epoch -> self.recipe.epochs + epoch",
         "Classifier.on_train_epoch_end: self.trainer.optimizers[0].param_groups[0] -> self.trainer.optimizers[0].param_groups[1]",
     ),
     "vit/overview.py": (
@@ -653,9 +626,8 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "check: recipe.batch_size // devices -> recipe.batch_size % devices",
     ),
     "vit/results.py": (
-        "_read_directory: json.dumps(recipe, sort_keys=True) -> json.dumps(recipe, sort_keys=False)",
-        "_read_directory: result['status'] != 'finished' -> result['status'] == 'finished'",
-        "read_grid: names.count(name) > 1 -> names.count(name) > 2",
+        "_read_cell: json.dumps(recipe, sort_keys=True) -> json.dumps(recipe, sort_keys=False)",
+        "_read_cell: result['status'] != 'finished' -> result['status'] == 'finished'",
     ),
     "vit/training.py": (
         "train_cell: recipe.directory.mkdir(parents=True, exist_ok=True) -> recipe.directory.mkdir(parents=False, exist_ok=True)",

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import tracker
-from tests.models import Size, build, language, tokens
+from tests.support.models import Size, build, language, tokens
+from tests.support.units import assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EXACT = ("miscoupling", "lss", "expodistance")
@@ -27,12 +28,8 @@ def compare(model, inputs, pretend, tolerance, **options):
     finally:
         gc.enable()
     assert set(found) == set(expected)
-    for name in EXACT:
-        np.testing.assert_allclose(
-            found[name], expected[name], rtol=0, atol=tolerance, err_msg=name
-        )
-    for name in CHECKED:
-        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+    assert_same(found, expected, EXACT, atol=tolerance)
+    assert_same(found, expected, CHECKED)
     return found
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import tracker
-from tests.stores import generated
+from tests.support.stores import generated
 from tracker.analysis.onset import onset
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from tracker.report import write
-from tracker.report.texts import _worded
+from tracker.report.texts import worded
 
 
 def test_names_can_not_end_the_data_of_the_page():
@@ -14,5 +14,5 @@ def test_names_can_not_end_the_data_of_the_page():
 
 
 def test_settings_and_attributes_are_words():
-    shown = [_worded(value) for value in (["all", "noise"], "", "{}", np.int64(1714176), "sdpa")]
+    shown = [worded(value) for value in (["all", "noise"], "", "{}", np.int64(1714176), "sdpa")]
     assert shown == ["all, noise", "none", "none", "1,714,176", "sdpa"]

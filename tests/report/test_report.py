@@ -1,6 +1,5 @@
 """The page in a real headless Chromium, opened from a file."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,9 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import ROOT
-from tests.models import neox, tokens
-from tests.stores import generated, stored, unit
+from tests.support.browser import CHROMIUM, browser_test
+from tests.support.models import neox, tokens
+from tests.support.stores import generated, stored, unit
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import read_reduced, reduced
@@ -28,17 +28,6 @@ from tracker.report.contents import contents
 from tracker.report.write import main, write_report
 from tracker.store import Store, distinct_names
 
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-browser_test = [
-    pytest.mark.browser,
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        CHROMIUM is None and "REQUIRE_BROWSER" not in os.environ,
-        reason="no Chromium on the PATH (Debian: apt-get install chromium)",
-    ),
-]
 TO_16_BITS = {"rtol": 1e-4}  # what the page promises of its matrices
 VISIBLE = "[...document.querySelectorAll('.chart')].filter((c) => c.offsetParent)"
 PATIENCE = 300_000  # milliseconds

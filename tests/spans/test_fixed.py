@@ -5,18 +5,19 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.brute_force import in_one_graph
-from tests.models import tokens
-from tests.nanochat import DEPTH, GPT, norm
-from tests.spans.test_spans import STARTS, Loop, found_by_spans, ids, states_in_one_graph
+from tests.support.brute_force import in_one_graph
+from tests.support.loops import STARTS, Loop, found_by_spans, ids, states_in_one_graph
+from tests.support.models import tokens
+from tests.support.nanochat import DEPTH, GPT, norm
+from tests.support.refusals import lines, refusal
+from tests.support.refused import refused
+from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
 from tracker.jacobians.slicing import Rows
 from tracker.model.boundaries import as_python, read_spans
 from tracker.training.probe import find_target
@@ -142,8 +143,8 @@ def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
     of_spans = tracker.measure(model, tokens(), blocks=find_blocks(model, fixed=WTE), **OPTIONS)
     assert (of_blocks.attrs["fixed"], of_spans.attrs["fixed"]) == ("none", WTE)
     assert of_spans.attrs["blocks"].startswith(f"{CHAIN[0]} to {CHAIN[1]}, {CHAIN[1]} to ")
-    for name in ("miscoupling", "lss", "singular_value"):
-        np.testing.assert_allclose(of_spans[name], of_blocks[name], rtol=1e-8, atol=1e-10)
+    names = ("miscoupling", "lss", "singular_value")
+    assert_same(of_spans, of_blocks, names, rtol=1e-8, atol=1e-10)
 
 
 # The refusal names the declaration
@@ -156,7 +157,7 @@ def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
 def test_without_the_declaration_the_message_proposes_it(case, blocks):
     options, fixed = CASES[case]
     model = gpt(**options)
-    message = refusal(model, blocks)
+    message = refusal(model, blocks=blocks)
     (line,) = re.findall(r"^  blocks=(find_blocks.*?)  #", message, re.MULTILINE)
     proposed = eval(line)
     # What the middle state is computed from, at a boundary
@@ -169,12 +170,6 @@ def test_without_the_declaration_the_message_proposes_it(case, blocks):
     assert tracker.measure(model, tokens(), blocks=proposed, k=2).sizes["layer"] == DEPTH
 
 
-def refusal(model: nn.Module, blocks=None) -> str:
-    with pytest.raises(UsageError) as error:
-        tracker.measure(model, tokens(), blocks=blocks, k=2, dtype="float64")
-    return str(error.value)
-
-
 def test_a_constant_that_is_added_between_blocks_needs_no_declaration():
     class Shifted(GPT):
         def forward(self, idx):
@@ -185,12 +180,11 @@ def test_a_constant_that_is_added_between_blocks_needs_no_declaration():
 
     model = Shifted().double().eval()
     model.value_embeds = nn.ModuleDict()
-    (line,) = re.findall(r"^  blocks=(.*?)  #", refusal(model), re.MULTILINE)
-    assert eval(line) == CHAIN
+    assert lines(refusal(model)) == [CHAIN]
 
 
 def test_a_boundary_after_a_norm_is_not_made_right_by_a_declaration():
-    message = refusal(gpt(), [f"input of {name}.attn" for name in H] + [CHAIN[-1]])
+    message = refusal(gpt(), blocks=[f"input of {name}.attn" for name in H] + [CHAIN[-1]])
     assert "is not the whole hidden state" in message and "  blocks=" not in message
 
 
@@ -236,7 +230,7 @@ def test_what_can_not_be_held_is_refused(case):
             return super().forward(idx)
 
     model = Twice().double().eval()
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         tracker.measure(model, tokens(), blocks=find_blocks(model, fixed=fixed), **OPTIONS)
 
 
@@ -244,13 +238,13 @@ def test_other_calls_of_find_blocks():
     model = gpt()
     found = find_blocks(model, fixed=WTE)
     assert f"fixed: {WTE};" in str(found) and [str(start) for start, _ in found.spans] == CHAIN[:-1]
-    with pytest.raises(UsageError, match="give `fixed` to the call that made it"):
+    with refused("give `fixed` to the call that made it"):
         find_blocks(model, found, fixed=WTE)
     for block in model.transformer["h"]:  # type: ignore[union-attr]
         mixer = nn.Module()
         mixer.first, mixer.second = block.mlp.c_fc, block.mlp.c_proj
         block.attn, block.mlp = nn.Identity(), mixer
-    with pytest.raises(UsageError, match="a guess .*; name the blocks, too"):
+    with refused("a guess .*; name the blocks, too"):
         find_blocks(model, fixed=WTE)
 
 

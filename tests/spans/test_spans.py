@@ -1,110 +1,37 @@
 """Blocks that are no modules, measured between boundaries: against one graph, and against the same function in modules."""
 
 import re
-from collections.abc import Sequence
 from itertools import pairwise
 
 import lightning
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import tracker
-from tests.brute_force import in_one_graph
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import random
-from tests.rounding import of_miscouplings
-from tests.training.test_callback import Watch, assert_same_units
+from tests.support.brute_force import in_one_graph
+from tests.support.dtypes import EACH_DTYPE
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.loops import (
+    STARTS,
+    WIDTH,
+    L,
+    Loop,
+    found_by_spans,
+    ids,
+    states_in_one_graph,
+)
+from tests.support.models import random
+from tests.support.refused import refused
+from tests.support.rounding import of_miscouplings
+from tests.support.units import assert_same_units
+from tests.support.watch import Watch
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import UsageError
-from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
 from tracker.model.description import Blocks
-from tracker.model.global_state import preserve_global_state
-from tracker.model.replica import Replica
-from tracker.spans.recording import record_spans
 from tracker.training.probe import find_target
 
 pytestmark = pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence")
-
-L, WIDTH, CPU = 3, 8, torch.device("cpu")
-
-
-class Attention(nn.Module):
-    def __init__(self, norm: bool = True):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v))
-
-
-class MLP(nn.Sequential):
-    def __init__(self, norm: bool = True):
-        norms = [nn.LayerNorm(WIDTH)] if norm else []
-        super().__init__(
-            *norms, nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
-        )
-
-
-class Loop(nn.Module):
-    """Calls attention and MLP by itself, in one of several ways."""
-
-    def __init__(self, way: str = "pre-norm"):
-        super().__init__()
-        torch.manual_seed(0)
-        inside = way not in ("outer norm", "in place")
-        self.embed = nn.Embedding(20, WIDTH)
-        self.latents = nn.Parameter(torch.randn(1, 1, WIDTH))
-        self.layers = nn.ModuleList(
-            nn.ModuleList([Attention(inside), MLP(inside)]) for _ in range(L)
-        )
-        self.norms = nn.ModuleList(
-            nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)]) for _ in range(L)
-        )
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20)
-        self.way, self.passes, self.kept = way, 0, None
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        if self.way == "expanded":  # memory of a parameter, many times over
-            x = self.latents.expand(*ids.shape, -1)
-        first, beside = x, x.clone()
-        for i, ((attention, mlp), (norm1, norm2)) in enumerate(
-            zip(self.layers, self.norms, strict=True)
-        ):
-            if self.way == "outer norm":
-                x = x + attention(norm1(x))
-                x = x + mlp(norm2(x))
-            elif self.way == "in place":
-                x += attention(x)
-                x = norm1(x)
-                x += mlp(x)
-                x = norm2(x)
-            elif self.way == "kept in another tensor":
-                beside = beside + attention(x)
-                beside = beside + mlp(beside)
-                x = beside.clone()
-            elif self.way == "checkpointed":
-                x = checkpoint(attention, x, use_reentrant=False) + x
-                x = mlp(x) + x
-            else:
-                x = attention(x) + x
-                x = mlp(x) + x
-            if self.way == "first state again" and i:
-                x = x + 0.1 * first
-            if self.way == "random":
-                x = x + torch.randn_like(x)
-            if self.way == "counts":
-                self.passes += 1
-                x = x * self.passes
-            if self.way == "keeps its first keys" and i == 1:
-                self.kept = self.kept if self.kept is not None else x.mean(1, keepdim=True)
-                x = x + self.kept
-        return self.head(self.norm(x))
 
 
 class Block(nn.Module):
@@ -146,7 +73,6 @@ class InBlocks(nn.Module):
         return self.loop.head(self.norm(x))
 
 
-STARTS = [f"input of layers.{i}.0" for i in range(L)] + ["input of norm"]
 OUTER = [f"input of norms.{i}.0" for i in range(L)] + ["input of norm"]
 POST = ["output of embed"] + [f"output of norms.{i}.1" for i in range(L)]
 WAYS = {"pre-norm": STARTS, "expanded": STARTS, "outer norm": OUTER, "in place": POST}
@@ -154,10 +80,6 @@ WAYS = {"pre-norm": STARTS, "expanded": STARTS, "outer norm": OUTER, "in place":
 
 def loop(way: str = "pre-norm", dtype: torch.dtype = torch.float64) -> Loop:
     return Loop(way).to(dtype).eval()
-
-
-def ids() -> Tensor:
-    return torch.randint(20, (2, 6), generator=torch.Generator().manual_seed(1))
 
 
 def measured(model: nn.Module, blocks=STARTS, inputs: Tensor | None = None, **options):
@@ -219,43 +141,6 @@ CASES = {
     "pre-norm": (loop, ids(), STARTS),
     "checkpointed": (lambda: loop("checkpointed"), ids(), STARTS),
 }
-
-
-def states_in_one_graph(
-    model: nn.Module, inputs: Tensor, boundaries: Sequence[str]
-) -> list[Tensor]:
-    """The very tensors that the caller's own model passes on, in one graph."""
-    met: dict[str, Tensor] = {}
-    handles = []
-    for text in boundaries:
-        side, _, name = text.partition(" of ")
-        module = model.get_submodule(name)
-        if side == "input":
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda m, args, text=text: met.__setitem__(text, args[0])
-                )
-            )
-        else:
-            handles.append(
-                module.register_forward_hook(
-                    lambda m, args, out, text=text: met.__setitem__(text, out)
-                )
-            )
-    model(inputs)
-    for handle in handles:
-        handle.remove()
-    return [met[text] for text in boundaries]
-
-
-def found_by_spans(
-    model: nn.Module, inputs: Tensor, blocks, rows: Rows, dtype=torch.float64
-) -> list[Tensor]:
-    with preserve_global_state(CPU):
-        replica = Replica(model, find_blocks(model, blocks), dtype, CPU)
-        calls = record_spans(replica, [inputs], {}).calls
-        jacobians = Jacobians(replica)
-        return [jacobians([(call, rows)])[0][0] for call in calls]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -360,9 +245,7 @@ def test_sequence_first():
     found = find_blocks(model, blocks, batch_first=False)
     expected = measured(loop(), final_norm="include")
     assert_same_units(measured(model, found, final_norm="include"), expected, 1e-9)
-    with pytest.raises(
-        UsageError, match=r"6 samples of 2 tokens, but 2 were given.*batch_first=False"
-    ):
+    with refused(r"6 samples of 2 tokens, but 2 were given.*batch_first=False"):
         measured(model, blocks)
 
 
@@ -436,7 +319,7 @@ WRONG = {
 def test_boundaries_at_the_wrong_place_are_refused(case):
     way, blocks, message = WRONG[case]
     model = loop(way)
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         measured(model, blocks)
 
 
@@ -459,7 +342,7 @@ class Beside(Loop):
 def test_outputs_that_can_not_show_a_wrong_end_do_not_hide_it(beside):
     model = Beside().double().eval()
     model.beside = beside
-    with pytest.raises(UsageError, match=r"end of the last span .* is not the whole hidden state"):
+    with refused(r"end of the last span .* is not the whole hidden state"):
         measured(model, [*STARTS[:-1], "output of layers.2.1"])
     found = measured(model)
     expected = measured(loop())
@@ -472,14 +355,11 @@ def test_boundaries_that_do_not_lead_to_the_output_are_refused():
             super().forward(ids)
             return self.embed(ids)
 
-    with pytest.raises(
-        UsageError,
-        match=r"nothing that the model returns depends on the end .*name boundaries that lead",
-    ):
+    with refused(r"nothing that the model returns depends on the end .*name boundaries that lead"):
         measured(Early().double().eval())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@EACH_DTYPE
 def test_a_weak_way_around_the_state_is_found(dtype):
     class Around(Loop):
         def forward(self, ids):
@@ -491,7 +371,7 @@ def test_a_weak_way_around_the_state_is_found(dtype):
             return self.head(self.norm(x))
 
     model = Around().to(dtype).eval()
-    with pytest.raises(UsageError, match="start of span 1 .*is not the whole hidden state"):
+    with refused("start of span 1 .*is not the whole hidden state"):
         measured(model, dtype=dtype)
 
 
@@ -508,7 +388,7 @@ def test_the_first_state_as_input_is_checked_too_and_not_written_to():
     kept, version = x.clone(), x._version
     of_states = measured(OnStates().double().eval(), inputs=x)
     assert torch.equal(x, kept) and x._version == version and of_states.sizes["layer"] == L
-    with pytest.raises(UsageError, match="start of span 1"):
+    with refused("start of span 1"):
         measured(OnStates("beside").double().eval(), inputs=x)
 
 
@@ -531,9 +411,7 @@ def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
 def test_lists_that_are_never_called_lead_to_boundaries():
     model = loop()
     model.layers = nn.ModuleList(nn.Sequential(*layer) for layer in model.layers)
-    with pytest.raises(
-        UsageError, match="never reached 3 of the blocks.* name the boundaries between blocks"
-    ):
+    with refused("never reached 3 of the blocks.* name the boundaries between blocks"):
         measured(model, None)
     assert measured(model).sizes["layer"] == L
 
@@ -541,7 +419,7 @@ def test_lists_that_are_never_called_lead_to_boundaries():
 def test_a_module_called_twice_is_no_boundary():
     model = loop()
     model.layers[1] = model.layers[0]
-    with pytest.raises(UsageError, match="reaches the input of layers.0.0 twice"):
+    with refused("reaches the input of layers.0.0 twice"):
         measured(model, [STARTS[0], *STARTS[2:]])
 
 
@@ -550,7 +428,7 @@ def test_what_returns_no_tensor_can_not_be_checked():
         def forward(self, ids):
             super().forward(ids)
 
-    with pytest.raises(UsageError, match="returns a NoneType without a floating tensor"):
+    with refused("returns a NoneType without a floating tensor"):
         measured(Silent().eval())
 
 
@@ -571,7 +449,7 @@ def test_values_that_are_not_finite_are_said_at_their_boundary():
 def test_the_error_gives_the_line_that_measures(case):
     make, inputs, boundaries = CASES[case]
     model = make()
-    with pytest.raises(UsageError, match="It calls attention and MLP separately") as error:
+    with refused("It calls attention and MLP separately") as error:
         tracker.measure(model, inputs)
     (line,) = re.findall(r'blocks=(\[f".*?\] \+ \[.*?\])', str(error.value))
     blocks = eval(line)
@@ -585,13 +463,10 @@ def test_the_error_gives_the_line_that_measures(case):
 def test_no_line_is_given_where_it_would_be_a_guess():
     # Post-norm: what the first module is given is no state of the model.
     model = x_transformer("Decoder", pre_norm=False)
-    with pytest.raises(
-        UsageError,
-        match=r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]",
-    ):
+    with refused(r"the boundaries between them, blocks=\[\('input of A', 'output of B'\), ...\]"):
         find_blocks(model)
     without_norm = nn.Sequential(nn.Identity(), nn.ModuleDict({"layers": loop().layers}))
-    with pytest.raises(UsageError, match=r"\['output of 1'\]"):
+    with refused(r"\['output of 1'\]"):
         find_blocks(without_norm)
 
 
@@ -640,7 +515,7 @@ def test_boundaries_are_named_as_they_are_in_the_training_module():
     assert [str(boundary) for boundary in subject.blocks.spans[0]] == STARTS[:2]
     subject = find_target(Holder(), named, lambda module, batch: module.net(batch))
     assert str(subject.blocks.spans[0][0]) == "input of module.net.layers.0.0"
-    with pytest.raises(UsageError, match="outside 'net'"):
+    with refused("outside 'net'"):
         holder = Holder()
         holder.other = nn.Linear(2, 2)
         find_target(holder, [*named[:-1], "input of other"], None)

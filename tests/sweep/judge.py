@@ -13,7 +13,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tracker
-from tests.brute_force import couplings
+from tests.support.brute_force import couplings
 from tests.sweep import oracle, use
 from tests.sweep.catalogue import Built, NotBuilt, last_line
 from tracker.common.errors import UsageError

@@ -16,12 +16,13 @@ import torch
 import torch.distributed
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.lightning_runs import Classifier, fit, trainer
+from tests.support.draws import normal
+from tests.support.lightning_runs import Classifier, fit, trainer
 from tracker import CouplingCallback, measurement
 from tracker.store import Store
 from tracker.training import run
 
-PROBE = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1))
+PROBE = normal(3, 6, 8)
 Fault = tuple[int, Exception]  # the rank that fails, and how
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
 STEPS = 10

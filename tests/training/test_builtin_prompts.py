@@ -4,8 +4,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import tracker
-from tests.models import neox
-from tests.training.test_callback import assert_same_units
+from tests.support.models import neox
+from tests.support.units import assert_same_units
 from tracker.walk.prompts import load_prompts
 
 

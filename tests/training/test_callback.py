@@ -1,7 +1,6 @@
 """Tests of the callback in real Lightning runs: its steps, probes, weights and ranks; units equal those of `tracker.measure`."""
 
 import re
-import subprocess
 import warnings
 from functools import partial
 from pathlib import Path
@@ -19,49 +18,20 @@ import tracker
 from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
-from tests import processes
 from tests.conftest import TINY
-from tests.lightning_runs import Classifier, TwoOptimizers, fit, trainer
-from tests.stores import lasting
-from tests.training.processes import run_on_two_ranks
+from tests.support.draws import normal
+from tests.support.lightning_runs import Classifier, EncoderModule, TwoOptimizers, fit, trainer
+from tests.support.ranks import run_on_two_ranks, run_process
+from tests.support.refused import refused
+from tests.support.stores import lasting
+from tests.support.units import assert_same_units
+from tests.support.watch import PROBE, Watch
 from tracker.analysis.curves import scalars
-from tracker.common.errors import UsageError
 from tracker.store import Store
 from tracker.training.callback import CouplingCallback
 
 # What a test asserts in on_measure must fail the test.
 pytestmark = pytest.mark.filterwarnings("error:.*on_measure failed")
-PROBE = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
-
-
-class Watch(CouplingCallback):
-    """A callback that keeps its units."""
-
-    def __init__(self, every_n_steps=None, **options):
-        options = {"k": 2, "probe": PROBE, **options}
-        super().__init__(every_n_steps, on_measure=self.keep, **options)
-        self.units: dict[int, xr.Dataset] = {}
-
-    def keep(self, unit):
-        assert int(unit.step) not in self.units, "measured twice"
-        self.units[int(unit.step)] = unit
-
-
-DERIVATIVE_ERROR = "diagnostics_derivative_error"
-
-
-def assert_same_units(a: xr.Dataset, b: xr.Dataset, tolerance: float = 0.0):
-    assert set(a.data_vars) == set(b.data_vars)
-    for name in a.data_vars:
-        # Rounding errors
-        if name.startswith(("diagnostics_residual", "diagnostics_value_error", DERIVATIVE_ERROR)):
-            continue
-        if a[name].dtype == object:  # texts
-            np.testing.assert_array_equal(a[name].values, b[name].values, err_msg=name)
-            continue
-        np.testing.assert_allclose(
-            a[name].values, b[name].values, rtol=tolerance, atol=tolerance, err_msg=name
-        )
 
 
 # The unit of step s equals the measurement of the checkpoint of step s.
@@ -110,7 +80,7 @@ def test_averaged_weights_are_those_of_the_checkpoint(tmp_path):
 
 
 def test_averaged_weights_without_averaging():
-    with pytest.raises(UsageError, match="list one before this CouplingCallback"):
+    with refused("list one before this CouplingCallback"):
         fit(trainer([Watch(weights="averaged"), EMAWeightAveraging()]))
 
 
@@ -198,12 +168,8 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
     assert watch.state_dict() == {"served": 6, "measured": 4, "probe": PROBE}
 
 
-def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
-    return processes.run("tests.lightning_runs", *arguments, cold=cold)
-
-
 def run_ranks(*arguments: object) -> None:
-    run_on_two_ranks("tests.lightning_runs", *arguments, "--devices", 2, rank="LOCAL_RANK")
+    run_on_two_ranks("tests.support.lightning_runs", *arguments, "--devices", 2, rank="LOCAL_RANK")
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +205,7 @@ def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
     run_ranks("--out", tmp_path, "--strategy", strategy, "--samples", samples)
     store = Store(tmp_path / "store")
     assert store.steps() == [0, 2, 4, 6, 8]
-    probe = torch.randn(samples, 6, 8, generator=torch.Generator().manual_seed(1))
+    probe = normal(samples, 6, 8)
     for step in (2, 8):
         (file,) = tmp_path.glob(f"*step={step}.ckpt")
         module = Classifier()
@@ -288,27 +254,13 @@ def test_the_probe_is_the_first_batch_of_the_sanity_check_or_of_the_training(che
     assert watch.units[0].sizes["prompt"] == 8
 
 
-class EncoderModule(lightning.LightningModule):
-    """A module around an encoder, for different types of batches and forwards."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = Classifier()
-
-    def training_step(self, batch, index):
-        return self.model(batch["x"]).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
-
-
 class BatchForward(EncoderModule):
     def forward(self, batch, temperature):
         return self.model(batch["x"]) / temperature
 
 
 def mappings():
-    x = torch.randn(16, 6, 8, generator=torch.Generator().manual_seed(2))
+    x = normal(16, 6, 8, seed=2)
     return torch.utils.data.DataLoader([{"x": part, "label": 0} for part in x], 8)
 
 
@@ -361,18 +313,15 @@ def test_the_part_that_runs_by_itself_on_a_batch(case):
 
 def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step():
     module = BatchForward()
-    with pytest.raises(
-        UsageError,
-        match=r"takes batch, temperature, and the batch contains x, label; .*forward=lambda",
-    ):
+    with refused(r"takes batch, temperature, and the batch contains x, label; .*forward=lambda"):
         trainer([Watch(probe=None)]).fit(module, mappings())
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
 def test_unusable_probes():
-    with pytest.raises(UsageError, match=r"the probe, read as \(None\), contains no samples"):
+    with refused(r"the probe, read as \(None\), contains no samples"):
         fit(trainer([Watch(probe=(object(),))]))
-    with pytest.raises(UsageError, match="no samples"):
+    with refused("no samples"):
         fit(trainer([Watch(probe=())]))
 
 
@@ -403,7 +352,7 @@ class NoForward(EncoderModule):
     ],
 )
 def test_refused_at_setup(module, options, message):
-    with pytest.raises(UsageError, match=message):
+    with refused(message):
         trainer([Watch(**options)]).fit(module(), mappings())
 
 
@@ -429,7 +378,7 @@ def test_refused_at_setup(module, options, message):
     ],
 )
 def test_bad_settings(options, message):
-    with pytest.raises(UsageError, match=re.escape(message)):
+    with refused(re.escape(message)):
         CouplingCallback(**options)
 
 
@@ -519,6 +468,6 @@ def test_the_overhead_warning_appears_once():
 
 def test_two_callbacks_of_one_store_are_refused(tmp_path):
     both = [CouplingCallback(probe=PROBE, name=name, save_dir=str(tmp_path / "a")) for name in "ab"]
-    with pytest.raises(UsageError, match="belongs to another training .*choose another save_dir"):
+    with refused("belongs to another training .*choose another save_dir"):
         fit(trainer(both, max_steps=1))
     assert Store(tmp_path / "a").steps() == []

@@ -9,8 +9,8 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.models import neox, tokens
-from tests.training.test_transformers import make
+from tests.support.models import neox, tokens
+from tests.support.trainer import make
 from tracker.store import Store
 
 

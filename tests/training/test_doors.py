@@ -12,14 +12,14 @@ import wandb
 from torch.utils.data import DataLoader
 
 import tracker
-from tests.lightning_runs import trainer
-from tests.models import neox, tokens
+from tests.support.lightning_runs import trainer
+from tests.support.models import neox, tokens
+from tests.support.ranks import assert_store_is_like_any_other, run_on_two_ranks
+from tests.support.refused import refused
+from tests.support.trainer import STEPS, data, make
+from tests.support.wandb_runs import of, offline_run, records
 from tests.training import two_ranks
-from tests.training.processes import assert_store_is_like_any_other, run_on_two_ranks
-from tests.training.test_transformers import STEPS, data, make
-from tests.wandb_runs import of, offline_run, records
 from tracker.analysis.curves import scalars
-from tracker.common.errors import UsageError
 from tracker.store import Store
 
 AXIS = "training/step"
@@ -195,5 +195,5 @@ def test_a_logger_of_lightning_in_a_loop(tmp_path):
 
 @pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])
 def test_what_takes_no_metrics_is_refused(target):
-    with pytest.raises(UsageError, match=r"log_to=.*give the run that wandb.init returns"):
+    with refused(r"log_to=.*give the run that wandb.init returns"):
         tracker.Watch(1, probe=tokens(), log_to=target)

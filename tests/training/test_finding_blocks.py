@@ -10,14 +10,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import tracker
-from tests import home_made
-from tests.blocks.test_proposals import TwoTowers
-from tests.lightning_runs import trainer
-from tests.training.test_transformers import make
+from tests.support import home_made
+from tests.support.draws import normal
+from tests.support.home_made import TwoTowers
+from tests.support.lightning_runs import trainer
+from tests.support.refused import refused
+from tests.support.trainer import make
 from tracker.common.errors import UsageError
 
 K = 2
-X = torch.randn(2, 4, home_made.WIDTH, generator=torch.Generator().manual_seed(0))
+X = normal(2, 4, home_made.WIDTH, seed=0)
 
 
 class Row(nn.Module):
@@ -84,7 +86,7 @@ def in_lightning(model, probe) -> list:
 )
 def test_blocks_that_a_forward_pass_shows(train, probe):
     model = OtherList()
-    with pytest.raises(UsageError, match="not tried"):
+    with refused("not tried"):
         tracker.find_blocks(model)
     state = torch.get_rng_state()
     unit = train(model, probe)[0]
@@ -99,13 +101,13 @@ def test_proposals_are_tried(train):
     model = TwoTowers(home_made.Torch)
     with pytest.raises(UsageError) as asked:
         tracker.measure(model, X, k=K)
-    with pytest.raises(UsageError, match="each line was tried on these inputs") as refused:
+    with refused("each line was tried on these inputs") as trained:
         train(model, X)
-    assert str(refused.value).replace("InLightning", "TwoTowers") == str(asked.value)
+    assert str(trained.value).replace("InLightning", "TwoTowers") == str(asked.value)
 
 
 def test_without_inputs_the_proposals_are_those_of_the_module_tree():
-    with pytest.raises(UsageError, match="These lines were not tried"):
+    with refused("These lines were not tried"):
         in_lightning(TwoTowers(home_made.Torch), None)
 
 
@@ -122,7 +124,5 @@ def test_the_first_samples_of_transformers_trainer(tmp_path):
     runner = make(tmp_path)
     runner.model = runner.model_wrapped = Towers()
     runner.add_callback(tracker.TransformersCallback(2, k=K))
-    with pytest.raises(
-        UsageError, match="Tried on these inputs|each line was tried on these inputs"
-    ):
+    with refused("Tried on these inputs|each line was tried on these inputs"):
         runner.train()

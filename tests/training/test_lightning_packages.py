@@ -11,9 +11,10 @@ import pytorch_lightning
 import wandb
 
 import tracker
-from tests.lightning_runs import Classifier, fit
-from tests.training.test_callback import Watch, assert_same_units
-from tracker.common.errors import UsageError
+from tests.support.lightning_runs import Classifier, fit
+from tests.support.refused import refused
+from tests.support.units import assert_same_units
+from tests.support.watch import Watch
 from tracker.loggers.lightning import LightningAdapter, classes, logger_of
 from tracker.loggers.wandb import OpenRun
 from tracker.store import Store
@@ -79,7 +80,7 @@ def test_weights_in_flattened_pieces_are_refused():
     runner = SimpleNamespace(
         strategy=object.__new__(pytorch_lightning.strategies.FSDPStrategy), callbacks=[]
     )
-    with pytest.raises(UsageError, match="FSDPStrategy keeps weights in flattened pieces"):
+    with refused("FSDPStrategy keeps weights in flattened pieces"):
         Watch().check_readable(runner)
 
 
@@ -120,7 +121,7 @@ def test_loggers_of_both_packages_are_known(tmp_path):
 @pytest.mark.slow
 def test_a_run_of_lightning_imports_no_other_package():
     code = (
-        "import sys; from tests.lightning_runs import fit, trainer; import tracker;"
+        "import sys; from tests.support.lightning_runs import fit, trainer; import tracker;"
         "fit(trainer([tracker.CouplingCallback(2, k=2)], max_steps=1)); assert 'pytorch_lightning' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

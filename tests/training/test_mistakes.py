@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import tracker
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import neox
-from tests.training.test_callback import PROBE, Watch, run_process
-from tracker.common.errors import UsageError
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import neox
+from tests.support.ranks import run_process
+from tests.support.refused import refused
+from tests.support.watch import PROBE, Watch
 from tracker.model.records import describe
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -39,9 +40,7 @@ ERRORS = [
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_an_error_of_the_forward_pass_ends_the_run_at_first(tmp_path, error):
-    with pytest.raises(
-        UsageError, match="the forward of Failing fails on the probe, float32 .5, 6, 8.: "
-    ) as raised:
+    with refused("the forward of Failing fails on the probe, float32 .5, 6, 8.: ") as raised:
         fit(
             trainer([Watch(2, save_dir=tmp_path)]), lambda: Failing(error, range(9)), validate=False
         )
@@ -55,7 +54,7 @@ def test_an_error_of_the_forward_pass_ends_the_run_at_first(tmp_path, error):
 
 def test_a_run_may_begin_at_any_step(tmp_path):
     """A loop that counts from 1, or that continues: nothing of this training is lost yet."""
-    with pytest.raises(UsageError, match="the forward of Failing fails on the probe"):
+    with refused("the forward of Failing fails on the probe"):
         with tracker.Watch(every_n_steps=1, probe=PROBE, save_dir=tmp_path) as watch:
             for step in (3, 4):
                 watch(step, Failing(KeyError("planted"), range(9)).eval())
@@ -110,12 +109,12 @@ def test_an_error_of_the_device_in_the_first_forward_pass_is_raised_as_it_is():
     ids=["forward=", "dtype", "tokenizer"],
 )
 def test_mistakes_of_other_kinds(options, message):
-    with pytest.raises(UsageError, match=f"(?s){message}.*forward=lambda"):
+    with refused(f"(?s){message}.*forward=lambda"):
         tracker.Watch(1, k=2, **options)(0, neox())
 
 
 def test_a_probe_that_is_not_finite():
-    with pytest.raises(UsageError, match=r"float32 \(5, 6, 8\): FloatingPointError: .*not finite"):
+    with refused(r"float32 \(5, 6, 8\): FloatingPointError: .*not finite"):
         fit(trainer([Watch(2, probe=PROBE * float("nan"))]))
 
 

@@ -31,11 +31,11 @@ from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
-from tests.models import tokens
-from tests.training import plain_loop
-from tests.training.test_transformers import make
-from tests.wandb_runs import of, records
+from tests.support import plain_loop
+from tests.support.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
+from tests.support.models import tokens
+from tests.support.trainer import make
+from tests.support.wandb_runs import of, records
 from tracker.store import Store
 
 OPTIONS = {"k": 2, "max_overhead": None, "save_dir": "store"}

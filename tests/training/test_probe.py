@@ -9,17 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import attrs
-import lightning
 import numpy as np
 import pytest
 import torch
 from transformers import BatchEncoding
 
 import tracker
-from tests.lightning_runs import Classifier, trainer
-from tests.models import neox, tokens
-from tests.training.test_callback import Watch, assert_same_units
-from tracker.common.errors import UsageError
+from tests.support.draws import normal
+from tests.support.lightning_runs import Classifier, EncoderModule, trainer
+from tests.support.models import neox, tokens
+from tests.support.refused import refused
+from tests.support.units import assert_same_units
+from tests.support.watch import Watch
 from tracker.provenance import digest
 from tracker.training.probe import copied, first_samples, resolve, sample_count
 
@@ -62,7 +63,7 @@ class Kept(torch.Tensor):
     """A tensor whose slices and copies are of its class."""
 
 
-X = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(2))
+X = normal(4, 6, 8, seed=2)
 # Each with the form in which it is held
 BATCHES = {
     "NamedTuple": (Pair(X, torch.arange(4)), (X, torch.arange(4))),
@@ -152,21 +153,14 @@ def test_which_probe_is_measured():
 # Runs.
 
 
-class Batched(lightning.LightningModule):
+class Batched(EncoderModule):
     """A module whose batches have a part x."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = Classifier()
 
     def forward(self, x):
         return self.model(x)
 
     def training_step(self, batch, index):
         return self.model(batch.x).square().mean()
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 1e-3)
 
 
 def loader(make):
@@ -207,7 +201,7 @@ def test_a_part_that_forward_does_not_find():
     def forward(module, batch):
         return module(batch.ids)
 
-    with pytest.raises(UsageError, match="has no part 'ids', but x, meta. It takes .*batch.x"):
+    with refused("has no part 'ids', but x, meta. It takes .*batch.x"):
         tracker.Watch(1, probe=Record(X), forward=forward)(0, Classifier())
 
 
@@ -238,5 +232,5 @@ def test_mappings_that_are_no_dictionaries():
             tracker.measure(model, inputs, k=2)["miscoupling"], expected["miscoupling"]
         )
     assert tracker.measure(Classifier(), UserDict(x=X, size=np.zeros(2)), k=2).sizes["prompt"] == 4
-    with pytest.raises(UsageError, match="does not take these inputs.*'y'"):
+    with refused("does not take these inputs.*'y'"):
         tracker.measure(Classifier(), UserDict(x=X, y=X), k=2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 from tests.training.failing_ranks import CONTINUED, ENDED, PROBE, STEPS
 from tracker import CouplingCallback
 from tracker.store import Store

@@ -10,11 +10,11 @@ from accelerate.utils import find_executable_batch_size
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.lightning_runs import Classifier, fit, trainer
-from tests.models import neox, tokens
-from tests.training.test_callback import Watch
-from tests.training.test_transformers import make
-from tracker.common.errors import UsageError
+from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.models import neox, tokens
+from tests.support.refused import refused
+from tests.support.trainer import make
+from tests.support.watch import Watch
 from tracker.store import Store
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
@@ -85,7 +85,7 @@ def test_two_callbacks_of_one_trainer_and_store_are_refused(tmp_path):
     runner = make(tmp_path / "run")
     for _ in range(2):
         runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store")))
-    with pytest.raises(UsageError, match="belongs to another training"):
+    with refused("belongs to another training"):
         runner.train()
 
 
@@ -140,7 +140,7 @@ def test_another_run_after_one_that_did_not_fail(tmp_path, case):
     with pytest.raises(KeyboardInterrupt) if "user" in case else warnings.catch_warnings():
         REFUSED[case](tmp_path)
     stored = Store(tmp_path).steps()
-    with pytest.raises(UsageError, match="holds the units of another run"):
+    with refused("holds the units of another run"):
         loop(tmp_path, 2, MemoryError())
     assert Store(tmp_path).steps() == stored != []
 
@@ -148,7 +148,7 @@ def test_another_run_after_one_that_did_not_fail(tmp_path, case):
 def test_a_run_that_begins_again_with_other_settings(tmp_path):
     with pytest.raises(MemoryError):
         loop(tmp_path, 8, MemoryError())
-    with pytest.raises(UsageError, match=r"k was \[2\], now \[3\].*never mixed"):
+    with refused(r"k was \[2\], now \[3\].*never mixed"):
         tracker.Watch(1, k=3, probe=tokens(), save_dir=str(tmp_path))(0, neox())
     assert Store(tmp_path).steps() == [0, 1, 2]
 

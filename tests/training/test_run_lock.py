@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import tracker
-from tests import processes
-from tests.models import neox, tokens
+from tests.support import processes
+from tests.support.models import neox, tokens
+from tests.support.refused import refused
 from tracker.common.errors import UsageError
 from tracker.store import Store
 
@@ -31,7 +32,7 @@ sys.stdin.read()  # until the test ends
 
 
 def start(code: str, *arguments: object):
-    return processes.start("tests.statements", code, *arguments, stdin=subprocess.PIPE)
+    return processes.start("tests.support.statements", code, *arguments, stdin=subprocess.PIPE)
 
 
 def watched(directory: Path) -> tracker.Watch:
@@ -44,9 +45,7 @@ def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path)
     other = start(HOLD, tmp_path)
     assert other.stdout
     worker = int(other.stdout.readline())
-    with pytest.raises(
-        UsageError, match=f"belongs to another training .*process {other.pid}.*another save_dir"
-    ):
+    with refused(f"belongs to another training .*process {other.pid}.*another save_dir"):
         watched(tmp_path)(0, neox())
     other.kill()
     other.wait()
@@ -93,7 +92,7 @@ def test_a_run_that_goes_on_after_another_took_its_store_is_refused(tmp_path, ca
     directory, model = tmp_path / "run", neox()
     first, second = watched(directory), watched(directory)
     if case == "without results":
-        with pytest.raises(UsageError, match="vocabulary has 1 entries"):
+        with refused("vocabulary has 1 entries"):
             first(0, neox(vocab_size=1))
     else:
         first(0, model)
@@ -102,10 +101,10 @@ def test_a_run_that_goes_on_after_another_took_its_store_is_refused(tmp_path, ca
     began = int(case == "resumed")
     second(began, model)
     taken = rf"belongs to another training \(.*process {os.getpid()}, {threading.current_thread().name}, since .*step: {began}\)"
-    with pytest.raises(UsageError, match=taken):
+    with refused(taken):
         first(2, model)
     first.close()
-    with pytest.raises(UsageError, match=taken):
+    with refused(taken):
         watched(directory)(0, model)
     second(3, model)
     assert Store(directory).steps()[-2:] == [began, 3]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import tracker
-from tests.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
-from tests.models import neox, tokens
-from tests.training.test_callback import Watch, run_process
+from tests.support.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
+from tests.support.models import neox, tokens
+from tests.support.ranks import run_process
+from tests.support.watch import Watch
 from tracker import measurement
 from tracker.jacobians.rows import Jacobians
 from tracker.report import write_report

@@ -3,59 +3,16 @@
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tracker.common.errors import UsageError
+from tests.support.refused import refused
+from tests.support.trainer import STEPS, Recorder, data, make
 from tracker.store import Store
 
 pytestmark = pytest.mark.slow
 
-STEPS, K = 6, 2
-
-
-def data(count: int = 24) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(0, 50, (count, 10), generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-class Recorder(Trainer):
-    """Keeps the loss of each batch."""
-
-    def training_step(self, *arguments, **options):
-        loss = super().training_step(*arguments, **options)
-        self.__dict__.setdefault("losses", []).append(loss.item())
-        return loss
-
-
-def make(directory, kind=Recorder, **options):
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=16,
-            n_layer=3,
-            n_head=2,
-            vocab_size=50,
-            n_positions=16,
-            resid_pdrop=0.2,
-            attn_pdrop=0.1,
-        )
-    )
-    usual = {
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 4,
-        "report_to": [],
-        "use_cpu": True,
-        "logging_steps": 2,
-    }
-    usual |= {"save_strategy": "no", "disable_tqdm": True, "seed": 1}
-    return kind(
-        model,
-        TrainingArguments(str(directory), **(usual | options)),
-        train_dataset=data(),
-        eval_dataset=data(8),
-    )
+K = 2
 
 
 def state(trainer: Recorder) -> list:
@@ -91,7 +48,7 @@ def test_a_resumed_run_continues_its_store(tmp_path):
     )
     for step in store.steps():
         np.testing.assert_array_equal(store.read(step).miscoupling, expected.read(step).miscoupling)
-    with pytest.raises(UsageError, match="holds the units of another run"):
+    with refused("holds the units of another run"):
         again = make(tmp_path / "again")
         again.add_callback(tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store")))
         again.train()
@@ -139,7 +96,7 @@ def test_data_without_first_samples_needs_a_probe(tmp_path):
         trainer.train_dataset = Endless()
         trainer.add_callback(tracker.TransformersCallback(100, k=K, probe=probe))
         if message:
-            with pytest.raises(UsageError, match=message):
+            with refused(message):
                 trainer.train()
         else:
             trainer.train()

@@ -9,8 +9,9 @@ import torch
 import torch.distributed
 
 import tracker
-from tests.training import plain_loop
-from tests.training.test_transformers import data, make, state
+from tests.support import plain_loop
+from tests.support.trainer import data, make
+from tests.training.test_transformers import state
 
 PROBE = torch.stack([row["input_ids"] for row in data()[:3]])  # one rank has two of them
 

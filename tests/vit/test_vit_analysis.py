@@ -11,16 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
-from scipy import stats
 
-from tests.report.test_report import CHROMIUM, browser_test
-from tests.stores import generated
+from tests.support.browser import CHROMIUM, browser_test
+from tests.support.stores import generated
 from tracker.analysis.regression import holm, linear_fit
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store
 from vit import statistics
 from vit.analysis import main, write_analysis
-from vit.answers import answers, cautions, interval, reliable_measures, unanswerable
+from vit.answers import answers, cautions, correlation, unanswerable
 from vit.figures import outcome_against_coupling
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.results import read_grid, write_grid
@@ -32,8 +31,6 @@ from vit.statistics import (
     fit_units,
     named_tests,
     primary,
-    reliabilities,
-    reliability,
     unit_means,
 )
 
@@ -113,7 +110,7 @@ def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_
 
 
 def test_the_page_names_what_a_grid_without_levels_holds(tmp_path):
-    grid = noisy_seeds("miscoupling", 0.01)
+    grid = with_seeds(3, effect=0.5)
     page = write_analysis(grid.assign(null=grid.null * np.nan), AT, tmp_path).read_text()
     for text in (
         "<figcaption>Minus mis-coupling against stochastic depth",
@@ -122,14 +119,11 @@ def test_the_page_names_what_a_grid_without_levels_holds(tmp_path):
     ):
         assert text in page
     assert "against coupling " not in page
-    mixed = grid.assign(null=grid.null.where(grid.measure == "miscoupling"))
-    lines = reliable_measures(reliabilities(mixed))
-    assert lines[2].startswith("coupling or minus mis-coupling of the class token: ")
 
 
 def test_a_value_that_rounds_to_zero_has_no_sign():
     row = {"r": -0.001, "r_low": -0.7, "r_high": 0.5}
-    assert interval(row, "r") == "0.00 [−0.70, 0.50]"
+    assert correlation(row) == "r = 0.00 [−0.70, 0.50]"
 
 
 def test_named_questions_are_answered_with_one_uncorrected_test():
@@ -266,133 +260,11 @@ def test_the_primary_token_is_the_last_patch_where_it_was_measured():
         assert primary(grid.isel(token=tokens))["token"] == chosen
 
 
-def planted(
-    random, settings: float, noise: float, columns: int, seeds: int = 3
-) -> tuple[xr.Dataset, np.ndarray]:
-    """Return the cells of 8 x 4 settings, and values with these standard deviations and effects of rates and seeds."""
-    decay, rate, seed = (
-        v.ravel() for v in np.meshgrid(np.arange(8), np.arange(4), np.arange(seeds), indexing="ij")
-    )
-    cells = xr.Dataset(
-        coords={
-            "weight_decay": ("cell", decay),
-            "drop_path": ("cell", rate),
-            "seed": ("cell", seed),
-        }
-    )
-    values = (
-        settings * random.standard_normal((8, 4, columns))[decay, rate]
-        + rate[:, None]
-        - 2.0 * seed[:, None]
-    )
-    return cells, values + noise * random.standard_normal((len(decay), columns))
-
-
-def test_reliability_is_that_of_the_analysis_of_variance():
-    cells, values = planted(np.random.default_rng(0), 1, 1, columns=1)
-    table = values.reshape(8, 4, 3)  # decay, rate, seed
-    for within, means in (("drop_path", table.mean(1)), ("weight_decay", table.mean(0))):
-        (found,) = reliability(cells, values, within).to_dict("records")
-        levels = len(means)
-        of_levels, of_seeds = means.mean(1, keepdims=True), means.mean(0)
-        df = levels - 1, 2 * (levels - 1)
-        noise = ((means - of_levels - of_seeds + means.mean()) ** 2).sum() / df[1]
-        f = 3 * of_levels.var(ddof=1) / noise
-        assert (found["df_levels"], found["df_noise"]) == df
-        assert found["f"] == pytest.approx(f) and found["reliability"] == pytest.approx(
-            max(0, 1 - 1 / f)
-        )
-        low, high = stats.f.ppf([0.025, 0.975], *df) / f
-        ends = found["reliability_low"], found["reliability_high"]
-        assert ends == pytest.approx((max(0, 1 - high), max(0, 1 - low)))
-
-
-def test_what_a_seed_adds_at_each_rate_is_no_noise_within_rates():
-    cells, values = planted(np.random.default_rng(0), 1, 1, columns=1)
-    added = (
-        5
-        * np.random.default_rng(1).standard_normal((4, 3))[
-            cells.drop_path.values, cells.seed.values
-        ]
-    )
-    without, with_added = (
-        reliability(cells, of, "drop_path") for of in (values, values + added[:, None])
-    )
-    np.testing.assert_allclose(without, with_added)
-
-
-@pytest.mark.parametrize("settings", [0, 0.3, 1, 3])
-def test_planted_reliability_is_recovered_and_covered(settings):
-    cells, values = planted(np.random.default_rng(1), settings, 1, columns=8000)
-    true = settings**2 / (settings**2 + 1 / 3)
-    found = reliability(cells, values, "drop_path")
-    assert np.median(found.f) == pytest.approx(stats.f.ppf(0.5, 7, 14) / (1 - true), rel=0.03)
-    covered = ((found.reliability_low <= true) & (true <= found.reliability_high)).mean()
-    expected = 0.95 if settings else 0.975  # at 0, the interval can err on one side only
-    assert covered == pytest.approx(expected, abs=0.01)
-
-
-def test_reliability_where_cells_are_missing():
-    """Of two to four rates of each weight decay and seed: noise of their means is then larger, and differs."""
-    cells, values = planted(np.random.default_rng(6), 0, 1, columns=8000)
-    values += 0.5 * np.random.default_rng(7).standard_normal((8, 8000))[cells.weight_decay.values]
-    values += 5 * cells.drop_path.values[:, None]  # which makes means of different rates differ
-    kept = np.random.default_rng(2).integers(2, 5, 24)  # of each decay and seed
-    rank = np.random.default_rng(3).permuted(np.tile(np.arange(4), (24, 1)), axis=1)  # of its rates
-    partly = (rank < kept[:, None])[
-        cells.weight_decay.values * 3 + cells.seed.values, cells.drop_path.values
-    ]
-    found = reliability(cells.isel(cell=partly), values[partly], "drop_path")
-    assert (found.df_levels == 7).all() and (found.df_noise == 14).all() and partly.sum() < 80
-    true = 0.25 / (0.25 + (1 / kept).mean() / 3)
-    covered = ((found.reliability_low <= true) & (true <= found.reliability_high)).mean()
-    assert covered == pytest.approx(0.95, abs=0.02)
-
-
-def test_reliability_of_what_is_set_is_1_and_of_single_seeds_unknown():
-    cells, values = planted(np.random.default_rng(3), 1, 1, columns=2)
-    values[:, 1] = 0.1
-    set_exactly = reliability(cells, cells.drop_path.values[:, None], "weight_decay")
-    assert set_exactly[list(statistics.RELIABILITY)].to_numpy().tolist() == [[1, 1, 1]]
-    # Equal values
-    assert reliability(cells, values, "drop_path").reliability.isna().tolist() == [False, True]
-    single = cells.seed.values == 0
-    assert (
-        reliability(cells.isel(cell=single), values[single], "drop_path").reliability.isna().all()
-    )
-    one = cells.weight_decay.values == 0  # one setting of each rate
-    assert reliability(cells.isel(cell=one), values[one], "drop_path").reliability.isna().all()
-
-
-def noisy_seeds(of: str, amount: float) -> xr.Dataset:
-    """Return three seeds of the synthetic grid, with noise in one variable of every cell."""
-    grid = with_seeds(3, effect=0.5)
-    noise = amount * np.random.default_rng(7).standard_normal(grid.sizes["cell"])
-    return grid.assign({of: grid[of] + xr.DataArray(noise, dims="cell")})
-
-
-def test_a_question_about_unreliable_values_could_not_be_tested():
-    grid = noisy_seeds("miscoupling", 5.0)
-    first = named_tests(grid).iloc[0]
-    assert first.reliability_x < 0.5 and first.reliability_y == pytest.approx(1)
-    assert first.attainable < first.detectable and np.isnan(first.detectable_true)
-    assert named_tests(grid).attainable[4:].isna().all()  # of questions across rates
-    texts = answers(named_tests(grid))
-    assert texts[0].startswith("Accuracy rises with coupling: could not be tested, r = ")
-    assert texts[0].endswith(
-        "8 weight decays find a measured |r| ≥ 0.83 with 80 % power, and at these reliabilities not even a true |r| of 1."
-    )
-    assert texts[4].startswith("Coupling rises with stochastic depth: not significantly, r = ")
+def test_an_answer_states_the_power_of_its_test():
+    texts = answers(named_tests(with_seeds(3, effect=0.5)))
+    assert texts[0].endswith("8 weight decays find a measured |r| ≥ 0.83 with 80 % power.")
     assert texts[4].endswith(
         "(last patch). 24 rate-seed pairs find a measured |r| ≥ 0.56 with 80 % power."
-    )
-    slightly = named_tests(noisy_seeds("miscoupling", 0.01)).iloc[0]
-    assert slightly.attainable == pytest.approx(
-        np.sqrt(slightly.reliability_x * slightly.reliability_y)
-    )
-    assert (
-        slightly.detectable_true == pytest.approx(slightly.detectable / slightly.attainable)
-        and slightly.p < 0.05
     )
 
 
@@ -450,16 +322,6 @@ def answer_to(row: pd.Series, **changes) -> str:
     return line
 
 
-def test_reliability_is_unknown_for_the_reason_there_is():
-    """Of accuracies that are equal between weight decays, with several seeds."""
-    grid = with_seeds(3, effect=0.5)
-    of_rate_and_seed = 0.9 - 0.05 * grid.drop_path.values + 0.01 * grid.seed.values
-    first = named_tests(grid.assign(accuracy=("cell", of_rate_and_seed))).iloc[0]
-    assert np.isnan(first.reliability_y)
-    unknown = "Reliability is unknown: it takes several seeds, and weight decays that differ."
-    assert unknown in answer_to(first, r=0.1, p=0.5, attainable=1.0, detectable=0.8)
-
-
 @pytest.mark.parametrize(
     "r, p, expected, said",
     [
@@ -476,7 +338,6 @@ def test_an_answer_compares_p_with_5_percent_and_the_sign_with_the_expected_one(
 ):
     first = named_tests(with_seeds(3, effect=0.5)).iloc[0]
     given = {"r": r, "r_low": 0.8, "r_high": 0.95, "p": p, "expected": expected}
-    given |= {"attainable": 0.9, "detectable": 0.4}
     assert f": {said}" in answer_to(first, **given)
     secondary = answer_to(first, **given | {"p": 0.5, "p_holm": p, "role": "secondary"})
     assert f": {said.partition(' [')[0]}" in secondary and ", corrected (" in secondary
@@ -561,31 +422,6 @@ def test_false_positives_are_rare(seeds):
         assert np.mean(np.array(found) < 0.05) <= 0.1  # standard error 0.015
 
 
-def test_reliable_measures_are_listed():
-    grid = noisy_seeds("accuracy", 1.0)
-    table = reliabilities(grid)
-    assert len(table) == 2 + 2 * len(MISCOUPLINGS) * 3 * 2
-    assert table.reliable.tolist() == [False, *[True] * (len(table) - 1)]
-    lines = reliable_measures(table)
-    assert (
-        lines[0].startswith("test accuracy: not reliable, 0.")
-        and lines[1] == "test loss: reliable, 1.00 [1.00, 1.00]"
-    )
-    assert "; eq. 14 (6 of 6) reliable" in lines[2] and "next study, on new seeds" in lines[-1]
-    partly = table.assign(reliable=table.reliable & ~(table.k == 10))
-    assert "; eq. 14 (4 of 6) reliable" in reliable_measures(partly)[2]
-    nothing = reliable_measures(reliabilities(noisy_seeds("miscoupling", 9.0)))
-    assert (
-        "coupling of the class token: none reliable" in nothing
-        and "needs more seeds" in nothing[-1]
-    )
-    unknown = table.assign(reliability=table.reliability.where(table.index > 0))
-    assert reliable_measures(unknown)[1] == lines[1]
-    assert reliable_measures(reliabilities(synthetic_grid())) == [
-        "Unknown: that takes several weight decays with several seeds."
-    ]
-
-
 @pytest.mark.slow
 def test_analysis_writes_tables_figures_and_page(tmp_path):
     grid = synthetic_grid().assign_attrs(data="folder:<images>")
@@ -604,8 +440,6 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
         and "<th>coupling by eq. 14, K = 10, l ≠ l', last patch</th>" in page
     )
     assert len(pd.read_csv(tmp_path / "out" / "tests.csv")) == 8
-    written = pd.read_csv(tmp_path / "out" / "reliability.csv")
-    np.testing.assert_allclose(written["reliability"], reliabilities(grid)["reliability"])
     assert len(list((tmp_path / "out").glob("*.png"))) == 3 == page.count("data:image/png")
     for text in (
         "<h1>Coupling and accuracy: folder:&lt;images&gt;</h1>",
@@ -618,7 +452,6 @@ def test_analysis_writes_tables_figures_and_page(tmp_path):
         "Accuracy rises with coupling: yes, r = 1.00 [1.00, 1.00], p &lt; 0.0001 (primary test, last patch)"
         in page
     )
-    assert "Reliability is unknown: it takes several seeds, and weight decays that differ." in page
     assert "8 weight decays find a measured |r| ≥ 0.83 with 80 % power" in page
     assert "because one seed does not tell an effect of the rate" in page
     for name in ("drop_path", "weight_decay", "offdiag"):
@@ -652,9 +485,8 @@ class TestInABrowser:
 def test_grid_of_one_cell_is_analysed(tmp_path):
     grid = synthetic_grid().isel(cell=[3])
     page = write_analysis(grid, AT, tmp_path).read_text()
-    assert (
-        page.count("<li>") == 8 + 1 + 1 and "1 vision transformer on" in page
-    )  # questions, reliability, excluded cells
+    assert page.count("<li>") == 8 + 1  # questions, excluded cells
+    assert "1 vision transformer on" in page
     assert (
         "not answered, because it takes 8 weight decays, and there is 1 (primary test, last patch)."
         in page

@@ -9,7 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tracker
-from tests.lightning_runs import ON_PRETEND_DEVICE
+from tests.support.lightning_runs import ON_PRETEND_DEVICE
 from tests.vit.test_vit_augment import MEAN, POLICY, photographs
 from tests.vit.test_vit_train import HARD, TINY, assert_same_training
 from tracker.linalg.transfer import to_device

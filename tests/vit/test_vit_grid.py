@@ -119,7 +119,7 @@ def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
     process = start(
         STAYING,
         *arguments(tmp_path, "--retries", "0", jobs=2),
-        module="tests.statements",
+        module="tests.support.statements",
         cold=True,
     )
     wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())

@@ -13,9 +13,9 @@ import wandb
 import xarray as xr
 
 import tracker
-from tests import processes
-from tests.stores import lasting
-from tests.wandb_runs import of, offline_run, records
+from tests.support import processes
+from tests.support.stores import lasting
+from tests.support.wandb_runs import of, offline_run, records
 from tracker.store import Store
 from vit import cells, grid
 from vit.data import load
@@ -300,7 +300,9 @@ class TestCommandLine:
     @pytest.mark.slow
     def test_interrupted_run_is_resumed(self, trained, tmp_path):
         arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
-        process = start(STAYS_IN_MID_EPOCH, *arguments, module="tests.statements", cold=True)
+        process = start(
+            STAYS_IN_MID_EPOCH, *arguments, module="tests.support.statements", cold=True
+        )
         processes.wait_for_line(process, "staying")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
@@ -347,7 +349,7 @@ def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     directories = [tmp_path / "whole", tmp_path / "killed"]
     whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
     finish(start(*whole))
-    process = start(STAYS_IN_MID_EPOCH, *killed, module="tests.statements")
+    process = start(STAYS_IN_MID_EPOCH, *killed, module="tests.support.statements")
     processes.wait_for_line(process, "staying")
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()

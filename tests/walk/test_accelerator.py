@@ -14,7 +14,8 @@ from checkpoints import integrity
 from checkpoints.load import load_model
 from checkpoints.suites import find_suite
 from tests.conftest import Walker
-from tests.walk.test_walk import copied
+from tests.support.suite import copied
+from tests.support.units import assert_same
 from tracker import measurement
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import CheckpointError
@@ -59,12 +60,8 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(
         assert found.attrs["weights_kept"] == where and found.attrs["memory_budget"] == "0.05 GB"
         assert found.attrs["device"] == "pretend" and counts.launches > 0
         np.testing.assert_array_equal(found.fingerprint, on_cpu.fingerprint)
-        for name in names:
-            np.testing.assert_allclose(found[name], on_cpu[name], rtol=2e-4, atol=1e-5)
-    for name in names:
-        np.testing.assert_array_equal(
-            stored["on the device"][name], stored["in a copy of their files"][name]
-        )
+        assert_same(found, on_cpu, names, rtol=2e-4, atol=1e-5)
+    assert_same(stored["on the device"], stored["in a copy of their files"], names)
     gc.collect()
     assert pretend.live_bytes() <= before
 

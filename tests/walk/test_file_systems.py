@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import tracker
-from tests import processes
+from tests.support import processes
 from tracker import pythia
 from tracker.common.files import Lock
 from tracker.store import Store
@@ -80,7 +80,7 @@ def test_walks_without_locks_keep_the_units_of_a_store(walker, refusing):
         for steps in ("1,2,4", "2,4,8")
     ]
     process = processes.start(
-        "tests.statements",
+        "tests.support.statements",
         WALKS.format(walks=walks),
         env={**walker.environment, "LD_PRELOAD": refusing},
         cold=True,

@@ -8,9 +8,9 @@ import torch
 
 import tracker
 from checkpoints.load import load
-from tests.walk.test_walk import checkpoint_of
+from tests.support.suite import checkpoint_of
 from tracker.walk.command import parse
-from tracker.walk.plan import _inputs
+from tracker.walk.plan import read_inputs
 
 SAVE = "give a file that torch.save wrote, with a tensor or a dictionary of tensors"
 
@@ -61,7 +61,7 @@ def test_damaged_files_are_refused(legacy, walker, capsys):
         content[rng.integers(0, min(len(content), 600), 8)] = rng.integers(0, 256, 8)
         file.write_bytes(content.tobytes())
         try:
-            _inputs(walk)
+            read_inputs(walk)
         except ValueError as error:
             assert str(error).startswith(f"--inputs {file} ") and SAVE in str(error)
             refused += 1

@@ -14,7 +14,8 @@ import pytest
 
 from checkpoints.copies import PREFIX
 from tests.conftest import Walker
-from tests.walk.test_walk import assert_same_results, copied
+from tests.support.stores import assert_same_results
+from tests.support.suite import copied
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoints.load import load
 from checkpoints.scores import read_from_checkpoint
-from tests.walk.test_walk import STEPS, copied
+from tests.support.files import configured, replaced
+from tests.support.suite import STEPS, copied
 from tracker import pythia
 from tracker.common.errors import CheckpointError
 from tracker.store import Store
@@ -30,26 +31,6 @@ class Executes:
 
     def __reduce__(self):
         return os.mkdir, (str(self.mark),)
-
-
-def configured(file: str = "config.json", **changes: Any) -> Callable[[Path], None]:
-    """Return a function that changes entries of a JSON file."""
-
-    def change(directory: Path) -> None:
-        content = json.loads((directory / file).read_text()) | changes
-        replaced(file, json.dumps(content))(directory)
-
-    return change
-
-
-def replaced(name: str, content: str) -> Callable[[Path], None]:
-    """Return a function that replaces a file."""
-
-    def change(directory: Path) -> None:
-        (directory / name).unlink(missing_ok=True)
-        (directory / name).write_text(content)
-
-    return change
 
 
 def indexed(weight_map: Any) -> Callable[[Path], None]:
@@ -112,9 +93,14 @@ OWN_CODE = (
 REFUSED = {
     "configuration: a list": (replaced("config.json", "[]"), "config.json is damaged: it holds a list"),
     "configuration: unusable": (configured(num_hidden_layers="six"), "can't be loaded .*num_hidden_layers.*download it again"),
+    "too many layers": (configured(parts=[{"num_hidden_layers": 10**6}]), "num_hidden_layers = 1,000,000, and more than 1,000"),
     "attention of the hub": (configured(attn_implementation="kernels/attention"), "'kernels/attention', which transformers"),
     "attention of a part": (configured(attn_implementation={"text_config": "an/attention"}), "'an/attention'"),
-    "too many words": (configured(vocab_size=10**12), "describes a model of .* parameters, and the weight files hold"),
+    "too many words": (configured(vocab_size=10**12), "describes a model of .* parameters .*, and the weight files hold"),
+    "a table too large": (
+        configured(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9}),
+        "parameters and .* values in masks and tables",
+    ),
     "own code": (
         with_code("config.json", model_type="foreign", auto_map={"AutoConfig": "foreign.Config"}),
         OWN_CODE,

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from tests.conftest import ROOT
-from tests.hub_server import serve
+from tests.support.hub_server import serve
 from tracker.walk import prompts
 from tracker.walk.prompts import load_prompts
 

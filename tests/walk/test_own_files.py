@@ -20,12 +20,12 @@ import transformers
 import tracker
 from checkpoints.load import lightning_loader, load_model, name_of_loader, users_loader
 from checkpoints.suites import find_files, find_suite
-from tests.checkpoints.test_suites import holding
-from tests.models import Size, images, language, timm_vit, vision
-from tests.plain import gpt2
-from tests.processes import ROOT
+from tests.support.files import holding
+from tests.support.models import Size, images, language, timm_vit, vision
+from tests.support.plain import gpt2
+from tests.support.processes import ROOT
+from tests.support.refused import refused
 from tracker import pythia
-from tracker.common.errors import UsageError
 from tracker.figures.__main__ import main as figures
 from tracker.store import Store
 from tracker.walk.command import Walk
@@ -305,7 +305,7 @@ FAULTS = {
 def test_a_mistake_in_the_function_is_named_with_its_cure(fault, program, loading):
     load, pattern, message = FAULTS[fault]
     (file,) = program.glob(pattern)
-    with pytest.raises(UsageError, match=message) as raised:
+    with refused(message) as raised:
         users_loader(lambda path: load(path, loading))(file)
     assert str(file) in str(raised.value) and len(str(raised.value)) < 700
 

@@ -6,13 +6,13 @@ import shutil
 from pathlib import Path
 
 import lightning
-import numpy as np
 import pytest
 import torch
 
 import tracker
-from tests.walk.test_walk import copied
-from tests.walk.test_walk_hub import Toy
+from tests.support.lightning_runs import Toy
+from tests.support.suite import copied
+from tests.support.units import assert_same
 from tracker.store import Store
 from tracker.walk import units
 
@@ -50,8 +50,7 @@ def replace(file: Path, other: Path) -> None:
 
 
 def assert_equal_units(found, expected):
-    for name in ("miscoupling", "fingerprint", "files_sha256"):
-        np.testing.assert_array_equal(found[name], expected[name])
+    assert_same(found, expected, ("miscoupling", "fingerprint", "files_sha256"))
 
 
 @pytest.mark.parametrize("change", ["replaced", "cut short", "deleted", "log, link and mode"])

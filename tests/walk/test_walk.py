@@ -9,45 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 
 import tracker
 from checkpoints.load import load
-from tests import processes
-from tests.stores import lasting
-from tests.wandb_runs import of, offline_run, records
+from tests.support import processes
+from tests.support.stopped_walks import start_and_stay_at_the_second
+from tests.support.suite import STEPS, checkpoint_of, commit, copied
+from tests.support.wandb_runs import of, offline_run, records
 from tracker import pythia
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
 from tracker.store import Store
 from tracker.walk.display import unwritable
-
-STEPS = [0, 1, 2, 4, 8]
-
-
-def assert_same_results(a: Path, b: Path):
-    """Assert that two stores have bit-identical numbers."""
-    assert Store(a).steps() == Store(b).steps()
-    for step in Store(a).steps():
-        xr.testing.assert_identical(*(lasting(Store(path).read(step)) for path in (a, b)))
-
-
-def snapshots(cache: Path) -> Path:
-    return next(cache.glob("models--*")) / "snapshots"
-
-
-def commit(cache: Path, step: int) -> str:
-    return (snapshots(cache).parent / "refs" / f"step{step}").read_text()
-
-
-def checkpoint_of(cache: Path, step: int) -> Path:
-    return snapshots(cache) / commit(cache, step)
-
-
-def copied(cache: Path, step: int, directory: Path) -> Path:
-    """Copy the checkpoint of a step."""
-    return shutil.copytree(checkpoint_of(cache, step), directory)
 
 
 @pytest.mark.slow
@@ -260,29 +234,6 @@ def test_interrupted_start_is_reported(walker, package):
     assert (
         process.returncode == 130 and "the same command continues" in err and "Traceback" not in err
     )
-
-
-STAYS_AT_THE_SECOND = """
-import time
-from tracker.walk import units
-measure, measured = units.measure_checkpoint, []
-
-def measure_or_stay(plan, checkpoint, directory):
-    if measured:
-        print("at the second", flush=True)
-        time.sleep(600)
-    measured.append(checkpoint)
-    return measure(plan, checkpoint, directory)
-
-units.measure_checkpoint = measure_or_stay
-"""
-
-
-def start_and_stay_at_the_second(walker):
-    """Start a walk that measures its first checkpoint and stays at its second until it is stopped; return it there."""
-    process = walker.start(before=STAYS_AT_THE_SECOND)
-    processes.wait_for_line(process, "at the second")
-    return process
 
 
 @pytest.mark.slow

@@ -9,9 +9,9 @@ import torch
 import tracker
 from checkpoints.configuration import pythia_shapes
 from checkpoints.load import load
-from tests.walk.test_malformed_checkpoints import configured
-from tests.walk.test_walk import STEPS, copied, snapshots
-from tests.walk.test_walk_hub import SHARDS, plant, served  # noqa: F401
+from tests.support.files import configured
+from tests.support.shards import SHARDS, plant
+from tests.support.suite import STEPS, copied, snapshots
 from tracker import pythia
 from tracker.common.text import size
 
@@ -33,7 +33,7 @@ def files_below(*directories: Path) -> set[Path]:
     return {file for directory in directories for file in directory.rglob("*") if file.is_file()}
 
 
-def test_only_configurations_are_requested_and_nothing_is_written(walker, served, capsys, tmp_path):  # noqa: F811
+def test_only_configurations_are_requested_and_nothing_is_written(walker, served, capsys, tmp_path):
     plant(served.root, 2, *SHARDS)
     found = dry_run(capsys, *walker.arguments())
     assert "step       2  its weights are identical to those of step" in found[""]
@@ -47,7 +47,7 @@ def test_only_configurations_are_requested_and_nothing_is_written(walker, served
 
 
 @pytest.mark.slow
-def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsys):  # noqa: F811
+def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsys):
     files = [file for file in next((served.root).rglob("snapshots")).glob("*/*") if file.is_file()]
     # The tokenizer and others are shared
     one = sum(len(content) for content in {file.read_bytes() for file in files})
@@ -62,7 +62,7 @@ def test_bytes_count_shared_files_once_and_cached_ones_not(walker, served, capsy
 
 
 @pytest.fixture
-def served_pythia(served, suite):  # noqa: F811
+def served_pythia(served, suite):
     """Serve two revisions of Pythia 14m on the hub: files of the right size, and nano's tokenizer."""
     repository, shape = served.root / "models--EleutherAI--pythia-14m", pythia_shapes()["14m"]
     for step in (128, 256):
@@ -134,7 +134,7 @@ def test_the_shape_gives_the_operations_of_the_loaded_model(walker, suite, capsy
     assert f"{cost.operations:.2g} operations; H100" in found["time"]
 
 
-def test_an_absurd_configuration_is_stated_before_memory_is_allocated(walker, served, capsys):  # noqa: F811
+def test_an_absurd_configuration_is_stated_before_memory_is_allocated(walker, served, capsys):
     for config in served.root.rglob("config.json"):
         configured(vocab_size=10**10)(config.parent)
     found = dry_run(capsys, *walker.arguments())

@@ -1,82 +1,28 @@
 """Tests of walks over a served suite with planted faults, of walks that share a store, and of other checkpoint sources."""
 
-import json
 import os
 import random
 import shutil
 import signal
 import time
 from html import unescape
-from pathlib import Path
 
 import lightning
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import tracker
 from checkpoints import nano
-from tests.hub_server import serve
-from tests.walk.test_walk import (
-    STEPS,
-    assert_same_results,
-    checkpoint_of,
-    commit,
-    copied,
-    snapshots,
-    start_and_stay_at_the_second,
-)
+from tests.support.lightning_runs import Toy
+from tests.support.shards import SHARDS, plant
+from tests.support.stopped_walks import start_and_stay_at_the_second
+from tests.support.stores import assert_same_results
+from tests.support.suite import STEPS, checkpoint_of, commit, copied, snapshots
 from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
 from tracker.store import Store
 from tracker.walk import units
-
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
-
-
-def shard(snapshot: Path) -> None:
-    """Split the weights into two files with an index, as large models are published."""
-    weights = load_file(snapshot / "model.safetensors")
-    names = sorted(weights)
-    halves = {SHARDS[0]: names[: len(names) // 2], SHARDS[1]: names[len(names) // 2 :]}
-    for file, some in halves.items():
-        save_file(
-            {name: weights[name] for name in some}, snapshot / file, metadata={"format": "pt"}
-        )
-    index = {
-        "metadata": {},
-        "weight_map": {name: file for file, some in halves.items() for name in some},
-    }
-    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
-    (snapshot / "model.safetensors").unlink()
-
-
-@pytest.fixture
-def served(suite, tmp_path, monkeypatch):
-    """Serve the tiny suite, sharded, from a local hub; the caches of walker and test process are empty."""
-    root = tmp_path / "hub"
-    shutil.copytree(suite, root)
-    for step in STEPS:
-        shard(checkpoint_of(root, step))
-    with serve(root) as server:
-        monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("checkpoints.retries.FIRST_PAUSE", 0.05)
-        yield server
-
-
-def plant(root: Path, step: int, *shards: str) -> None:
-    """Replace shards of a step by those of the last step."""
-    for name in shards:
-        shutil.copy(
-            checkpoint_of(root, STEPS[-1]) / name,
-            checkpoint_of(root, step) / name,
-        )
 
 
 @pytest.mark.slow
@@ -272,20 +218,6 @@ def test_own_scores_are_added_to_existing_units(walker, capsys):
     )
     assert bool(ds.score.sel(task=nano.HELD_OUT).notnull().all())
     assert walker.main("--steps", "scores", "--scores", str(walker.directory / "scores.csv")) == 0
-
-
-class Toy(lightning.LightningModule):
-    """A user's LightningModule that contains a language model."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.save_hyperparameters()
-        self.model = nano.build(nano.NanoRecipe(layers=2, width=width, vocabulary=320, context=64))
-
-    def forward(self, input_ids, attention_mask=None):
-        return self.model(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).logits
 
 
 @pytest.mark.slow

@@ -5,8 +5,8 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from tests.brute_force import Truth, couplings
-from tests.measures.formulas import OF_PATHS
+from tests.support.brute_force import Truth, couplings
+from tests.support.formulas import OF_PATHS
 
 TOLERANCE = {"float64": (1e-10, 1e-8), "float32": (1e-5, 1e-5)}  # of Jacobians, of mis-couplings
 

@@ -9,9 +9,9 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tracker
-from tests.brute_force import Truth, truth_of
-from tests.models import FAMILIES, build
-from tests.test_measure import snapshot
+from tests.support.brute_force import Truth, truth_of
+from tests.support.models import FAMILIES, build
+from tests.support.unchanged import snapshot
 from tracker.blocks.find import find_blocks
 
 ROWS = tuple(FAMILIES)

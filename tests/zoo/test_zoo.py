@@ -10,9 +10,9 @@ import torch
 import tracker
 import tracker.jacobians.rows
 from tests.conftest import ROOT
-from tests.jacobians.measured import jacobians_at
-from tests.models import FAMILIES
-from tests.test_measure import assert_same
+from tests.support.measured import jacobians_at
+from tests.support.models import FAMILIES
+from tests.support.unchanged import assert_same
 from tests.zoo import rows
 from tests.zoo.claims import assert_jacobians, assert_states
 from tests.zoo.rows import BIDIRECTIONAL, OPTIONS, OWN_CODE, POST_NORM, ROWS, WITH_NORM, seen, truth

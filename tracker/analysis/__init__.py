@@ -9,6 +9,6 @@ In: Datasets of one step or of many. Out: curve points, intervals, fits and comp
 - `null_levels`: null levels of the mis-couplings of a Dataset
 - `reduction`: units reduced to what the page and summaries show; mis-couplings of a store, read one unit at a time
 - `across_models`: fits over several results, one point per result, and clusters of those that are not independent
-- `summary`, `doubts`: tables of results, with intervals or tidy; what to know before trusting or comparing them
+- `summary`, `doubts`: a table of results, with intervals; what to know before trusting or comparing them
 - `variables`: reductions of arrays with named dimensions
 """

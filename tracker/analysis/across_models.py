@@ -23,7 +23,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.curves import correlations, sources
+from tracker.analysis.curves import sources
 from tracker.analysis.doubts import describe_differences
 from tracker.analysis.regression import (
     MIN_POINTS,
@@ -189,6 +189,20 @@ def final_couplings(points: Results) -> xr.DataArray:
         couplings = xr.Dataset({name: ds[f"{name}_null"] - ds[name] for name in names})
         chosen.append(couplings.sel(pairs).to_array("measure"))
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
+
+
+def correlations(coupling: xr.DataArray, y: np.ndarray) -> pd.DataFrame:
+    """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
+
+    p_holm is p corrected for all rows.
+    """
+    stacked = coupling.stack(which=("measure", "k", "pairs"))
+    rows = []
+    for i, (measure, k, pairs) in enumerate(stacked["which"].values):
+        fit = linear_fit(stacked.values[:, i], y)
+        rows.append({"measure": str(measure), "k": int(k), "pairs": str(pairs), **fit})
+    table = pd.DataFrame(rows)
+    return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 
 def fit_line(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
 from tracker.analysis.onset import Onset, onset
 from tracker.analysis.pairs import counted_pairs, independent_pairs
-from tracker.analysis.regression import holm, linear_fit
+from tracker.analysis.regression import linear_fit
 from tracker.analysis.selections import number_of_blocks, opened, require_names, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
 from tracker.common.errors import UsageError
@@ -238,20 +238,6 @@ def suspect(results: xr.Dataset) -> np.ndarray:
     """Return why each step's weights may not be what its name states; "" for a step that is not suspect or was not checked."""
     reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
     return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
-
-
-def correlations(coupling: xr.DataArray, y: np.ndarray) -> pd.DataFrame:
-    """`linear_fit` of y on each coupling (sample, measure, k, pairs), a row for each measure, K and choice of pairs.
-
-    p_holm is p corrected for all rows.
-    """
-    stacked = coupling.stack(which=("measure", "k", "pairs"))
-    rows = []
-    for i, (measure, k, pairs) in enumerate(stacked["which"].values):
-        fit = linear_fit(stacked.values[:, i], y)
-        rows.append({"measure": str(measure), "k": int(k), "pairs": str(pairs), **fit})
-    table = pd.DataFrame(rows)
-    return table.assign(p_holm=holm(table["p"].to_numpy()))
 
 
 def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Tables of results: `summary`, of how far blocks are coupled and how straight and exponential paths are, with intervals, and
-`to_frame`, a tidy table with a row for each value, for pandas, polars and CSV.
+"""A table of results: how far blocks are coupled and how straight and exponential paths are, with intervals.
 
     coupling     null level minus mis-coupling, of the blocks alone: 0 for unrelated blocks
     all pairs    mean over pairs of different blocks
@@ -12,7 +11,6 @@ stand side by side, with the difference of each from the first.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from os import PathLike
 
 import numpy as np
 import pandas as pd
@@ -20,7 +18,7 @@ import xarray as xr
 
 from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
-from tracker.analysis.null_levels import level_variable, null_level
+from tracker.analysis.null_levels import level_variable
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
     describe_equal_blocks,
@@ -32,7 +30,7 @@ from tracker.analysis.pairs import (
 )
 from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
-from tracker.analysis.selections import LABELLED, opened, require_names, with_steps
+from tracker.analysis.selections import LABELLED, opened, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import at_tokens, counted
 from tracker.measures.declaration import POSITION
@@ -44,14 +42,6 @@ SHOWN = ("miscoupling", "offdiag_normalized")
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
 ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
-
-ROWS = 50_000_000  # at most
-# A dimension that is an index: the variable of the position in the sequence that it stands for
-POSITIONS = {
-    "token": "token_position",
-    "pair_token": "pair_position",
-    "pair_token_other": "pair_position",
-}
 
 
 class Summary(pd.DataFrame):
@@ -193,7 +183,7 @@ def _row(value: float, null_level: float, ends: list[float], over: str, answer: 
 
 
 @dataclass(frozen=True)
-class _Cell:
+class Cell:
     """A value, its null level, and what its interval and its answer are of.
 
     Attributes:
@@ -250,7 +240,7 @@ class _Cell:
         rise = self.quantile(0.5 + half) - self.quantile(0.5 - half)
         return -self.by_prompt * rise / (2 * half)
 
-    def row_of_difference(self, other: "_Cell", paired: bool) -> Row:
+    def row_of_difference(self, other: "Cell", paired: bool) -> Row:
         """Return the row of this value minus another; of differences of prompts if `paired`, else with Welch's interval."""
         if paired:
             _, error, df = clustered_mean(self.linear() - other.linear(), self.clusters)
@@ -272,7 +262,7 @@ class _Cell:
         return _row(value, null_level, ends, over, "")
 
 
-Cells = dict[tuple[str, str], _Cell]  # by measure and of what
+Cells = dict[tuple[str, str], Cell]  # by measure and of what
 
 
 def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests: int = 1) -> Cells:
@@ -291,16 +281,16 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
             by_prompt = at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
-            cells[name, words] = _Cell(value, null, by_prompt, clusters, kind, answer=answer)
+            cells[name, words] = Cell(value, null, by_prompt, clusters, kind, answer=answer)
         if pair is not None:
             value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
             # It was chosen for its value: an interval would not hold.
-            cells[name, f"blocks {pair[0]} and {pair[1]}"] = _Cell(value, null, none, None, kind)
+            cells[name, f"blocks {pair[0]} and {pair[1]}"] = Cell(value, null, none, None, kind)
     for name in (name for name in IN_SUMMARY if f"{name}_below" in unit):
         value, below = float(unit[name].sel(statistic="median")), unit[f"{name}_below"].values
         percentiles = unit[f"{name}_percentiles"].values
         of = "tokens" if BY_NAME[name].dims == POSITION else "tokens and blocks"
-        cells[name, f"median of {of}"] = _Cell(value, np.nan, below, clusters, kind, percentiles)
+        cells[name, f"median of {of}"] = Cell(value, np.nan, below, clusters, kind, percentiles)
     return cells
 
 
@@ -524,78 +514,3 @@ def _of_coupling(
             )
     if post_norm:
         yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
-
-
-def to_frame(
-    results: Result | Mapping[str, Result] | Sequence[Result],
-    of: str | Sequence[str] = "miscoupling",
-    null: bool = True,
-) -> pd.DataFrame:
-    """Return variables of results as a tidy table, a row for each combination of their dimensions.
-
-    `results.to_dataframe()` combines the dimensions of all variables: hundreds of millions of rows of a small store.
-
-    Args:
-        results: a Dataset of `measure` or `open_results`, or a part of one; a store or its directory; or several of these, as a
-            list or as a mapping from names, which are the first column, `result`.
-        of: a variable, or several with the same dimensions, such as ["lss", "expodistance", "alpha_mean"].
-        null: add the null level of each mis-coupling, as the column NAME_null.
-
-    Returns:
-        Columns: the dimensions, such as step, prompt, token, k, layer and layer_other, with `token_position`, the position of the
-        token in its sequence, beside the index `token`; then the variables. Rows without any value, which shorter
-        prompts lack, are left out; in other rows an undefined value is NaN.
-
-    Raises:
-        UsageError: for a name that is not in the Dataset, variables with different dimensions, or more than 50 million rows.
-    """
-    if isinstance(results, str | PathLike | xr.Dataset):
-        return _frame(results, of, null)
-    tables = {name: _frame(result, of, null) for name, result in by_name(results).items()}
-    return pd.concat(tables, names=["result"]).reset_index("result").reset_index(drop=True)
-
-
-def _frame(given: Result, of: str | Sequence[str], null: bool) -> pd.DataFrame:
-    results = opened(given)
-    names = [of] if isinstance(of, str) else list(of)
-    require_names(names, map(str, results.data_vars), "variable of these results")
-    dims = {name: sorted(map(str, results[name].dims)) for name in names}
-    if len(set(map(tuple, dims.values()))) != 1:
-        listed = (
-            "; ".join(f"{name}: {', '.join(of_name)}" for name, of_name in dims.items())
-            or "none was given"
-        )
-        raise UsageError(
-            f"variables of one table need the same dimensions ({listed}); make a table of each kind"
-        )
-    # Before the table is made, which would take all memory
-    values = results[names[0]]
-    if values.size > ROWS:
-        raise UsageError(
-            f"{values.size:,} rows are too many; select first, such as results.sel(k=10) or results.isel(step=-1)"
-        )
-    columns = {name: results[name] for name in names}
-    if null:
-        with_level = [name for name in names if name in BY_NAME and BY_NAME[name].null]
-        columns |= {
-            f"{name}_null": null_level(results, name).astype(values.dtype) for name in with_level
-        }
-    measured = list(columns)
-    positions = {
-        index: name for index, name in POSITIONS.items() if index in values.dims and name in results
-    }
-    for index, name in positions.items():
-        # Both tokens of a pair have their positions in one variable, along the first token.
-        (along,) = results[name].dims[-1:]
-        columns[f"{index}_position"] = results[name].rename({along: index})
-    # Coordinates, such as texts of prompts, would be further columns.
-    parts = {name: values.reset_coords(drop=True) for name, values in columns.items()}
-    order = [str(dim) for dim in results.sizes if dim in values.dims]
-    table = xr.Dataset(parts).to_dataframe(order).dropna(how="all", subset=measured).reset_index()
-    for index in positions:
-        # A whole number once the rows that shorter prompts lack are gone, and beside its index
-        at = table.pop(f"{index}_position").astype(int)
-        table.insert(list(table.columns).index(index) + 1, at.name, at)
-    if "step" in results.coords and not results["step"].dims:  # one was selected
-        table.insert(0, "step", results["step"].item())
-    return table

@@ -52,7 +52,6 @@ EXTRAS = {
     "tokenizers": "walk",
     "lightning": "train",
     "wandb": "wandb",
-    "wandb_workspaces": "wandb",
     "matplotlib": "report",
     "plotly": "report",
     "timm": "vit",

@@ -19,8 +19,8 @@ CLUSTERS_HELP = (
     "mean; default: variants of one model, recognised by name (-deduped, -seedN) and size"
 )
 LOG_HELP = (
-    "metrics that loggers receive: headline (about a dozen numbers), workspace (also what the saved workspace of W&B draws), "
-    "all, or names with commas between them, such as miscoupling/mean_offdiag,trajectory/*"
+    "metrics that loggers receive: headline (about a dozen numbers), main (also every K with its null level, and "
+    "quartiles), all, or names with commas between them, such as miscoupling/mean_offdiag,trajectory/*"
 )
 
 Command = TypeVar("Command")

@@ -25,7 +25,7 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 TOKEN_CHOICES = ("last", "cls", "all")
 # Of walks and replays, by default
 PROJECT = "block-coupling"
-LOG: Final = "workspace"
+LOG: Final = "main"
 
 
 class ValueTypeError(ArgumentTypeError, ValueError):

@@ -26,22 +26,21 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from math import nan
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.overrides import TorchFunctionMode
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.judge import BOUNDS, CLOSER, judge, move_weights, moved, norm
 from tracker.jacobians.judge import step as step_of
 from tracker.jacobians.restriction import (
-    DETACH,
     FAILURES,
     RowAttention,
-    WithoutDetach,
     full_sequence,
     restrict,
     running_full_sequence,
@@ -237,7 +236,7 @@ def _settle(
                 if formed is None:
                     return outcome
                 expected = block.pullback(_cotangents(x))
-                off = _error_of_products(formed[0], x, expected, residual)
+                off = error_of_products(formed[0], x, expected, residual)
                 if off <= formed[1]:
                     return outcome
         found = f"its Jacobian differs by {off:.1e} from reverse mode in {dtype}"
@@ -270,7 +269,7 @@ def _amplified_rounding(
                 block = linearize(function.f, moved(x, x.itemsize, generator))
                 # As it is formed: products with random vectors round more than those with unit vectors.
                 J = dense_jacobian(block.pullback, block.y, PROBES, residual)
-                changes.append(_error_of_products(J, x, expected, residual))
+                changes.append(error_of_products(J, x, expected, residual))
     return max(changes)
 
 
@@ -333,7 +332,7 @@ def _cotangents(x: Float[Tensor, "R d"]) -> Float[Tensor, "P R d"]:
     return standard_normal((PROBES, *x.shape), x)
 
 
-def _error_of_products(
+def error_of_products(
     J: Float[Tensor, "R d d"],
     x: Float[Tensor, "R d"],
     expected: Float[Tensor, "P R d"],
@@ -342,10 +341,10 @@ def _error_of_products(
     """Return the error of formed J^T u against that of reverse mode, for the cotangents of `_cotangents`."""
     u = _cotangents(x)
     found = torch.einsum("prd,rde->pre", u, J.to(u.dtype)) + residual * u
-    return _largest_error(found, expected, residual, u)
+    return largest_error(found, expected, residual, u)
 
 
-def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
+def largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
     """Return the largest error of products J^T u over the rows, relative to those without the identity."""
     sizes = (
         torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))
@@ -354,6 +353,34 @@ def _largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> fl
         .sqrt()
     )
     return float((norm(g - expected).square().sum(0).sqrt() / sizes).max())
+
+
+class WithoutDetach(TorchFunctionMode):
+    """While active, `detach` is the identity; `names` lists what hides values from autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        if (name := _HIDES.get(function)) is not None:
+            self.names.add(name)
+        if function in (Tensor.detach, torch.detach):
+            return arguments[0].view_as(arguments[0])
+        return function(*arguments, **(keywords or {}))
+
+
+DETACH = "detach()"
+_HIDES = {
+    Tensor.detach: DETACH,
+    torch.detach: DETACH,
+    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
+    Tensor.numpy: "numpy()",
+    Tensor.item: "item()",
+    Tensor.tolist: "tolist()",
+}
 
 
 def _explained_by_detach(

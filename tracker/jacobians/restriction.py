@@ -15,7 +15,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
@@ -235,34 +234,6 @@ def running_full_sequence(call: BlockCall) -> Iterator[Roundings]:
     """
     with evaluating_full_sequence(call), Roundings() as roundings:
         yield roundings
-
-
-class WithoutDetach(TorchFunctionMode):
-    """While active, `detach` is the identity; `names` lists what hides values from autograd."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_function__(
-        self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
-    ) -> Any:
-        if (name := _HIDES.get(function)) is not None:
-            self.names.add(name)
-        if function in (Tensor.detach, torch.detach):
-            return arguments[0].view_as(arguments[0])
-        return function(*arguments, **(keywords or {}))
-
-
-DETACH = "detach()"
-_HIDES = {
-    Tensor.detach: DETACH,
-    torch.detach: DETACH,
-    Tensor.data.__get__: ".data",  # type: ignore[attr-defined]
-    Tensor.numpy: "numpy()",
-    Tensor.item: "item()",
-    Tensor.tolist: "tolist()",
-}
 
 
 @contextmanager

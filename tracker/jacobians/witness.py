@@ -229,7 +229,7 @@ class Witness:
         again, self.wrong = self.wrong or questions, {}
         for l in again:
             row, at = found[l], questions[l].tokens
-            right, error = self._compare_values(row.values, row.bytes, at)
+            right, error = self.compare_values(row.values, row.bytes, at)
             self.answers[l] = Answer(**vars(row), tokens=at, v=v[l - 1], right=right)
             if row.leak > BOUNDS[row.bytes].exact:
                 self.mixing[l] = float(row.leak)
@@ -253,7 +253,7 @@ class Witness:
             answer = self.answers[l]
             if answer.bytes > 2:
                 changed = self._rounded_values(l)
-                right, _ = self._compare_values(answer.values, answer.bytes, answer.tokens, changed)
+                right, _ = self.compare_values(answer.values, answer.bytes, answer.tokens, changed)
                 if right.any():
                     answer.right = right
                     self.findings.unsteady[l] = self.wrong.pop(l)
@@ -264,7 +264,7 @@ class Witness:
         drawn = torch.randint(len(tokens), (count,), generator=self.generator)
         return [tokens[i] for i in drawn.tolist()]
 
-    def _compare_values(
+    def compare_values(
         self,
         values: Float[Tensor, "3 B n"],
         least: int,
@@ -347,10 +347,10 @@ class Witness:
         found = ask_crowded(self.model, self._tokens, sample, self.generator)
         for l, values in found.items():
             answer = self.answers[l]
-            right, error = self._compare_values(values, answer.bytes, answer.tokens)
+            right, error = self.compare_values(values, answer.bytes, answer.tokens)
             if not right.all() and l not in self.wrong:
                 changed = self._rounded_values(l)
-                right, _ = self._compare_values(values, answer.bytes, answer.tokens, changed)
+                right, _ = self.compare_values(values, answer.bytes, answer.tokens, changed)
             if not right.all() and l not in self.wrong:
                 self.mixing.setdefault(l, error)
 

@@ -98,7 +98,7 @@ def block_golub_kahan(
     def reached(S: Tensor, residual: Tensor) -> Tensor:
         return residual <= tolerance * S[..., :1]
 
-    S, (U_K, V_K) = _restarted(step, ritz, reached, orthonormalise, (U, V), start, K)
+    S, (U_K, V_K) = restarted(step, ritz, reached, orthonormalise, (U, V), start, K)
     return U_K, S, V_K
 
 
@@ -132,11 +132,11 @@ def block_lanczos(
         S = squares[..., : residual.shape[-1]].clamp_min(0).sqrt()
         return residual <= tolerance * S[..., :1] * S
 
-    squares, (U_K,) = _restarted(step, ritz, reached, orthonormalise, (U,), start, K)
+    squares, (U_K,) = restarted(step, ritz, reached, orthonormalise, (U,), start, K)
     return U_K, squares.clamp_min(0).sqrt()
 
 
-def _restarted(
+def restarted(
     step: Callable[..., tuple[Tensor, Tensor]],
     ritz: Callable[[Tensor, Tensor], tuple[Tensor, ...]],
     reached: Callable[[Tensor, Tensor], Tensor],

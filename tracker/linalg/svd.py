@@ -222,7 +222,7 @@ def _in_turn(
         iterated &= basis_fits(d, K)
         direct = method == "auto" and eigenvectors_are_cheaper(d, K, J.dtype, J.device)
         with float32_products("ieee"):
-            parts.append(_certified(J, K, direct, iterated) if direct or iterated else _full(J, K))
+            parts.append(certified(J, K, direct, iterated) if direct or iterated else in_full(J, K))
         advance(len(J))
     return _with_signs(parts[0] if len(parts) == 1 else joined(Triplets, parts))
 
@@ -237,7 +237,7 @@ def _with_signs(t: Triplets) -> Triplets:
     return replace(t, U=t.U * sign, V=t.V * sign)
 
 
-def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
+def certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
     """Find triplets by one method after another, until each matrix has a certificate.
 
     A batch iterates until all its matrices have converged. Squares take only those that they suit, as they lose what is small.
@@ -252,10 +252,10 @@ def _certified(J: Tensor, K: int, direct: bool, iterated: bool) -> Triplets:
     every = torch.ones(len(J), dtype=torch.bool)
     if direct:
         # Of a zero matrix, the vectors that are refined would be NaN.
-        squares = _by_eigenvectors, (largest > 0).flatten().cpu()
+        squares = by_eigenvectors, (largest > 0).flatten().cpu()
     else:
-        squares = _by_squares, _can_square(J, K).cpu()
-    methods = [squares, *([(_by_golub_kahan, every)] if iterated else []), (_full, every)]
+        squares = by_squares, _can_square(J, K).cpu()
+    methods = [squares, *([(by_golub_kahan, every)] if iterated else []), (in_full, every)]
     missing, triplets = every.clone(), None
     for method, suited in methods:
         chosen = missing & suited
@@ -279,7 +279,7 @@ def _empty_triplets(like: Triplets, B: int) -> Triplets:
     return Triplets(*(part.new_empty(B, *part.shape[1:]) for part in parts))
 
 
-def _by_eigenvectors(J: Tensor, K: int) -> Triplets:
+def by_eigenvectors(J: Tensor, K: int) -> Triplets:
     """Find triplets from eigenvectors of J J^T. `complete`: the residual is that of a full decomposition, and none is missing."""
     A = _squared(J)
     U, S = _top_eigenvectors(A, K)
@@ -327,7 +327,7 @@ def _squared(J: Tensor) -> Tensor:
     return A
 
 
-def _by_squares(J: Tensor, K: int) -> Triplets:
+def by_squares(J: Tensor, K: int) -> Triplets:
     """Find triplets by iteration with J J^T. `complete`: s_K / s_1 and residual are in bounds, and the certificate holds."""
     B, d, _ = J.shape
     A, tolerance = _squared(J), TOLERANCE[J.dtype]
@@ -384,7 +384,7 @@ def _can_square(J: Tensor, K: int) -> Bool[Tensor, " B"]:
     return torch.linalg.matrix_norm(J) ** 2 > (K + (d - K) * SQUARABLE**2) * s_1**2
 
 
-def _by_golub_kahan(J: Tensor, K: int) -> Triplets:
+def by_golub_kahan(J: Tensor, K: int) -> Triplets:
     """Find triplets by iteration with J and J^T. `complete`: the residual is within bounds, and the certificate holds.
 
     The iteration's own tolerance is half: it estimates the residual, which is computed here.
@@ -413,7 +413,8 @@ def _products(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:
     return partial(each, forward), partial(each, back)
 
 
-def _full(J: Tensor, K: int) -> Triplets:
+def in_full(J: Tensor, K: int) -> Triplets:
+    """Decompose in full: complete by construction."""
     U, S, Vh = _decompose(J, K)
     gap = _gap(S, K)
     U, S, V = U[..., :K], S[..., :K], Vh[..., :K, :].mT

@@ -5,10 +5,11 @@ of the caller is a logger too (`FunctionLogger`). `select_metrics` reduces a row
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
+from functools import cache
 from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
@@ -18,12 +19,12 @@ from tracker.analysis.curves import SAMPLES, headlines, scalars_by_step
 from tracker.analysis.variables import in_float64, labelled, mean
 from tracker.common.errors import UsageError
 from tracker.common.values import LOG
-from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT, panel_metrics
+from tracker.measures.registry import BY_NAME, MEASURES, UNDEFINED_COUNT
 from tracker.store import Store
 
 SOMETIMES = (UNDEFINED_COUNT, "score/")  # begin the names of metrics that some steps lack
-# Which metrics are logged: the headline numbers; also those that the saved workspace draws; all; or those named.
-LogChoice = Literal["headline", "workspace", "all"]
+# Which metrics are logged: the headline numbers; also the curves of the main measures; all; or those named.
+LogChoice = Literal["headline", "main", "all"]
 Log = LogChoice | Sequence[str]
 
 
@@ -185,8 +186,8 @@ def check_log(log: Log) -> Log:
     named = isinstance(log, Sequence) and not isinstance(log, str)
     if not named or not log or not all(isinstance(name, str) for name in log):
         raise UsageError(
-            f"log={log!r}; choose 'headline' (about a dozen numbers), 'workspace' (also what the saved workspace of W&B draws), "
-            "'all', or a list of metrics such as ['miscoupling/mean_offdiag', 'trajectory/*']"
+            f"log={log!r}; choose 'headline' (about a dozen numbers), 'main' (also every K with its null level, and "
+            "quartiles), 'all', or a list of metrics such as ['miscoupling/mean_offdiag', 'trajectory/*']"
         )
     return tuple(log)
 
@@ -220,11 +221,10 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
     if log == "all":
         return row
     if isinstance(log, str):
-        names = (
-            row.headline
-            if log == "headline"
-            else (*row.headline, *_drawn(row.scalars.keys() - {*row.headline}))
-        )
+        names = row.headline
+        if log == "main":
+            rest = sorted(row.scalars.keys() - {*row.headline})
+            names += tuple(name for name in rest if _of_main_measures().match(name))
         return replace(row, scalars={name: row.scalars[name] for name in names})
     for pattern in log:
         known = any(fnmatchcase(name, pattern) for name in (*row.scalars, *others))
@@ -242,18 +242,14 @@ def select_metrics(row: Row, log: Log, others: Sequence[str] = ()) -> Row:
     return replace(row, scalars={name: row.scalars[name] for name in names}, headline=names)
 
 
-def _drawn(names: Iterable[str]) -> list[str]:
-    """Return those of the names of metrics that the panels of measures in the saved workspace show, for any K."""
-    names = sorted(names)
-    # The metrics themselves tell which K were measured.
-    ks = sorted(
-        {int(match[1]) for match in (re.search(r"/k(\d+)(?:/|$)", name) for name in names) if match}
-    )
-    panels = {
-        metric
-        for measure in MEASURES
-        if measure.dashboard
-        for k in ks or [0]
-        for metric in panel_metrics(measure, k)
-    }
-    return [name for name in names if name in panels]
+@cache
+def _of_main_measures() -> re.Pattern[str]:
+    """Return what matches the names of metrics of the main measures: for each K with null levels, else quartiles or levels."""
+    patterns = []
+    for measure in MEASURES:
+        if measure.main and measure.null:
+            labels = {"k": "*"} | ({"pairs": "mean_offdiag"} if measure.curve == "pairs" else {})
+            patterns += [measure.point(part, **labels) for part in ("", "_null")]
+        elif measure.main:
+            patterns.append(f"{measure.metric}/*")
+    return re.compile("|".join(map(translate, patterns)))

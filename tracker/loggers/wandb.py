@@ -1,8 +1,8 @@
 """Runs in Weights & Biases: for each step the curve points and a heat map of the layer pairs for each K.
 
 The metric axis is `training/step` instead of W&B's own step, so points may arrive in any order. The automatic workspace shows the
-headline numbers (`tracker.measures.registry`) and hides the others that `LoggedRun.log` chooses; `tracker.dashboards` shows
-these as well. Numbers and pictures are logged: neither prompts nor the store.
+headline numbers (`tracker.measures.registry`) and hides the others that `LoggedRun.log` chooses. Numbers and pictures are
+logged: neither prompts nor the store.
 """
 
 import json

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tracker.linalg.products import Chain
 from tracker.linalg.svd import SMALL, above_rounding
-from tracker.measures.declaration import JACOBIANS, LAYER, WITHOUT_NORM, Axis, Measure
+from tracker.measures.declaration import LAYER, WITHOUT_NORM, Axis, Measure
 
 WIDE_DEPTHS, DEPTHS = 4, 8  # depths that are decomposed, of models wider than SMALL and of others
 
@@ -151,7 +151,7 @@ def _declared() -> tuple[Measure, ...]:
                     curve="last quartiles" if whole else None,
                     metric=f"jacobian/{name}" if whole else "",
                     logged=("",) if whole else (),
-                    dashboard=JACOBIANS if whole else "",
+                    main=whole,
                     charts=("depth",),
                     axis=axis,
                 )

@@ -49,7 +49,7 @@ from torch.linalg import vector_norm
 
 from tracker.linalg.precision import frobenius, power_of_two
 from tracker.linalg.svd import above_rounding
-from tracker.measures.declaration import MINOR, MISCOUPLING, NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.declaration import NORMED, OURS, WITH_NORM, Measure
 
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
@@ -92,8 +92,8 @@ class Definition:
         text: the definition in one sentence, with its equation, for captions.
         equation: the definition in symbols.
         reference: where the definition is from.
-        dashboard: the variants that have a panel on the W&B dashboard: "", "normed", "vju", "tokens" (see `registry`). A
-            definition with a panel for "" has its "normed" variant logged.
+        main: those of its variants that are main measures: "", "normed", "vju", "tokens" (see `declaration.Measure`). If ""
+            is, its "normed" variant is logged.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Definition:
     text: str
     equation: str
     reference: str
-    dashboard: tuple[str, ...] = ()
+    main: tuple[str, ...] = ()
 
 
 DEFINITIONS = (
@@ -113,7 +113,7 @@ DEFINITIONS = (
         "Mis-coupling m_K = ‖A − S‖ / ‖s‖₂ (the project page's definition).",
         "‖A − S‖ / ‖s‖₂",
         "the paper's project page, m_K",
-        dashboard=("", "vju"),
+        main=("", "vju"),
     ),
     Definition(
         "miscoupling_release",
@@ -146,7 +146,7 @@ DEFINITIONS = (
         "‖A − Diag A‖ / ‖A‖ (paper, eq. 14), the paper's “normalized”.",
         "‖A − Diag A‖ / ‖A‖",
         "paper, eq. 14",
-        dashboard=("", "normed", "tokens"),
+        main=("", "normed", "tokens"),
     ),
 )
 
@@ -230,7 +230,7 @@ def _declared() -> tuple[Measure, ...]:
     """Return the variables for layer pairs: each definition's measure and its variants."""
     measures = []
     for definition in DEFINITIONS:
-        name, shown = definition.name, definition.dashboard
+        name, main = definition.name, definition.main
         plain = Measure(
             name,
             PAIR,
@@ -241,20 +241,20 @@ def _declared() -> tuple[Measure, ...]:
             counted=True,
             metric=f"miscoupling/{name}",
             logged=("", "_q25", "_q75", "_null", "_coupling"),
-            dashboard=MISCOUPLING if "" in shown else "",
+            main="" in main,
             text=definition.text,
             formula=f"{definition.equation}, {OF_PAIRS}",
             reference=definition.reference,
         )
-        variant = replace(plain, base=name, dashboard="")
+        variant = replace(plain, base=name)
         normed = replace(
             variant,
             name=f"{name}{NORMED}",
             variant="normed",
             label=f"{definition.label}, {WITH_NORM}",
             metric=f"miscoupling/{name}{NORMED}",
-            logged=("", "_null") if "" in shown else (),
-            dashboard=MINOR if "normed" in shown else "",
+            logged=("", "_null") if "" in main else (),
+            main="normed" in main,
             text=f"{definition.text} Here the last block includes the final norm, as in the paper.",
             formula=f"{plain.formula}; the last block includes the final norm",
             reference=f"{definition.reference}; paper, eq. 7",
@@ -267,7 +267,7 @@ def _declared() -> tuple[Measure, ...]:
             option="vju",
             metric=f"miscoupling/{name}_vju",
             logged=("", "_null"),
-            dashboard=MINOR if "vju" in shown else "",
+            main="vju" in main,
             text=f"{definition.text} Here A = V′ᵀ J U′, the sides of the basis swapped.",
             formula=f"{definition.equation}, {SWAPPED}",
         )

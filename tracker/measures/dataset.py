@@ -1,6 +1,6 @@
 """The labelled Dataset of a measurement: dimensions, coordinates, padding, and counts of undefined values.
 
-The variables asked for come first, in the order in which `measures=` names them: those on the dashboard, then the rest. Scores,
+The variables asked for come first, in the order in which `measures=` names them: the main ones, then the rest. Scores,
 positions and diagnostics follow. Attributes are `long_name`, `units`, `formula` and `reference`. A warning says where most values
 of a measure are undefined.
 """
@@ -114,7 +114,7 @@ def _first(undefined: xr.Variable, dataset: xr.Dataset) -> int:
 
 
 ADDED = ("long_name", "units", "formula", "reference")
-HEADLINE, REST, OTHERS, POSITIONS, LAST = range(5)  # groups of variables, in their order
+MAIN, REST, OTHERS, POSITIONS, LAST = range(5)  # groups of variables, in their order
 
 
 def labelled(dataset: xr.Dataset) -> xr.Dataset:
@@ -132,8 +132,8 @@ def labelled(dataset: xr.Dataset) -> xr.Dataset:
             group = OTHERS
         elif name in ("token_position", "pair_position"):
             group = POSITIONS
-        elif measure.dashboard and (not measure.base or measure.option == "tokenwise"):
-            group = HEADLINE
+        elif measure.main and (not measure.base or measure.option == "tokenwise"):
+            group = MAIN
         else:
             group = REST
         return group, option, in_registry.get(name, len(in_registry))

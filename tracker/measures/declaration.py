@@ -13,8 +13,6 @@ Chart = Literal["training", "depth", "blocks", "table"]
 DIAGNOSTICS = "diagnostics_"
 NORMED = "_normed"  # ends the names of variables that include the final norm
 WITH_NORM, WITHOUT_NORM = "with the final norm", "without the final norm"
-# Sections of the W&B dashboard
-MISCOUPLING, JACOBIANS, MINOR = "Mis-coupling", "Jacobians", "Tokens, entropy, noise"
 # Dimensions.
 POSITION = ("position",)
 BLOCK = ("layer", "position")
@@ -45,7 +43,7 @@ class Measure:
         logged: the parts of its curve that loggers record: "" for the value, "_q25", "_q75", "_null".
         headline: whether the median of its curve is a headline number, which training runs log by default.
         summary: whether the summary has the median of its values, with an interval; its curve is "quartiles" then.
-        dashboard: the section of the W&B dashboard that has its panel; "" for none.
+        main: whether it is among the first variables of a Dataset, and walks log its curve by default.
         text: its definition in a sentence, the caption of its charts.
         charts: its charts on the page: "training" shows its curve; "depth", its values by depth at one step; "blocks", its
             values at an early, a middle and a late block over training; "table", a column of the table of blocks. Its
@@ -71,7 +69,7 @@ class Measure:
     logged: tuple[str, ...] = ()
     headline: bool = False
     summary: bool = False
-    dashboard: str = ""
+    main: bool = False
     text: str = ""
     charts: tuple[Chart, ...] = ()
     axis: Axis = "linear"
@@ -219,6 +217,6 @@ def of_each_block(name: str, label: str, **more: Any) -> Measure:
         "curve": "quartiles",
         "metric": f"jacobian/{name}",
         "logged": ("",),
-        "dashboard": JACOBIANS,
+        "main": True,
     }
     return Measure(name, LAYER, label, **more)

@@ -50,7 +50,7 @@ def depthwise_couplings(
     jacobians: Jacobians, selected: Sequence[tuple[Recording, Rows]], plan: Plan
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield the coupling measures of each selected row of the recordings, with the dimensions of `registry.DIMS`."""
-    for group in _groups(selected, plan.rows):
+    for group in groups_of_rows(selected, plan.rows):
         # In a function, so that the Jacobians of a group are freed before those of the next are formed.
         arrays = _couplings(jacobians, group, plan)
         for r in range(sum(len(rows) for _, rows in group)):
@@ -199,7 +199,7 @@ def _without_layer(values: Tensor, l: int) -> Tensor:
     return values
 
 
-def _groups(
+def groups_of_rows(
     selected: Sequence[tuple[Recording, Rows]], size: int
 ) -> Iterator[list[tuple[Recording, Rows]]]:
     """Yield the rows in their order, in groups of at most `size`."""

@@ -2,21 +2,18 @@
 
 `MEASURES` lists every variable of a measured Dataset (`declaration.Measure`): its dimensions, its texts, formula and unit,
 how it is computed from the states (where it is computed from them alone), how it is reduced to the points of a curve, and
-where logs, dashboard and page show it. What the rest of the package needs is derived from it: the dimensions and attributes
-of a Dataset, the counts of undefined values, the curves, the names of metrics, the dashboard, the charts of the page and the
-choices of `measures=`.
+where logs and page show it. What the rest of the package needs is derived from it: the dimensions and attributes of a
+Dataset, the counts of undefined values, the curves, the names of metrics, the charts of the page and the choices of
+`measures=`.
 
 To add a variable that is read off the states, write its formula and an entry of `DECLARED` in `trajectory`; one of each
 block's Jacobian, in `single_blocks`. To add a definition of mis-coupling, add it to
 `coupling.DEFINITIONS`.
 
-The headline numbers are what a training run logs by default, W&B shows by default and the saved workspace begins with: those
-of couplings and noise, and the median of each measure that declares it (`headline`). Each is the name of a metric of
-`curves.scalars`, with its title; {k} is the smallest K measured. Those that were not measured
-are left out. Walks and replays log also what the saved workspace draws, and each logs all metrics with `log="all"`.
+The headline numbers (`headline_names`) are what a training run logs by default and W&B shows by default: those of couplings
+and noise, and the median of each measure that declares it (`headline`). Those that were not measured are left out. Walks and
+replays log also the curves of the main measures (`main`), and each logs all metrics with `log="all"`.
 """
-
-from collections.abc import Mapping
 
 from tracker.measures import (
     block_products,
@@ -34,7 +31,6 @@ from tracker.measures.tokenwise import KINDS
 __all__ = [
     "BY_NAME",
     "DIMS",
-    "HEADLINES",
     "KINDS",
     "MEASURES",
     "MISCOUPLINGS",
@@ -86,50 +82,19 @@ MEAN_OFFDIAG_NULL = "miscoupling/mean_offdiag_null"
 LSS = BY_NAME["lss"].point(statistic="median")
 UNDEFINED_COUNT = "diagnostics/undefined"
 
-_NORMALIZED, _K = BY_NAME["offdiag_normalized"], "{k}"
-
-HEADLINES: Mapping[str, str] = {
-    MEAN_OFFDIAG: "mis-coupling m_K, mean over l ≠ l′",
-    MEAN_OFFDIAG_NULL: "its null level",
-    BY_NAME["miscoupling"].point(
-        "_coupling", k=_K, pairs="mean_offdiag"
-    ): "coupling: null level minus mis-coupling m_K",
-    BY_NAME["miscoupling"].point(
-        k=_K, pairs="mean_adjacent"
-    ): "mis-coupling m_K of adjacent blocks",
-    _NORMALIZED.point(k=_K, pairs="mean_offdiag"): f"{_NORMALIZED.label}, mean over l ≠ l′",
-    _NORMALIZED.point("_null", k=_K, pairs="mean_offdiag"): "its null level",
-    _NORMALIZED.point(
-        "_coupling", k=_K, pairs="mean_offdiag"
-    ): f"coupling: null level minus {_NORMALIZED.label}",
-    **{
-        measure.point(
-            statistic="median"
-        ): f"{measure.label}{'' if measure.unit == '1' else f', {measure.unit}'}, median"
-        for measure in MEASURES
-        if measure.headline
-    },
-    BY_NAME["noise_similarity"].point(
-        noise=0.1
-    ): "cosine to the states without noise, noise of 10 %",
-    **{
-        BY_NAME[f"{kind}_offdiag_normalized"].point(k=_K): f"{_NORMALIZED.label}, {text}"
-        for kind, text in KINDS.items()
-    },
-    UNDEFINED_COUNT: "number of undefined values, where there are any",
-}
-
 
 def headline_names(k: int) -> tuple[str, ...]:
     """Return the names of the headline numbers, for the smallest K measured."""
-    return tuple(name.format(k=k) for name in HEADLINES)
-
-
-def panel_metrics(measure: Measure, k: int = 0) -> list[str]:
-    """Return the metrics that the panel of a measure shows: with its null level for one K, or over all positions."""
-    if measure.null:
-        labels = {"k": k} | ({"pairs": "mean_offdiag"} if measure.curve == "pairs" else {})
-        return [measure.point(part, **labels) for part in ("", "_null")]
-    if measure.curve == "last mean":
-        return [measure.point(noise=level) for level in states.NOISE]
-    return [measure.point(statistic=statistic) for statistic in ("median", "q25", "q75")]
+    miscoupling, normalized = BY_NAME["miscoupling"], BY_NAME["offdiag_normalized"]
+    over = {"k": k, "pairs": "mean_offdiag"}
+    return (
+        MEAN_OFFDIAG,
+        MEAN_OFFDIAG_NULL,
+        miscoupling.point("_coupling", **over),
+        miscoupling.point(k=k, pairs="mean_adjacent"),
+        *(normalized.point(part, **over) for part in ("", "_null", "_coupling")),
+        *(measure.point(statistic="median") for measure in MEASURES if measure.headline),
+        BY_NAME["noise_similarity"].point(noise=0.1),
+        *(BY_NAME[f"{kind}_offdiag_normalized"].point(k=k) for kind in KINDS),
+        UNDEFINED_COUNT,
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from tracker.common.errors import UsageError, warn_caller
 from tracker.linalg.transfer import drawn, to_arrays, to_device
 from tracker.measures import trajectory
-from tracker.measures.declaration import MINOR, STATE, Measure
+from tracker.measures.declaration import STATE, Measure
 from tracker.measures.settings import Settings
 from tracker.model.recording import Recording
 from tracker.model.replica import Replica
@@ -41,7 +41,7 @@ DECLARED = (
         metric="trajectory/entropy",
         logged=("",),
         headline=True,
-        dashboard=MINOR,
+        main=True,
         text="The prediction from each state, through all that the model computes after its blocks.",
         charts=("depth",),
     ),
@@ -66,7 +66,7 @@ DECLARED = (
         counted=True,
         metric="trajectory/noise_similarity",
         logged=("",),
-        dashboard=MINOR,
+        main=True,
     ),
 )
 DIMS = {measure.name: measure.dims for measure in (*STATES, *DECLARED)}
@@ -108,7 +108,7 @@ def measure_states(
             read = partial(recording.states, device=device, normed=normed)
             requested.append(partial(_trajectory, measures, window, read))
     if settings.includes("pca"):
-        mean, axes = _principal_axes(recording.calls[-1].y.to(device), valid)
+        mean, axes = principal_axes_of_samples(recording.calls[-1].y.to(device), valid)
 
         def pca(b: slice, part: slice) -> dict[str, Tensor]:
             X = recording.states(b, part, device)
@@ -152,7 +152,7 @@ def warn_of_missing_logits(recording: Recording, settings: Settings) -> None:
         )
 
 
-def _principal_axes(
+def principal_axes_of_samples(
     y: Float[Tensor, "B n d"], valid: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
     """Return the mean (B, d) and the principal axes (B, d, 2) of each sample's states, without padding."""
@@ -197,16 +197,17 @@ def noise_similarity(
     (unit,) = to_device(first.device, unit.to(first.dtype))
     noise = unit * torch.linalg.vector_norm(first, dim=-1, keepdim=True) / sqrt(first.shape[-1])
     noisy = [first + level * noise for level in NOISE]
-    cosines = [_cosine(noisy, first)]
+    cosines = [cosine_to(noisy, first)]
     for recorded in recording.calls:
         call = recorded.to(replica.dtype, replica.device)
         with replica.materialize(call.block):
             noisy = [call(x) for x in noisy]
-        cosines.append(_cosine(noisy, call.y))
+        cosines.append(cosine_to(noisy, call.y))
     return torch.stack(cosines, 1)
 
 
-def _cosine(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
+def cosine_to(noisy: Sequence[Tensor], clean: Tensor) -> Float[Tensor, "levels B n"]:
+    """Return the cosine of noisy states to those without noise; NaN where these are zero."""
     nonzero = torch.linalg.vector_norm(clean, dim=-1) > 0
     return torch.stack(
         [torch.where(nonzero, torch.cosine_similarity(x, clean, dim=-1), torch.nan) for x in noisy]

@@ -43,7 +43,7 @@ from tracker.measures.coupling import (
     declared_parts,
     moments,
 )
-from tracker.measures.declaration import DIAGNOSTICS, MINOR, Measure
+from tracker.measures.declaration import DIAGNOSTICS, Measure
 from tracker.measures.depthwise import pairs, spectra
 from tracker.measures.layers import CERTIFICATE, Layer, triplets_of_jacobians
 from tracker.measures.plan import Plan
@@ -69,7 +69,7 @@ def _declared() -> tuple[Measure, ...]:
     for kind, text in KINDS.items():
         shared: dict[str, Any] = {"option": "tokenwise", "variant": kind}
         for definition in DEFINITIONS:
-            name, shown = definition.name, "tokens" in definition.dashboard
+            name = definition.name
             measure = Measure(
                 f"{kind}_{name}",
                 TOKEN_PAIR,
@@ -80,7 +80,7 @@ def _declared() -> tuple[Measure, ...]:
                 counted=True,
                 metric=f"tokens/{kind}/{name}",
                 logged=("", "_null"),
-                dashboard=MINOR if shown else "",
+                main="tokens" in definition.main,
                 formula=f"{definition.equation}, {OF_PAIRS}, {LINKS[kind]}",
                 reference=f"{definition.reference}; across tokens: paper, section 3.1",
                 **shared,

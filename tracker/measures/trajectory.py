@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.measures.declaration import BLOCK, JACOBIANS, NORMED, OURS, POSITION, STATE, Measure
+from tracker.measures.declaration import BLOCK, NORMED, OURS, POSITION, STATE, Measure
 
 States = Float[Tensor, "depth n d"]
 
@@ -162,13 +162,13 @@ HIDDEN_STATE = "units of the hidden state"
 def _of_states(
     name: str, dims: tuple[str, ...], label: str, normed: bool = True, **more: Any
 ) -> tuple[Measure, ...]:
-    """Return a variable of the states, with quartiles as its curve if it is on the dashboard.
+    """Return a variable of the states, with quartiles as its curve if it is a main one.
 
     Args:
         normed: also return the variable with the final norm applied to the last state, NAME_normed.
     """
     more.setdefault("option", "trajectory")
-    if "dashboard" in more:
+    if more.get("main"):
         more |= {
             "curve": "quartiles",
             "counted": True,
@@ -188,7 +188,7 @@ def _of_states(
         metric=f"{measure.metric}{NORMED}" if measure.metric else "",
         headline=False,
         summary=False,
-        dashboard="",
+        main=False,
         charts=(),
     )
     return measure, with_norm
@@ -208,7 +208,7 @@ DECLARED = (
         text="How straight a token's path through the blocks is: 1 is a straight line, higher is more winding.",
         headline=True,
         summary=True,
-        dashboard="Trajectory",
+        main=True,
         charts=("training",),
     ),
     *_of_states(
@@ -222,7 +222,7 @@ DECLARED = (
         "where the mean growth rate nears zero.",
         headline=True,
         summary=True,
-        dashboard="Trajectory",
+        main=True,
         charts=("training",),
         axis="logarithmic",
     ),
@@ -236,7 +236,7 @@ DECLARED = (
         text="How much the norm of a token's state grows in a block: the mean over blocks of ln(‖xˡ‖ / ‖xˡ⁻¹‖).",
         headline=True,
         summary=True,
-        dashboard="Trajectory",
+        main=True,
         charts=("training",),
     ),
     *_of_states(
@@ -248,7 +248,7 @@ DECLARED = (
         reference="paper, Fig. 25",
         text="How unequal the steps of a token's state from block to block are: standard deviation over mean of their lengths; "
         "0 is equal steps.",
-        dashboard="Trajectory",
+        main=True,
         charts=("training",),
         axis="from zero",
     ),
@@ -308,7 +308,7 @@ DECLARED = (
         reference=OURS,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state.",
         headline=True,
-        dashboard="Trajectory",
+        main=True,
         charts=("depth",),
         axis="logarithmic",
     ),
@@ -325,7 +325,7 @@ DECLARED_USE = (
         text="How much a block turns the state: 0 if it keeps its direction. ShortGPT removes the blocks with the least.",
         axis="logarithmic",
         option="depth_use",
-        dashboard=JACOBIANS,
+        main=True,
         charts=("depth", "table"),
     ),
     *_of_states(
@@ -338,7 +338,7 @@ DECLARED_USE = (
         reference=OURS,
         text="1 if a block's update lengthens the state, 0 if it is at a right angle to it, −1 if it shortens the state.",
         option="depth_use",
-        dashboard=JACOBIANS,
+        main=True,
         charts=("depth", "table"),
     ),
 )

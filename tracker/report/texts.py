@@ -184,13 +184,13 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
     rows = [("results", store.path.resolve().name)]
     if store.settings.is_file():
         rows += [
-            (f"asked for: {name.replace('_', ' ')}", _worded(value))
+            (f"asked for: {name.replace('_', ' ')}", worded(value))
             for name, value in store.read_settings().items()
             if value not in (None, {}, [])
         ]
     # Sorted, as files give attributes back in an order of their own.
     rows += [
-        (name.replace("_", " "), _worded(value))
+        (name.replace("_", " "), worded(value))
         for name, value in sorted(ds.attrs.items())
         if name != "blocks"
     ]
@@ -248,7 +248,7 @@ def precision_of_arrays(models: Mapping[str, Mapping[str, Any]]) -> str:
     return text
 
 
-def _worded(value: Any) -> str:
+def worded(value: Any) -> str:
     """Return a setting or an attribute as a reader expects it: lists without brackets, what is empty as "none"."""
     if isinstance(value, (int, np.integer)):
         return f"{value:,}"

@@ -49,8 +49,8 @@ class RunOptions(Options, total=False):
     log: Annotated[
         Log,
         "headline",
-        'which metrics loggers receive: "headline", the numbers that docs/training.md lists; "workspace", also those that the '
-        'saved workspace of W&B draws; "all" curve points; or a list of metrics, with * for any characters.',
+        'which metrics loggers receive: "headline", the numbers that docs/training.md lists; "main", also every '
+        'K with its null level, and quartiles; "all" curve points; or a list of metrics, with * for any characters.',
     ]
     on_measure: Annotated[
         Callable[[xr.Dataset], None] | None,

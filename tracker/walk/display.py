@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from checkpoints.disk import missing_files
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError
@@ -53,8 +52,7 @@ def unavailable(
     for checkpoint in checkpoints:
         listing, state = selection.listings.get(checkpoint.name), "is not"
         if listing is not None:
-            repository = repo_dir(checkpoint.source, selection.suite.cache_dir)
-            missing = missing_files(repository / "snapshots" / listing.commit, listing)
+            missing = selection.to_fetch(checkpoint, listing)
             state = f"lacks {', '.join(file.name for file in missing)}" if missing else ""
         if state:
             lacking[checkpoint] = (

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from checkpoints.configuration import require_size, weights_in
-from checkpoints.disk import missing_files
 from checkpoints.fetch import fetch, snapshot_dir
 from checkpoints.load import read_architecture, readable
 from checkpoints.suites import Checkpoint
@@ -62,8 +61,7 @@ def describe(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> Itera
     if not missing:
         return
     if plan.selection.suite.on_hub:
-        for line in _download_lines(plan.selection, missing, walk.disk_budget):
-            yield entry(*line)
+        yield from _download_lines(plan.selection, missing, walk.disk_budget)
     try:
         with panics_as_errors():
             source, cost = _checkpoint_cost(plan, missing, walk)
@@ -85,7 +83,7 @@ def describe(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> Itera
 
 def _download_lines(
     selection: SelectedCheckpoints, missing: Sequence[Checkpoint], disk_budget: int | None
-) -> list[tuple[str, str]]:
+) -> Iterator[str]:
     """Describe the downloads; files that revisions share count once."""
     shape = selection.suite.shape
     computed = f"computed from the shape that ships in {SHIPPED}, without tokenizers"
@@ -97,8 +95,7 @@ def _download_lines(
         listing = selection.listings.get(checkpoint.revision or "")
         if listing is not None and listing.weights:
             sources["as listed"] += 1
-            directory = snapshot_dir(checkpoint.source, listing.commit, selection.suite.cache_dir)
-            to_fetch = missing_files(directory, listing)
+            to_fetch = selection.to_fetch(checkpoint, listing)
             for file in listing.needed:
                 # Revisions share files, of which the cache has one.
                 key = file.blob or (listing.commit, file.name)
@@ -111,32 +108,23 @@ def _download_lines(
         else:
             sources[NOT_LISTED] += 1
     if sources[NOT_LISTED] == len(missing):
-        return [("download", "not known: neither the hub nor the cache lists the files")]
-    download = sum(size for key, size in lacking.items() if key not in present)
-    kept = download if disk_budget is None else min(download, disk_budget)
-    limit = (
-        "without --disk_budget, nothing is removed"
-        if disk_budget is None
-        else f"--disk_budget {size(disk_budget)}"
+        yield entry("download", "not known: neither the hub nor the cache lists the files")
+        return
+    download = sum(lacking[key] for key in lacking.keys() - present)
+    kept, limit = download, "without --disk_budget, nothing is removed"
+    if disk_budget is not None:
+        kept, limit = min(download, disk_budget), f"--disk_budget {size(disk_budget)}"
+    counts = [f"{counted(count, 'checkpoint')} {source}" for source, count in sources.items()]
+    cached = sum(present.values())
+    yield entry("download", f"{size(download)}; {size(cached)} are in the cache already")
+    yield entry("sizes", "; ".join(counts))
+    yield entry(
+        "disk", f"at most {size(kept)} of downloads ({limit}); {size(largest)} per checkpoint"
     )
-    lines = [
-        ("download", f"{size(download)}; {size(sum(present.values()))} are in the cache already"),
-        (
-            "sizes",
-            "; ".join(
-                f"{counted(count, 'checkpoint')} {source}" for source, count in sources.items()
-            ),
-        ),
-        ("disk", f"at most {size(kept)} of downloads ({limit}); {size(largest)} per checkpoint"),
-    ]
     if disk_budget is not None and largest > disk_budget:
-        lines.append(
-            (
-                "warning",
-                "a checkpoint is larger than --disk_budget: it would fail; raise the budget",
-            )
+        yield entry(
+            "warning", "a checkpoint is larger than --disk_budget: it would fail; raise the budget"
         )
-    return lines
 
 
 def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> tuple[str, Cost]:

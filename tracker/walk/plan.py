@@ -12,8 +12,8 @@ from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints import hub, integrity, scores
-from checkpoints.disk import DiskBudget
-from checkpoints.fetch import cached_snapshot
+from checkpoints.disk import DiskBudget, missing_files
+from checkpoints.fetch import cached_snapshot, snapshot_dir
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -77,16 +77,17 @@ def _free_and_total(device: "torch.device") -> tuple[int, int] | None:
     return free, total
 
 
-@dataclass(frozen=True)
-class SelectedCheckpoints:
-    """The checkpoints to measure, and what the hub publishes of them."""
+@dataclass(frozen=True, kw_only=True)
+class SelectedCheckpoints(integrity.Examination):
+    """The checkpoints to measure, and what the hub publishes of them. Suspect ones may be left out of `checkpoints`."""
 
     suite: Suite
     checkpoints: tuple[Checkpoint, ...]
-    suspect: dict[int, str]  # suspect steps, and why; left out if not `checkpoints` has them
-    listings: dict[str, hub.Listing]  # by revision
-    offline: str  # why the hub is not used, or ""
-    unlisted: dict[str, str]  # why the hub gives no listing of revisions
+
+    def to_fetch(self, checkpoint: Checkpoint, listing: hub.Listing) -> list[hub.File]:
+        """Return the files of a listed checkpoint that the cache lacks."""
+        directory = snapshot_dir(checkpoint.source, listing.commit, self.suite.cache_dir)
+        return missing_files(directory, listing)
 
     def digest(self, checkpoint: Checkpoint) -> str:
         """Return a hash of a checkpoint's weight files; "" if there are none, or they are not known before they are fetched."""
@@ -166,9 +167,7 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     output = _output(walk, suite, measurement, joined)
     notices = [suite.notice] if suite.notice else []
     if joined:
-        trained = [
-            checkpoint.step for checkpoint in selection.checkpoints if checkpoint.seed is None
-        ]
+        trained = [one.step for one in selection.checkpoints if one.seed is None]
         notices.append(scores.describe_coverage(joined, trained, output.scores_from))
     return WalkPlan(selection, measurement, output, disk, notices)
 
@@ -179,7 +178,7 @@ def _measurement(walk: Walk) -> Measurement:
     from tracker.measures.options import settings_from
     from tracker.provenance import usable_device
 
-    digest, inputs, labels = _inputs(walk)
+    digest, inputs, labels = read_inputs(walk)
     load = _loader(walk)
     device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
@@ -204,11 +203,8 @@ def _selection(
     chosen = suite.select(None if walk.steps is None else str(walk.steps), joined)
     # The sizes of Pythia's files follow from its shape.
     examined = integrity.examine(suite, chosen, notify, ask=not (walk.dry_run and suite.shape))
-    kept = tuple(
-        checkpoint
-        for checkpoint in chosen
-        if walk.allow_suspect or checkpoint.step not in examined.suspect
-    )
+    suspect = () if walk.allow_suspect else examined.suspect
+    kept = tuple(checkpoint for checkpoint in chosen if checkpoint.step not in suspect)
     if walk.untrained is not None:
         if not 0 <= walk.untrained < 2**63:
             raise ValueError(
@@ -216,9 +212,7 @@ def _selection(
             )
         if kept:
             kept = (suite.untrained(kept[0], walk.untrained), *kept)
-    return SelectedCheckpoints(
-        suite, kept, examined.suspect, examined.listings, examined.offline, examined.unlisted
-    )
+    return SelectedCheckpoints(**vars(examined), suite=suite, checkpoints=kept)
 
 
 def _output(walk: Walk, suite: Suite, measurement: Measurement, joined: scores.Scores) -> Output:
@@ -245,13 +239,9 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     """Return the settings that all units of the walk's store share."""
     from tracker.provenance import SCHEMA
 
-    always = (
-        "k",
-        "tokens",
-        "final_norm",
-        "dtype",
-        *(["measures"] if "measures" in walk.options else []),
-    )
+    always = ["k", "tokens", "final_norm", "dtype"]
+    if "measures" in walk.options:
+        always.append("measures")
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": measurement.inputs_digest}
     identity |= measurement.settings.identity(always) | {"max_tokens": walk.max_tokens}
     # In any order they give the same results.
@@ -268,13 +258,11 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
     elif walk.tokenizer and walk.inputs is None:
         # A directory has many paths, and one place.
         directory = Path(walk.tokenizer)
-        identity |= {
-            "tokenizer": str(directory.resolve()) if directory.is_dir() else walk.tokenizer
-        }
+        identity["tokenizer"] = str(directory.resolve()) if directory.is_dir() else walk.tokenizer
     return identity | ({"suite": suite.cache_dir.name} if suite.cache_dir is not None else {})
 
 
-def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
+def read_inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
     """Return a hash of the inputs, the inputs, and the labels of the prompts, as coordinates."""
     from tracker.provenance import digest
 
@@ -282,12 +270,10 @@ def _inputs(walk: Walk) -> tuple[str, Any, dict[str, list]]:
         prompts = [
             prompt._replace(text=prompt.text + walk.suffix) for prompt in load_prompts(walk.prompts)
         ]
-        columns = {
-            "difficulty": [prompt.difficulty for prompt in prompts],
-            "prompt_source": [prompt.source for prompt in prompts],
-        }
+        texts, difficulties, sources = map(list, zip(*prompts, strict=True))
+        columns = {"difficulty": difficulties, "prompt_source": sources}
         labels = {name: column for name, column in columns.items() if None not in column}
-        return prompts_digest(prompts), [prompt.text for prompt in prompts], labels
+        return prompts_digest(prompts), texts, labels
     import torch
 
     if not isinstance(walk.inputs, (str, Path)):
@@ -325,12 +311,11 @@ def _loader(walk: Walk) -> Callable[[Path], tuple[Any, Any]]:
                 f"{flag} needs --tokenizer NAME for the prompts, or --inputs FILE in their place"
             )
         return load.load
-    load_file = load.load_model
+    load_file, tokenizer = load.load_model, None
     if walk.load:
         load_file = load.users_loader(walk.load)
     elif walk.module:
         load_file = load.lightning_loader(walk.module)
-    tokenizer = (
-        load.load_tokenizer(walk.tokenizer) if walk.inputs is None and walk.tokenizer else None
-    )
+    if walk.inputs is None and walk.tokenizer:
+        tokenizer = load.load_tokenizer(walk.tokenizer)
     return lambda file: (load_file(file), tokenizer)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 
-from tests.models import Size
+from tests.support.models import Size
 
 ON_CUDA = [
     pytest.mark.gpu,

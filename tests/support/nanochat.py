@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.models import HEADS, VOCABULARY, WIDTH
+from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, HEAD = 5, WIDTH // HEADS
 

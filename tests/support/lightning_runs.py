@@ -1,4 +1,4 @@
-"""Small training runs for the tests of the callback; `python -m tests.lightning_runs --out DIR` runs one in a process."""
+"""Small training runs for the tests of the callback; `python -m tests.support.lightning_runs --out DIR` runs one in a process."""
 
 import argparse
 import random
@@ -17,13 +17,15 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import tracker
+from checkpoints import nano
+from tests.support.draws import normal, seeded
 
 
 class Noisy(Dataset):
     """Sequences with new noise at each access, from the random states of torch, NumPy and Python."""
 
     def __init__(self, n: int = 64, length: int = 6, width: int = 8, noise: float = 1.0):
-        generator = torch.Generator().manual_seed(0)
+        generator = seeded(0)
         self.x = torch.randn(n, length, width, generator=generator)
         self.y = torch.randint(3, (n,), generator=generator)
         self.noise = noise
@@ -259,7 +261,7 @@ def main():
             raise RuntimeError("planted")
         return module(batch)
 
-    probe = torch.randn(given.samples, 6, 8, generator=torch.Generator().manual_seed(1))
+    probe = normal(given.samples, 6, 8)
     watch = tracker.CouplingCallback(
         every_n_steps=2,
         probe=probe,
@@ -295,3 +297,31 @@ def main():
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+class Toy(lightning.LightningModule):
+    """A user's LightningModule that contains a language model."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.save_hyperparameters()
+        self.model = nano.build(nano.NanoRecipe(layers=2, width=width, vocabulary=320, context=64))
+
+    def forward(self, input_ids, attention_mask=None):
+        return self.model(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits
+
+
+class EncoderModule(lightning.LightningModule):
+    """A module around an encoder, for different types of batches and forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = Classifier()
+
+    def training_step(self, batch, index):
+        return self.model(batch["x"]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 1e-3)

@@ -34,20 +34,17 @@ class WandbServer:
     Attributes:
         fault: returns how it answers a request: it drops the connection, never answers, refuses the key (401), or None.
         rows: how many lines of history it accepted.
-        bodies: what it received as JSON.
     """
 
     def __init__(self) -> None:
         self.fault: Callable[[], Fault | None] = lambda: None
         self.rows = 0
-        self.bodies: list[dict] = []
         self.requests: list[str] = []
         self.closed = threading.Event()
         self.address = ""
 
     def answer(self, path: str, body: dict) -> dict:
         """Return the answer to a request."""
-        self.bodies.append(body)
         if path.endswith("/file_stream"):
             self.rows += len(
                 body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
@@ -59,10 +56,8 @@ class WandbServer:
             "data": {
                 "viewer": VIEWER,
                 "serverInfo": SERVER,
-                "entity": {"organization": {"coreWeaveOrganizationId": None}},
                 "model": {"bucket": None},
                 "upsertBucket": {"bucket": BUCKET | {"name": run}, "inserted": True},
-                "upsertView": {"view": {"id": "1", "name": "nw-view-v"}, "inserted": True},
                 "createRunFiles": {
                     "runID": "run",
                     "uploadHeaders": [],

@@ -1,6 +1,5 @@
-"""Logs and workspaces in Weights & Biases, read from offline files and from requests to a local server in place of its API."""
+"""Logs in Weights & Biases, read from offline files."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,21 +9,19 @@ import pytest
 import torch
 
 import tracker
-from tests import processes
-from tests.models import neox, tokens
-from tests.stores import generated, stored
-from tests.wandb_runs import of, offline_run, records
-from tests.wandb_server import KEY, serve
-from tracker import dashboards, replay
+from tests.support import processes
+from tests.support.models import neox, tokens
+from tests.support.stores import generated, stored
+from tests.support.wandb_runs import of, offline_run, records
+from tests.support.wandb_server import KEY
+from tracker import replay
 from tracker.analysis.curves import scalars
-from tracker.loggers.protocol import LoggedRun, Row, select_metrics
+from tracker.loggers.protocol import LoggedRun, Row
 from tracker.loggers.wandb import AXIS, WandbRun
 from tracker.measures.registry import MEAN_OFFDIAG, headline_names
 from tracker.store import Store
 
 STEPS = (0, 2, 8)
-# Sections for what walks do not log
-OF_TRAINING = ("Cost of measuring (training runs)", "The ViT grid")
 UNREACHABLE = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
 
 
@@ -183,119 +180,6 @@ def test_a_step_filled_in_late_does_not_end_up_in_the_summary(store, tmp_path):
     at_end = scalars(store.read(8))
     assert summary["trajectory/lss/median"] == pytest.approx(at_end["trajectory/lss/median"])
     assert summary[MEAN_OFFDIAG]["last"] == pytest.approx(at_end[MEAN_OFFDIAG])
-
-
-class TestWorkspace:
-    @pytest.mark.slow
-    def test_every_metric_it_shows_is_one_that_is_logged(self, replayed, store, capsys):
-        """Compare with a run of all measures; not scores (a pattern) or the accuracy of the ViT (logged by its training)."""
-        assert dashboards.main(["--entity", "e", "--project", "p", "--k", "2,4", "--dry-run"]) == 0
-        view = json.loads(capsys.readouterr().out)
-        assert (view["entity"], view["project"], view["displayName"]) == (
-            "e",
-            "p",
-            "Block coupling",
-        )
-        sections = {
-            s["name"]: s["panels"] for s in view["spec"]["section"]["panelBankConfig"]["sections"]
-        }
-        assert list(sections) == [
-            "Headline numbers, K = 2", "Mis-coupling", "Trajectory", "Scores", "Heat maps", "Tokens, entropy, noise",
-            "Jacobians", "Cost of measuring (training runs)", "The ViT grid"
-        ]  # fmt: skip
-        logged = {name for row in of("history", replayed) for name in row["item"]}
-        media = {name.removesuffix("._type") for name in logged if name.endswith("._type")}
-        for panel in (
-            panel
-            for name, panels in sections.items()
-            if name not in OF_TRAINING
-            for panel in panels
-        ):
-            config = panel["config"]
-            assert set(config.get("metrics", [])) <= logged, panel
-            assert set(config.get("mediaKeys", [])) <= media, panel
-            if panel["viewType"] == "Run History Line Plot":
-                assert config["xAxis"] == AXIS and config["xLogScale"]
-        miscoupling = [panel["config"]["metrics"] for panel in sections["Mis-coupling"]]
-        assert [
-            "miscoupling/miscoupling/k2/mean_offdiag",
-            "miscoupling/miscoupling_null/k2/mean_offdiag",
-        ] in miscoupling
-        assert len(miscoupling) == 4
-        first = [panel["config"]["metrics"] for panel in sections["Headline numbers, K = 2"]]
-        assert ["miscoupling/mean_offdiag", "miscoupling/mean_offdiag_null"] in first
-        assert {name for metrics in first for name in metrics} == {
-            n for n in headline_names(k=2) if n in logged
-        }
-        drawn = {
-            name
-            for panels in sections.values()
-            for panel in panels
-            for name in panel["config"].get("metrics", [])
-        }
-        by_default = set(select_metrics(Row.from_unit(store.read(8)), "workspace").scalars)
-        assert by_default == {
-            name for name in drawn if name in logged and not name.startswith("training/")
-        }
-        across, against, training = sections["The ViT grid"]
-        assert [column["accessor"] for column in across["config"]["columns"]] == [
-            "config:weight_decay.value", "config:drop_path.value", f"summary:{MEAN_OFFDIAG}.last", "summary:test/accuracy"
-        ]  # fmt: skip
-        assert training["config"]["xAxis"] == "trainer/global_step"
-
-    @pytest.mark.slow
-    def test_what_is_saved_is_what_the_dry_run_prints(self, tmp_path):
-        """Send real requests of the client to a server that answers like W&B's GraphQL API."""
-        arguments = ["--entity", "e", "--project", "p"]
-        printed = command("tracker.dashboards", *arguments, "--dry-run", home=tmp_path)
-        with serve() as server:
-            keys = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address}
-            saved = command("tracker.dashboards", *arguments, home=tmp_path, **keys)
-        assert saved.returncode == 0, saved.stderr
-        assert f"workspace: {server.address}/e/p?nw=view" in saved.stdout
-        (variables,) = [
-            body["variables"] for body in server.bodies if "upsertView" in body.get("query", "")
-        ]
-        assert (variables["entityName"], variables["projectName"], variables["displayName"]) == (
-            "e", "p", "Block coupling"
-        )  # fmt: skip
-        expected = json.loads(printed.stdout)["spec"]
-        assert without_ids(json.loads(variables["spec"])) == without_ids(expected)
-
-    @pytest.mark.parametrize(
-        "arguments, message",
-        [
-            (["--entity", "e"], "saving needs a key"),
-            ([], "entity"),
-            (["--entity", "e", "--k", "ten"], "--k 'ten'; give whole numbers"),
-            (
-                ["--entity", "e", "--k", "10,0"],
-                "--k 10,0; give numbers of singular vectors, at least 1",
-            ),
-            (["--entity", "", "--dry-run"], "one is empty"),
-        ],
-        ids=["no key", "no entity", "k in words", "no vectors", "empty"],
-    )
-    def test_bad_usage(self, arguments, message, tmp_path, capsys, monkeypatch):
-        without_a_key(monkeypatch, tmp_path)
-        try:
-            status = dashboards.main(arguments)
-        except SystemExit as stopped:  # what the command line itself refuses
-            status = stopped.code
-        assert status == 2 and message in capsys.readouterr().err
-
-    @pytest.mark.slow
-    def test_a_server_that_is_not_there(self, tmp_path):
-        done = command("tracker.dashboards", "--entity", "e", home=tmp_path, **UNREACHABLE)
-        assert done.returncode == 1 and "nothing was saved to e/block-coupling" in done.stderr
-        assert "Traceback" not in done.stderr
-
-
-def without_ids(spec: object) -> object:
-    """Remove the panel ids, which the library draws at random."""
-    if isinstance(spec, dict):
-        return {key: without_ids(value) for key, value in spec.items() if key != "__id__"}
-    return [without_ids(value) for value in spec] if isinstance(spec, list) else spec
 
 
 def test_a_run_that_the_process_has_open_stays_as_it_is(tmp_path, monkeypatch):

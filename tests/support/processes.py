@@ -19,9 +19,9 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from tests.fork_server import MESSAGE, PRELOADED
+from tests.support.fork_server import MESSAGE, PRELOADED
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Variables that the server's modules have read for good; those that a child reads anew are in `fork_server.become`.
 READ_ON_IMPORT = (
     "OMP_",
@@ -124,7 +124,7 @@ def server() -> tuple[socket.socket, subprocess.Popen[str], dict[str, str]]:
     }
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", str(theirs.fileno()), *PRELOADED],
+            [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *PRELOADED],
             cwd=ROOT,
             env=environment,
             text=True,

@@ -1,4 +1,4 @@
-"""A process that has imported what is slow to import, and forks a child for each request of `tests.processes`.
+"""A process that has imported what is slow to import, and forks a child for each request of `tests.support.processes`.
 
 A child differs from `python -m MODULE` in nothing that a test looks at: it's a process of its own with its own group if asked,
 ends by the signal that kills it, and leaves through the interpreter's ordinary exit. For each child there is a keeper, which
@@ -114,7 +114,7 @@ def become(request: dict, files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     # It has read HF_HUB_OFFLINE, HF_HUB_CACHE, HF_ENDPOINT and HOME. Its users look its names up when they need them; the
-    # one that copies a value, transformers' HF_MODULES_CACHE, is among the variables that `tests.processes` does not accept.
+    # one that copies a value, transformers' HF_MODULES_CACHE, is among the variables that `processes.py` does not accept.
     importlib.reload(huggingface_hub.constants)
     tempfile.tempdir = None  # it has read TMPDIR
     # W&B has made a directory for pictures on import, which the first child to exit would remove.

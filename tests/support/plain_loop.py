@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.models import neox
+from tests.support.draws import seeded
+from tests.support.models import neox
 
 STEPS = 6
 
@@ -18,7 +19,7 @@ def train(watch: Any = None, rank: int | None = None) -> SimpleNamespace:
     model = neox(hidden_dropout=0.2).train()
     trained = model if rank is None else DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    batches = torch.Generator().manual_seed(rank or 0)
+    batches = seeded(rank or 0)
     losses = []
     for step in range(STEPS):
         if watch is not None:

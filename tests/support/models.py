@@ -10,6 +10,8 @@ import torchvision
 import transformers
 from torch import Tensor, nn
 
+from tests.support.draws import integers, normal, perturbed
+
 WIDTH, DEPTH, HEADS, VOCABULARY = 32, 3, 4, 50
 
 
@@ -197,13 +199,11 @@ class Encoder(nn.Module):
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     """Return normal numbers in float64."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return normal(*shape, seed=seed, dtype=torch.float64)
 
 
 def tokens(samples: int = 2, length: int = 7) -> Tensor:
-    return torch.randint(
-        3, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1)
-    )
+    return integers(3, VOCABULARY, samples, length)
 
 
 def padded(*lengths: int) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ class Letters:
 
 
 def images(samples: int = 2, pixels: int = 16) -> Tensor:
-    return torch.randn(samples, 3, pixels, pixels, generator=torch.Generator().manual_seed(1))
+    return normal(samples, 3, pixels, pixels)
 
 
 @dataclass(frozen=True)
@@ -359,11 +359,7 @@ def build(name: str, size: Size | None = None, samples: int = 2) -> tuple[nn.Mod
     """Return a model and its input. The weights are perturbed, so that norms and biases are not the identity."""
     size, family = size or Size(), FAMILIES[name]
     torch.manual_seed(0)
-    model = family.make(size)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model, tokens(samples, size.tokens) if family.sees == "text" else images(
-        samples, size.pixels
-    )
+    model = perturbed(family.make(size), seed=2)
+    if family.sees == "images":
+        return model, images(samples, size.pixels)
+    return model, tokens(samples, size.tokens)

@@ -18,8 +18,9 @@ import torch
 import xarray as xr
 from scipy.special import erf, softmax
 
-from tests import brute_force
-from tests.brute_force import Truth
+from tests.support import brute_force
+from tests.support.brute_force import Truth
+from tests.support.draws import seeded
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS, MISCOUPLINGS
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
@@ -88,7 +89,7 @@ class Sample:
 
     def drawn(self, *shape: int) -> np.ndarray:
         """Return the first standard normal numbers of the sample's seed."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = seeded(self.seed)
         return torch.randn(shape, generator=generator, dtype=torch.float64).numpy()
 
     def linked(self, kind: str, l: int) -> list[Block]:

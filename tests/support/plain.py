@@ -7,6 +7,9 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
+from tests.support.attention import attend
+from tests.support.draws import perturbed
+
 HEADS = 4
 
 
@@ -24,12 +27,7 @@ def gpt2(
         eos_token_id=2,
     )
     torch.manual_seed(seed)
-    model = transformers.GPT2LMHeadModel(config)
-    generator = torch.Generator().manual_seed(seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
+    return perturbed(transformers.GPT2LMHeadModel(config), seed + 1)
 
 
 class CausalAttention(nn.Module):
@@ -38,12 +36,7 @@ class CausalAttention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        return self.out(attend(self.qkv(x), HEADS, causal=True))
 
 
 class Layer(nn.Module):

@@ -4,17 +4,12 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from tests.models import HEADS, VOCABULARY, WIDTH
+from tests.support.attention import attend
+from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, CONTEXT, HEAD = 3, 32, WIDTH // HEADS
-
-
-def attend(qkv: Tensor, causal: bool = True) -> Tensor:
-    """Functional attention of (batch, tokens, 3 width)."""
-    q, k, v = qkv.unflatten(2, (3, HEADS, HEAD)).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -45,7 +40,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.c_proj(attend(self.c_attn(x)))
+        return self.c_proj(attend(self.c_attn(x), HEADS, causal=True))
 
 
 class NanoBlock(nn.Module):
@@ -149,7 +144,7 @@ class Flat(nn.Module):
 
     def forward(self, x):
         x = x.transpose(0, 1) if self.sequence_first else x
-        x = x + self.out(attend(self.qkv(self.ln_1(x)), self.causal))
+        x = x + self.out(attend(self.qkv(self.ln_1(x)), HEADS, self.causal))
         x = x + self.down(F.gelu(self.up(self.ln_2(x))))
         return x.transpose(0, 1) if self.sequence_first else x
 
@@ -163,7 +158,7 @@ class ZeroStart(Flat):
             nn.init.zeros_(linear.weight)
 
     def forward(self, x):
-        x += self.out(attend(self.qkv(self.ln_1(x))))
+        x += self.out(attend(self.qkv(self.ln_1(x)), HEADS, causal=True))
         x += self.down(F.gelu(self.up(self.ln_2(x))))
         return x
 
@@ -332,3 +327,19 @@ class ViT(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.mlps(x).mean(1))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, block: type[nn.Module]):
+        super().__init__()
+        self.first = nn.ModuleList(block() for _ in range(2))
+        self.second = nn.ModuleList(Torch() for _ in range(3))
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = x.mean(1, keepdim=True)
+            for block in self.first:
+                y = block(y)
+        for block in self.second:
+            x = block(x)
+        return x + y

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import tracker
-from tests import processes
+from tests.support import processes
 from tracker.report import write_report
 
 
@@ -48,3 +48,7 @@ def assert_store_is_like_any_other(directory: Path, steps: list[int]) -> None:
     page = write_report(directory, directory / "page.html").read_text()
     assert "miscoupling" in page and f"{steps[-1]}" in page
     assert tracker.plot(directory).axes and tracker.plot(results, "heatmap").axes
+
+
+def run_process(*arguments: object, cold: bool = False) -> subprocess.CompletedProcess:
+    return processes.run("tests.support.lightning_runs", *arguments, cold=cold)
