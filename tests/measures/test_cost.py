@@ -73,15 +73,15 @@ def test_what_exceeds_the_budget_is_a_warning(options, warning):
 
 
 @pytest.mark.parametrize(
-    "model, inputs, options, refused",
+    "model, inputs, options, message",
     [
         (timm_vit, images, {"measures": ["entropy"]}, "no unembedding was found"),
         (neox, tokens, {"k": 1000}, "k=1000"),
         (neox, tokens, {"svd": "fast"}, "svd"),
     ],
 )
-def test_what_would_be_refused_is_refused(model, inputs, options, refused):
-    with refused(refused):
+def test_what_would_be_refused_is_refused(model, inputs, options, message):
+    with refused(message):
         dry_run(model(), inputs(), **options)
 
 

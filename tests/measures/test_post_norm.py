@@ -190,7 +190,7 @@ def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from
             tracker.null_level(ds, "miscoupling").where(ds.layer != ds.layer_other).mean()
         )
 
-    measured = {"[CLS]": "cls", "last word": "last", "[SEP]": [-1]}
+    measured = {"[CLS]": [0], "last word": "last", "[SEP]": [-1]}
     untrained = {name: miscoupling(tokens) for name, tokens in measured.items()}
     optimizer = torch.optim.AdamW(model.train().parameters(), 5e-4)
     for _ in range(100):
