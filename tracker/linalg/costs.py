@@ -1,8 +1,8 @@
 """Costs of finding singular triplets, by device: which method is expected to be faster, and how many matrices at once.
 
 The unit of cost is an operation of LAPACK on one CPU core. The CPU's figures are measured: single steps by their time
-relative to a product. For flat singular values, iteration and eigenvectors of J J^T take equally long at about d = 950 for
-K = 10 and d = 1400 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition, and all of it for K = d / 4.
+relative to a product. For flat singular values, iteration and eigenvectors of J J^T take equally long at about d = 480 for
+K = 10 and d = 720 for K = 50; eigenvectors take 0.3 to 0.5 of the time of a full decomposition.
 
 The accelerators' are derived; on an H200 they chose the faster method, or one that takes a fifth longer (docs/gpu.md). Products
 there cost next to nothing beside what stays with the host: launching them, some 27 launches of 5 us for a step of 16 columns,
@@ -38,7 +38,7 @@ class Costs:
     symmetric: float  # of the eigenvectors of J J^T, times d^3
 
 
-CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=2.0)
+CPU = Costs(product=2.0, basis=4.0, small=100.0, column=1.5e6, square=1.5, full=25.0, symmetric=9.0)
 ACCELERATOR = Costs(
     product=0.0, basis=0.0, small=50.0, column=5e5, square=0.0, full=25.0, symmetric=2.0
 )
