@@ -175,6 +175,8 @@ def test_prompts_without_a_class_token_are_refused(made, message):
 def test_the_class_token_that_a_config_states():
     model = hugging_face("ModernBert", cls_token_id=2)
     assert at(measured(model, torch.tensor([[2, 7, 8], [2, 8, 6]]), tokens="cls")) == [0, 0]
+    padded = {"input_ids": torch.tensor([[0, 2, 7]]), "attention_mask": torch.tensor([[0, 1, 1]])}
+    assert at(measured(model, padded, tokens="cls")) == [1]
     with refused("sample 1 begins with token 9, not with the class token, 2"):
         measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
 
