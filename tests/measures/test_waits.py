@@ -81,10 +81,11 @@ def wide(blocks: int) -> torch.nn.Module:
 
 
 def test_a_wide_block_takes_few_kernels():
+    # Iteration, which a CPU chooses here, takes as many kernels as it takes columns.
     numbers = []
     for blocks in (2, 3):
         with Kernels() as kernels:
-            tracker.measure(wide(blocks), PROMPT, **WIDE)
+            tracker.measure(wide(blocks), PROMPT, svd="full", **WIDE)
         numbers.append(kernels.number)
     assert numbers[1] - numbers[0] <= 810
 
