@@ -1,13 +1,16 @@
 """The lines that a refusal proposes: each is tried, and only those that measure are proposed."""
 
 import copy
+import importlib
 import pickle
 import re
 
 import numpy as np
 import pytest
 import torch
+import x_transformers
 from torch import nn
+from vit_pytorch.accept_video_wrapper import AcceptVideoWrapper
 
 import tracker
 from tests.support import home_made
@@ -15,7 +18,6 @@ from tests.support.home_made import VOCABULARY, TwoTowers
 from tests.support.models import WIDTH, tokens
 from tests.support.refusals import K, lines, refusal
 from tests.support.refused import refused
-from tests.sweep import of_packages
 from tracker.common.errors import UsageError
 
 
@@ -214,29 +216,67 @@ def test_a_second_tensor_that_stays_the_same_is_no_stream(changes):
         assert tracker.measure(Model(), x, k=K).sizes["layer"] == 3
 
 
-CLASSES = [
-    "vit_pytorch.parallel_vit.ViT",
-    "vit_pytorch.simple_vit_with_hyper_connections.SimpleViT",
-    "vit_pytorch.simple_vit_attn_residual.SimpleViTAttnResidual",
-    "vit_pytorch.vit_with_patch_merger.ViT",
-    "vit_pytorch.accept_video_wrapper.AcceptVideoWrapper",
-    "x_transformers.Decoder(unet_skips=True)",
-]
-WORKING = {"x_transformers.Decoder(macaron=True)": 1, "vit_pytorch.vivit.ViViT": 1}
+def vit(name: str, **options) -> nn.Module:
+    """Return a small model of vit-pytorch."""
+    module, _, cls = name.rpartition(".")
+    sizes = {"image_size": 32, "dim": 32, "heads": 2, "mlp_dim": 64, "num_classes": 5}
+    made = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)
+    return made(**sizes | options)
 
 
-@pytest.fixture(scope="module")
-def builders():
-    return dict(of_packages.builders())
+def decoder(**options) -> nn.Module:
+    """Return a small language model of x-transformers."""
+    layers = x_transformers.Decoder(dim=32, depth=3, heads=2, **options)
+    return x_transformers.TransformerWrapper(num_tokens=40, max_seq_len=32, attn_layers=layers)
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_packages_whose_blocks_form_no_chain_are_refused_without_a_line(builders, name):
-    outcome, message = of_packages.judge(name, builders[name])
-    assert outcome == of_packages.REFUSED and "Tried on these inputs, and not measurable" in message
+OF_IMAGES = {"depth": 3, "patch_size": 8}
+OF_VIDEOS = {
+    "spatial_depth": 3,
+    "temporal_depth": 3,
+    "image_patch_size": 8,
+    "frames": 4,
+    "frame_patch_size": 2,
+}
+IMAGES, VIDEOS, IDS = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 4, 32, 32), tokens()
+NO_CHAIN = {
+    "branches side by side": (lambda: vit("parallel_vit.ViT", **OF_IMAGES), IMAGES),
+    "hyper-connections": (
+        lambda: vit(
+            "simple_vit_with_hyper_connections.SimpleViT", num_residual_streams=2, **OF_IMAGES
+        ),
+        IMAGES,
+    ),
+    "attention over earlier states": (
+        lambda: vit("simple_vit_attn_residual.SimpleViTAttnResidual", **OF_IMAGES),
+        IMAGES,
+    ),
+    "patches merged": (lambda: vit("vit_with_patch_merger.ViT", **OF_IMAGES), IMAGES),
+    "images of a video": (
+        lambda: AcceptVideoWrapper(vit("vit.ViT", **OF_IMAGES)),
+        VIDEOS,
+    ),
+    "skips": (lambda: decoder(unet_skips=True), IDS),
+}
 
 
-@pytest.mark.parametrize("name", WORKING)
-def test_packages_whose_blocks_have_no_module_are_measured_by_the_proposed_line(builders, name):
-    outcome, proposed = of_packages.judge(name, builders[name])
-    assert outcome == of_packages.WITH_LINE and proposed.count("; ") == WORKING[name] - 1
+@pytest.mark.parametrize("case", NO_CHAIN)
+def test_packages_whose_blocks_form_no_chain_are_refused_without_a_line(case):
+    build, inputs = NO_CHAIN[case]
+    message = refusal(build().eval(), inputs)
+    assert "Tried on these inputs, and not measurable" in message
+    assert not lines(message)
+
+
+NO_MODULE = {
+    "macaron": (lambda: decoder(macaron=True), IDS),
+    "video": (lambda: vit("vivit.ViViT", **OF_VIDEOS), VIDEOS),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODULE)
+def test_packages_whose_blocks_have_no_module_are_measured_by_the_proposed_line(case):
+    build, inputs = NO_MODULE[case]
+    model = build().eval()
+    (blocks,) = lines(refusal(model, inputs))
+    assert tracker.measure(model, inputs, k=K, blocks=blocks).sizes["layer"] >= 3
