@@ -24,8 +24,8 @@ def products(monkeypatch):
     if not torch.backends.mkldnn.is_available():
         pytest.skip("PyTorch was built without oneDNN")
     count = []
-    product = linear._linear
-    monkeypatch.setattr(linear, "_linear", lambda *a: count.append(1) or product(*a))
+    product = linear.onednn_linear
+    monkeypatch.setattr(linear, "onednn_linear", lambda *a: count.append(1) or product(*a))
     return count
 
 
@@ -296,7 +296,7 @@ def test_rows_of_an_identity_are_told_from_others():
     assert rows_of_identity(I) is None, "no longer one"
     address = I.untyped_storage().data_ptr()
     del I, others
-    assert address not in linear._identities, "forgotten with its memory"
+    assert address not in linear.identities, "forgotten with its memory"
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,7 @@ def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatc
         columns.append(V.shape[-1])
         return J @ V
 
-    monkeypatch.setattr(svd, "_products", lambda J: (apply, lambda U: J.mT @ U))
+    monkeypatch.setattr(svd, "products_of", lambda J: (apply, lambda U: J.mT @ U))
     t = svd.by_golub_kahan(J, 10)
     assert_same_vectors(t, J)
     assert t.complete.all() and not t.full.any()
@@ -367,7 +367,7 @@ def test_the_iteration_takes_about_as_many_columns_as_expected(dtype, monkeypatc
 
 
 def test_products_that_are_not_each_other_s_transpose_have_no_certificate(monkeypatch):
-    monkeypatch.setattr(svd, "_products", lambda J: (lambda V: J @ V, lambda U: J @ U))
+    monkeypatch.setattr(svd, "products_of", lambda J: (lambda V: J @ V, lambda U: J @ U))
     assert not bool(svd.by_golub_kahan(planted(FLAT), 10).complete)
 
 
@@ -400,7 +400,7 @@ def test_the_same_every_time_and_the_random_state_is_left_alone():
 
 def test_products_are_never_in_reduced_precision(monkeypatch):
     J = planted(FLAT).float()
-    seen, products = set(), svd._products
+    seen, products = set(), svd.products_of
 
     def watched(M):
         apply, apply_transpose = products(M)
@@ -411,7 +411,7 @@ def test_products_are_never_in_reduced_precision(monkeypatch):
 
         return noted, apply_transpose
 
-    monkeypatch.setattr(svd, "_products", watched)
+    monkeypatch.setattr(svd, "products_of", watched)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:

@@ -116,7 +116,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "require_reproduction: relative_error(f, reference, recorded, torch.float32) <= TOLERANCE[torch.float32] -> relative_error(f, reference, recorded, torch.float32) < TOLERANCE[torch.float32]": "the same",
     },
     "tracker/linalg/svd.py": {
-        "by_squares: _products(A)[0] -> _products(A)[1]": "A is symmetric",
+        "by_squares: products_of(A)[0] -> products_of(A)[1]": "A is symmetric",
         "by_squares: torch.where(enough[..., None], S, 1) -> torch.where(enough[..., None], S, 2)": "of matrices whose certificate is not used",
         "by_eigenvectors: S[..., -1] > SQUARABLE * S[..., 0] -> S[..., -1] >= SQUARABLE * S[..., 0]": "real numbers, equal never",
         "by_eigenvectors: error <= OF_FULL * TOLERANCE[J.dtype] -> error < OF_FULL * TOLERANCE[J.dtype]": "the same",

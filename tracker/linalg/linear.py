@@ -25,13 +25,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # The matrices in use, by memory address
-_identities: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+identities: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def identity_matrix(d: int, like: Tensor) -> Float[Tensor, "d d"]:
     """Return an identity matrix whose rows `rows_of_identity` recognises. Do not write to it."""
     matrix = torch.eye(d, dtype=like.dtype, device=like.device)
-    _identities[matrix.untyped_storage().data_ptr()] = matrix
+    identities[matrix.untyped_storage().data_ptr()] = matrix
     return matrix
 
 
@@ -39,7 +39,7 @@ def rows_of_identity(x: Tensor) -> slice | None:
     """Return the rows of an identity that x (C, *B, d) consists of, x[c] being the same row for all B; None if it does not."""
     if x.layout != torch.strided or x.dim() < 2 or x._is_zerotensor():
         return None
-    identity = _identities.get(x.untyped_storage().data_ptr())
+    identity = identities.get(x.untyped_storage().data_ptr())
     if identity is None or x.dtype != identity.dtype or x.device != identity.device or x.is_neg():
         return None
     if identity._version != 0:  # written to
@@ -182,12 +182,13 @@ def multiply(
         return torch.nn.functional.linear(x, weight)
     few = weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW
     if few and (contiguous := rows.of(weight)) is not None:
-        product = _linear(contiguous, x.reshape(-1, x.shape[-1])).mT
+        product = onednn_linear(contiguous, x.reshape(-1, x.shape[-1])).mT
         return product.contiguous().view(*x.shape[:-1], len(contiguous))
-    return _linear(x, weight)
+    return onednn_linear(x, weight)
 
 
-def _linear(x: Tensor, weight: Tensor) -> Tensor:
+def onednn_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x W^T, by oneDNN."""
     # With other strides oneDNN takes a thousand times as long.
     x, weight = x.contiguous(), weight if weight.mT.is_contiguous() else weight.contiguous()
     return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
@@ -215,7 +216,7 @@ def row_products(
 def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
     """Compute X Y^T; not differentiable."""
     return (
-        stacked([_linear(x, y) for x, y in zip(X, Y, strict=True)]) if uses_onednn(X) else X @ Y.mT
+        stacked([onednn_linear(x, y) for x, y in zip(X, Y, strict=True)]) if uses_onednn(X) else X @ Y.mT
     )
 
 

@@ -331,7 +331,7 @@ def by_squares(J: Tensor, K: int) -> Triplets:
     """Find triplets by iteration with J J^T. `complete`: s_K / s_1 and residual are in bounds, and the certificate holds."""
     B, d, _ = J.shape
     A, tolerance = _squared(J), TOLERANCE[J.dtype]
-    U, S = block_lanczos(_products(A)[0], start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
+    U, S = block_lanczos(products_of(A)[0], start_block(d, J).expand(B, -1, -1), K, tolerance / 2)
     U, S, V, JV, gap, error = _with_right_vectors(J, U, S)
     enough = (S[..., -1] > SQUARABLE * S[..., 0]) & (error <= tolerance)
     complete = enough & _is_complete_by_square(A, JV, U, torch.where(enough[..., None], S, 1), V)
@@ -376,7 +376,7 @@ def _orthogonal_columns(W: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _can_square(J: Tensor, K: int) -> Bool[Tensor, " B"]:
     """Whether s_K > SQUARABLE s_1 for certain, as sum_k s_k^2 > (K + (d - K) SQUARABLE^2) s_1^2; s_1 by power iteration."""
     d = J.shape[-1]
-    apply, apply_transpose = _products(J)
+    apply, apply_transpose = products_of(J)
     x = start_block(d, J)[:, :1].expand(len(J), -1, -1)
     for _ in range(POWERS):
         x = torch.nn.functional.normalize(apply_transpose(apply(x)), dim=-2)
@@ -390,7 +390,7 @@ def by_golub_kahan(J: Tensor, K: int) -> Triplets:
     The iteration's own tolerance is half: it estimates the residual, which is computed here.
     """
     B, d, _ = J.shape
-    (apply, apply_transpose), tolerance = _products(J), TOLERANCE[J.dtype]
+    (apply, apply_transpose), tolerance = products_of(J), TOLERANCE[J.dtype]
     U, S, V = block_golub_kahan(
         apply, apply_transpose, start_block(d, J).expand(B, -1, -1), K, tolerance / 2
     )
@@ -401,7 +401,7 @@ def by_golub_kahan(J: Tensor, K: int) -> Triplets:
     return Triplets(U, S, V, gap, error, complete, torch.zeros_like(complete))
 
 
-def _products(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:
+def products_of(J: Float[Tensor, "B d d"]) -> tuple[Product, Product]:
     """Return V -> J V and U -> J^T U."""
     if not uses_onednn(J):
         return lambda V: (V.mT @ J.mT).mT, lambda U: (U.mT @ J).mT
