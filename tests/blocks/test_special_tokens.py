@@ -15,7 +15,7 @@ from tests.support.refused import refused
 from tracker import pythia
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:the blocks of this model end in a norm", "ignore:.*measured over the full sequence"
+    "ignore:the state enters the blocks", "ignore:.*measured over the full sequence"
 )
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] </s> the cat sat on mat a dog".split()

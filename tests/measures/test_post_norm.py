@@ -1,4 +1,6 @@
-"""Models whose blocks end in a norm are told apart, and said to read differently; those of tests/zoo, too."""
+"""Models whose state enters the blocks through norms alone are told apart, and said to read differently; those of
+tests/zoo, too.
+"""
 
 import warnings
 
@@ -14,15 +16,15 @@ from tests.support.draws import seeded
 from tests.support.home_made import WIDTH, Flat
 from tests.support.plain import RootMeanSquare
 
-TEXT = "the blocks of this model end in a norm .post-norm, as in BERT.*untrained, not with the null level"
+TEXT = "the state enters the blocks of this model through norms alone .*untrained, not with the null level"
 
 
 def post_norm(model, inputs, **options):
     """Return the attribute, and whether a warning says so."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ds = tracker.measure(model, inputs, measures="trajectory", **options)
-    said = any("end in a norm" in str(warning.message) for warning in caught)
+        ds = tracker.measure(model, inputs, k=2, measures="coupling", **options)
+    said = any("through norms alone" in str(warning.message) for warning in caught)
     assert bool(ds.attrs["post_norm"]) == said
     return said
 
@@ -91,6 +93,21 @@ class ByOperations(Normed):
         return x / x.norm(dim=-1, keepdim=True)
 
 
+class FromNorm(Normed):
+    """A residual that starts from the normed state."""
+
+    def forward(self, x):
+        return Flat.forward(self, F.layer_norm(x, (WIDTH,), self.gain))
+
+
+class NormedInside(Normed):
+    """Attention is added to the state, and what follows to the norm of that."""
+
+    def forward(self, x):
+        x = F.layer_norm(x + x.roll(1, -1).tanh(), (WIDTH,), self.gain)
+        return Flat.forward(self, x)
+
+
 def blocks(make):
     return nn.Sequential(*(make() for _ in range(3)))
 
@@ -100,8 +117,11 @@ def test_a_block_that_ends_in_its_residual_sum_is_not_post_norm(make):
     assert not post_norm(blocks(make), torch.randn(2, 6, WIDTH))
 
 
-@pytest.mark.parametrize("make", [ByFunction, ByRmsFunction, ByModuleOfAnotherName, ByOperations])
-def test_a_block_that_ends_in_a_norm_is_post_norm_whatever_computes_it(make):
+@pytest.mark.parametrize(
+    "make",
+    [ByFunction, ByRmsFunction, ByModuleOfAnotherName, ByOperations, FromNorm, NormedInside],
+)
+def test_a_block_that_normalizes_its_state_is_post_norm_wherever_and_whatever_computes_it(make):
     assert post_norm(blocks(make), torch.randn(2, 6, WIDTH))
 
 
@@ -136,7 +156,7 @@ def test_a_random_bert_looks_coupled_and_has_two_common_directions():
     ).all()
 
 
-@pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
+@pytest.mark.filterwarnings("ignore:the state enters the blocks")
 def test_norms_set_the_length_of_states():
     """The numbers in docs/measurements.md: no growth at any depth, or only from the first state to the second."""
     sizes = dict(
@@ -161,7 +181,7 @@ def test_norms_set_the_length_of_states():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:the blocks of this model end in a norm")
+@pytest.mark.filterwarnings("ignore:the state enters the blocks")
 def test_training_moves_a_post_norm_model_away_from_its_untrained_value_not_from_the_null_level():
     """The numbers in docs/measurements.md: which of eight symbols occurs most often? Tokens differ once the model is trained."""
     sizes = dict(

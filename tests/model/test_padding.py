@@ -20,7 +20,7 @@ X = SAMPLES.masked_fill(PADDED[..., None], 0.5)
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
-    "ignore:the blocks of this model end in a norm",
+    "ignore:the state enters the blocks",
     "ignore:block 1 .* measured over the full sequence",
     "ignore:Support for mismatched key_padding_mask",
 )

@@ -64,7 +64,7 @@ def test_the_path_and_what_is_said(name, dtype):
     expected = [r"block 1 \(.*\) is measured over the full sequence"] if full else []
     if name in POST_NORM:
         expected.append(
-            "the blocks of this model end in a norm .post-norm, as in BERT.*not with the null level"
+            "the state enters the blocks of this model through norms alone .*not with the null level"
         )
     assert len(of.said) == len(expected), of.said
     for text in expected:

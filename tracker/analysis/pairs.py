@@ -2,10 +2,12 @@
 
     l = l'               in the paper's mean over all pairs alone: a Jacobian in its own basis has a mis-coupling of 0
     one module           where l = l' does: layers that call one module again are coupled by construction, however it is trained
-    equal weights        everywhere, and the pairs are named: weights that begin as copies may become different
+    alike weights        everywhere, and the pairs are named: weights that begin as copies may become different
 
 Where no other pair exists, as in ALBERT, the pairs of one module count, and are named.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import xarray as xr
@@ -18,10 +20,8 @@ from tracker.common.errors import UsageError
 from tracker.common.text import join_names
 from tracker.measures.equal_blocks import (
     ATTRIBUTE,
-    EQUAL_WEIGHTS,
     NONE,
-    ONE_MODULE,
-    Groups,
+    Group,
     read_equal_blocks,
 )
 from tracker.store import attribute_values
@@ -88,7 +88,7 @@ def most_coupled(departure: xr.DataArray, results: xr.Dataset) -> tuple[int, int
 
 def has_one_module(results: xr.Dataset) -> bool:
     """Whether layers are one module, at some step."""
-    return bool(_groups(results, ONE_MODULE))
+    return any(group.one_module for group in _groups(results))
 
 
 def is_one_module(results: xr.Dataset) -> bool:
@@ -96,9 +96,9 @@ def is_one_module(results: xr.Dataset) -> bool:
     return results.sizes["layer"] > 1 and len(set(_modules(results))) == 1
 
 
-def has_equal_weights(results: xr.Dataset) -> bool:
-    """Whether different modules have equal weights, at some step."""
-    return bool(_groups(results, EQUAL_WEIGHTS))
+def has_alike_weights(results: xr.Dataset) -> bool:
+    """Whether different modules have alike weights, at some step."""
+    return not all(group.one_module for group in _groups(results))
 
 
 def describe_equal_blocks(results: xr.Dataset) -> list[str]:
@@ -124,7 +124,7 @@ def describe_equal_blocks(results: xr.Dataset) -> list[str]:
 
 def _sentences(text: str, L: int) -> list[str]:
     found = read_equal_blocks(text)
-    one, equal = found[ONE_MODULE], found[EQUAL_WEIGHTS]
+    one = [group.layers for group in found if group.one_module]
     sentences = []
     if one == [list(range(1, L + 1))]:
         sentences.append(
@@ -135,27 +135,27 @@ def _sentences(text: str, L: int) -> list[str]:
             f"Some blocks are one module ({_listed(one)}): they are coupled by construction, trained or not, and their pairs "
             "are left out of means and tests."
         )
-    if equal:
-        sentences.append(
-            f"Some blocks have equal weights ({_listed(equal)}): they are coupled by construction."
-        )
+    sentences += [
+        f"Blocks {join_names(group.layers)} have alike weights, of {group.share} of their parameters, as copies or shared parts "
+        "have: they are coupled by construction."
+        for group in found
+        if not group.one_module
+    ]
     return sentences
 
 
-def _listed(groups: Groups) -> str:
+def _listed(groups: Sequence[Sequence[int]]) -> str:
     return "; ".join(join_names(group) for group in groups)
 
 
-def _groups(results: xr.Dataset, kind: str) -> Groups:
-    return [
-        group
-        for text in attribute_values(results, ATTRIBUTE)
-        for group in read_equal_blocks(text)[kind]
-    ]
+def _groups(results: xr.Dataset) -> list[Group]:
+    texts = attribute_values(results, ATTRIBUTE)
+    return [group for text in texts for group in read_equal_blocks(text)]
 
 
 def _modules(results: xr.Dataset) -> np.ndarray:
     """Return the first layer of each layer's module."""
-    first = {layer: group[0] for group in _groups(results, ONE_MODULE) for layer in group}
+    one_module = [group.layers for group in _groups(results) if group.one_module]
+    first = {layer: group[0] for group in one_module for layer in group}
     layers = results.variables["layer"].values.astype(int).tolist()
     return np.array([first.get(layer, layer) for layer in layers])

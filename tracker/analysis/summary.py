@@ -22,7 +22,7 @@ from tracker.analysis.null_levels import level_variable
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
     describe_equal_blocks,
-    has_equal_weights,
+    has_alike_weights,
     has_one_module,
     independent_pairs,
     is_one_module,
@@ -490,11 +490,11 @@ def _of_coupling(
         yield "One block makes no pairs, so there is no coupling of blocks."
         return
     answers = [cell.answer for cells in columns.values() for cell in cells.values()]
-    post_norm = any(unit.attrs["post_norm"] for unit in units)
+    post_norm = any(unit.attrs.get("post_norm") for unit in units)
     if any(answer.endswith(ABOVE) for answer in answers):
         rest = ""
-        if any(map(has_equal_weights, units)):
-            rest = " Blocks that begin with equal weights pass it untrained."
+        if any(map(has_alike_weights, units)):
+            rest = " Blocks with alike weights pass it untrained."
         elif any(map(has_one_module, units)):
             rest = " All pairs of the same two modules are one pair of it."
         elif not post_norm:
@@ -513,4 +513,7 @@ def _of_coupling(
                 "of these blocks, and the answer of any blocks like them."
             )
     if post_norm:
-        yield "The blocks end in a norm, so that untrained blocks of this model are not at the null level either."
+        yield (
+            "The state enters the blocks through norms alone, so that untrained blocks of this model are not at the null level "
+            "either."
+        )

@@ -12,6 +12,7 @@ Values and differences of them (`independent`) are compared at every requested r
 block's weights.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -139,11 +140,19 @@ class Jacobians:
         # Layer -> the check, where differences do not agree or can't be used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
+        # Whether the state enters the blocks through norms alone; None: not asked yet
+        self.through_norms: bool | None = None
         self.witnesses: list[Witness] = []  # the caller's model, asked about recorded calls
         # By layer: the paths whose Jacobians are not those of the model
         self._refused: dict[int, set[str]] = {}
         self._reproduced: dict[int, bool] = {}
         self._buffers: FreeBuffers = []
+
+    def in_float32(self) -> "Jacobians":
+        """Return the same with all products in float32."""
+        exact = copy.copy(self)
+        exact.precision = "float32"
+        return exact
 
     @contextmanager
     def with_more_memory(self, size: int) -> Iterator[None]:

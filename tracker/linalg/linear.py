@@ -216,7 +216,9 @@ def row_products(
 def inner_products(X: Float[Tensor, "B m d"], Y: Float[Tensor, "B k d"]) -> Float[Tensor, "B m k"]:
     """Compute X Y^T; not differentiable."""
     return (
-        stacked([onednn_linear(x, y) for x, y in zip(X, Y, strict=True)]) if uses_onednn(X) else X @ Y.mT
+        stacked([onednn_linear(x, y) for x, y in zip(X, Y, strict=True)])
+        if uses_onednn(X)
+        else X @ Y.mT
     )
 
 

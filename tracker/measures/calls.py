@@ -27,6 +27,7 @@ from tracker.measures.depthwise import depthwise_couplings
 from tracker.measures.equal_blocks import ATTRIBUTE, NONE, equal_blocks
 from tracker.measures.layers import check_kept
 from tracker.measures.plan import Plan, make_plan
+from tracker.measures.post_norm import warn_of_norms
 from tracker.measures.settings import Settings
 from tracker.measures.states import measure_states, warn_of_missing_logits
 from tracker.measures.tokenwise import Selected, links_of, tokenwise_couplings, tokenwise_steps
@@ -80,23 +81,6 @@ def warn_of_missing_norm(recording: Recording, blocks: Blocks) -> None:
         )
 
 
-def is_post_norm(recording: Recording) -> bool:
-    """Whether most blocks return the output of a norm of their residual sum."""
-    return 2 * sum(call.ends_in_norm for call in recording.calls) > len(recording.calls)
-
-
-def warn_of_post_norm(recording: Recording) -> None:
-    """Warn that mis-couplings of a post-norm model are far below the null level before any training."""
-    if is_post_norm(recording):
-        warn_caller(
-            "the blocks of this model end in a norm (post-norm, as in BERT): the norm alone gives their Jacobians top singular "
-            "vectors in common, so that mis-coupling is far below its null level even untrained. Compare with the same "
-            "architecture untrained, not with the null level. A norm also sets the length of every state, so alpha_mean "
-            "is about 0 and expodistance is undefined or a constant; read lss. The section on post-norm models in "
-            "docs/measurements.md says more"
-        )
-
-
 SEQUENCE_FIRST = """\
 The blocks are sequence first. If the model itself also takes (tokens, batch, ...), wrap it, because inputs are batch first:
   class BatchFirst(nn.Sequential):
@@ -139,8 +123,6 @@ def record_call(
         "final_norm": convention,
         "final_norm_module": norm,
         "final_norm_reason": reason,
-        # Equal for all samples, so that the Dataset has them once.
-        "post_norm": int(is_post_norm(recording)),
         "tokens": tokens,
         "padding": padding,
         "window": window,
@@ -277,8 +259,12 @@ def measure_calls(
             jacobians.witnesses = []  # with what they hold of the recordings
         i += 1
     notes = _notes(jacobians)
+    through_norms = bool(jacobians.through_norms)
+    if through_norms:
+        warn_of_norms()
     for sample in samples:
-        sample.attributes[ATTRIBUTE] = equal
+        # Equal for all samples, so that the Dataset has them once.
+        sample.attributes |= {ATTRIBUTE: equal, "post_norm": int(through_norms)}
         sample.notes = notes
         sample.attributes["witness"] = str(findings)
     return samples
@@ -296,7 +282,6 @@ def _plan_of_first(
     normed = recording.normed_last is not None
     plan = make_plan(settings, d, L, normed, replica.device)
     check_kept(settings, d, L, rows)
-    warn_of_post_norm(recording)
     warn_of_missing_logits(recording, settings)
     if settings.final_norm == "auto":
         warn_of_missing_norm(recording, replica.description)

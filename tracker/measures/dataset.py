@@ -67,11 +67,10 @@ def undefined_values(
 def warn_of_undefined(dataset: xr.Dataset, counts: dict[str, tuple[xr.Variable, int]]) -> None:
     """Warn if states are not finite, or most values of a measure are undefined; name the first block where they are."""
     blocks = dataset.attrs["blocks"].split(", ")
-    varies = len(blocks) > 1 and not dataset.attrs["post_norm"]
     most = {}
     for name, (undefined, total) in counts.items():
         # A variation over depth has no value where nothing varies: that is no fault of the measurement.
-        if 2 * int(undefined.values.sum()) > total and (varies or not name.startswith(VARIATIONS)):
+        if 2 * int(undefined.values.sum()) > total and not name.startswith(VARIATIONS):
             most[name] = undefined, total
     sentences = []
     infinite = dataset.variables["norm"] == np.inf if "norm" in dataset else None

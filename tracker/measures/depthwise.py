@@ -32,6 +32,7 @@ from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import Plan, measured_calls
+from tracker.measures.post_norm import SHARES, most_are_singular, singular_shares
 from tracker.measures.rotations import frames, mean_levels, turned
 from tracker.measures.settings import OF_PAIRS
 from tracker.model.recording import Recording
@@ -66,6 +67,8 @@ def _couplings(
     blocks = [list(selections) for selections in zip(*calls, strict=True)]
     layers = layers_of(jacobians, blocks, plan)
     values = pairs(layers, plan.ks, measures, L=L)
+    if jacobians.through_norms is None:
+        values[SHARES] = singular_shares(jacobians, layers[:L], blocks)
     of_calls = {"": layers[:L]}
     if len(layers) > L:
         # The last Jacobian is of the last block with the final norm: in this convention it takes the last block's place.
@@ -75,6 +78,8 @@ def _couplings(
     values |= measure_blocks(layers[:L], blocks[:L], measures)
     # All arrays of a device in one copy, which waits for it once.
     arrays = to_arrays(values)
+    if SHARES in arrays:
+        jacobians.through_norms = most_are_singular(arrays.pop(SHARES))
     for end, chosen in of_calls.items():
         arrays |= {f"{name}{end}": value for name, value in _checks(chosen).items()}
     arrays |= kept_arrays(layers[:L], plan.keep)

@@ -1,32 +1,43 @@
-"""Layers with equal blocks, which are coupled by construction: one module that is called again, or modules with equal weights.
+"""Layers whose blocks are coupled by construction: one module that is called again, or modules whose weights are alike.
 
-The attribute `equal_blocks` names their layers, each group with spaces between:
+The attribute `equal_blocks` names their layers, each group with spaces between, and the share of the parameters that are alike:
 
-    one module: 1 3, 2 4; equal weights: 1 2 3 4            "none" if all blocks differ
+    one module: 1 3, 2 4; alike weights (67 %): 1 2 3 4            "none" if all blocks differ
 
 *One module* is also said of modules of one class that share all their weights (tied): they stay equal however long they are
-trained. Modules with *equal weights* may become different: `nn.TransformerEncoder` makes its layers as copies of one.
+trained. Matrices of one name are *alike* in two modules if they are one tensor, or if their cosine is far above what two
+independent draws have, 1 / sqrt(numbers): `nn.TransformerEncoder` makes its layers as copies of one, which training moves
+apart slowly. A group is the layers that share such matrices, one with the next.
 Weights are compared where a model holds them whole: those that are sharded over ranks, offloaded or quantized are not, and
 neither are blocks between boundaries.
 
-Cost: eight numbers of every block, and all weights of the blocks that agree in those.
+Cost: some thousand numbers of every matrix.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import islice
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from jaxtyping import Bool, Float
+from numpy import ndarray
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 
+from tracker.linalg.transfer import to_arrays
 from tracker.model.recording import Recording
 from tracker.model.weights import is_plain
 from tracker.model.wrappers import unwrap
 
 ATTRIBUTE, NONE = "equal_blocks", "none"
-ONE_MODULE, EQUAL_WEIGHTS = "one module", "equal weights"
+ONE_MODULE, ALIKE_WEIGHTS = "one module", "alike weights"
 Groups = list[list[int]]  # of layers, from 1
 
-FEW = 8  # numbers of a block that are compared first
+COMPARED = 4096  # numbers of a matrix
+ALIKE = 0.1  # cosine
+STANDARD_DEVIATIONS = 6  # of the cosine of independent draws, for matrices with fewer numbers
+LEAST = 0.01  # of the parameters
 
 
 def equal_blocks(recording: Recording) -> str:
@@ -38,33 +49,47 @@ def equal_blocks(recording: Recording) -> str:
     modules = [tree.get_submodule(call.name) for call in recording.calls]
     identities = [_identity(module) for module in modules]
     one_module = _groups(identities)
+    found = [f"{ONE_MODULE}: {_written(one_module)}"] if one_module else []
     # The first module of each identity: one that is called again is not compared with itself.
     different = dict(zip(reversed(identities), reversed(modules), strict=True))
-    label = dict(zip(different, _labels_of_weights(list(different.values())), strict=True))
-    equal = _groups([label[identity] for identity in identities])
-    found = {
-        ONE_MODULE: one_module,
-        # Layers of one module have equal weights, too, which is said once.
-        EQUAL_WEIGHTS: [group for group in equal if group not in one_module],
-    }
-    named = [f"{kind}: {_written(groups)}" for kind, groups in found.items() if groups]
-    return "; ".join(named) or NONE
+    shares = shares_alike(list(different.values()))
+    first = dict(zip(different, _connected(shares), strict=True))
+    for group in _groups([first[identity] for identity in identities]):
+        members = sorted({list(different).index(identities[layer - 1]) for layer in group})
+        if len(members) > 1:
+            of_pairs = shares[members][:, members]
+            share = (of_pairs.sum() - of_pairs.trace()) / (len(members) * (len(members) - 1))
+            found.append(f"{ALIKE_WEIGHTS} ({share:.0%}): {_written([group])}")
+    return "; ".join(found) or NONE
 
 
-def read_equal_blocks(text: str) -> Mapping[str, Groups]:
-    """Return the groups of layers of each kind that the attribute names.
+@dataclass(frozen=True)
+class Group:
+    """Layers of one module, or with alike weights, and the share of their parameters that is alike."""
 
-    >>> read_equal_blocks("one module: 1 3, 2 4; equal weights: 1 2 3 4")
-    {'one module': [[1, 3], [2, 4]], 'equal weights': [[1, 2, 3, 4]]}
+    one_module: bool
+    layers: list[int]
+    share: str
+
+
+_PART = re.compile(r"([a-z ]+?)(?: \((\d+%)\))?: ([\d ,]+)")
+
+
+def read_equal_blocks(text: str) -> list[Group]:
+    """Return the groups of layers that the attribute names.
+
+    >>> read_equal_blocks("one module: 1 3; alike weights (67%): 1 2 3")
+    [Group(one_module=True, layers=[1, 3], share='100%'), Group(one_module=False, layers=[1, 2, 3], share='67%')]
     >>> read_equal_blocks("none")
-    {'one module': [], 'equal weights': []}
+    []
     """
-    found: dict[str, Groups] = {ONE_MODULE: [], EQUAL_WEIGHTS: []}
-    for part in text.split("; "):
-        kind, _, groups = part.partition(": ")
-        if groups:
-            found[kind] = [[int(layer) for layer in group.split()] for group in groups.split(", ")]
-    return found
+    # Earlier versions wrote "equal weights", without a share.
+    parts = [read.groups() for read in map(_PART.fullmatch, text.split("; ")) if read]
+    return [
+        Group(kind == ONE_MODULE, list(map(int, layers.split())), share or "100%")
+        for kind, share, groups in parts
+        for layers in groups.split(", ")
+    ]
 
 
 def _written(groups: Groups) -> str:
@@ -85,52 +110,45 @@ def _identity(module: nn.Module) -> Hashable:
     return (type(module), weights) if weights else id(module)
 
 
-def _labels_of_weights(modules: Sequence[nn.Module]) -> list[int]:
-    """Return a number for each module, the same for those whose weights are equal."""
-    # Modules with the same first numbers, of which no two have equal weights: comparing all of them takes long.
-    alike: dict[Hashable, list[int]] = {}
-    labels = []
-    for i, (module, beginning) in enumerate(zip(modules, _first_numbers(modules), strict=True)):
-        # Weights that are not compared are equal to no other's.
-        others = [] if beginning is None else alike.setdefault((type(module), beginning), [])
-        equal = next((j for j in others if _have_equal_weights(module, modules[j])), i)
-        if equal == i:
-            others.append(i)
-        labels.append(equal)
-    return labels
+def shares_alike(modules: Sequence[nn.Module]) -> Float[ndarray, "M M"]:
+    """Return the share of the parameters of each two modules that is in alike matrices."""
+    of_modules = [_matrices(module) for module in modules]
+    named: dict[str, dict[int, Tensor]] = {}
+    for i, matrices in enumerate(of_modules):
+        for name, matrix in matrices.items():
+            kind = f"{name} {matrix.shape} {matrix.device}"
+            named.setdefault(kind, {})[i] = matrix
+    named = {name: holders for name, holders in named.items() if len(holders) > 1}
+    # One copy to the host, which waits for it
+    alike = to_arrays({name: _are_alike(list(holders.values())) for name, holders in named.items()})
+    numbers = np.zeros((len(modules), len(modules)))
+    for name, holders in named.items():
+        at = list(holders)
+        numbers[np.ix_(at, at)] += holders[at[0]].numel() * alike[name]
+    sizes = [sum(matrix.numel() for matrix in matrices.values()) for matrices in of_modules]
+    return numbers / np.maximum(1, np.maximum.outer(sizes, sizes))
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _first_numbers(modules: Sequence[nn.Module]) -> list[tuple[float, ...] | None]:
-    """Return the first numbers of each module's first matrix; None if its weights are not compared."""
-    # Of matrices, which are drawn at random: vectors begin as ones or zeros.
-    matrices = [
-        next((p.detach() for p in module.parameters() if p.dim() > 1 and p.numel()), None)
-        for module in modules
-    ]
-    rows = {
-        i: matrix[(0,) * (matrix.dim() - 1)][:FEW].float()  # not every device has float64
-        for i, (module, matrix) in enumerate(zip(modules, matrices, strict=True))
-        if matrix is not None and all(map(is_plain, _tensors(module).values()))
+def _matrices(module: nn.Module) -> dict[str, Tensor]:
+    """Return the matrices among a module's weights that it holds whole: vectors begin as ones or zeros."""
+    return {
+        name: weight.detach()
+        for name, weight in module.named_parameters()
+        if is_plain(weight) and sum(size > 1 for size in weight.shape) > 1
     }
-    of_devices: dict[torch.device, list[int]] = {}
-    for i, row in rows.items():
-        of_devices.setdefault(row.device, []).append(i)
-    found: dict[int, tuple[float, ...]] = {}
-    for places in of_devices.values():
-        # One wait for each device, and not for each block
-        numbers = iter(torch.cat([rows[i] for i in places]).tolist())
-        for i in places:
-            found[i] = tuple(islice(numbers, len(rows[i])))
-    return [found.get(i) for i in range(len(modules))]
 
 
-def _have_equal_weights(module: nn.Module, other: nn.Module) -> bool:
-    first, second = _tensors(module), _tensors(other)
-    return first.keys() == second.keys() and all(
-        a.shape == second[name].shape and torch.equal(a, second[name].to(a))
-        for name, a in first.items()
-    )
+def _are_alike(matrices: Sequence[Tensor]) -> Bool[Tensor, "M M"]:
+    """Whether each two matrices have a cosine that independent draws do not have, by some of their numbers."""
+    # Odd, so that it does not go down one column
+    step = matrices[0].numel() // COMPARED | 1
+    rows = torch.stack([matrix.flatten()[::step].float() for matrix in matrices])
+    rows = torch.nn.functional.normalize(rows, dim=-1)
+    chance = STANDARD_DEVIATIONS / rows.shape[-1] ** 0.5
+    return rows @ rows.mT > max(ALIKE, chance)
+
+
+def _connected(shares: Float[ndarray, "M M"]) -> list[int]:
+    """Return a number for each module, the same for those that alike weights connect."""
+    _, labels = connected_components(shares > LEAST)
+    return labels.tolist()

@@ -18,7 +18,7 @@ from tracker.common.errors import UsageError
 from tracker.linalg.transfer import standard_normal
 from tracker.model.attention import OriginalAttention, intercept_attention
 from tracker.model.guard import copy_nested
-from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.head import HeadHooks
 from tracker.model.hidden_state import (
     ACCEPTED_FORMS,
     bind_arguments,
@@ -55,10 +55,6 @@ def record(
         stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
         stack.enter_context(recording_kernels(replica.dtype))
         stack.enter_context(recorder.head.watch(recorder.is_last_state))
-        if unknown := [block for block in replica.blocks if id(block) not in replica.ends_in_norm]:
-            stack.enter_context(
-                recorder.norms.watch([part for block in unknown for part in block.modules()])
-            )
         stack.enter_context(intercept_attention(recorder.record_attention))
         output = replica.forward(arguments, keywords)
         seed = replica.generators.drawn_seed()
@@ -75,7 +71,6 @@ class _Recorder:
         self.calls: list[BlockCall] = []
         self.running: BlockCall | None = None
         self.head = HeadHooks(replica)
-        self.norms = NormWatch()
         self.states: dict[int, Tensor] = {}  # what the last block returned, `states_in`
         # The index in `states` of a second state that the running block takes, and that state.
         self.stream: tuple[int, Tensor] | None = None
@@ -88,7 +83,6 @@ class _Recorder:
     def enter_block(self, block: nn.Module, args: tuple, kwargs: dict) -> None:
         """Record a block's arguments and input."""
         self.head.enter_block()
-        self.norms.forget()
         self.state_before = None if id(block) in self.replica.stateless else ModuleState(block)
         self.random_before = self.replica.generators.states()
         name = self.names[id(block)]
@@ -182,9 +176,6 @@ class _Recorder:
             raise UsageError(
                 f"block {call.name} returns {describe_output(output)}; {ACCEPTED_FORMS}"
             )
-        if id(block) not in self.replica.ends_in_norm:
-            self.replica.ends_in_norm[id(block)] = self.norms.returned(y)
-        call.ends_in_norm = self.replica.ends_in_norm[id(block)]
         several = isinstance(output, (tuple, list))
         self.states = states_in(dict(enumerate(output)) if several else {})
         self.check_one_stream(call, y)

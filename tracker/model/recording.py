@@ -114,7 +114,6 @@ class BlockCall:
     final_norm: nn.Module | None = None
     attention: list[AttentionCall] = field(default_factory=list)
     input_dtype: torch.dtype | None = None  # dtype of the hidden state between the model's blocks
-    ends_in_norm: bool = False  # whether the block returns the output of a norm (post-norm)
 
     def recorded_tensors(self) -> Iterator[Tensor]:
         """Yield the input, the output, and the keys and values of every attention."""

@@ -443,8 +443,6 @@ class Replica:
         self.stateless: set[int] = set()  # blocks, by id, found to keep no state between calls
         # Blocks, by id, found not to use the random numbers that they draw
         self.draws_for_nothing: set[int] = set()
-        # By id of the block: whether it returns the output of a norm
-        self.ends_in_norm: dict[int, bool] = {}
         self._writers: set[int] = set()  # modules, by id, that write to their weights or buffers
 
     def fresh(self, blocks: Blocks | None = None) -> "Replica":

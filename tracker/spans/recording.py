@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary
-from tracker.model.head import HeadHooks, NormWatch
+from tracker.model.head import HeadHooks
 from tracker.model.hidden_state import check_finite, same_state
 from tracker.model.random_numbers import seed_of
 from tracker.model.recording import Recording, Spill
@@ -61,8 +61,6 @@ class _Recorder:
         self.states: dict[Boundary, Tensor] = {}
         self.fixed: dict[Boundary, Tensor] = {}  # as found, not batch first
         self.head = HeadHooks(replica)
-        self.norms = NormWatch()
-        self.normed: dict[Boundary, bool] = {}  # whether the state is the output of a norm
         self.random: dict[Boundary, list[bytes]] = {}  # the states of the generators
 
     def run(self, arguments: inspect.BoundArguments) -> Any:
@@ -73,14 +71,11 @@ class _Recorder:
         }
         with ExitStack() as stack:
             stack.enter_context(self.head.watch(self.is_last_state))
-            stack.enter_context(self.norms.watch(list(self.replica.module.modules())))
             hooks |= {boundary: partial(self.record_state, boundary) for boundary in boundaries}
             return run(self.replica, arguments, self.seed, hooks)
 
     def record_fixed(self, place: Boundary, value: Tensor) -> None:
         """Record a fixed tensor."""
-        if self.norms.trying:
-            return
         if place in self.fixed:
             raise UsageError(
                 f"the forward pass reaches the {place} twice; name fixed tensors that it reaches once"
@@ -89,8 +84,6 @@ class _Recorder:
 
     def record_state(self, boundary: Boundary, state: Tensor) -> None:
         """Record the state at a boundary."""
-        if self.norms.trying:
-            return
         if state.dim() != 3 or not state.is_floating_point():
             dtype = str(state.dtype).removeprefix("torch.")
             raise UsageError(
@@ -103,7 +96,6 @@ class _Recorder:
             )
         check_finite(state, f"the {boundary}")
         self.random[boundary] = self.replica.generators.states()
-        self.normed[boundary] = self.norms.returned(state)
         self.states[boundary] = self.spill.keep(self.replica.oriented(state).clone())
         if boundary in self.replica.description.fixed:
             self.record_fixed(boundary, state)
@@ -169,5 +161,5 @@ class _Recorder:
                     i + 1, name, model, arguments, "", self.replica, x, span=span, seed=self.seed
                 )
             )
-            calls[-1].y, calls[-1].ends_in_norm = y, self.normed[span[1]]
+            calls[-1].y = y
         return calls
