@@ -1,6 +1,6 @@
 """Each figure is drawn, and the numbers that it plots are computed again by other means."""
 
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pandas as pd
@@ -13,16 +13,15 @@ from scipy import stats
 import tracker
 from tests.conftest import ROOT
 from tests.support.draws import integers
-from tests.support.models import VOCABULARY, Size, neox
+from tests.support.models import VOCABULARY, neox
 from tests.support.refused import refused
 from tests.support.rounding import rounding
-from tests.support.stores import stored
+from tests.support.stores import stored, unit
 from tracker.analysis.across_models import subset_fits
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.reduction import reduced
 from tracker.figures import drawing, jacobians
 from tracker.figures.__main__ import main
-from tracker.figures.coupling import MEASURE
 from tracker.figures.drawing import logarithmic_y
 from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN
 from tracker.figures.selection import draw
@@ -50,54 +49,50 @@ def results_are_read_once(monkeypatch):
     monkeypatch.setattr("tracker.store.open_results", open_results)
 
 
-def store(path, seed=0, size=None, measures=("coupling", "trajectory"), steps=STEPS, **options):
-    """Write results of random models, a different one at each step, with scores."""
-    made = Store(path)
-    made.check_settings({"model": path.name})
-    inputs = integers(3, VOCABULARY, 5, 7)
-    for step in steps:
-        torch.manual_seed(1000 * seed + step)
-        unit = tracker.measure(
-            neox(size=size), inputs, k=[K, 8], measures=measures, pair_tokens=[0, 2, 6], **options
-        )
-        unit["score"] = xr.DataArray(
-            [0.1 * seed + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task"
-        )
-        made.write(step, unit.assign_coords(step=step, tokens_seen=1e6 * (step + seed)))
-    return path
+def scored(unit, step, model=0):
+    """A unit with scores and training tokens."""
+    score = xr.DataArray([0.1 * model + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task")
+    unit = unit.drop_dims("task", errors="ignore").assign(score=score)
+    return unit.assign_coords(tokens_seen=1e6 * (step + model))
 
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    return store(tmp_path_factory.mktemp("one") / "toy", measures="all,tokenwise")
+    """Every measure of a random model, a different one at each step."""
+    inputs, units = integers(3, VOCABULARY, 5, 7), {}
+    for step in STEPS:
+        torch.manual_seed(step)
+        unit = tracker.measure(
+            neox(), inputs, k=[K, 8], measures="all,tokenwise", pair_tokens=[0, 2, 6]
+        )
+        units[step] = scored(unit, step)
+    return stored(tmp_path_factory.mktemp("one") / "toy", units).path
+
+
+SIZES = [(32, 3), (40, 4), (48, 3), (56, 5), (64, 4)]  # widths and blocks
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
     """Models of different sizes."""
-    place = tmp_path_factory.mktemp("several")
-    sizes = [Size(32, 3), Size(40, 4), Size(48, 3), Size(56, 5), Size(64, 4)]
-    return [store(place / f"model{i}", i, size, steps=(0, 2000)) for i, size in enumerate(sizes)]
+    place, paths = tmp_path_factory.mktemp("several"), []
+    for i, (width, blocks) in enumerate(SIZES):
+        sizes = {"width": width, "parameters": width**2, "model_class": "tests.GPTNeoX"}
+        units = {
+            step: scored(unit(step, blocks, (K, 8), 5, False, i, **sizes), step, i)
+            for step in (0, 2000)
+        }
+        paths.append(stored(place / f"model{i}", units).path)
+    return paths
 
 
-def drawn(name, results, out):
-    assert (
-        main(
-            [
-                name,
-                *map(str, results if isinstance(results, list) else [results]),
-                "--out",
-                str(out),
-            ]
-        )
-        == 0
-    )
+def drawn(name, paths, out):
+    """The table that the command line writes, beside two pictures."""
+    assert main([name, *map(str, paths), "--out", str(out)]) == 0
     for suffix in ("pdf", "png", "csv"):
-        assert (out / f"{ALIASES.get(name, name)}.{suffix}").stat().st_size > 0
-    table = pd.read_csv(out / f"{ALIASES.get(name, name)}.csv")
-    assert not [column for column in table if column.startswith("Unnamed")], (
-        "all columns have names"
-    )
+        assert (out / f"{name}.{suffix}").stat().st_size > 0
+    table = pd.read_csv(out / f"{name}.csv")
+    assert not table.columns.str.startswith("Unnamed").any(), "all columns have names"
     return table
 
 
@@ -141,22 +136,20 @@ def tile(variable):
     return lambda ds: abs(ds[variable].sel(layer=1).isel(at))
 
 
-def of_depths(variable):
-    """Quartiles at each depth at step 8, where there are values."""
+def quantiles(variable, q=(0.25, 0.5, 0.75), **at):
+    """Quantiles at each step, depth or block that is left of these, where there are values."""
 
-    def quartiles(ds):
-        values = ds[variable].sel(step=8)
-        axis = "depth" if "depth" in values.dims else "layer"
-        over = [dim for dim in values.dims if dim != axis]
-        return values.dropna(axis, how="all").quantile([0.25, 0.5, 0.75], over)
+    def of(ds):
+        values = ds[variable].sel(at)
+        axes = [dim for dim in values.dims if dim in ("step", "depth", "layer")]
+        for axis in axes:
+            values = values.dropna(axis, how="all")
+        return values.quantile(q, [dim for dim in values.dims if dim not in axes])
 
-    return quartiles
-
-
-def medians(of):
-    return lambda ds: [np.median(of(ds).sel(step=step)) for step in STEPS]
+    return of
 
 
+median = partial(quantiles, q=[0.5])
 QUARTILES = ["q25", "median", "q75"]
 TOKENS = {"step": 2000, "block": 1, "block_other": 2, "token": 0, "token_other": 6}
 # A figure, rows of its table, columns, and their values, of the results
@@ -178,13 +171,8 @@ NUMBERS = [
     ("4", TOKENS, "value", tile("self_matrix")),
     ("18", TOKENS, "value", tile("fixed_input_matrix")),
     ("19", TOKENS, "value", tile("fixed_output_matrix")),
-    (
-        "5",
-        {"step": 2000, "variable": "lss"},
-        QUARTILES,
-        lambda ds: np.quantile(ds.lss.isel(step=-1), [0.25, 0.5, 0.75]),
-    ),
-    ("25", {}, "median", lambda ds: np.median(ds.equidistance.isel(step=0))),
+    ("5", {"step": 2000, "variable": "lss"}, QUARTILES, quantiles("lss", step=2000)),
+    ("25", {}, "median", median("equidistance", step=0)),
     ("9", {}, "coupling", lambda ds: off_diagonal(below_null(ds)[-1])),
     ("9", {}, "tokens", lambda ds: [7] * 5),
     (
@@ -193,54 +181,39 @@ NUMBERS = [
         ["first", "second"],
         lambda ds: ds.pca.sel(step=0, position=3, depth=2).isel(prompt=0),
     ),
-    ("27", {}, "median", medians(lambda ds: ds.lss)),
-    ("28", {"layer": 2}, "median", medians(lambda ds: -ds.lss_window.sel(layer=2))),
-    ("29", {"layer": 2}, "median", medians(lambda ds: ds.expodistance_window.sel(layer=2))),
+    ("27", {}, "median", median("lss")),
+    ("28", {"layer": 2}, "median", lambda ds: -median("lss_window", layer=2)(ds)),
+    ("29", {"layer": 2}, "median", median("expodistance_window", layer=2)),
     (
         "32",
         {"depth": 3, "noise": 0.1},
         "mean",
         lambda ds: ds.noise_similarity.sel(step=2000, depth=3, noise=0.1).mean(),
     ),
-    (
-        "33",
-        {"rank": 1},
-        "value",
-        lambda ds: ds.singular_value.sel(step=0, rank=1).median(("prompt", "token")),
-    ),
-    (
-        "34",
-        {"rank": 2},
-        "value",
-        lambda ds: ds.singular_value.sel(step=2000, rank=2).median(("prompt", "token")),
-    ),
+    ("33", {"rank": 1}, "value", median("singular_value", step=0, rank=1)),
+    ("34", {"rank": 2}, "value", median("singular_value", step=2000, rank=2)),
     (
         "products",
         {"step": 2000, "rank": 2, "layer": 3},
         "value",
-        lambda ds: np.median(ds.from_first_singular_value.sel(step=2000, rank=2, layer=3)),
+        median("from_first_singular_value", step=2000, rank=2, layer=3),
     ),
     (
         "products",
         {"step": 0, "exponent": 5},
         "value",
-        lambda ds: np.median(ds.lyapunov_exponent.isel(step=0, exponent=4)),
+        median("lyapunov_exponent", step=0, exponent=5),
     ),
-    ("26", {"step": 8, "variable": "entropy"}, QUARTILES, of_depths("entropy")),
-    ("30", {"step": 8, "variable": "norm"}, QUARTILES, of_depths("norm")),
-    (
-        "effective_rank",
-        {"step": 8, "variable": "to_last_effective_rank"},
-        QUARTILES,
-        of_depths("to_last_effective_rank"),
+    *(
+        (name, {"step": 8, "variable": variable}, QUARTILES, quantiles(variable, step=8))
+        for name, variable in {
+            "26": "entropy",
+            "30": "norm",
+            "effective_rank": "to_last_effective_rank",
+            "normality": "mean_alignment",
+            "depth_use": "linear_error",
+        }.items()
     ),
-    (
-        "normality",
-        {"step": 8, "variable": "mean_alignment"},
-        QUARTILES,
-        of_depths("mean_alignment"),
-    ),
-    ("depth_use", {"step": 8, "variable": "linear_error"}, QUARTILES, of_depths("linear_error")),
 ]
 
 
@@ -373,13 +346,12 @@ def few_points(monkeypatch):
 
 
 @pytest.mark.slow
-def test_34_has_the_line_of_1_over_s(one, tmp_path, few_points):
+def test_34_has_the_line_of_1_over_s(one, several, few_points):
     table = table_of("33", one)
     assert table[table["rank"] == 1].r2.isna().all()  # three layers: no line
     _, inverse = figure_of("33", one)[0].axes
     assert "no line" in inverse.get_title() and len(inverse.lines) == 1
-    deep = store(tmp_path / "deep", size=Size(32, 5), steps=(0, 1))
-    figure, table = figure_of("34", deep)
+    figure, table = figure_of("34", several[3])
     s = table[table["rank"] == 1]
     fit = stats.linregress(s.layer, 1 / s.value)
     close([s.r2, s.slope, s.n], [[of] * 5 for of in (fit.rvalue**2, fit.slope, 5)])
@@ -483,13 +455,10 @@ def test_table_1(several, tmp_path):
     unit = Store(several[0]).read(0).drop_dims("task").drop_vars("tokens_seen")
     unscored = stored(tmp_path / "unscored", {0: unit.assign_attrs(final_norm="exclude")})
     table = drawn("table1", [*several, unscored.path], tmp_path)
-    widths, blocks = [32, 40, 48, 56, 64, 32], [3, 4, 3, 5, 4, 3]
-    sizes = [neox(size=Size(width, layers)) for width, layers in zip(widths, blocks, strict=True)]
-    assert table.parameters.tolist() == [
-        sum(p.numel() for p in model.parameters()) for model in sizes
-    ]
-    assert table.blocks.tolist() == blocks and table.width.tolist() == widths
-    assert set(table.architecture) == {"GPTNeoXForCausalLM"}
+    assert table.width.tolist() == [32, 40, 48, 56, 64, 32]
+    assert table.parameters.tolist() == [width**2 for width in table.width]
+    assert table.blocks.tolist() == [3, 4, 3, 5, 4, 3]
+    assert set(table.architecture) == {"GPTNeoX"}
     close(table["training tokens"], [1e6 * (2000 + i) for i in range(5)] + [np.nan])
     close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
     figure, _ = figure_of("table1", *several, unscored.path)
@@ -527,30 +496,13 @@ def test_the_tables_in_the_docs_are_those_of_the_registry():
     } == {*NOT_DRAWN}
 
 
-def test_the_docs_state_how_every_figure_is_drawn():
-    """The statistic is stated wherever there is a choice, and what a figure needs."""
+def test_the_docs_state_which_results_every_figure_needs():
     listed = {names.split(", ")[0]: rest for names, rest in rows_of_the_docs().items()}
     for name, figure in FIGURES.items():
-        _, results, drawn = listed[name]
-        states = [
-            need
-            for need in figure.needs
-            if need.startswith(("lss", "expodistance", "equidistance"))
-        ]
-        if states or "singular_value" in figure.needs:
-            assert "median" in drawn or drawn.startswith("as 33"), name
-        if {"pca", "noise_similarity"} & set(figure.needs):
-            assert "without the final norm" in drawn, "which is not stored"
-        if MEASURE in figure.needs and name != "curves":
-            assert "coupling as in the paper" in drawn or name == "1c", name
+        _, results, _ = listed[name]
         assert (figure.results < 4) == ("4 models or more with scores" not in results), name
         of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
         assert all(option in results or results == "as for 4" for option in of_option), name
-    for name, why in NOT_DRAWN.items():
-        (drawn,) = [
-            rest[-1] for names, rest in rows_of_the_docs().items() if name in names.split(", ")
-        ]
-        assert drawn.startswith("by `python -m vit.analysis" if "vit.analysis" in why else "not: ")
 
 
 def test_the_models_that_the_authors_code_names_are_listed():
@@ -693,13 +645,10 @@ def test_a_measure_k_and_step_are_chosen_on_the_command_line(one, tmp_path):
 
 
 @pytest.mark.slow
-def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path, capsys):
-    other = store(tmp_path / "other", seed=9, steps=(0, 2000))
-    made = Store(other)
-    for step in (0, 2000):
-        unit = made.read(step).drop_dims("task")
-        unit["score"] = xr.DataArray([0.7], {"task": ["wino"]}, "task")
-        made.write(step, unit)
+def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path):
+    unit = Store(several[0]).read(2000).drop_dims("task")
+    unit["score"] = xr.DataArray([0.7], {"task": ["wino"]}, "task")
+    other = stored(tmp_path / "other", {2000: unit}).path
     table = drawn("1a", [*several, other], tmp_path)
     close(table.score, [0.3] * 5 + [0.7])
 
