@@ -28,7 +28,6 @@ from tracker.figures.selection import draw
 from tracker.measures.registry import BY_NAME
 from tracker.measures.settings import USUAL
 from tracker.report.contents import contents
-from tracker.store import Store
 from tracker.store import open_results as read_results
 
 K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4")
@@ -86,19 +85,21 @@ def several(tmp_path_factory):
     return paths
 
 
-def drawn(name, paths, out):
-    """The table that the command line writes, beside two pictures."""
-    assert main([name, *map(str, paths), "--out", str(out)]) == 0
-    for suffix in ("pdf", "png", "csv"):
-        assert (out / f"{name}.{suffix}").stat().st_size > 0
-    table = pd.read_csv(out / f"{name}.csv")
-    assert not table.columns.str.startswith("Unnamed").any(), "all columns have names"
-    return table
+def of_stores(*paths):
+    """Results by their names."""
+    return {path.name: open_results(path) for path in paths}
 
 
 def figure_of(name, *paths):
     """A figure, and its table."""
-    return draw(name, {path.name: open_results(path) for path in paths}, None)
+    return draw(name, of_stores(*paths), None)
+
+
+def with_scores(ds, **scores):
+    """Results with other scores, the same at each step."""
+    of_steps = np.outer(np.ones(ds.sizes["step"]), [*scores.values()])
+    score = xr.DataArray(of_steps, {"step": ds.step, "task": [*scores]}, ("step", "task"))
+    return ds.drop_dims("task").assign(score=score)
 
 
 def close(seen, expected, **options):
@@ -396,19 +397,7 @@ def test_of_several_models(several):
         assert ("coupling by eq. 14, K = 8" in table) == (name == "36")
 
 
-def with_gsm8k(paths, place, task="gsm8k"):
-    """The last steps of these stores, with a score on GSM8K and on two others; the mean is not in proportion to it."""
-    copies = []
-    for i, path in enumerate(paths):
-        unit = Store(path).read(2000).drop_dims("task")
-        unit["score"] = xr.DataArray(
-            [0.1 * i, 0.3, 0.05 * i**2], {"task": ["arc", "wino", task]}, "task"
-        )
-        copies.append(stored(place / path.name, {2000: unit}).path)
-    return copies
-
-
-def test_fits_of_few_points_are_not_drawn(several, tmp_path):
+def test_fits_of_few_points_are_not_drawn(several):
     for name in ("1a", "7"):
         figure, table = figure_of(name, *several)
         assert (
@@ -428,14 +417,18 @@ def test_fits_of_few_points_are_not_drawn(several, tmp_path):
 
 
 @pytest.mark.slow
-def test_31(several, tmp_path, capsys, few_points):
-    paths = with_gsm8k(several, tmp_path)
-    table = drawn("31", paths, tmp_path)
+def test_31(several, few_points):
+    """A mean score that is not in proportion to that on GSM8K."""
+    results = of_stores(*several)
+    with refused("have arc, wino in common, but not gsm8k; join its scores: --scores FILE"):
+        draw("31", results)
+    for i, (name, ds) in enumerate(results.items()):
+        results[name] = with_scores(ds, arc=0.1 * i, wino=0.3, gsm8k=0.05 * i**2)
+    figure, table = draw("31", results)
     one = [0.05 * i**2 for i in range(5)]
     mean = [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
     close(table.gsm8k, one)
     close(table["mean score"], mean)
-    figure, _ = figure_of("31", *paths)
     fit = stats.linregress(mean, one)
     close(
         figure.axes[0].lines[0].get_ydata(),
@@ -443,33 +436,27 @@ def test_31(several, tmp_path, capsys, few_points):
         rtol=1e-4,
     )
     assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
-    assert main(["31", *map(str, several)]) == 2
-    error = capsys.readouterr().err
-    assert "have arc, wino in common, but not gsm8k; join its scores: --scores FILE" in error
-    assert main(["31", *map(str, paths[:3])]) == 2
-    assert "compares at least 4 results; 3 given" in capsys.readouterr().err
+    with refused("compares at least 4 results; 3 given"):
+        figure_of("31", *several[:3])
 
 
 @pytest.mark.slow
-def test_table_1(several, tmp_path):
-    unit = Store(several[0]).read(0).drop_dims("task").drop_vars("tokens_seen")
-    unscored = stored(tmp_path / "unscored", {0: unit.assign_attrs(final_norm="exclude")})
-    table = drawn("table1", [*several, unscored.path], tmp_path)
+def test_table_1(several):
+    results = of_stores(*several)
+    unscored = results["model0"].drop_dims("task").drop_vars("tokens_seen")
+    figure, table = draw(
+        "table1", results | {"unscored": unscored.assign_attrs(final_norm="exclude")}
+    )
     assert table.width.tolist() == [32, 40, 48, 56, 64, 32]
     assert table.parameters.tolist() == [width**2 for width in table.width]
     assert table.blocks.tolist() == [3, 4, 3, 5, 4, 3]
     assert set(table.architecture) == {"GPTNeoX"}
     close(table["training tokens"], [1e6 * (2000 + i) for i in range(5)] + [np.nan])
     close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
-    figure, _ = figure_of("table1", *several, unscored.path)
     (cells,) = figure.axes[0].tables
     assert cells[1, 5].get_text().get_text() == "2,000,000,000"
-    assert [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)] == [
-        "unscored",
-        "32",
-        "—",
-        "—",
-    ]
+    last = [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)]
+    assert last == ["unscored", "32", "—", "—"]
     assert figure.get_supxlabel() == (
         "score: mean of arc, wino\ntraining tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
     )
@@ -512,9 +499,9 @@ def test_the_models_that_the_authors_code_names_are_listed():
     assert models.repository.str.fullmatch(r"[\w-]+/[\w.-]+").all()
 
 
-def test_subsets_of_models(several, tmp_path):
+def test_subsets_of_models(several):
     couplings, scores = couplings_and_scores(several)
-    table = drawn("table4", several, tmp_path)
+    _, table = figure_of("table4", *several)
     assert table.subset.tolist() == ["all"], "one family, and halves of three and two, are too few"
     fit = stats.linregress(couplings, scores)
     close(
@@ -542,7 +529,6 @@ def test_subsets_of_models(several, tmp_path):
     close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "unknown, message",
     [
@@ -550,14 +536,12 @@ def test_subsets_of_models(several, tmp_path):
         ("offdiag_normalized", "3 of 5 results have coupling by eq. 14, K = 4, score"),
     ],
 )
-def test_too_few_results_with_scores(unknown, message, several, tmp_path, capsys):
-    known = {path: Store(path).read(2000) for path in several[:2]}
-    units = {
-        path.name: unit.assign({unknown: unit[unknown] * np.nan}) for path, unit in known.items()
-    }
-    others = [stored(tmp_path / name, {2000: unit}).path for name, unit in units.items()]
-    assert main(["table4", *map(str, [*others, *several[2:]])]) == 2
-    assert message in capsys.readouterr().err
+def test_too_few_results_with_scores(unknown, message, several):
+    results = of_stores(*several)
+    for name in ("model0", "model1"):
+        results[name][unknown] = results[name][unknown] * np.nan
+    with refused(message):
+        draw("table4", results)
 
 
 @pytest.mark.slow
@@ -568,8 +552,12 @@ def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys)
     scored = ", ".join(name for name in FIGURES if name in SCORED)
     assert f"not drawn: {scored}: it compares at least 4 results; 1 given" in printed.splitlines()
     assert len([line for line in printed.splitlines() if line.startswith("not drawn")]) == 2
-    made = {path.stem for path in (tmp_path / "all").glob("*.pdf")}
-    assert made == {*FIGURES} - {*SCORED, "15"}
+    for suffix in ("pdf", "png", "csv"):
+        files = [file for file in (tmp_path / "all").glob(f"*.{suffix}") if file.stat().st_size]
+        assert {file.stem for file in files} == {*FIGURES} - {*SCORED, "15"}
+    for file in files:
+        columns = pd.read_csv(file).columns
+        assert not columns.str.startswith("Unnamed").any(), "all columns have names"
 
 
 @pytest.mark.parametrize(
@@ -644,12 +632,10 @@ def test_a_measure_k_and_step_are_chosen_on_the_command_line(one, tmp_path):
     close(drawn.mean(), stored.where(stored.layer != stored.layer_other).astype(float).mean())
 
 
-@pytest.mark.slow
-def test_scores_are_of_the_benchmarks_that_all_have(several, tmp_path):
-    unit = Store(several[0]).read(2000).drop_dims("task")
-    unit["score"] = xr.DataArray([0.7], {"task": ["wino"]}, "task")
-    other = stored(tmp_path / "other", {2000: unit}).path
-    table = drawn("1a", [*several, other], tmp_path)
+def test_scores_are_of_the_benchmarks_that_all_have(several):
+    results = of_stores(*several)
+    other = with_scores(results["model0"], wino=0.7)
+    _, table = draw("1a", results | {"other": other})
     close(table.score, [0.3] * 5 + [0.7])
 
 
