@@ -6,7 +6,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import skew, ttest_1samp
+from scipy.stats import sem, skew, ttest_1samp
 from scipy.stats import t as t_distribution
 
 import tracker
@@ -155,16 +155,15 @@ def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
     )
 
 
-def test_models_that_are_unrelated_over_pairs_and_prompts():
-    """Both sources of error: of 2,000 models at most 2.5 % are called coupled, and not far fewer where one source dominates."""
-    random = np.random.default_rng(4)
-    for of_pairs, of_prompts in ((1, 0.1), (0.1, 1), (1, 1)):
-        table = of_pairs * random.standard_normal(
-            (2000, 15, 1)
-        ) + of_prompts * random.standard_normal((2000, 1, 6))
-        table += 0.1 * random.standard_normal(table.shape)
-        rate = coupled(table.mean(2), table.mean(1)).mean()
-        assert 0.012 <= rate <= 0.033, (of_pairs, of_prompts, rate)
+def test_errors_over_pairs_and_over_prompts_are_added():
+    """With Satterthwaite's degrees of freedom; pairs that lean to no side pass where t does."""
+    pairs, prompts = np.linspace(0.5, 1.5, 15)[None], np.linspace(0, 2, 6)[None]
+    of_pairs, of_prompts = sem(pairs, 1), sem(prompts, 1)
+    error = np.hypot(of_pairs, of_prompts)
+    df = error**4 / (of_pairs**4 / 14 + of_prompts**4 / 5)
+    level = t_distribution.sf(1 / error, df)
+    assert coupled(pairs, prompts, level=1.0001 * level)
+    assert not coupled(pairs, prompts, level=0.9999 * level)
 
 
 def test_onset_at_the_first_step():

@@ -222,12 +222,12 @@ class TestText:
         assert "(value differs by 0.1)" in said
         assert "Incomplete: 2 of 18 sets" in said
 
-    def test_where_nothing_can_be_fitted(self, several, tmp_path):
-        unscored = tracker.open_results(several[0]).isel(step=-1).drop_vars("score")
-        bare = stored(tmp_path / "bare", {1: unscored})
-        write_report([*several[:3], bare.path], tmp_path / "few.html")
+    def test_where_nothing_can_be_fitted(self, several, read, tmp_path):
+        *scored, bare = ((path, read(path)) for path in several[:4])
+        curves = dict(scored) | {bare[0]: bare[1].drop_vars("score")}
+        page = write_page(curves, tmp_path / "few.html")
         said = "Fits between results: 3 of 4 results have scores and layer pairs; a fit needs 4"
-        assert said in (tmp_path / "few.html").read_text()
+        assert said in page.read_text()
 
 
 @pytest.fixture(scope="module")
