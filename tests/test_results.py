@@ -1,6 +1,7 @@
 """Tests of the store: atomic units, refusal of other settings, detection of damage, claims."""
 
 import os
+import shutil
 import threading
 
 import numpy as np
@@ -9,13 +10,15 @@ import xarray as xr
 
 import tracker
 from tests.support import processes
+from tests.support.failing_files import FULL, failures
+from tests.support.files import contents
 from tests.support.refused import refused
 from tests.support.stores import generated
 from tracker.analysis.reduction import read_reduced
 from tracker.common.files import Lock
 from tracker.measures.dataset import labelled
 from tracker.measures.options import settings_from
-from tracker.netcdf import DamagedFile
+from tracker.netcdf import SEALED, DamagedFile
 from tracker.store import Store
 from tracker.version import SCHEMA
 
@@ -223,6 +226,34 @@ def test_what_stands_in_place_of_a_record_is_named(store, make):
 def test_directory_without_results_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="give a walk's --out"):
         tracker.open_results(tmp_path)
+
+
+@pytest.mark.parametrize("found", ["nothing", "half", "whole"])
+def test_a_unit_whose_writing_fails_at_any_operation_is_as_before_or_whole(store, found):
+    """What was damaged is kept, in its place or in DIR/damaged."""
+    file, damaged = store.write(3, unit(3)), store.path / "damaged"
+    whole = file.read_bytes()
+    before = {"nothing": [], "half": [whole[:5000]], "whole": [whole]}[found]
+
+    def begin():
+        shutil.rmtree(damaged, ignore_errors=True)
+        file.unlink()
+        for content in before:
+            file.write_bytes(content)
+
+    def write():
+        store.write_content(3, whole[:-SEALED])
+
+    begin()
+    for operation, raised in failures(write, store.path, FULL):
+        assert isinstance(raised, OSError) and str(store.path) in str(raised)
+        written = list(contents(store.units).values())
+        assert written in (before, [whole], [] if operation == "os.rename" else before)
+        assert found != "half" or before[0] in [*written, *contents(damaged).values()]
+        write()
+        assert contents(store.units) == {file.name: whole}
+        assert list(contents(damaged).values()) == (before if found == "half" else [])
+        begin()
 
 
 CLAIM = """

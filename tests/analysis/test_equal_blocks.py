@@ -15,12 +15,9 @@ from tests.support.refused import refused
 from tests.support.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
-from tracker.analysis.onset import coupled
 from tracker.analysis.pairs import counted_pairs, independent_pairs
 from tracker.analysis.reduction import read_miscouplings, reduced
-from tracker.figures.choices import Choices
-from tracker.figures.coupling import by_layer, coupling_of_prompts, layer_graph, over_training
-from tracker.figures.matrices import heatmaps
+from tracker.figures.selection import draw
 from tracker.measures.equal_blocks import read_equal_blocks
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.report.contents import contents
@@ -107,24 +104,6 @@ def test_pairs_of_the_same_two_modules_are_one_pair_of_a_test(looped):
     np.testing.assert_array_equal(independent_pairs(plain, own), both)
 
 
-def test_an_untrained_looped_model_is_not_called_coupled():
-    above = []
-    for seed in range(6):
-        torch.manual_seed(seed)
-        ds = measured([layer() for _ in range(4)] * 3)
-        departure = (
-            (null_level(ds, "miscoupling") - ds.miscoupling).mean(("prompt", "token")).sel(k=K)
-        )
-        above.append(bool(coupled(independent_pairs(departure, ds)[None])[0]))
-        table = tracker.summary(ds)
-        first, second = map(
-            int, next(of for _, of in table.index if of.startswith("blocks")).split()[1::2]
-        )
-        assert (first - second) % 4, "the most coupled pair is of two modules"
-        assert abs(table.loc["miscoupling", "all pairs"].coupling) < 0.02
-    assert sum(above) <= 1
-
-
 def test_the_summary_names_equal_blocks(looped):
     said = repr(tracker.summary(looped))
     assert "Some blocks are one module (1, 4; 2, 5; 3, 6)" in said and ONE_IN_40 not in said
@@ -207,34 +186,33 @@ def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
 
 
 def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path):
+    measure = "offdiag_normalized"
     store = stored(tmp_path / "store", dict.fromkeys((0, 10, 20), looped))
-    results = {"looped": open_results(store)}
-    expected = np.mean(
-        [looped.offdiag_normalized.sel(k=K).values[..., l, m] for l, m in COUNTED], 0
+    results = open_results(store)
+    values = looped[measure].sel(k=K)
+    above = (null_level(looped, measure).sel(k=K) - values).values
+    mean, coupling = (
+        np.mean([of[..., l, m] for l, m in COUNTED], 0) for of in (values.values, above)
     )
-    read = read_miscouplings(store).sel(
-        measure="offdiag_normalized", k=K, pairs="mean_offdiag", step=10
-    )
-    np.testing.assert_allclose(read.miscoupling, expected.mean(0), rtol=1e-6)
-    below = (null_level(looped, "offdiag_normalized") - looped.offdiag_normalized).sel(k=K)
-    coupling = np.mean([below.values[..., l, m] for l, m in COUNTED], 0)
-    last, chosen = results["looped"].isel(step=-1), Choices(K)
-    np.testing.assert_allclose(coupling_of_prompts(last, chosen), coupling.mean(1), rtol=1e-5)
-    _, table = over_training(results, chosen)
-    np.testing.assert_allclose(table["coupling"], coupling.mean(), rtol=1e-5)
-    _, edges = layer_graph(results, chosen)
-    shown = edges.dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
-    assert shown == [[l + 1, m + 1] for l, m in COUNTED if l < m]
-    _, table = by_layer(results, chosen)
-    values = below.mean(("prompt", "token")).values
-    means = [np.mean([values[l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
-    np.testing.assert_allclose(table["coupling"], means, rtol=1e-5)
-    heatmaps(results, chosen)
-    page = contents(reduced(results["looped"]))
-    l, m = page["most_coupled"]["offdiag_normalized"][K]
+    by_layer = [np.mean([above[..., l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
+    page = contents(reduced(results))
+    read = read_miscouplings(store).sel(measure=measure, k=K, pairs="mean_offdiag", step=10)
+    two = {"looped": results, "again": results}
+    tables = {name: draw(name, two, K)[1] for name in ("1b", "1c", "9", "15")}
+    tables = {name: table[table.result == "looped"] for name, table in tables.items()}
+    for found, expected in (
+        (read.miscoupling, mean.mean(0)),
+        (tables["9"].coupling, coupling.mean(1)),
+        (tables["1b"].coupling, coupling.mean()),
+        (tables["15"].coupling, by_layer),
+        (page["curves"][measure][K]["mean_offdiag"]["value"], mean.mean()),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    edges = tables["1c"].dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
+    assert edges == [[l + 1, m + 1] for l, m in COUNTED if l < m]
+    l, m = page["most_coupled"][measure][K]
     assert (l - m) % 3
-    curve = page["curves"]["offdiag_normalized"][K]["mean_offdiag"]
-    np.testing.assert_allclose(curve["value"], expected.mean(), rtol=1e-6)
+    draw("heatmap", two, K)
 
 
 def test_the_attribute_is_read_as_it_is_written():

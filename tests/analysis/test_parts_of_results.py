@@ -1,5 +1,7 @@
 """Parts of results that a user selected: their analyses are those of the part with all its dimensions, or a sentence."""
 
+from itertools import product
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -49,10 +51,8 @@ ANALYSES = {
     "null_level of tokens": lambda results: tracker.null_level(results, "self_miscoupling"),
     "scalars": tracker.scalars,
     "plot": tracker.plot,
-    "plot 1c": lambda results: tracker.plot(results, "1c"),
     "plot 9": lambda results: tracker.plot(results, 9),
     "plot 34": lambda results: tracker.plot(results, 34),
-    "plot table1": lambda results: tracker.plot(results, "table1"),
 }
 
 
@@ -219,8 +219,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("analysis", ANALYSES)
+@pytest.mark.parametrize(
+    "analysis, case", [*product(ANALYSES, ["a mean"]), *product(["summary", "scalars"], REFUSED)]
+)
 def test_what_is_refused_at_the_door(ds, analysis, case):
     selected, message = REFUSED[case]
     with refused(message):

@@ -9,7 +9,6 @@ import xarray as xr
 from scipy import stats
 
 import tracker
-from tests.support.coverage import assert_covers
 from tests.support.models import Size, neox, tokens
 from tests.support.refused import refused
 from tests.support.stores import generated
@@ -260,22 +259,6 @@ def test_a_median_moves_with_the_shares_below_it_by_the_slope_of_the_quantiles()
     np.testing.assert_allclose(linear(apart), -slope * apart)
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0])
-def test_coverage_of_the_interval_of_a_median(spread):
-    """Of prompts that differ, and of tokens that have a heavy tail, as expodistance has."""
-    random = np.random.default_rng(6)
-    inside = []
-    for _ in range(400):
-        values = np.exp(spread * random.standard_normal((16, 1)) + random.standard_normal((16, 20)))
-        cell = Cell(
-            float(np.median(values)), np.nan, ((values < np.median(values)) - 0.5).mean(1), None, "prompt",
-            np.percentile(values, np.arange(101)),
-        )  # fmt: skip
-        _, _, _, low, high, *_ = cell.row()
-        inside.append(low <= 1 <= high)
-    assert_covers(inside, 0.92, 0.985)
-
-
 def test_an_untrained_store_and_a_coupled_one_have_an_answer_for_each_definition(store):
     table = tracker.summary(store)
     answers = table.xs("all pairs", level="of").answer
@@ -376,8 +359,6 @@ def test_what_can_not_be_summarised(tmp_path):
             given()
     with pytest.raises(FileNotFoundError, match="no results in"):
         tracker.summary(tmp_path)
-    paths = tracker.summary(tracker.measure(neox(), tokens(2), measures="trajectory"))
-    assert paths.index.get_level_values("measure").tolist() == ["lss", "expodistance", "alpha_mean"]
     assert isinstance(tracker.summary(xr.merge([ds])), pd.DataFrame)
 
 

@@ -1,6 +1,5 @@
 """Copies of checkpoints: what is copied and where to, and the removal of those that killed processes left."""
 
-import errno
 import hashlib
 import os
 import shutil
@@ -8,16 +7,16 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
 from checkpoints import copies
-from checkpoints.copies import LOCK, PREFIX, _remove, load_copy, sweep
+from checkpoints.copies import LOCK, PREFIX, load_copy, sweep
 from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
 from tests.support import processes
-from tests.support.files import holding
+from tests.support.failing_files import FAILING, failures
+from tests.support.files import contents, holding
 from tracker.common import files
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -121,21 +120,37 @@ def test_all_that_the_users_code_may_read_of_a_directory_is_copied_and_hashed(tm
         assert files_digest(run, own_code=True) == before
 
 
-def test_a_copy_whose_removal_is_cut_short_is_removed_by_the_next_walk(temporary, monkeypatch):
+@pytest.mark.parametrize("error", [FAILING, KeyboardInterrupt])
+def test_a_copy_whose_removal_is_cut_short_is_removed_by_the_next_walk(temporary, error):
     """The lock goes last: without it nobody knows what the rest is."""
-    (copy := temporary / f"{PREFIX}1" / "step8").mkdir(parents=True)
-    (copy / "model.safetensors").touch()
-    (copy.parent / LOCK).touch()
-    monkeypatch.setattr("shutil.rmtree", Mock(side_effect=InterruptedError))
-    with pytest.raises(InterruptedError):
-        _remove(copy.parent)
-    monkeypatch.undo()
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    sweep([])
-    assert not any(temporary.iterdir())
+
+    def leave():
+        holding(temporary / f"{PREFIX}1", LOCK, "step8/model.safetensors", "step8/config.json")
+
+    leave()
+    for _ in failures(lambda: sweep([]), temporary, error):
+        sweep([])
+        assert not any(temporary.iterdir())
+        leave()
 
 
-def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):
+def test_a_copy_that_fails_at_any_operation_is_refused_and_removed(run, temporary):
+    """A disk that fails; a hash that can't be noted is no failure."""
+    cache, before = run.parents[1] / "cache", contents(run)
+
+    def load():
+        shutil.rmtree(cache, ignore_errors=True)
+        load_copy(lambda copy: None, run)
+
+    for operation, raised in failures(load, run, FAILING):
+        assert operation == "os.listdir" or f"{run} can't be copied to {temporary}" in str(raised)
+        assert isinstance(raised, CheckpointError | OSError) and not any(temporary.iterdir())
+        assert contents(run) == before
+    for _, raised in failures(load, cache / "block-coupling-tracker", FAILING):
+        assert raised is None and not any(temporary.iterdir())
+
+
+def test_a_copy_without_space_is_refused(run, temporary):
     with open(run / "model.safetensors", "wb") as file:
         file.truncate(1 << 43)
     with pytest.raises(
@@ -143,17 +158,6 @@ def test_a_copy_that_can_not_be_made_is_refused(run, temporary, monkeypatch):
         match=r"no space for its 8.8e\+03 GB in .*temporary .* and .*/runs .* set TMPDIR",
     ):
         load_copy(Path.iterdir, run)
-    os.truncate(run / "model.safetensors", 1)
-
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(copies.shutil, "copyfile", fail)
-    with pytest.raises(
-        CheckpointError, match=r"can't be copied to .*/temporary \(.*Input/output error"
-    ):
-        load_copy(Path.iterdir, run)
-    assert not any(temporary.iterdir())
 
 
 def when_copied(name, monkeypatch, act):

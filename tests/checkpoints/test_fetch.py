@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import list_branches, list_revisions
 from tests.support import processes
+from tests.support.failing_files import FAILING, FULL, failures, numbered
 from tests.support.hub_server import Handler, Hub, blob, serve
 from tracker.common.errors import CheckpointError, Unreachable
 
@@ -181,17 +183,6 @@ def test_the_snapshot_has_the_listed_content_whatever_the_hub_says_of_a_file(fet
         file.resolve().name for file in cached_snapshot(REPO, "step1", fetcher.cache).iterdir()
     }
     assert names == {blob(file) for file in fetcher.published(1).iterdir() if file.suffix != ".bin"}
-
-
-def test_a_snapshot_has_copies_where_links_are_not_supported(fetcher, monkeypatch):
-    def fail(*_) -> None:
-        raise OSError("no links here")
-
-    monkeypatch.setattr(Path, "symlink_to", fail)
-    fetcher.fetch_whole(1)
-    before = len(fetcher.server.requests)
-    fetcher.fetch_whole(1)
-    assert len(fetcher.server.requests) == before + 1
 
 
 def test_branches_whose_names_leave_the_cache_are_left_out(fetcher):
@@ -479,8 +470,6 @@ def test_without_network_the_cache_is_used(fetcher, monkeypatch):
 
 
 def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher):
-    import shutil
-
     fetcher.fetch(1)
     shutil.rmtree(Path(os.environ["TRACKER_CACHE"]))
     found, _ = list_revisions(REPO, list_branches(REPO)[0], fetcher.cache, offline=True)
@@ -545,25 +534,48 @@ def test_partly_written_reference_is_not_listed_as_a_branch(fetcher, monkeypatch
 def test_full_disk_is_reported(fetcher):
     """A limit of 200 kB on the size of files, enforced by the kernel, imitates a full disk."""
     with processes.files_of_at_most(200_000):
-        full = process(fetcher, "step1")
-    assert "step1 does not fit on the disk of" in full.communicate()[0]
+        with pytest.raises(CheckpointError, match="step1 does not fit on the disk of"):
+            fetcher.fetch(1)
     fetcher.fetch_whole(1)
 
 
-def test_read_only_cache_is_reported(fetcher, monkeypatch):
-    directory = fetcher.fetch(1)
-    (fetcher.cached / "refs" / "step1").unlink()
+READ_ONLY = numbered(errno.EROFS)
+CACHES = {
+    "full": (FULL, "step1 does not fit on the disk of .*No space left"),
+    "read-only": (READ_ONLY, "step1 is not in the cache .*can't be written to; set HF"),
+    "damaged": (FAILING, r"step1 can't be downloaded \(OSError: .*Input/output error"),
+}
 
-    def refuse(*_):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for function in ("write_atomic", "_download"):
-        monkeypatch.setattr(f"checkpoints.fetch.{function}", refuse)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CACHES)
+def test_a_download_that_fails_at_any_operation_is_completed_by_the_next(fetcher, case):
+    """Where links are not supported, the snapshot has copies."""
+    error, message = CACHES[case]
+    commits, found = fetcher.listings()
+
+    def fetch_step():
+        return fetch(REPO, "step1", found["step1"], fetcher.cache, notify=fetcher.messages.append)
+
+    outcomes = {}
+    for operation, raised in failures(fetch_step, fetcher.cached, error):
+        if raised is None:
+            fetcher.assert_whole(1, fetcher.snapshot(commits["step1"]))
+        else:
+            assert re.search(message, str(raised)), raised
+        outcomes[operation] = raised
+        fetcher.assert_whole(1, fetch_step())
+        shutil.rmtree(fetcher.cache)
+    assert outcomes["os.symlink"] is None and outcomes["os.rename"]
+
+
+def test_a_whole_revision_is_taken_from_a_cache_that_can_not_be_written_to(fetcher):
+    directory, reference = fetcher.fetch(1), fetcher.cached / "refs" / "step1"
+    reference.unlink()
+    for _, raised in failures(lambda: fetcher.fetch(1), fetcher.cached, READ_ONLY, reading=False):
+        assert raised is None
+        reference.unlink(missing_ok=True)
     assert fetcher.fetch(1) == directory
-    with pytest.raises(
-        CheckpointError, match=r"step2 is not in the cache .*can't be written to; set HF_HUB_CACHE"
-    ):
-        fetcher.fetch(2)
 
 
 def begun(cache: Path) -> bool:

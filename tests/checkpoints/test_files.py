@@ -4,17 +4,14 @@ import errno
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
-from functools import partial
-from unittest import mock
 
 import pytest
 
+from tests.support.failing_files import FAILING, FULL, failures, numbered, unreadable
 from tracker.common import files
 from tracker.common.files import Lock, hash_file, read_json, remove_stale_temporaries, write_atomic
 
@@ -122,25 +119,34 @@ def test_other_files_are_kept(tmp_path):
     assert names(tmp_path) == [".hidden", ".old.tmp", "plain.tmp"]
 
 
-@pytest.mark.parametrize(
-    "failure", [partial(OSError, 28, "No space left on device"), KeyboardInterrupt, MemoryError]
-)
-@pytest.mark.parametrize("moment", ["fsync", "replace"])
-def test_failed_write_keeps_the_old_content_and_leaves_no_temporary_file(
-    tmp_path, monkeypatch, failure, moment
-):
-    file = tmp_path / "file"
-    write_atomic(file, b"old")
+# An error of the system or of Python, and the operations whose failure leaves the file written all the same.
+WRITTEN = {
+    "full disk": (FULL, []),
+    "damaged disk": (FAILING, []),
+    # Of a file system without locks; SMB and vboxsf refuse so to sync a directory
+    "invalid": (numbered(errno.EINVAL), ["fcntl.flock", "os.fsync"]),
+    "no locks": (numbered(errno.ENOLCK), ["fcntl.flock"]),
+    "Ctrl-C": (KeyboardInterrupt, []),
+    "memory": (MemoryError, []),
+}
 
-    def fail(*_):
-        raise failure()
 
-    monkeypatch.setattr(files.os, moment, fail)
-    with pytest.raises(type(failure())) as raised:
-        write_atomic(file, b"new")
-    monkeypatch.undo()
-    assert not isinstance(raised.value, OSError) or raised.value.filename == str(file)
-    assert names(tmp_path) == ["file"] and file.read_bytes() == b"old"
+@pytest.mark.parametrize("case", WRITTEN)
+def test_a_write_that_fails_at_any_operation_leaves_the_old_content_or_the_new(tmp_path, case):
+    file, (error, tolerated) = tmp_path / "file", WRITTEN[case]
+    file.write_bytes(b"old")
+    without_error, renamed = [], False
+    for operation, raised in failures(lambda: write_atomic(file, b"new"), tmp_path, error):
+        renamed |= file.read_bytes() == b"new"
+        assert file.read_bytes() == (b"new" if renamed or raised is None else b"old")
+        assert names(tmp_path) == ["file"]
+        if raised is None:
+            without_error.append(operation)
+            renamed = False
+        elif isinstance(raised, OSError):
+            assert str(tmp_path) in str(raised)
+        file.write_bytes(b"old")
+    assert without_error == tolerated
 
 
 def test_removed_temporary_file_is_written_again(tmp_path, monkeypatch):
@@ -158,41 +164,27 @@ def test_removed_temporary_file_is_written_again(tmp_path, monkeypatch):
     assert removed and names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"whole"
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_only_a_directory_that_cannot_be_synced_at_all_is_left_unsynced(
-    tmp_path, monkeypatch, number
-):
-    """SMB and vboxsf refuse it with EINVAL; EIO is a disk that fails."""
-    fsync = os.fsync
-
-    def refuse(descriptor):
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(number, os.strerror(number))
-        fsync(descriptor)
-
-    monkeypatch.setattr(files.os, "fsync", refuse)
-    with nullcontext() if number == errno.EINVAL else pytest.raises(OSError, match=str(tmp_path)):
-        write_atomic(tmp_path / "file", b"whole")
-    assert (tmp_path / "file").read_bytes() == b"whole"
-
-
 @pytest.mark.parametrize(
-    "use",
-    [Lock.take, Lock.wait, hash_file, lambda file: read_json(file, dict)],
-    ids=["take", "wait", "hash", "json"],
+    "read", [hash_file, lambda file: read_json(file, dict)], ids=["hash", "json"]
 )
-def test_errors_of_an_open_file_name_it(tmp_path, monkeypatch, use):
-    file = tmp_path / "file"
-    file.write_bytes(b"{}")
-
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(files.fcntl, "flock", fail)
-    monkeypatch.setattr("hashlib.file_digest", fail)
-    monkeypatch.setattr("pathlib.Path.read_bytes", fail)
+def test_an_error_of_reading_names_the_file(tmp_path, read):
     with pytest.raises(OSError, match=r"Input/output error: '.*file'"):
-        use(file)
+        read(unreadable(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("take", [Lock.take, Lock.wait])
+def test_a_lock_that_fails_at_any_operation_names_its_file_and_is_free(tmp_path, take):
+    file, opened = tmp_path / "lock", len(os.listdir("/proc/self/fd"))
+
+    def sign():
+        lock = take(file)
+        lock.sign()
+        lock.release(remove=True)
+
+    for operation, raised in failures(sign, tmp_path, FAILING):
+        assert f"Input/output error: '{file}'" in str(raised)
+        assert len(os.listdir("/proc/self/fd")) == opened
+        assert operation != "os.truncate" or not file.exists()
 
 
 def test_without_locks_only_old_temporary_files_are_removed(tmp_path, monkeypatch):
@@ -227,11 +219,3 @@ def test_files_behind_links_are_listed_once_in_directories_that_link_to_each_oth
         for other in places:
             (place / f"to {other.name}").symlink_to(other)
     assert files.visible(tmp_path) == sorted(place / "file" for place in places)
-
-
-def test_a_lock_that_cannot_be_signed_is_released(tmp_path, monkeypatch):
-    lock = Lock.take(tmp_path / "lock")
-    monkeypatch.setattr(os, "pwrite", mock.Mock(side_effect=OSError(errno.ENOSPC, "full")))
-    with pytest.raises(OSError, match="full"):
-        lock.sign()
-    assert not lock.held and not names(tmp_path)

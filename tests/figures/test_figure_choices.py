@@ -116,24 +116,25 @@ def test_blocks_are_chosen(course):
     np.testing.assert_allclose(tile, abs(stored).values.ravel(), rtol=1e-6)
     _, table = of("28", course, layers=[3])
     assert set(table.layer) == {3}
-    with refused("toy has no window at block 5; choose from 1 to 4"):
-        of("29", course, layers=[3, 5])
-    with refused("layer 9 was not measured in all results; they share 1, 2, 3, 4, 5"):
-        of("3", course, layers=[9])
-    with refused("layers 3 is for the figures 3, 4, 18, 19, 28, 29"):
-        of("1b", course, layers=[3])
     assert INTEGERS("9-11,3,-1") == [9, 10, 11, 3, -1]
 
 
-@pytest.mark.parametrize("layers", [12, "12", [12]])
-def test_one_block_is_given_as_a_number_or_a_text(course, layers):
-    with refused("layer 12 was not measured in all results"):
-        tracker.plot(course, "3", layers=layers)
-
-
-def test_what_names_no_blocks(course):
-    with refused("^layers='last'; give whole numbers with commas"):
-        tracker.plot(course, "3", layers="last")
+@pytest.mark.parametrize(
+    "name, chosen, said",
+    [
+        ("29", {"layers": [3, 5]}, "toy has no window at block 5; choose from 1 to 4"),
+        ("3", {"layers": [9]}, "layer 9 was not measured in all .*; they share 1, 2, 3, 4, 5"),
+        ("1b", {"layers": [3]}, "layers 3 is for the figures 3, 4, 18, 19, 28, 29"),
+        ("3", {"layers": 12}, "layer 12 was not measured in all results"),
+        ("3", {"layers": "12"}, "layer 12 was not measured in all results"),
+        ("3", {"layers": "last"}, "^layers='last'; give whole numbers with commas"),
+        ("27", {"axis": "logarithmic"}, "axis 'logarithmic'; choose from auto, linear, log"),
+        ("34", {"axis": "log"}, "axis log is for the figures curves, 1b, 27, 28, 29"),
+    ],
+)
+def test_what_can_not_be_chosen(course, name, chosen, said):
+    with refused(said):
+        tracker.plot({"toy": course}, name, **chosen)
 
 
 def test_one_block_is_chosen_that_is_compared_with_another():
@@ -209,10 +210,6 @@ def test_an_axis_is_chosen_by_name(course):
         tracker.plot({"toy": course}, "27", axis="log").axes[0].get_xlabel()
         == "Training step (log scale)"
     )
-    with refused("axis 'logarithmic'; choose from auto, linear, log"):
-        tracker.plot({"toy": course}, "27", axis="logarithmic")
-    with refused("axis log is for the figures curves, 1b, 27, 28, 29"):
-        tracker.plot({"toy": course}, "34", axis="log")
 
 
 def test_no_legend_covers_data(course):

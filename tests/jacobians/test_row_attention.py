@@ -6,111 +6,69 @@ import pytest
 import torch
 
 from tracker.jacobians import row_attention
-from tracker.jacobians.row_attention import HeadProduct, by_formula, by_own_code, expand
+from tracker.jacobians.row_attention import HeadProduct, by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.model.attention import Formula, OriginalAttention
 from tracker.model.recording import AttentionCall
 
-R, H, n, e, f = 3, 4, 6, 5, 7
-
+H, n, e, f = 4, 6, 5, 7
+FORMULAS = {
+    "plain": Formula(),
+    "scale": Formula(scale=0.7),
+    "cap": Formula(cap=0.5),
+    "all": Formula(0.3, 0.8, torch.linspace(-1, 1, H).double()),
+}
+SEEN = torch.tensor([[True, True, False, True]]).expand(4, 4)
+MASKS = {"bool": SEEN, "of samples": SEEN[None, None], "added": torch.randn(1, H, 4, 4).double()}
 
 close = partial(torch.testing.assert_close, atol=1e-12, rtol=0)
+jacobian = torch.autograd.functional.jacobian
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
-def attention(formula, query, key, value, K, V, own, mask):
-    """Written out row by row, head by head."""
-    G, out = key.shape[1], []
-    for r in range(R):
-        for h in range(H):
-            g, at = h // (H // G), torch.arange(n) == own[r]
-            keys = torch.where(at[:, None], key[r, g], K[r, g])
-            values = torch.where(at[:, None], value[r, g], V[r, g])
-            s = keys @ query[r, h, 0] * (e**-0.5 if formula.scale is None else formula.scale)
-            s = s if formula.cap is None else formula.cap * torch.tanh(s / formula.cap)
-            if mask is not None:
-                row = mask[r, h % mask.shape[1], 0]
-                s = s.masked_fill(~row, -torch.inf) if row.dtype == torch.bool else s + row
-            sink = torch.tensor([]) if formula.sinks is None else formula.sinks[h : h + 1]
-            out.append(torch.cat([s, sink]).softmax(0)[:n] @ values)
-    return torch.stack(out).view(R, H, 1, f)
+def rows_of(G):
+    """Return queries, keys and values of three rows of one recording and two of another."""
+    return torch.randn(5, H, 1, e), torch.randn(5, G, 1, e), torch.randn(5, G, 1, f)
 
 
-@pytest.mark.parametrize("G", [1, 2, 4])
-@pytest.mark.parametrize(
-    "formula",
-    [
-        Formula(),
-        Formula(scale=0.7),
-        Formula(cap=0.5),
-        Formula(0.3, 0.8, torch.linspace(-1, 1, H).double()),
-    ],
-    ids=["plain", "scale", "cap", "all"],
-)
-@pytest.mark.parametrize("masked", ["none", "bool", "added"])
-def test_value_and_jacobian(double, formula, G, masked):
-    shapes = (R, H, 1, e), (R, G, 1, e), (R, G, 1, f), (R, G, n, e), (R, G, n, f)
-    query, key, value, K, V = (torch.randn(*shape) for shape in shapes)
-    own = torch.tensor([0, 3, n - 1])
-    mask = {
-        "none": None,
-        "bool": torch.rand(R, 1, 1, n) < 0.7,
-        "added": torch.randn(R, H, 1, n),
-    }[masked]
-    if masked == "bool":
-        mask[torch.arange(R), :, :, own] = True
-    live = torch.zeros(R, 1, n, 1, dtype=torch.bool)
-    live[torch.arange(R), :, own] = True
-    expansion = expand(
-        formula, query, torch.where(live, key, K), torch.where(live, value, V), mask, own
-    )
-    point = query, key, value
-    by_hand = lambda *given: attention(formula, *given, K, V, own, mask)  # noqa: E731
-    close(expansion(*point), by_hand(*point))
-    seen, expected = (torch.autograd.functional.jacobian(g, point) for g in (expansion, by_hand))
-    v = tuple(torch.randn_like(t) for t in point)
-    pushed = sum(torch.tensordot(J, t, dims=4) for J, t in zip(expected, v, strict=True))
-    for one, other in zip(seen, expected, strict=True):
-        close(one, other)
-    by_forward_mode = torch.func.jvp(expansion, point, v)[1]
-    twice_back = torch.autograd.functional.jvp(expansion, point, v)[1]
-    for found in (by_forward_mode, twice_back):
-        close(found, pushed)
-    of_values = torch.func.jvp(lambda value: expansion(query, key, value), (value,), v[2:])[1]
-    close(of_values, torch.tensordot(expected[2], v[2], dims=4))
-
-
-def own_code(formula, query, key, value, mask, causal):
-    """A model's own attention: queries (R, H, 1, e) and keys (R, G, n, e)."""
-    share, scale = query.shape[1] // key.shape[1], formula.scale or e**-0.5
-    K, V = (kept.repeat_interleave(share, dim=1) for kept in (key, value))
-    s = scale * query @ K.mT
-    return (s if mask is None else s.masked_fill(~mask, -torch.inf)).softmax(-1) @ V
-
-
-@pytest.fixture
-def live(double):
-    """Queries, keys and values of three rows of one recording and two of another."""
-    return torch.randn(5, H, 1, e), torch.randn(5, 2, 1, e), torch.randn(5, 2, 1, f)
-
-
-@pytest.fixture
-def frozen(double):
-    """Two recordings of other lengths: one causal, of two samples, and one whose only sample has a mask."""
-    long = AttentionCall(torch.randn(2, 2, n, e), torch.randn(2, 2, n, f), None, True)
-    mask = torch.tensor([[True, True, False, True]]).expand(4, 4)
-    short = AttentionCall(torch.randn(1, 2, 4, e), torch.randn(1, 2, 4, f), mask, False)
+def recordings(G, mask=SEEN):
+    """Return two recordings of other lengths and their rows: one causal, of two samples, and one whose only sample has a mask."""
+    long = AttentionCall(torch.randn(2, G, n, e), torch.randn(2, G, n, f), None, True)
+    short = AttentionCall(torch.randn(1, G, 4, e), torch.randn(1, G, 4, f), mask, False)
     source = torch.tensor([0, 3, 1])
     return [
         (long, Rows(torch.tensor([0, 1, 1]), torch.tensor([2, n - 1, 4]), source)),
         (short, Rows(torch.tensor([0, 0]), torch.tensor([3, 1]))),
     ]
+
+
+@pytest.fixture
+def live():
+    return rows_of(2)
+
+
+@pytest.fixture
+def frozen():
+    return recordings(2)
+
+
+def own_code(formula, query, key, value, mask, causal):
+    """A model's own attention: queries (R, H, 1, e) and keys (R, G, n, e)."""
+    K, V = (kept.repeat_interleave(H // key.shape[1], dim=1) for kept in (key, value))
+    s = query @ K.mT * (e**-0.5 if formula.scale is None else formula.scale)
+    s = s if formula.cap is None else formula.cap * (s / formula.cap).tanh()
+    if mask is not None:
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask
+    sinks = (
+        s[..., :0] if formula.sinks is None else formula.sinks[:, None, None].expand_as(s[..., :1])
+    )
+    return torch.cat([s, sinks], -1).softmax(-1)[..., : K.shape[2]] @ V
 
 
 def by_hand(formula, query, key, value, frozen):
@@ -121,26 +79,41 @@ def by_hand(formula, query, key, value, frozen):
         b, t, at = int(row.sample), int(row.token), int(row.live)
         K, V = past.key[b].clone(), past.value[b].clone()
         K[:, at], V[:, at] = key[r, :, 0], value[r, :, 0]
-        seen = torch.arange(len(K[0])) <= t if past.mask is None else past.mask[t]
+        seen = torch.arange(len(K[0])) <= t if past.mask is None else past.mask[..., t, None, :]
         outputs.append(own_code(formula, query[r : r + 1], K[None], V[None], seen, False))
     return torch.cat(outputs)
 
 
+@pytest.mark.parametrize("G", [1, 2, 4])
+@pytest.mark.parametrize("formula", FORMULAS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_values_and_derivatives(G, formula, mask):
+    """In reverse mode, in forward mode, and by reverse mode twice."""
+    live, frozen, of = rows_of(G), recordings(G, MASKS[mask]), FORMULAS[formula]
+    found, expected = (
+        lambda *given: by_formula(OriginalAttention(torch.add, of), *given, frozen),
+        lambda *given: by_hand(of, *given, frozen),
+    )
+    close(found(*live), expected(*live))
+    J = jacobian(expected, live)
+    for one, other in zip(jacobian(found, live), J, strict=True):
+        close(one, other)
+    v = tuple(torch.randn_like(given) for given in live)
+    pushed = sum(torch.tensordot(one, t, dims=4) for one, t in zip(J, v, strict=True))
+    close(torch.func.jvp(found, live, v)[1], pushed)
+    close(torch.autograd.functional.jvp(found, live, v)[1], pushed)
+
+
 @pytest.mark.parametrize("method", [by_formula, by_own_code])
-@pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("rows", [1, 2, None])
-def test_rows_of_several_recordings(method, scale, rows, live, frozen, monkeypatch):
-    """Also expanded one or two rows at a time, at other positions than their own, and without gradients."""
+def test_few_rows_at_a_time(method, rows, live, frozen, monkeypatch):
+    """Also without gradients."""
     if rows:
         monkeypatch.setattr(row_attention, "_rows_at_once", lambda *_: rows)
-    formula = Formula(scale)
+    formula = Formula(0.7)
     attention = OriginalAttention(partial(own_code, formula), formula)
-    expected = torch.autograd.functional.jacobian(
-        lambda *given: by_hand(formula, *given, frozen), live
-    )
-    found = torch.autograd.functional.jacobian(
-        lambda *given: method(attention, *given, frozen), live
-    )
+    expected = jacobian(lambda *given: by_hand(formula, *given, frozen), live)
+    found = jacobian(lambda *given: method(attention, *given, frozen), live)
     for one, other in zip(found, expected, strict=True):
         close(one, other)
     with torch.no_grad():

@@ -8,12 +8,10 @@ from torch import nn
 
 import tracker
 import tracker.jacobians.rows
-from tests.support.attention import attend
 from tests.support.measured import detached
 from tests.support.models import WIDTH, build, images, random
 from tests.support.stacks import Attention, Stack, measured
 from tests.support.unchanged import assert_unchanged, snapshot
-from tracker.common.errors import Note
 
 
 class Linear(nn.Module):
@@ -25,70 +23,27 @@ class Linear(nn.Module):
         return x + self.layer(x)
 
 
-def test_what_is_said_of_rows_that_mix_outside_attention():
-    said = "as exact as single rows and with up to 4 times the operations .*by code of its own"
-    with pytest.warns(Note, match=said):
-        ds = measured(Stack([Linear(lambda x: x.mean(1, keepdim=True).tanh()) for _ in range(2)]))
-    assert not ds.diagnostics_sliced.any() and "by code of its own" in ds.attrs["fallbacks"]
+@pytest.fixture(scope="module", params=[[-1], "all"], ids=str)
+def honest(request):
+    model, inputs = build("gpt_neox")
+    ds = tracker.measure(model, inputs, k=4, tokens=request.param, dtype="float64")
+    assert ds.diagnostics_sliced.all()
+    return model, inputs, request.param, ds
 
 
 @pytest.mark.parametrize("path", tracker.jacobians.rows.PATHS)
-@pytest.mark.parametrize("positions", [[-1], [0, -1], "all"], ids=str)
 @pytest.mark.parametrize("planted", ["key", "value"])
-def test_a_detached_key_or_value_is_caught(monkeypatch, planted, positions, path):
+def test_a_detached_key_or_value_is_caught(monkeypatch, honest, planted, path):
     """Planted in the slicing itself: outputs agree to the last bit, only the derivative is wrong."""
     faulty = {path: detached(tracker.jacobians.rows.PATHS[path], planted)}
-    model, inputs = build("gpt_neox")
-    honest = tracker.measure(model, inputs, k=4, tokens=positions, dtype="float64")
-    assert honest.diagnostics_sliced.all()
+    model, inputs, positions, expected = honest
     monkeypatch.setattr(tracker.jacobians.rows, "PATHS", faulty)
     with pytest.warns(UserWarning, match="derivative at single rows is not"):
         ds = tracker.measure(model, inputs, k=4, tokens=positions, dtype="float64")
     assert ds.attrs["independent_checks"] == "{}"
     assert not ds.diagnostics_sliced.any() and float(ds.diagnostics_value_error.max()) < 1e-9
     # And the full sequence gives the right answer all the same.
-    np.testing.assert_allclose(ds.miscoupling, honest.miscoupling, atol=1e-8, rtol=0)
-
-
-class InPlace(nn.Module):
-    def __init__(self, J):
-        super().__init__()
-        self.attention, self.J = Attention(), nn.Parameter(J)
-
-    def forward(self, x):
-        x += x @ self.J.T
-        return x
-
-
-def test_blocks_that_work_in_place():
-    J = [random(8, 8, seed=i) / 3 for i in range(2)]
-    ds = measured(Stack(map(InPlace, J)))
-    for l in range(2):
-        np.testing.assert_allclose(ds.singular_value[0, 0, l], torch.linalg.svdvals(J[l])[:3])
-
-
-class Inner(nn.Module):
-    """Two attentions, in parallel or in series: the same class and settings, another function."""
-
-    def __init__(self, series):
-        super().__init__()
-        self.qkv, self.flags = nn.Linear(8, 24), [series]
-        self.attention = Attention()
-
-    def attend(self, x):
-        return attend(self.qkv(x))
-
-    def forward(self, x):
-        first = self.attend(x)
-        return x + first + self.attend(x + first if self.flags[0] else x)
-
-
-def test_a_check_of_one_block_is_not_used_for_another():
-    with pytest.warns(UserWarning, match="failed its derivative check"):
-        ds = tracker.measure(
-            Stack([Inner(False), Inner(True)]).double(), random(1, 6, 8), k=3, dtype="float64"
-        )
-    assert ds.diagnostics_sliced.values[0, 0].tolist() == [True, False]
+    np.testing.assert_allclose(ds.miscoupling, expected.miscoupling, atol=1e-8, rtol=0)
 
 
 @pytest.mark.parametrize("init", [1e-4, 1e-6, 1e-8])

@@ -106,15 +106,14 @@ def assert_unchanged(model, before):
 def test_what_a_forward_pass_writes_stays_with_the_replica(write, dtype):
     model = Stack([Writer(write, seed) for seed in range(3)])
     before = held(model)
-    for _ in range(2):
-        ds = tracker.measure(model, random(1, 4, 8), k=3, dtype=dtype, tokens=[0, -1])
-        expected = Stack([Writer(write, seed) for seed in range(3)])
-        expected(random(1, 4, 8))  # writes for good
-        for l, block in enumerate(expected.blocks):
-            s = torch.linalg.svdvals(block.weight.detach())[:3]
-            seen = torch.from_numpy(ds.singular_value.values[0, 0, l]).double()
-            torch.testing.assert_close(seen, s, atol=rounding(dtype) * float(s[0]), rtol=0)
-        assert_unchanged(model, before)
+    ds = tracker.measure(model, random(1, 4, 8), k=3, dtype=dtype, tokens=[0, -1])
+    expected = Stack([Writer(write, seed) for seed in range(3)])
+    expected(random(1, 4, 8))  # writes for good
+    for l, block in enumerate(expected.blocks):
+        s = torch.linalg.svdvals(block.weight.detach())[:3]
+        seen = torch.from_numpy(ds.singular_value.values[0, 0, l]).double()
+        torch.testing.assert_close(seen, s, atol=rounding(dtype) * float(s[0]), rtol=0)
+    assert_unchanged(model, before)
 
 
 def test_nothing_is_changed_where_measuring_raises():

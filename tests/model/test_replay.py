@@ -1,15 +1,11 @@
 """Blocks run again outside of their model: arithmetic in two precisions, what their code may raise."""
 
-import json
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
 from tests.support.attention import attend
@@ -118,36 +114,6 @@ def test_families_that_round_to_float32_inside_are_measured_in_float64(name):
         assert all(checks.sliced for _, checks in seen)
 
 
-class Routed(Block):
-    """A gate computed in float32, as many routers are; that of a single row rounds otherwise, as by another kernel."""
-
-    def forward(self, x):
-        gate = F.linear(x.float(), self.linear.weight.float()).sigmoid()
-        if x.shape[1] == 1:
-            gate = gate * (1 + torch.finfo(torch.float32).eps)
-        return x + self.attend(x) + gate.to(x.dtype) * self.linear(x)
-
-
-class CountingGate(Routed):
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return super().forward(x) + 1e-7 * self.calls * x.sin()
-
-
-class OverTokens(Routed):
-    """Rows that mix outside attention by 1e-4 of what they do: more than the gate rounds."""
-
-    def forward(self, x):
-        return super().forward(x) + 1e-4 * x.mean(1, keepdim=True).sin()
-
-
-class ByGradient(Block):
-    def forward(self, x):
-        return self.plain(x) * (1.01 if torch.is_grad_enabled() else 1)
-
-
 class Narrow(Stack):
     """Keeps its stream in float32, whatever its blocks compute in."""
 
@@ -155,7 +121,7 @@ class Narrow(Stack):
         return super().forward(x.float())
 
 
-class Widening(Routed):
+class Widening(Block):
     """Its gate is computed in the precision of the state that it is given."""
 
     def forward(self, x):
@@ -164,38 +130,12 @@ class Widening(Routed):
         return (x + self.attend(x) + gate * self.linear(x)).float()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: stack(Routed), lambda: Narrow([Widening(), Widening()]).double()],
-    ids=["gate", "stream"],
-)
-def test_a_gate_or_stream_in_float32_is_sliced_and_its_error_told(make):
-    model, x = make(), random(2, 40, 8)
+def test_a_stream_in_float32_is_sliced_and_its_error_told():
+    torch.manual_seed(0)
+    model, x = Narrow([Widening(), Widening()]).double(), random(2, 40, 8)
     seen = jacobians(model, x)
     assert all(checks.sliced and checks.value_error < SINGLE for _, checks in seen)
     assert_right(seen, rights(model, "blocks", x))
-
-
-@pytest.mark.parametrize("samples", [1, 2])
-def test_what_a_count_changes_as_little_as_rounding_is_refused_all_the_same(samples):
-    with refused("it is random or keeps state between calls"):
-        measured(stack(CountingGate), samples)
-
-
-def test_a_gate_in_float32_hides_no_mixing_of_rows():
-    model, x = stack(OverTokens), random(1, 5, 8)
-    with pytest.warns(UserWarning, match="value check"):  # once for all blocks
-        seen = jacobians(model, x)
-        ds = measured(model)
-    reasons = json.loads(ds.attrs["fallbacks"])
-    assert len(reasons) == len(seen) and all("value check" in reason for reason in reasons.values())
-    assert not any(checks.sliced for _, checks in seen)
-    assert_right(seen, rights(model, "blocks", x))
-
-
-def test_a_block_that_asks_for_the_gradient_mode_is_refused():
-    with refused("another output with gradients than without"):
-        measured(stack(ByGradient))
 
 
 class SmallNorm(Block):
@@ -230,41 +170,6 @@ class Returning(Block):
         return self.returned(x, self.plain(x))
 
 
-@dataclass(frozen=True, slots=True)
-class Own:
-    out: torch.Tensor
-    note: str = ""
-
-
-class Unpacking(Stack):
-    def forward(self, x):
-        for block in self.blocks:
-            y = block(x)
-            x = (
-                y.out
-                if isinstance(y, Own)
-                else y["hidden_states"]
-                if type(y) is dict
-                else y.last_hidden_state
-            )
-        return x
-
-
-RETURNED = {
-    "mapping": lambda x, y: {"weights": x.mean((1, 2)), "hidden_states": y},
-    "output": lambda x, y: BaseModelOutput(last_hidden_state=y, hidden_states=(x,)),
-    "dataclass": lambda x, y: Own(y),
-}
-
-
-@pytest.mark.parametrize("name", RETURNED)
-def test_blocks_that_return_mappings_and_dataclasses(name):
-    model = Unpacking([Returning(RETURNED[name]) for _ in range(2)]).double()
-    seen, plain = measured(model, 2), measured(stack(Block), 2)
-    assert seen.diagnostics_sliced.all()
-    assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-12
-
-
 @pytest.mark.parametrize(
     "returned, described",
     [
@@ -288,14 +193,6 @@ class Checkpointed(Block):
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_blocks(reentrant):
-    """`checkpoint` is imported by name here, as most modules do."""
-    seen, plain = measured(stack(Checkpointed, reentrant), 2), measured(stack(Block), 2)
-    assert seen.diagnostics_sliced.all() and seen.attrs["witness"].startswith("agrees")
-    assert float(abs(seen.miscoupling - plain.miscoupling).max()) < 1e-10
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_are_as_they_were_after_measuring(reentrant):
     model = stack(Checkpointed, reentrant)
     measured(model)
@@ -303,64 +200,6 @@ def test_checkpoints_are_as_they_were_after_measuring(reentrant):
     model.blocks[0].linear.register_forward_hook(lambda *_: runs.append(1))
     model(random(1, 5, 8).requires_grad_()).sum().backward()
     assert len(runs) == 2  # forward, and again backward
-
-
-class Raising(Block):
-    """Its code fails as soon as gradients are on."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
-    def forward(self, x):
-        if torch.is_grad_enabled():
-            raise self.error
-        return self.plain(x)
-
-
-@pytest.mark.parametrize("B", [1, 2])
-@pytest.mark.parametrize(
-    "error", [KeyError("cache"), AttributeError("gone"), RuntimeError("no"), StopIteration()]
-)
-def test_what_a_blocks_code_raises_names_the_block(error, B):
-    with refused(rf"block 1 \(blocks.0\) .*{type(error).__name__}") as caught:
-        measured(stack(Raising, error), B)
-    assert isinstance(caught.value.__cause__, type(error))
-
-
-class Backward(torch.autograd.Function):
-    """A function whose derivative fails, or can't be differentiated again."""
-
-    @staticmethod
-    def forward(ctx, x, fails):
-        ctx.fails = fails
-        return 2 * x
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        if ctx.fails:
-            raise NotImplementedError("no derivative here")
-        return 2 * gradient, None
-
-
-class Custom(Block):
-    def __init__(self, fails):
-        super().__init__()
-        self.fails = fails
-
-    def forward(self, x):
-        return x + Backward.apply(self.attend(x), self.fails)
-
-
-def test_a_derivative_that_fails_names_the_block():
-    with refused(r"block 1 \(blocks.0\) .*no derivative here"):
-        measured(stack(Custom, True))
-
-
-def test_a_derivative_that_has_none_itself():
-    model, x = stack(Custom, False), random(1, 5, 8)
-    assert_right(jacobians(model, x), rights(model, "blocks", x), 1e-10)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,11 @@ def holding(directory, *files):
     return directory
 
 
+def contents(directory: Path) -> dict[str, bytes]:
+    """Return what the files of a directory contain, by their names; of no directory, nothing."""
+    return {file.name: file.read_bytes() for file in sorted(directory.glob("*")) if file.is_file()}
+
+
 def configured(file: str = "config.json", **changes: Any) -> Callable[[Path], None]:
     """Return a function that changes entries of a JSON file."""
 

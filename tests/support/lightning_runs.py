@@ -1,9 +1,7 @@
-"""Small training runs for the tests of the callback; `python -m tests.support.lightning_runs --out DIR` runs one in a process."""
+"""Small training runs of Lightning, and modules, for the tests of the callback."""
 
-import argparse
 import random
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -235,68 +233,29 @@ def fit(
     return module
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--strategy", default="auto")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--samples", type=int, default=5)
-    parser.add_argument(
-        "--terminate_at", type=int, help="send SIGTERM to this process while it measures this step"
-    )
-    parser.add_argument("--fail_at", type=int, help="raise on rank 1 while it measures this step")
-    parser.add_argument("--resume", type=Path)
-    parser.add_argument("--plain", action="store_true", help="train without the callback")
-    parser.add_argument(
-        "--random",
-        action="store_true",
-        help="train with dropout and noise; such a run is not resumed alike",
-    )
-    given = parser.parse_args()
+def run(out: Path | str, terminate_at: int | None = None, resume: Path | None = None) -> None:
+    """Train with a store and checkpoints, nothing being random, since Lightning does not restore the random state of a run.
+
+    Args:
+        terminate_at: a step during whose measurement SIGTERM is sent to this process.
+    """
 
     def forward(module, batch):
-        if module.__dict__.get("_trainer") and module.trainer.global_step == given.terminate_at:
+        if module.__dict__.get("_trainer") and module.trainer.global_step == terminate_at:
             signal.raise_signal(signal.SIGTERM)
-        if watch.run.last_checked == given.fail_at and torch.distributed.get_rank() == 1:
-            raise RuntimeError("planted")
         return module(batch)
 
-    probe = normal(given.samples, 6, 8)
     watch = tracker.CouplingCallback(
         every_n_steps=2,
-        probe=probe,
+        probe=normal(5, 6, 8),
         forward=forward,
-        blocks="stages",
         k=(2, 4),
         dtype=torch.float64,
-        save_dir=given.out / "store",
+        save_dir=Path(out) / "store",
     )
-    drop = 0.1 if given.random else 0.0
-    strategy, module = given.strategy, partial(Classifier, drop=drop)
-    if strategy == "fsdp2":
-        from lightning.pytorch.strategies import ModelParallelStrategy
-
-        strategy = ModelParallelStrategy(
-            data_parallel_size=given.devices,
-            tensor_parallel_size=1,
-            save_distributed_checkpoint=False,
-        )
-        module = partial(Sharded, drop=drop)
-    fit(
-        trainer(
-            [] if given.plain else [watch], keep=given.out, devices=given.devices, strategy=strategy
-        ),
-        module,
-        # One batch is the whole data, and by default nothing is random: Lightning does not restore the random state of a run.
-        data=Noisy(noise=1.0 if given.random else 0.0),
-        batch=64,
-        shuffle=False,
-        ckpt_path=given.resume,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    # One batch is the whole data
+    options = {"data": Noisy(noise=0.0), "batch": 64, "shuffle": False, "ckpt_path": resume}
+    fit(trainer([watch], keep=out), partial(Classifier, drop=0.0), **options)
 
 
 class Toy(lightning.LightningModule):

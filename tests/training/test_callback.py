@@ -9,7 +9,6 @@ import lightning
 import numpy as np
 import pytest
 import torch
-import xarray as xr
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from torch import nn
@@ -19,11 +18,11 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import TINY
+from tests.support import processes
 from tests.support.draws import normal
-from tests.support.lightning_runs import Classifier, EncoderModule, TwoOptimizers, fit, trainer
-from tests.support.ranks import run_on_two_ranks, run_process
+from tests.support.lightning_runs import Classifier, EncoderModule, TwoOptimizers, fit, run, trainer
 from tests.support.refused import refused
-from tests.support.stores import lasting
+from tests.support.stores import assert_same_results
 from tests.support.units import assert_same_units
 from tests.support.watch import PROBE, Watch
 from tracker.analysis.curves import scalars
@@ -168,68 +167,19 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
     assert watch.state_dict() == {"served": 6, "measured": 4, "probe": PROBE}
 
 
-def run_ranks(*arguments: object) -> None:
-    run_on_two_ranks("tests.support.lightning_runs", *arguments, "--devices", 2, rank="LOCAL_RANK")
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory) -> Path:
-    """Directory of an uninterrupted run in one process."""
-    out = tmp_path_factory.mktemp("uninterrupted")
-    ran = run_process("--out", out, cold=True)
-    assert ran.returncode == 0, ran.stderr
-    return out
-
-
 @pytest.mark.slow
-def test_terminated_while_measuring_and_resumed(uninterrupted, tmp_path):
-    run_process("--out", tmp_path, "--terminate_at", 4)
+def test_terminated_while_measuring_and_resumed(tmp_path):
+    """An undisturbed run has the same results."""
+    code = (
+        "import sys; from tests.support.lightning_runs import run; run(sys.argv[2], terminate_at=4)"
+    )
+    processes.run("tests.support.statements", code, tmp_path)
     assert Store(tmp_path / "store").steps() == [0, 2, 4]
     (last,) = tmp_path.glob("*step=4.ckpt")
-    ran = run_process("--out", tmp_path, "--resume", last)
-    assert ran.returncode == 0, ran.stderr
-    for step in Store(uninterrupted / "store").steps():
-        a, b = (Store(path / "store").read(step) for path in (uninterrupted, tmp_path))
-        xr.testing.assert_identical(lasting(a), lasting(b))
+    run(tmp_path, resume=last)
+    run(tmp_path / "undisturbed")
     assert Store(tmp_path / "store").steps() == [0, 2, 4, 6, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("strategy", "samples"),
-    [("ddp", 5), ("ddp", 1), ("fsdp2", 5)],
-    ids=["ddp, uneven", "ddp, one sample", "fsdp2"],
-)
-def test_two_processes_measure_what_one_does(tmp_path, strategy, samples):
-    """Compare with measurements of the run's own checkpoints: two ranks train on other batches than one process."""
-    run_ranks("--out", tmp_path, "--strategy", strategy, "--samples", samples)
-    store = Store(tmp_path / "store")
-    assert store.steps() == [0, 2, 4, 6, 8]
-    probe = normal(samples, 6, 8)
-    for step in (2, 8):
-        (file,) = tmp_path.glob(f"*step={step}.ckpt")
-        module = Classifier()
-        module.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
-        expected = tracker.measure(module, probe, k=(2, 4), dtype="float64").assign_coords(
-            step=step
-        )
-        assert_same_units(store.read(step), expected, 1e-7)
-
-
-@pytest.mark.slow
-def test_training_on_two_ranks_with_sharded_weights_is_bit_identical(tmp_path):
-    """With DDP: test_ranks."""
-    trained = []
-    for kind in ("watched", "plain"):
-        out = tmp_path / kind
-        flags = ["--plain"] if kind == "plain" else []
-        run_ranks("--out", out, "--strategy", "fsdp2", "--random", *flags)
-        assert (out / "store").exists() == (kind == "watched")
-        (file,) = out.glob("*step=8.ckpt")
-        trained.append(torch.load(file, weights_only=False))
-    weights, others = (checkpoint["state_dict"] for checkpoint in trained)
-    assert weights.keys() == others.keys() and len(weights) > 10
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
+    assert_same_results(tmp_path / "store", tmp_path / "undisturbed" / "store")
 
 
 # Probes and targets.
@@ -451,12 +401,6 @@ def test_csv_and_tensorboard(tmp_path):
     columns = (Path(loggers[0].log_dir) / "metrics.csv").read_text().splitlines()[0].split(",")
     own = {"val/cost/seconds", "val/cost/share", "epoch", "step", "loss", "val_loss"}
     assert set(columns) == everything | own
-
-
-# Errors skip a measurement, and the training continues.
-
-
-# Overhead.
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ import torch
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
+from tests.support.lightning_runs import fit, trainer
 from tests.support.models import neox, tokens
 from tests.support.trainer import make
+from tests.support.watch import PROBE
 from tracker.store import Store
 
 
@@ -76,3 +78,20 @@ def test_a_copy_holds_no_model_that_was_measured():
         watch(step, net)
     for copy in COPIES.values():  # of which one pickles
         assert copy(watch)(2, net).attrs["witness"].startswith("agrees")
+
+
+SCHEDULES = [{}, {"every_n_steps": 3}, {"every_n_epochs": 2}, {"steps": [0, 3, 7]}]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_a_pickle_has_the_schedule_and_the_settings(schedule, tmp_path):
+    """As `strategy="ddp_spawn"` sends it to its processes."""
+    watch = tracker.CouplingCallback(
+        **schedule, probe=PROBE, save_dir=str(tmp_path), log=["trajectory/*"], on_measure=print
+    )
+    copy = through_pickle(watch)
+    due, expected = ([one.run.schedule(step) for step in range(3000)] for one in (copy, watch))
+    assert due == expected
+    assert copy.run.settings == watch.run.settings and copy.state_key == watch.state_key
+    fit(trainer([copy], max_steps=1))
+    assert Store(tmp_path).steps() == [0, 1]

@@ -1,7 +1,5 @@
 """The three ways to measure a training give the same units, stores and metrics of W&B, whichever program runs it."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import lightning
@@ -14,11 +12,10 @@ from torch.utils.data import DataLoader
 import tracker
 from tests.support.lightning_runs import trainer
 from tests.support.models import neox, tokens
-from tests.support.ranks import assert_store_is_like_any_other, run_on_two_ranks
+from tests.support.ranks import assert_store_is_like_any_other
 from tests.support.refused import refused
 from tests.support.trainer import STEPS, data, make
 from tests.support.wandb_runs import of, offline_run, records
-from tests.training import two_ranks
 from tracker.analysis.curves import scalars
 from tracker.store import Store
 
@@ -138,29 +135,6 @@ def test_wandb_has_the_same_metrics_over_the_same_axes(trained):
         for name in HEADLINES:
             assert row[f"val/{name}"] == pytest.approx(measured[name], rel=1e-12), name
         assert all(row[f"val/{name}._type"] == "image-file" for name in HEAT_MAPS)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Path:
-    """Directory of the trainings on two ranks."""
-    directory = tmp_path_factory.mktemp("ranks")
-    run_on_two_ranks(two_ranks.__name__, directory)
-    return directory
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", two_ranks.DOORS)
-def test_two_ranks_share_the_probe(ranks, door, tmp_path):
-    """Weights and losses are as without, units as those of one process. Lightning: test_ranks."""
-    for rank in range(2):
-        found = json.loads((ranks / f"rank{rank}.json").read_text())
-        assert found[f"{door} plain"] == found[f"{door} watched"]
-        assert len(found[f"{door} plain"][0]) == STEPS
-    torch.manual_seed(0)
-    model = make(tmp_path).model if door == "transformers" else neox()
-    store, alone = Store(ranks / door), tracker.measure(model, two_ranks.PROBE, k=2)
-    assert store.steps() == [0, 3, STEPS]
-    np.testing.assert_allclose(store.read(0).miscoupling, alone.miscoupling, atol=1e-6)
 
 
 @pytest.mark.slow

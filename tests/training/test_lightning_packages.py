@@ -1,7 +1,5 @@
 """Runs of `pytorch_lightning`, the same Lightning under its other package name, measure what those of `lightning` do."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import lightning
@@ -11,6 +9,7 @@ import pytorch_lightning
 import wandb
 
 import tracker
+from tests.support import processes
 from tests.support.lightning_runs import Classifier, fit
 from tests.support.refused import refused
 from tests.support.units import assert_same_units
@@ -124,4 +123,5 @@ def test_a_run_of_lightning_imports_no_other_package():
         "import sys; from tests.support.lightning_runs import fit, trainer; import tracker;"
         "fit(trainer([tracker.CouplingCallback(2, k=2)], max_steps=1)); assert 'pytorch_lightning' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+    ran = processes.run("tests.support.statements", code)
+    assert ran.returncode == 0, ran.stderr

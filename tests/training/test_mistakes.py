@@ -8,7 +8,6 @@ import torch
 import tracker
 from tests.support.lightning_runs import Classifier, fit, trainer
 from tests.support.models import neox
-from tests.support.ranks import run_process
 from tests.support.refused import refused
 from tests.support.watch import PROBE, Watch
 from tracker.model.records import describe
@@ -116,17 +115,6 @@ def test_mistakes_of_other_kinds(options, message):
 def test_a_probe_that_is_not_finite():
     with refused(r"float32 \(5, 6, 8\): FloatingPointError: .*not finite"):
         fit(trainer([Watch(2, probe=PROBE * float("nan"))]))
-
-
-@pytest.mark.slow
-def test_on_two_ranks_with_sharded_weights(tmp_path):
-    """The error of one rank, sent to the other."""
-    ran = run_process("--out", tmp_path, "--strategy", "fsdp2", "--devices", 2, "--fail_at", 0)
-    assert ran.returncode == 1
-    assert (
-        "the function given as forward= fails on the probe, float32 (5, 6, 8): RuntimeError: planted"
-        in ran.stderr
-    )
 
 
 @dataclass

@@ -1,62 +1,72 @@
-"""Two ranks of a training (DDP): if a measurement fails on one, both train on, exactly as without the callback, or both end."""
+"""Two ranks of a training: both train on exactly as without a measurement, whatever fails on one of them, or both end."""
 
 import json
-import os
-import pickle
-import signal
-import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from tests.support import processes
-from tests.training.failing_ranks import CONTINUED, ENDED, PROBE, STEPS
-from tracker import CouplingCallback
+import tracker
+from tests.support import plain_loop, rank_runs, trainer
+from tests.support.lightning_runs import Classifier
+from tests.support.models import neox
+from tests.support.rank_runs import CONTINUED, ENDED, PROBE, STEPS, TOKENS
+from tests.support.ranks import run_on_two_ranks
+from tests.support.units import assert_same_units
 from tracker.store import Store
 
-SECONDS = 400  # some twenty are used; a rank that waits for another one would wait until then
-LINE = r" (failing_ranks.py, line "
+pytestmark = pytest.mark.slow
 
-
-def run_ranks(directory: Path, *options: str) -> int:
-    """Run the two ranks; return the exit status, negative if they had to be killed."""
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    with (directory / "output").open("w") as output:
-        streams = {"stdout": output, "stderr": output}
-        module = "tests.training.failing_ranks"
-        process = processes.start(
-            module, directory, *options, env=environment, start_new_session=True, **streams
-        )
-        try:
-            process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # Lightning has started the other rank
-        return process.wait()
+LINE = r" (rank_runs.py, line "
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What each rank found in each run; in those before one hung, if one did."""
+def directory(tmp_path_factory) -> Path:
+    """Directory of the runs, with what each rank found."""
     directory = tmp_path_factory.mktemp("ranks")
-    run_ranks(directory)
-    files = [directory / f"rank{rank}.json" for rank in range(2)]
-    assert all(file.exists() for file in files), (directory / "output").read_text()
-    return [json.loads(file.read_text()) for file in files]
+    run_on_two_ranks(rank_runs.__name__, directory)
+    return directory
 
 
-@pytest.mark.slow
-def test_both_ranks_train_on_as_without_the_callback(ranks):
+@pytest.fixture(scope="module")
+def ranks(directory) -> list[dict]:
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("way", "steps"),
+    [
+        ("transformers", trainer.STEPS),
+        ("watch", plain_loop.STEPS),
+        ("lightning", STEPS),
+        ("sharded", STEPS),
+    ],
+)
+def test_both_ranks_train_on_as_without_the_callback(ranks, way, steps):
+    """Also after measurements that failed on one of them; each trains on its own batches."""
     for results in ranks:
-        assert results["continued"]["error"] is None
-        assert results["continued"]["state"] == results["plain"]["state"]
-        losses, *tensors = results["plain"]["state"]
-        assert len(losses) == STEPS and len(tensors) > 10
-    # Each trains on its own batches
-    assert ranks[0]["plain"]["state"][0] != ranks[1]["plain"]["state"][0]
+        assert results[way]["state"] == results[f"{way}, plain"]["state"]
+        losses, *tensors = results[way]["state"]
+        assert len(losses) == steps and len(tensors) > 10
+    assert ranks[0][way]["state"][0] != ranks[1][way]["state"][0]
 
 
-@pytest.mark.slow
-def test_a_failure_on_one_rank_is_recorded_on_both(ranks):
+def test_units_are_those_of_one_process(directory):
+    """The probe is shared; a rank may have no sample of it, or a part of the weights."""
+    for way, probe in (("lightning", PROBE), ("one sample", PROBE[:1]), ("sharded", PROBE)):
+        module = Classifier()
+        module.load_state_dict(torch.load(directory / way / "rank0.pt"))
+        expected = tracker.measure(module, probe, k=2, dtype="float64").assign_coords(step=STEPS)
+        assert_same_units(Store(directory / way / "store").read(STEPS), expected, 1e-7)
+    for way, make in (("transformers", lambda: trainer.make(directory).model), ("watch", neox)):
+        torch.manual_seed(0)
+        store, alone = Store(directory / way / "store"), tracker.measure(make(), TOKENS, k=2)
+        assert store.steps() == [0, 3, trainer.STEPS]
+        np.testing.assert_allclose(store.read(0).miscoupling, alone.miscoupling, atol=1e-6)
+
+
+def test_a_failure_on_one_rank_is_recorded_on_both(ranks, directory):
     reasons = {
         "1": "RuntimeError on rank 0: planted",
         "2": "KeyError on rank 1: 'planted'",
@@ -68,24 +78,26 @@ def test_a_failure_on_one_rank_is_recorded_on_both(ranks):
         "9": "OutOfMemoryError on rank 1: planted",
     }
     for results in ranks:
-        skipped = results["continued"]["skipped"]
+        skipped = results["lightning"]["skipped"]
         assert {step: reason.partition(LINE)[0] for step, reason in skipped.items()} == reasons
         assert LINE in skipped["2"] and LINE in skipped["3"]  # where a mistake is
+        assert results["sharded"]["skipped"] == {"4": "RuntimeError on rank 1: planted"}
     # Rank 1 does not call on_measure
     assert {int(step) for step in reasons} == CONTINUED.keys() - {4}
+    stored = Store(directory / "sharded" / "store")
+    assert stored.steps() == [0, 1, 2, 3, *range(5, STEPS + 1)]
+    assert stored.skipped() == {4: "RuntimeError on rank 1: planted"}
 
 
-@pytest.mark.slow
-def test_only_what_failed_is_missing(ranks):
-    first, second = (results["continued"] for results in ranks)
-    assert first["stored"] == [0, 3, 4, 7, 10]
+def test_only_what_failed_is_missing(ranks, directory):
+    first, second = (results["lightning"] for results in ranks)
+    assert Store(directory / "lightning" / "store").steps() == [0, 3, 4, 7, 10]
     assert first["on_measure"] == [0, 4, 5, 6, 7, 10] and second["on_measure"] == []
     assert first["metric"] == second["metric"]
 
 
-@pytest.mark.slow
 def test_one_warning_names_the_rank_the_step_and_the_reason(ranks):
-    said, silent = (results["continued"]["warnings"] for results in ranks)
+    said, silent = (results["lightning"]["warnings"] for results in ranks)
     assert len(said) == 8 and silent == []
     assert said[0] == "step 1 is not measured (RuntimeError on rank 0: planted); training continues"
     assert said[2].startswith(
@@ -94,46 +106,22 @@ def test_one_warning_names_the_rank_the_step_and_the_reason(ranks):
     assert said[3].startswith("step 5 is measured but not stored (OSError on rank 0: [Errno 28]")
 
 
-@pytest.mark.slow
+DOING = {"probe": "took the probe", "claim": "opened save_dir"}
+
+
 @pytest.mark.parametrize("case", ENDED)
-def test_both_ranks_end_for_the_same_reason(ranks, case):
-    step, place, (failing, error) = ENDED[case]
-    doing = {"probe": "took the probe", "claim": "opened save_dir"}.get(
-        place, f"measured step {step}"
+def test_both_ranks_end_for_the_same_reason(ranks, case, directory):
+    ((step, (place, failing, error)),) = ENDED[case].items()
+    mistake = "the function given as forward= fails on the probe, float32 (3, 6, 8): RuntimeError: "
+    of_all = place == "forward"
+    doing, which = (
+        DOING.get(place, f"measured step {step}"),
+        "all ranks" if of_all else f"rank {failing}",
     )
     for rank, results in enumerate(ranks):
         message, *notes = results[case]["error"]
-        assert str(error) in message and (rank == failing or f" on rank {failing}: " in message)
-        assert notes == [
-            f"while CouplingCallback {doing} on rank {failing}; the training can't continue"
-        ]
-        assert results[case]["stored"] == list(range(step + (place == "on_measure")))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"every_n_steps": 3},
-        {"every_n_epochs": 2},
-        {"steps": [0, 3, 7]},
-    ],
-    ids=str,
-)
-def test_every_schedule_can_be_pickled(options, tmp_path):
-    watch = CouplingCallback(
-        **options, probe=PROBE, save_dir=str(tmp_path), log=["trajectory/*"], on_measure=print
-    )
-    copy = pickle.loads(pickle.dumps(watch))
-    assert [copy.run.schedule(step) for step in range(3000)] == [
-        watch.run.schedule(step) for step in range(3000)
-    ]
-    assert copy.run.settings == watch.run.settings and copy.state_key == watch.state_key
-
-
-@pytest.mark.slow
-def test_a_spawned_training_is_measured(tmp_path):
-    """`strategy="ddp_spawn"` pickles the callback."""
-    ran = run_ranks(tmp_path, "--spawn")
-    assert ran == 0, (tmp_path / "output").read_text()
-    assert Store(tmp_path / "spawned").steps() == [0, 1, 2]
+        named = mistake if of_all else f" on rank {failing}: "
+        assert str(error) in message and (named in message or not of_all and rank == failing)
+        assert notes == [f"while CouplingCallback {doing} on {which}; the training can't continue"]
+    measured = list(range(step + (place == "on_measure")))
+    assert Store(directory / case / "store").steps() == measured

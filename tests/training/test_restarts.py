@@ -17,6 +17,7 @@ from tests.support.trainer import make
 from tests.support.watch import Watch
 from tracker.store import Store
 
+CHEAP = {"k": 2, "measures": "trajectory"}
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 AGAIN = "the run begins again: its {} units so far are set aside in .*superseded"
 
@@ -44,7 +45,7 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
     runner = make(tmp_path / "run", auto_find_batch_size=True)
     runner.add_callback(
         tracker.TransformersCallback(
-            2, k=2, save_dir=str(tmp_path / "store"), on_measure=units.append
+            2, **CHEAP, save_dir=str(tmp_path / "store"), on_measure=units.append
         )
     )
     runner.add_callback(Scarce(step))
@@ -54,8 +55,8 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
     assert store.steps() == [0, 2, 4, 6] == [int(unit.step) for unit in units[first:]]
     assert superseded(store) == [f"step0000000{i}.nc" for i in (0, 2)[:first]]
     for unit in units[first:]:
-        np.testing.assert_array_equal(store.read(int(unit.step)).miscoupling, unit.miscoupling)
-    assert not np.array_equal(units[0].miscoupling, units[first].miscoupling)
+        np.testing.assert_array_equal(store.read(int(unit.step)).lss, unit.lss)
+    assert not np.array_equal(units[0].lss, units[first].lss)
 
 
 @pytest.mark.slow
@@ -65,7 +66,9 @@ def test_a_trainer_that_is_made_again(tmp_path):
     def train(batch_size):
         runner = make(tmp_path / "run", per_device_train_batch_size=batch_size)
         runner.add_callback(
-            tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store"), trainer=runner)
+            tracker.TransformersCallback(
+                2, **CHEAP, save_dir=str(tmp_path / "store"), trainer=runner
+            )
         )
         runner.add_callback(Scarce(3))
         runner.train()
@@ -84,7 +87,9 @@ def test_a_trainer_that_is_made_again(tmp_path):
 def test_two_callbacks_of_one_trainer_and_store_are_refused(tmp_path):
     runner = make(tmp_path / "run")
     for _ in range(2):
-        runner.add_callback(tracker.TransformersCallback(2, k=2, save_dir=str(tmp_path / "store")))
+        runner.add_callback(
+            tracker.TransformersCallback(2, **CHEAP, save_dir=str(tmp_path / "store"))
+        )
     with refused("belongs to another training"):
         runner.train()
 
@@ -93,7 +98,7 @@ def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
     """Train for four steps; raise at step 2 if the batch is larger than 2."""
     model = neox()
     with tracker.Watch(
-        1, k=2, probe=tokens() if probe is None else probe, save_dir=str(directory)
+        1, **CHEAP, probe=tokens() if probe is None else probe, save_dir=str(directory)
     ) as watch:
         for step in range(4):
             watch(step, model)
@@ -116,7 +121,7 @@ def test_a_loop_that_runs_out_of_memory(tmp_path):
 
 
 def test_the_same_watch_again(tmp_path):
-    watch, model = tracker.Watch(1, k=2, probe=tokens(), save_dir=str(tmp_path)), neox()
+    watch, model = tracker.Watch(1, **CHEAP, probe=tokens(), save_dir=str(tmp_path)), neox()
     with pytest.raises(MemoryError), watch:
         watch(0, model)
         watch(1, model)
@@ -129,7 +134,7 @@ def test_the_same_watch_again(tmp_path):
 REFUSED = {
     "finished": lambda directory: loop(directory, 2, MemoryError()),
     "stopped by the user": lambda directory: loop(directory, 8, KeyboardInterrupt()),
-    "dropped": lambda directory: tracker.Watch(1, k=2, probe=tokens(), save_dir=directory)(
+    "dropped": lambda directory: tracker.Watch(1, **CHEAP, probe=tokens(), save_dir=directory)(
         0, neox()
     ),
 }
@@ -149,7 +154,7 @@ def test_a_run_that_begins_again_with_other_settings(tmp_path):
     with pytest.raises(MemoryError):
         loop(tmp_path, 8, MemoryError())
     with refused(r"k was \[2\], now \[3\].*never mixed"):
-        tracker.Watch(1, k=3, probe=tokens(), save_dir=str(tmp_path))(0, neox())
+        tracker.Watch(1, **CHEAP | {"k": 3}, probe=tokens(), save_dir=str(tmp_path))(0, neox())
     assert Store(tmp_path).steps() == [0, 1, 2]
 
 
@@ -170,12 +175,12 @@ class Filling(Classifier):
 @pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("same", [True, False], ids=["same callback", "another callback"])
 def test_fit_after_running_out_of_memory(tmp_path, step, same):
-    first = Watch(2, save_dir=tmp_path)
+    first = Watch(2, **CHEAP, save_dir=tmp_path)
     with pytest.raises(torch.OutOfMemoryError):
         fit(trainer([first]), lambda: Filling(step))
     stored = [0, 2][: 1 + step // 2]
     assert Store(tmp_path).steps() == stored == list(first.units)
-    watch = first if same else Watch(2, save_dir=tmp_path)
+    watch = first if same else Watch(2, **CHEAP, save_dir=tmp_path)
     watch.units.clear()
     with pytest.warns(UserWarning, match=AGAIN.format(len(stored))):
         fit(trainer([watch]), lambda: Filling(step), batch=4)
@@ -187,9 +192,9 @@ def test_fit_after_running_out_of_memory(tmp_path, step, same):
 def test_a_run_that_is_resumed_after_an_error_keeps_the_units_before(tmp_path):
     with pytest.raises(torch.OutOfMemoryError):
         fit(
-            trainer([Watch(1, save_dir=tmp_path / "store")], keep=tmp_path),
+            trainer([Watch(1, **CHEAP, save_dir=tmp_path / "store")], keep=tmp_path),
             lambda: Filling(3),
         )
-    watch = Watch(1, save_dir=tmp_path / "store")
+    watch = Watch(1, **CHEAP, save_dir=tmp_path / "store")
     fit(trainer([watch], max_steps=4), lambda: Filling(9), ckpt_path=tmp_path / "step=2.ckpt")
     assert list(watch.units) == [3, 4] and Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]

@@ -1,5 +1,7 @@
 """Runs of Lightning that are not trainings of their own: development runs, the Tuner's, tests, predictions."""
 
+from functools import partial
+
 import lightning
 import pytest
 import torch
@@ -7,10 +9,12 @@ from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader
 
+from tests.support import watch as watches
 from tests.support.lightning_runs import Classifier, Noisy, fit, trainer
 from tests.support.refused import refused
-from tests.support.watch import Watch
 from tracker.store import Store
+
+Watch = partial(watches.Watch, measures="trajectory")
 
 
 class Tuned(Classifier):

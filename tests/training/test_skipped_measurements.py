@@ -10,7 +10,6 @@ import torch
 import tracker
 from tests.support.lightning_runs import ON_PRETEND_DEVICE, Classifier, fit, trainer
 from tests.support.models import neox, tokens
-from tests.support.ranks import run_process
 from tests.support.watch import Watch
 from tracker import measurement
 from tracker.jacobians.rows import Jacobians
@@ -232,12 +231,3 @@ def test_a_training_without_float64_is_measured_on_the_cpu(pretend):
         watched = trained(callbacks=[watch])
     assert_trained_alike(plain, watched)
     assert [unit.attrs["device"] for unit in watch.units.values()] == ["cpu"] * 3
-
-
-@pytest.mark.slow
-def test_a_failure_on_one_of_two_ranks_is_skipped_on_both(tmp_path):
-    """Of sharded weights; with DDP: test_ranks."""
-    ran = run_process("--out", tmp_path, "--strategy", "fsdp2", "--devices", 2, "--fail_at", 4)
-    assert ran.returncode == 0, ran.stderr
-    assert Store(tmp_path / "store").steps() == [0, 2, 6, 8]
-    assert Store(tmp_path / "store").skipped() == {4: "RuntimeError on rank 1: planted"}

@@ -13,6 +13,7 @@ from tracker.store import Store
 pytestmark = pytest.mark.slow
 
 K = 2
+CHEAP = {"k": K, "measures": "trajectory"}
 
 
 def state(trainer: Recorder) -> list:
@@ -29,16 +30,18 @@ def test_a_resumed_run_continues_its_store(tmp_path):
     """Its units are compared with those of a whole run."""
     whole = make(tmp_path / "whole", save_strategy="steps", save_steps=3)
     whole.add_callback(
-        tracker.TransformersCallback(1, k=K, trainer=whole, save_dir=str(tmp_path / "whole/store"))
+        tracker.TransformersCallback(
+            1, **CHEAP, trainer=whole, save_dir=str(tmp_path / "whole/store")
+        )
     )
     whole.train()
     first = make(tmp_path / "run", save_strategy="steps", save_steps=3)
-    first.add_callback(tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store")))
+    first.add_callback(tracker.TransformersCallback(1, **CHEAP, save_dir=str(tmp_path / "store")))
     first.add_callback(Stop(at=4))
     first.train()
     assert Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]
     second = make(tmp_path / "run")
-    callback = tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store"))
+    callback = tracker.TransformersCallback(1, **CHEAP, save_dir=str(tmp_path / "store"))
     second.add_callback(callback)
     second.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
     assert second.losses == whole.losses[3:]
@@ -47,10 +50,12 @@ def test_a_resumed_run_continues_its_store(tmp_path):
         store.steps() == expected.steps() == list(range(STEPS + 1)) and not callback.skipped.reasons
     )
     for step in store.steps():
-        np.testing.assert_array_equal(store.read(step).miscoupling, expected.read(step).miscoupling)
+        np.testing.assert_array_equal(store.read(step).lss, expected.read(step).lss)
     with refused("holds the units of another run"):
         again = make(tmp_path / "again")
-        again.add_callback(tracker.TransformersCallback(1, k=K, save_dir=str(tmp_path / "store")))
+        again.add_callback(
+            tracker.TransformersCallback(1, **CHEAP, save_dir=str(tmp_path / "store"))
+        )
         again.train()
 
 

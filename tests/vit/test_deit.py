@@ -23,7 +23,7 @@ from torchvision import transforms
 from torchvision.transforms.v2.functional import to_pil_image
 
 from tests.conftest import ROOT
-from tests.vit.test_vit_augment import MEAN, photographs
+from tests.support.photographs import MEAN, photographs
 from vit.augment import augment, erase
 from vit.data import load
 from vit.loaders import Batches, Order

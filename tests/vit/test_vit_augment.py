@@ -7,22 +7,14 @@ from timm.data import auto_augment as timm
 from timm.data.random_erasing import RandomErasing
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
+from tests.support.photographs import MEAN, POLICY, photographs
 from vit.augment import HIGHEST_LEVEL, apply, erase, padded_crop, parse, rand_augment
 
-POLICY = parse("rand-m9-mstd0.5-inc1")
-MEAN = torch.tensor([0.51, 0.4, 0.31])
 FILL = tuple(round(255 * m) for m in MEAN.tolist())
 SIGNED = {"Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"} | {
     f"{name}Increasing" for name in ("Color", "Contrast", "Brightness", "Sharpness")
 }
 MOVES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
-
-
-def photographs(count: int) -> torch.Tensor:
-    """Return smooth random images with all grey levels."""
-    small = torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(1))
-    large = torch.nn.functional.interpolate(small, 32, mode="bicubic").clamp(0, 1)
-    return (255 * large).round().to(torch.uint8)
 
 
 def noise(count: int) -> torch.Tensor:

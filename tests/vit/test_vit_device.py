@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 import tracker
 from tests.support.lightning_runs import ON_PRETEND_DEVICE
-from tests.vit.test_vit_augment import MEAN, POLICY, photographs
-from tests.vit.test_vit_train import HARD, TINY, assert_same_training
+from tests.support.photographs import MEAN, POLICY, photographs
+from tests.support.vit_trainings import HARD, TINY, assert_same_training
 from tracker.linalg.transfer import to_device
 from vit import cells, training
 from vit.augment import apply, augment, erase

@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.vit.test_vit_train import STAYS, TINY, assert_same_training, start, write_config
+from tests.support.vit_trainings import (
+    GRID_STEPS,
+    STAYS,
+    TINY,
+    assert_same_training,
+    grid_arguments,
+    start,
+)
 from tracker.common.files import Lock
 from vit import cells, grid, overview
 from vit.analysis import main as analyse
@@ -25,32 +32,19 @@ from vit.training import train
 CELLS = [f"wd{decay}_sd{rate}_seed0" for decay, rate in product(("0.01", "0.1"), ("0", "0.1"))]
 
 
-def arguments(directory: Path, *more: str, jobs: int = 1, **recipe) -> list[str]:
-    return [
-        *(
-            "--config",
-            write_config(directory, **recipe),
-            "--weight_decays",
-            "0.01,0.1",
-            "--drop_paths",
-            "0,0.1",
-        ),
-        *("--out", str(directory / "grid"), "--jobs", str(jobs), *more),
-    ]
-
-
 @pytest.fixture(scope="module")
 def trained_grid(tmp_path_factory) -> Path:
     """Directory of a 2 x 2 grid that ran without interruption."""
     directory = tmp_path_factory.mktemp("grid")
-    assert grid.main(arguments(directory)) == 0
+    assert grid.main(grid_arguments(directory)) == 0
     return directory
 
 
 @pytest.mark.slow
 def test_cell_equals_a_single_training(trained_grid, tmp_path):
     assert sorted(path.name for path in (trained_grid / "grid").iterdir()) == sorted(CELLS)
-    train(replace(TINY, weight_decay=0.01, drop_path=0.1, out=tmp_path / "one"))
+    recipe = replace(TINY, measure_at=GRID_STEPS, weight_decay=0.01, drop_path=0.1)
+    train(replace(recipe, out=tmp_path / "one"))
     assert_same_training(trained_grid / "grid" / CELLS[1], tmp_path / "one")
     assert "epoch 3/3" in (trained_grid / "grid" / CELLS[1] / "log.txt").read_text()
 
@@ -61,7 +55,7 @@ def test_finished_cells_are_not_run_again(trained_grid, capsys):
         name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS
     }
     for jobs in (1, 2):
-        assert grid.main(arguments(trained_grid, jobs=jobs)) == 0
+        assert grid.main(grid_arguments(trained_grid, jobs=jobs)) == 0
         assert "4 cells, 4 already done" in capsys.readouterr().out
     assert times == {
         name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS
@@ -118,7 +112,7 @@ def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
     first, *others, last = [tmp_path / "grid" / name for name in CELLS]
     process = start(
         STAYING,
-        *arguments(tmp_path, "--retries", "0", jobs=2),
+        *grid_arguments(tmp_path, "--retries", "0", jobs=2),
         module="tests.support.statements",
         cold=True,
     )
@@ -137,7 +131,7 @@ def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
     process.communicate()
     # Every worker ends with its driver
     wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])
-    assert grid.main(arguments(tmp_path)) == 0
+    assert grid.main(grid_arguments(tmp_path)) == 0
     assert "4 cells, 2 already done" in capsys.readouterr().out
     for name in CELLS:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
@@ -150,7 +144,7 @@ def test_failing_cells_do_not_stop_the_others(tmp_path, capsys):
     first.mkdir(parents=True)
     (first / "last.ckpt").write_bytes(b"damaged")
     cells.write(first, "failed", {"reason": "of an earlier run"})
-    assert grid.main(arguments(tmp_path, "--retries", "0", lr=1e30)) == 1
+    assert grid.main(grid_arguments(tmp_path, "--retries", "0", lr=1e30)) == 1
     err = capsys.readouterr().err
     assert f"{CELLS[0]}: crashed: ValueError: " in err and "last.ckpt can't be read" in err
     assert all(f"{name}: diverged: the training loss" in err for name in CELLS[1:])
@@ -224,18 +218,17 @@ class TestUsage:
         self, more, message, tmp_path, capsys, monkeypatch
     ):
         monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
-        assert grid.main([*arguments(tmp_path), *more]) == 2
+        assert grid.main([*grid_arguments(tmp_path), *more]) == 2
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1 and not (tmp_path / "grid").exists()
 
     def test_other_settings_are_refused(self, tmp_path, capsys):
         decays, rates = "0.01,0.1", "0,0.1"
-        first = grid.cells(
-            grid.GridCommand(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid"), TINY
-        )[0]
+        command = grid.GridCommand(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid")
+        first, *_ = grid.cells(command, replace(TINY, measure_at=GRID_STEPS))
         first.directory.mkdir(parents=True)
         cells.write(first.directory, "recipe", first.identity)
-        assert grid.main([*arguments(tmp_path), "--epochs", "5"]) == 2
+        assert grid.main([*grid_arguments(tmp_path), "--epochs", "5"]) == 2
         assert "epochs was 3, now 5" in capsys.readouterr().err
 
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.vit.test_vit_grid import arguments
-from tests.vit.test_vit_train import TINY
+from tests.support.vit_trainings import TINY, grid_arguments
 from tracker.common.text import duration
 from vit import cells, grid, overview, training
 
@@ -153,7 +152,7 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     done = tmp_path / "grid" / "wd0.01_sd0_seed0"
     done.mkdir(parents=True)
     cells.write(done, "result", {"status": "finished"})
-    assert grid.main(arguments(tmp_path, "--dry_run", "true", jobs=2)) == 0
+    assert grid.main(grid_arguments(tmp_path, "--dry_run", "true", jobs=2)) == 0
     printed = capsys.readouterr()
     first, out = printed.out.split("\n", 1)
     assert first.startswith("4 cells, 1 already done; results would be in ")

@@ -10,11 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-import xarray as xr
 
 import tracker
 from tests.support import processes
-from tests.support.stores import lasting
+from tests.support.vit_trainings import (
+    AUGMENTED,
+    STAYS,
+    TINY,
+    assert_same_training,
+    assert_same_weights,
+    start,
+    weights,
+    write_config,
+)
 from tests.support.wandb_runs import of, offline_run, records
 from tracker.store import Store
 from vit import cells, grid
@@ -23,48 +31,6 @@ from vit.module import Classifier
 from vit.recipe import RECIPES, Recipe, check, recipe_file
 from vit.train import main
 from vit.training import AtomicCheckpoints, train
-
-TINY = Recipe(
-    data="digits",
-    patch_size=8,
-    width=32,
-    depth=2,
-    heads=2,
-    epochs=3,
-    batch_size=32,
-    train_size=96,
-    warmup_epochs=1,
-    repeats=1,
-    mixup=0.0,
-    cutmix=0.0,
-    rand_augment="off",
-    erasing=0.0,
-    flip=0.0,
-    lr=2.4e-2,
-    options={"k": [2, 4]},
-    probe_size=2,
-    threads=1,
-    accelerator="cpu",
-    wandb="off",
-)
-
-
-def weights(directory: Path) -> dict[str, torch.Tensor]:
-    return torch.load(directory / "last.ckpt", weights_only=False)["state_dict"]
-
-
-def assert_same_training(a: Path, b: Path):
-    """Assert that accuracy, history, weights and coupling are bit-identical."""
-    results = [cells.read(directory, "result") for directory in (a, b)]
-    for result in results:
-        del result["seconds"], result["environment"]["created"]
-        for row in result["history"]:
-            del row["seconds"]
-    assert results[0] == results[1]
-    for name, value in weights(a).items():
-        assert torch.equal(value, weights(b)[name]), name
-    units = [tracker.open_results(directory / "coupling") for directory in (a, b)]
-    xr.testing.assert_identical(*map(lasting, units))
 
 
 @pytest.fixture(scope="module")
@@ -95,69 +61,29 @@ def test_training_loss_is_recorded_at_each_measured_step(trained):
     assert units.sizes["token"] == 2
     progress = cells.read(trained, "progress")
     assert [row["step"] for row in progress] == units.step.values.tolist()
+    assert progress[-1]["loss"] == pytest.approx(loss_of(trained, "train"), rel=1e-5)
+
+
+def loss_of(trained: Path, split: str) -> float:
+    """Return the loss of a trained model on all images of a split, as one batch."""
     data, module = load(TINY), Classifier(TINY, 10, steps_per_epoch=3).eval()
     module.load_state_dict(weights(trained))
+    images = getattr(data, split)
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(
-            module(data.normalise(data.train.images)), data.train.labels
-        )
-    assert progress[-1]["loss"] == pytest.approx(float(loss), rel=1e-5)
+        logits = module(data.normalise(images.images))
+        return float(torch.nn.functional.cross_entropy(logits, images.labels))
 
 
 @pytest.mark.slow
-def test_tests_are_rarer_on_request(trained, tmp_path):
-    result = train(replace(TINY, out=tmp_path, test_every=0))
-    assert ["test/accuracy" in row for row in result["history"]] == [False, False, True]
-    tested = cells.read(trained, "result")
-    assert result["accuracy"] == tested["accuracy"] and result["loss"] == tested["loss"]
-
-
-@pytest.mark.slow
-def test_another_seed_gives_another_training(trained, tmp_path):
-    train(replace(TINY, out=tmp_path / "other", seed=1))
-    assert not torch.equal(
-        weights(tmp_path / "other")["model.pos_embed"], weights(trained)["model.pos_embed"]
-    )
-
-
-@pytest.mark.slow
-def test_measuring_does_not_change_the_training(trained, tmp_path):
-    train(replace(TINY, out=tmp_path / "off", measure_at="off"))
-    for name, value in weights(tmp_path / "off").items():
-        assert torch.equal(value, weights(trained)[name]), name
-    assert not (tmp_path / "off" / "coupling").exists()
-
-
-HARD = replace(
-    TINY,
-    mixup=0.8,
-    cutmix=1.0,
-    rand_augment="rand-m9-mstd0.5-inc1",
-    erasing=0.25,
-    repeats=3,
-    flip=0.5,
-    drop_path=0.3,
-)
-
-
-@pytest.mark.slow
-def test_test_loss_is_the_mean_over_the_whole_split(monkeypatch, tmp_path):
-    """With batches of different sizes: 360 images in batches of 350 and 10."""
+def test_neither_measuring_nor_testing_changes_a_training(trained, tmp_path, monkeypatch):
+    """The test loss is the mean over the whole split, also of batches of different sizes: 350 and 10 images."""
     monkeypatch.setattr("vit.loaders.TEST_BATCH", 350)
-    modules, step = [], Classifier.validation_step
-    monkeypatch.setattr(
-        Classifier,
-        "validation_step",
-        lambda self, *given: (modules.append(self), step(self, *given))[1],
-    )
-    result = train(replace(TINY, out=tmp_path, epochs=2, measure_at="off"))
-    assert len(modules) == 2 * 2
-    data, module = load(TINY), modules[0].eval()
-    with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(
-            module(data.normalise(data.test.images)), data.test.labels
-        )
-    assert result["loss"] == pytest.approx(float(loss), rel=1e-5)
+    result = train(replace(TINY, out=tmp_path, measure_at="off", test_every=0))
+    assert ["test/accuracy" in row for row in result["history"]] == [False, False, True]
+    assert result["accuracy"] == cells.read(trained, "result")["accuracy"]
+    assert_same_weights(trained, tmp_path)
+    assert not (tmp_path / "coupling").exists()
+    assert result["loss"] == pytest.approx(loss_of(trained, "test"), rel=1e-5)
 
 
 @pytest.mark.slow
@@ -235,38 +161,6 @@ def test_every_recipe_is_valid_and_states_time_and_accuracy():
         check(Recipe(**parser.parse_path(recipe_file(name)).as_dict()))
 
 
-def write_config(directory: Path, **more) -> str:
-    """Write TINY, without the options that a grid varies, to a YAML file; return its path."""
-    varied = ("weight_decay", "drop_path", "seed")
-    settings = {name: value for name, value in TINY.identity.items() if name not in varied}
-    settings |= {"threads": 1, "accelerator": "cpu", "wandb": "off", **more}
-    file = directory / "tiny.yaml"
-    file.write_text(json.dumps(settings))  # JSON is YAML
-    return str(file)
-
-
-def start(*arguments: str, module: str = "vit.train", cold: bool = False, **environment: str):
-    """Start a training or another command; `cold` is as in `processes.start`."""
-    settings = {**os.environ, **environment}
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        settings.pop(name, None)
-    return processes.start(module, *arguments, env=settings, start_new_session=True, cold=cold)
-
-
-# The training stays before this step until it is stopped.
-STAYS = """
-import sys, time
-from vit.module import Classifier
-training_step = Classifier.training_step
-
-def step_or_stay(self, *batch):
-    if self.trainer.global_step == {step}:
-        if self.trainer.is_global_zero:
-            print("staying", flush=True)
-        time.sleep(600)
-    return training_step(self, *batch)
-
-"""
 STAYS_IN_MID_EPOCH = (
     STAYS.format(step=5)
     + """
@@ -315,36 +209,11 @@ class TestCommandLine:
         assert main(arguments) == 0
         assert_same_training(trained, tmp_path / "cell")
 
-    @pytest.mark.slow
-    def test_wandb_run_states_its_cell_and_settings(self, tmp_path):
-        arguments = [
-            "--config",
-            write_config(tmp_path, wandb="auto"),
-            "--out",
-            str(tmp_path / "cell"),
-        ]
-        process = start(
-            *arguments, "--epochs", "2", NETRC=str(tmp_path / "netrc"), HOME=str(tmp_path)
-        )
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-        found = records(offline_run(tmp_path / "cell"))
-        text = json.dumps(of("run", found))
-        for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', "label_smoothing"):
-            assert field in text, field
-        rows = [row["item"] for row in of("history", found)]
-        assert any("test/accuracy" in row for row in rows)
-        assert any("miscoupling/mean_offdiag" in row for row in rows)
-
 
 @pytest.mark.slow
 def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     """After SIGKILL, the same command gives the same result as an uninterrupted run, with every random operation enabled."""
-    augmented = {
-        name: getattr(HARD, name)
-        for name in ("mixup", "cutmix", "rand_augment", "erasing", "repeats", "flip")
-    }
-    config = write_config(tmp_path, **augmented, drop_path=0.3, keep_checkpoint=True)
+    config = write_config(tmp_path, **AUGMENTED, drop_path=0.3, keep_checkpoint=True)
     parallel = ["--devices", "2"]
     directories = [tmp_path / "whole", tmp_path / "killed"]
     whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
@@ -385,11 +254,30 @@ def test_a_training_that_ends_with_its_last_measurement_has_all_of_them(tmp_path
 
 
 @pytest.mark.slow
-def test_each_training_of_a_process_has_a_run_of_its_own(tmp_path):
-    for name in ("one", "two"):
-        train(replace(TINY, out=tmp_path / name, epochs=2, measure_at="off", wandb="offline"))
-    runs = [cells.read(tmp_path / name, "wandb-run") for name in ("one", "two")]
+def test_each_training_of_a_process_has_a_run_of_its_own_and_the_weights_of_its_seed(
+    tmp_path, monkeypatch
+):
+    """Without a key, W&B writes to the disk: the cell and its settings, and what was measured."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    options = ["--config", write_config(tmp_path, wandb="auto"), "--epochs", "2"]
+    directories = [tmp_path / "one", tmp_path / "two"]
+    for seed, directory in enumerate(directories):
+        more = ["--seed", str(seed), "--measure_at", "6", "--out", str(directory)]
+        assert main([*options, *more]) == 0
+    runs = [cells.read(directory, "wandb-run") for directory in directories]
     assert all(runs) and runs[0] != runs[1] and wandb.run is None
+    one, two = (weights(directory)["model.pos_embed"] for directory in directories)
+    assert not torch.equal(one, two)
+    found = records(offline_run(directories[0]))
+    text = json.dumps(of("run", found))
+    for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', "label_smoothing"):
+        assert field in text, field
+    rows = [row["item"] for row in of("history", found)]
+    assert any("test/accuracy" in row for row in rows)
+    assert any("miscoupling/mean_offdiag" in row for row in rows)
 
 
 def test_a_checkpoint_is_replaced_as_a_whole_and_a_damaged_one_is_named(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import peft
@@ -158,11 +159,45 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess:
 def program(tmp_path_factory) -> Path:
     """The directory of a program that has trained a model written by hand, and has saved it at three steps, in three ways."""
     directory = tmp_path_factory.mktemp("program")
-    for name, text in (("gpt", MODEL), ("train", TRAIN), ("loading", LOADING)):
+    forgetful = LOADING.replace("__main__.Config = Config", "")
+    modules = {"gpt": MODEL, "train": TRAIN, "loading": LOADING, "forgetful": forgetful}
+    for name, text in modules.items():
         (directory / f"{name}.py").write_text(text)
     trained = run(directory, "train.py")
     assert trained.returncode == 0, trained.stderr
     return directory
+
+
+# As a user starts them one after the other; the first has not set __main__.Config, as the others do.
+WALKS = """
+import sys
+from tracker.pythia import main
+
+for module, way, pattern, status in {walks}:
+    for stream in (sys.stdout, sys.stderr):
+        print("--", module, way, file=stream, flush=True)
+    flags = ["--inputs", "ids.pt", "--k", "4", "--final_norm", "exclude", "--wandb", "offline"]
+    out = ["--out", f"{{sys.argv[1]}}/{{module}}/{{way}}"]
+    assert main(["--files", pattern, "--load", f"{{module}}:{{way}}", *flags, *out]) == status
+"""
+
+
+@pytest.fixture(scope="module")
+def walks(program, tmp_path_factory) -> SimpleNamespace:
+    """Walk each series twice, in the directory of the program; what each walk printed, and the stores."""
+    out = tmp_path_factory.mktemp("walks")
+    series = [("loading", way, pattern, 0) for way, pattern in SERIES.items()]
+    walks = [("forgetful", "state", SERIES["state"], 2), *series, *series]
+    ran = run(program, "-c", WALKS.format(walks=walks), str(out))
+    assert ran.returncode == 0, ran.stderr
+    printed = [
+        {
+            name: [part.partition("\n")[2] for part in stream.split("-- ") if part.startswith(name)]
+            for name in ("forgetful state", *(f"loading {way}" for way in SERIES))
+        }
+        for stream in (ran.stdout, ran.stderr)
+    ]
+    return SimpleNamespace(path=out, out=printed[0], err=printed[1])
 
 
 @pytest.fixture
@@ -192,47 +227,34 @@ def brute_force(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", SERIES)
-def test_a_series_is_walked_from_the_command_line(way, program, loading, tmp_path):
+def test_a_series_is_walked_from_the_command_line(way, walks, program, loading, tmp_path):
     """Neither transformers nor Lightning knows these files; one note, and no warning, says how they are measured."""
-    flags = (
-        "--inputs",
-        "ids.pt",
-        "--k",
-        "4",
-        "--final_norm",
-        "exclude",
-        "--wandb",
-        "offline",
-        "--out",
-        str(tmp_path / "out"),
-    )
-    walk = ("-m", "tracker.pythia", "--files", SERIES[way], "--load", f"loading:{way}", *flags)
-    walked = run(program, *walk)
-    assert walked.returncode == 0, walked.stderr
-    assert (
-        "warning" not in walked.stderr
-        and walked.stderr.count("with up to 9 times the operations (9 tokens)") == 1
-    )
-    assert ("left out, without a step: best.pth" in walked.stdout) is (way == "compiled")
-    store = tracker.open_results(tmp_path / "out")
+    (out, again), (err, _) = walks.out[f"loading {way}"], walks.err[f"loading {way}"]
+    assert "warning" not in err
+    assert err.count("with up to 9 times the operations (9 tokens)") == 1
+    assert ("left out, without a step: best.pth" in out) is (way == "compiled")
+    assert "3 already measured" in again
+    directory = walks.path / "loading" / way
+    store = tracker.open_results(directory)
     assert list(store.step.values) == [1, 2, 10] and len(set(store.files_sha256.values)) == 3
-    assert (tmp_path / "out" / "report.html").is_file() and list(
-        (tmp_path / "out").rglob("*.wandb")
-    )
+    assert (directory / "report.html").is_file() and list(directory.rglob("*.wandb"))
     for figure in ("curves", "1b"):
-        assert figures([figure, str(tmp_path / "out"), "--out", str(tmp_path)]) == 0
+        assert figures([figure, str(directory), "--out", str(tmp_path)]) == 0
         assert (tmp_path / f"{figure}.png").stat().st_size > 10_000
-    (file,) = (
-        file
-        for file in program.glob(SERIES[way])
-        if file.name.startswith(("epoch_10", "step10", "model-10"))
-    )
+    last = ("epoch_10", "step10", "model-10")
+    (file,) = (file for file in program.glob(SERIES[way]) if file.name.startswith(last))
     ids, unit = torch.load(program / "ids.pt"), store.sel(step=10)
     measured = tracker.measure(getattr(loading, way)(file), ids, k=4, final_norm="exclude")
     np.testing.assert_allclose(unit.miscoupling, measured.miscoupling, rtol=1e-5)
     expected = brute_force(getattr(loading, way)(file), ids)[..., :4]
     np.testing.assert_allclose(unit.singular_value.squeeze("token"), expected, rtol=1e-5)
-    assert "3 already measured" in run(program, *walk).stdout
+
+
+@pytest.mark.slow
+def test_classes_of_the_program_that_wrote_a_file_are_asked_for(walks):
+    """Its own name was __main__, which now is the walk's; all files fail alike, and the walk ends."""
+    (err,) = walks.err["forgetful state"]
+    assert "__main__.NAME = NAME" in err
 
 
 def test_a_function_walks_from_python_too(program, loading, tmp_path, capsys):
@@ -308,26 +330,6 @@ def test_a_mistake_in_the_function_is_named_with_its_cure(fault, program, loadin
     with refused(message) as raised:
         users_loader(lambda path: load(path, loading))(file)
     assert str(file) in str(raised.value) and len(str(raised.value)) < 700
-
-
-@pytest.mark.slow
-def test_classes_of_the_program_that_wrote_a_file_are_asked_for(program, tmp_path):
-    """Its own name was __main__, which now is the walk's."""
-    (tmp_path / "forgetful.py").write_text(LOADING.replace("__main__.Config = Config", ""))
-    flags = ("--inputs", "ids.pt", "--wandb", "off", "--out", str(tmp_path / "out"))
-    os.symlink(tmp_path / "forgetful.py", program / "forgetful.py")
-    walked = run(
-        program,
-        "-m",
-        "tracker.pythia",
-        "--files",
-        SERIES["state"],
-        "--load",
-        "forgetful:state",
-        *flags,
-    )
-    # All fail alike: the walk ends
-    assert walked.returncode == 2 and "__main__.NAME = NAME" in walked.stderr
 
 
 @pytest.mark.parametrize("name", ["none:load", "loading:none", "loading", "loading.", "a/b.py:c"])
@@ -439,7 +441,7 @@ SIZES = ("hidden_size", "intermediate_size")
 
 
 @pytest.mark.slow
-def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path):
+def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path, monkeypatch):
     """Each is copied and hashed as other weights are, although only the user's function reads it."""
     config = transformers.LlamaConfig(
         **dict.fromkeys(SIZES, 32), vocab_size=97, num_hidden_layers=3, num_attention_heads=4
@@ -458,9 +460,9 @@ def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path):
         find_suite(str(tmp_path / "out"))
     code, _, command = str(raised.value).split("\n\n", 1)[1].rpartition("\n\n")
     (tmp_path / "my_module.py").write_text(textwrap.dedent(code))
-    walk = shlex.split(command.partition("python ")[2])
-    walked = run(tmp_path, *walk, "--wandb", "off", "--k", "4", "--out", str(tmp_path / "store"))
-    assert walked.returncode == 0, walked.stderr
+    monkeypatch.chdir(tmp_path)
+    walk = shlex.split(command.partition("tracker.pythia ")[2])
+    assert pythia.main([*walk, "--wandb", "off", "--k", "4", "--out", "store"]) == 0
     store = tracker.open_results(tmp_path / "store")
     assert list(store.step.values) == [2, 4, 6]
     assert len(set(store.files_sha256.values)) == len(set(store.fingerprint.values)) == 3

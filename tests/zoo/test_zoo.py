@@ -18,6 +18,18 @@ from tests.zoo.claims import assert_jacobians, assert_states
 from tests.zoo.rows import BIDIRECTIONAL, OPTIONS, OWN_CODE, POST_NORM, ROWS, WITH_NORM, seen, truth
 
 of_rows = pytest.mark.parametrize("name", ROWS)
+# What does not depend on a family
+of_few = pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_neox",
+        "llama, eager",
+        "gpt_oss, sinks",
+        "gemma2, soft cap",
+        "timm vit",
+        "nn.TransformerEncoder, sequence first, post-norm",
+    ],
+)
 of_dtypes = pytest.mark.parametrize("dtype", ["float64", "float32"])
 
 
@@ -93,7 +105,7 @@ def test_the_model_is_unchanged(name, dtype):
     assert not of.fired and of.ds.attrs["padding"] == "none"
 
 
-@of_rows
+@of_few
 def test_a_prompt_alone_in_little_memory(name):
     """What is recorded and the Jacobians go to files, and few products run at once."""
     of, options = seen(name, "float64"), OPTIONS | {"tokens": [-1], "witness": "off"}
@@ -134,17 +146,7 @@ def test_another_device(name, pretend):
     assert_close(found, of.ds, 1e-6)
 
 
-FEW = (
-    "gpt_neox",
-    "llama, eager",
-    "gpt_oss, sinks",
-    "gemma2, soft cap",
-    "timm vit",
-    "nn.TransformerEncoder, sequence first, post-norm",
-)
-
-
-@pytest.mark.parametrize("name", FEW)
+@of_few
 @pytest.mark.parametrize("path", ["own code", "full sequence"])
 @pytest.mark.filterwarnings("ignore")
 def test_without_faster_paths(name, path, monkeypatch):

@@ -252,10 +252,12 @@ class Lock:
     def release(self, remove: bool = False) -> None:
         """Release the lock, if this process still has it; with `remove`, delete the file first."""
         if self.held:
-            if remove and self.has_file:
-                self.file.unlink(missing_ok=True)
-            _locks.discard(self)
-            os.close(self.descriptor)
+            try:
+                if remove and self.has_file:
+                    self.file.unlink(missing_ok=True)
+            finally:
+                _locks.discard(self)
+                os.close(self.descriptor)
 
     def __enter__(self) -> "Lock":
         return self
@@ -279,19 +281,17 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 def identity(file: Path) -> tuple[int, ...]:
     """Return what changes with a file's content, also if its size and modification time are set back."""
     status = file.stat()
-    return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file's content; one whose `identity` was noted with its hash is not read again."""
     # Before the file is read: one that changes meanwhile is noted with an identity that it no longer has.
     found = identity(file)
-    try:
+    with suppress(OSError, ValueError):  # not noted, or unreadable: hash the file
         path, *noted, digest = read_json(_note_of(file), list)
         if (path, tuple(noted)) == (str(file.resolve()), found):
             return digest
-    except (OSError, ValueError):
-        pass  # not noted, or unreadable: hash the file
     digest = hash_file(file)
     note_sha256(file, found, digest)
     return digest
