@@ -1,4 +1,4 @@
-"""Equal blocks: found, left out of means and tests where they are one module, and named, against plain loops over pairs."""
+"""Equal and alike blocks: found, left out of means where they are one module, and named, against plain loops over pairs."""
 
 import copy
 import itertools
@@ -110,17 +110,17 @@ def test_the_summary_names_equal_blocks(looped):
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(layer(), 4, enable_nested_tensor=False).eval()
     ds = tracker.measure(encoder, torch.randn(3, 6, WIDTH), k=K)
-    assert ds.attrs["equal_blocks"] == "equal weights: 1 2 3 4"
+    assert ds.attrs["equal_blocks"] == "alike weights (100%): 1 2 3 4"
     said = repr(tracker.summary(ds))
     assert (
-        "equal weights (1, 2, 3, 4): they are coupled by construction" in said
+        "Blocks 1, 2, 3, 4 have alike weights, of 100% of their parameters" in said
         and ONE_IN_40 not in said
     )
     assert (counted_pairs(ds).values > 0).sum() == 12
     both = repr(tracker.summary({"looped": looped, "copies": ds}))
     assert (
         "looped: Some blocks are one module" in both
-        and "copies: Some blocks have equal weights" in both
+        and "copies: Blocks 1, 2, 3, 4 have alike weights" in both
     )
     assert ONE_IN_40 not in both
     own = measured([layer() for _ in range(3)])
@@ -146,23 +146,61 @@ def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
     assert "All blocks are one module" in repr(table) and "A t test" not in repr(table)
 
 
-def test_which_blocks_are_equal():
-    a, b, c = (layer() for _ in range(3))
-    again, other = copy.deepcopy(a), copy.deepcopy(a)
-    assert measured([a, b, again, b]).attrs["equal_blocks"] == "one module: 2 4; equal weights: 1 3"
-    assert (
-        measured([a, b, again, a]).attrs["equal_blocks"] == "one module: 1 4; equal weights: 1 3 4"
-    )
+def with_part_of(block: nn.Module, other: nn.Module) -> nn.Module:
+    """Return a block that shares its MLP's first matrix, two fifths of its parameters or a little less, with another."""
+    block.linear1.weight = other.linear1.weight
+    return block
+
+
+def changed(block: nn.Module, by: float) -> nn.Module:
+    """Return a copy whose weights are moved by noise, relative to their size."""
+    block = copy.deepcopy(block)
     with torch.no_grad():
-        other.linear2.bias[-1] += 1e-3  # the last of its numbers
-    assert measured([a, b, other]).attrs["equal_blocks"] == "none"
-    tied = layer()
+        for weight in block.parameters():
+            weight += by * weight.std() * torch.randn_like(weight)
+    return block
+
+
+def negated(block: nn.Module) -> nn.Module:
+    block = copy.deepcopy(block)
+    with torch.no_grad():
+        for weight in block.parameters():
+            weight.neg_()
+    return block
+
+
+def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
+    torch.manual_seed(0)
+    a, b, c, d, again, tied = (layer() for _ in range(6))
+    again.load_state_dict(a.state_dict())
     for part, shared in zip(tied.modules(), c.modules(), strict=True):
         part._parameters = shared._parameters
-    assert measured([c, a, tied]).attrs["equal_blocks"] == "one module: 1 3"
-    ones = [layer() for _ in range(2)]  # equal in their first matrix, and in no other
-    ones[1].self_attn.in_proj_weight.data.copy_(ones[0].self_attn.in_proj_weight)
-    assert measured(ones).attrs["equal_blocks"] == "none"
+    return {
+        "a copy": ([a, b, again, b], "one module: 2 4; alike weights (100%): 1 3"),
+        "a module and its copy": (
+            [a, b, again, a],
+            "one module: 1 4; alike weights (100%): 1 3 4",
+        ),
+        "a copy that has moved": ([a, b, changed(a, 1)], "alike weights (100%): 1 3"),
+        "a copy that has moved far": ([a, b, changed(a, 30)], "none"),
+        "opposite weights": ([a, negated(a), b], "none"),
+        "tied weights": ([c, a, tied], "one module: 1 3"),
+        "one matrix": ([a, b, with_part_of(d, a)], "alike weights (25%): 1 3"),
+        "two groups": (
+            [a, b, changed(a, 1), changed(b, 1)],
+            "alike weights (100%): 1 3; alike weights (100%): 2 4",
+        ),
+        "own weights": ([a, b, c], "none"),
+    }
+
+
+BLOCKS = blocks_that_are_equal()
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_which_blocks_are_equal(case):
+    blocks, expected = BLOCKS[case]
+    assert measured(blocks).attrs["equal_blocks"] == expected
 
 
 def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
@@ -173,14 +211,17 @@ def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
         units[step] = tracker.measure(encoder, x, k=K)
         with torch.no_grad():
             for parameter in encoder.parameters():
-                parameter += 0.02 * torch.randn_like(parameter)
+                parameter += torch.randn_like(parameter)
     store = stored(tmp_path / "store", units)
     results = open_results(store)
-    assert results["equal_blocks"].values.tolist() == ["equal weights: 1 2 3", "none"]
+    assert results["equal_blocks"].values.tolist() == [
+        "alike weights (100%): 1 2 3",
+        "none",
+    ]
     said = repr(tracker.summary(store))
-    assert "At step 0: Some blocks have equal weights (1, 2, 3)" in said and ONE_IN_40 not in said
+    assert "At step 0: Blocks 1, 2, 3 have alike weights" in said and ONE_IN_40 not in said
     parts = repr(tracker.summary(results.assign_coords(step=[0.25, 0.5])))
-    assert "At step 0.25: Some blocks have equal weights (1, 2, 3)" in parts
+    assert "At step 0.25: Blocks 1, 2, 3 have alike weights" in parts
     read = read_miscouplings(store)
     assert read.miscoupling.sel(step=10, pairs="mean_offdiag").notnull().all()
 
@@ -215,8 +256,12 @@ def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path)
     draw("heatmap", two, K)
 
 
-def test_the_attribute_is_read_as_it_is_written():
-    assert read_equal_blocks("")["one module"] == []
+def test_what_earlier_versions_wrote_is_read():
+    assert [group.layers for group in read_equal_blocks("equal weights: 1 2, 3 4")] == [
+        [1, 2],
+        [3, 4],
+    ]
+    assert read_equal_blocks("") == []
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -374,7 +374,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/measures/calls.py": (
         "_are_enough: pending[0][2] -> pending[0][3]",
-        "is_post_norm: 2 * sum((call.ends_in_norm for call in recording.calls)) > len(recording.calls) -> 2 * sum((call.ends_in_norm for call in recording.calls)) >= len(recording.calls)",
         "warn_of_missing_norm: blocks.include_final_norm is None -> blocks.include_final_norm is not None",
     ),
     "tracker/measures/dataset.py": (
@@ -387,7 +386,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "Measure.point: part == '_coupling' -> part != '_coupling'",
         "of_each_block: more |= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'main': True} -> more &= {'counted': True, 'curve': 'quartiles', 'metric': f'jacobian/{name}', 'logged': ('',), 'main': True}",
     ),
-    "tracker/measures/equal_blocks.py": ("_first_numbers: p.dim() > 1 -> p.dim() >= 1",),
     "tracker/measures/cost.py": (
         "_peak: if not settings.forms_jacobians: -> if settings.forms_jacobians:",
         "_peak: max(256, rows) -> max(257, rows)",
