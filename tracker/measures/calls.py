@@ -259,14 +259,15 @@ def measure_calls(
             jacobians.witnesses = []  # with what they hold of the recordings
         i += 1
     notes = _notes(jacobians)
-    through_norms = bool(jacobians.through_norms)
-    if through_norms:
+    # Equal for all samples, so that the Dataset has them once.
+    of_blocks: dict[str, int | str] = {ATTRIBUTE: equal, "witness": str(findings)}
+    if jacobians.through_norms is not None:
+        of_blocks["post_norm"] = int(jacobians.through_norms)
+    if jacobians.through_norms:
         warn_of_norms()
     for sample in samples:
-        # Equal for all samples, so that the Dataset has them once.
-        sample.attributes |= {ATTRIBUTE: equal, "post_norm": int(through_norms)}
+        sample.attributes |= of_blocks
         sample.notes = notes
-        sample.attributes["witness"] = str(findings)
     return samples
 
 
