@@ -19,32 +19,25 @@ NOHUP = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 class DisturbedWalks:
     """Walks over a directory, with a `TMPDIR` of their own."""
 
-    def __init__(self, walker: Walker, runs: Path, *options: str):
-        self.walker, self.runs, self.options = walker, runs, options
+    def __init__(self, walker: Walker, runs: Path):
+        self.walker, self.runs = walker, runs
         self.temporary, self.store = walker.directory / "temporary", walker.directory / "disturbed"
         self.temporary.mkdir()
 
     def start(self, out: Path, before: str = ""):
-        flags = ("--out", str(out), *self.options)
-        return self.walker.start(
-            *flags, model=str(self.runs), before=before, TMPDIR=str(self.temporary)
-        )
+        flags = {"model": str(self.runs), "before": before, "TMPDIR": str(self.temporary)}
+        return self.walker.start("--out", str(out), **flags)
 
     def finish(self, out: Path) -> None:
         process = self.start(out)
         _, err = process.communicate(timeout=600)
         assert process.returncode == 0, err
 
-    def disturb(
-        self, number: int, seconds: float, while_copying: bool, before: str = ""
-    ) -> tuple[int, bool]:
-        """Send a signal after some seconds, or as soon as there is a new copy; return the status, and whether a copy was left."""
-        left = set(self.copies())
+    def disturb(self, number: int, before: str = "") -> tuple[int, bool]:
+        """Send a signal as soon as there is a new copy; return the status, and whether a copy was left."""
+        left, ends = set(self.copies()), time.monotonic() + 60
         process = self.start(self.store, before)
-        ends = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < ends:
-            if while_copying and {*self.copies()} - left:
-                break
+        while process.poll() is None and time.monotonic() < ends and not {*self.copies()} - left:
             time.sleep(0.001)
         process.send_signal(number)
         _, err = process.communicate(timeout=600)
@@ -56,8 +49,7 @@ class DisturbedWalks:
 
     def assert_clean(self) -> None:
         assert not self.copies()
-        assert not any(self.store.rglob("*.claim"))
-        assert not any(self.store.rglob("*.tmp"))
+        assert not [*self.store.rglob("*.claim"), *self.store.rglob("*.tmp")]
 
 
 @pytest.fixture
@@ -67,19 +59,17 @@ def disturbed(walker, suite, tmp_path) -> DisturbedWalks:
     return DisturbedWalks(walker, tmp_path / "runs")
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(20)
 def test_killed_walks_leave_no_copy_and_no_claim_to_the_next(disturbed, tmp_path):
-    disturbed.finish(tmp_path / "undisturbed")
-    left = [disturbed.disturb(signal.SIGKILL, 60, True)[1] for _ in range(2)]
+    left = [disturbed.disturb(signal.SIGKILL)[1] for _ in range(2)]
     assert any(left), "no walk was killed while it had a copy"
-    status, copy_left = disturbed.disturb(signal.SIGHUP, 60, True)
-    assert status == 130 and not copy_left
+    assert disturbed.disturb(signal.SIGHUP) == (130, False)
     disturbed.finish(disturbed.store)
     disturbed.assert_clean()
+    disturbed.finish(tmp_path / "undisturbed")
     assert_same_results(disturbed.store, tmp_path / "undisturbed")
 
 
 def test_a_walk_that_ignores_hang_ups_goes_on(disturbed):
-    status, _ = disturbed.disturb(signal.SIGHUP, 60, True, before=NOHUP)
-    assert status == 0
+    assert disturbed.disturb(signal.SIGHUP, before=NOHUP)[0] == 0
     disturbed.assert_clean()

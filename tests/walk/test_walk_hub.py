@@ -7,17 +7,13 @@ import signal
 import time
 from html import unescape
 
-import lightning
 import pytest
-import torch
 
 import tracker
-from tests.support.lightning_runs import Toy
 from tests.support.shards import SHARDS, plant
 from tests.support.stopped_walks import start_and_stay_at_the_second
 from tests.support.stores import assert_same_results
 from tests.support.suite import STEPS, checkpoint_of, commit, snapshots
-from tracker import pythia
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
 from tracker.store import Store
@@ -180,30 +176,6 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
     assert capsys.readouterr().err.startswith(
         "failed: step 1: can't get the files of block-coupling/nano at "
     )
-
-
-@pytest.mark.slow
-def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp_path):
-    trainer = lightning.Trainer(
-        logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
-    )
-    for step in (10, 200):
-        trainer.strategy.connect(Toy(32))
-        trainer.save_checkpoint(tmp_path / "run" / f"epoch=0-step={step}.ckpt", weights_only=True)
-    torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
-    arguments = walker.arguments(
-        "--module", "tests.support.lightning_runs:Toy", model=str(tmp_path / "run")
-    )
-    assert pythia.main([*arguments, "--inputs", str(tmp_path / "inputs.pt")]) == 0
-    ds = tracker.open_results(walker.out)
-    assert list(ds.step.values) == [10, 200]
-    assert ds.sizes["prompt"] == 2
-    assert len(set(ds.fingerprint.values)) == 2
-    tokenizer = str(checkpoint_of(suite, 0))
-    assert (
-        pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
-    )
-    assert tracker.open_results(tmp_path / "prompts").sizes["prompt"] == 3
 
 
 @pytest.mark.slow
