@@ -138,27 +138,6 @@ def test_a_group_is_killed_and_its_id_kept_until_the_status_is_read():
             time.sleep(0.01)
 
 
-def test_a_timeout_loses_no_output():
-    process = start("print('first', flush=True); input(); print('last')", stdin=subprocess.PIPE)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(0.1)
-    process.stdin.write("\n")
-    process.stdin.flush()
-    for timeout in (0, 300):
-        try:
-            out, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            assert timeout == 0
-    assert out == "first\nlast\n" and process.returncode == 0
-
-
-def test_processes_run_side_by_side():
-    first, second = (start("print(input())", stdin=subprocess.PIPE) for _ in range(2))
-    for process, text in ((second, "second"), (first, "first")):
-        process.stdin.write(f"{text}\n")
-        assert process.communicate(timeout=300)[0] == f"{text}\n"
-
-
 def test_random_states_are_as_in_fresh_processes():
     code = "import numpy, random, torch; print(numpy.random.rand(), random.random()); print(torch.initial_seed())"
     first, second = (run(code).stdout.splitlines() for _ in range(2))

@@ -118,15 +118,6 @@ def test_damaged_units_are_reported(store, damage):
         tracker.open_results(store.path)
 
 
-def test_changed_byte_in_a_number_is_detected(store):
-    file = store.write(3, unit(3, positions=50))
-    content, number = bytearray(file.read_bytes()), unit(3, positions=50).lss.values.tobytes()
-    content[content.index(number) + 100] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"step00000003\.nc is damaged"):
-        store.read(3)
-
-
 def test_files_that_are_set_aside_replace_none_that_were_before(store):
     """A run may be resumed twice from one checkpoint, and one step be damaged twice."""
     for content in (b"first", b"second", b"third"):

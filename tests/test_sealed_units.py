@@ -65,10 +65,8 @@ def test_a_unit_of_another_step_is_damaged(store):
     assert curve.step.values.tolist() == [*STEPS] and [*left_out] == [16, 32]
     damaged = store.file(16).read_bytes()
     store.write(16, unit(16, layers=3, ks=(4,), prompts=3, matrices=False, seed=0))
-    assert (
-        store.read(16).step == 16
-        and (store.path / "damaged" / "step00000016.nc").read_bytes() == damaged
-    )
+    assert store.read(16).step == 16
+    assert (store.path / "damaged" / "step00000016.nc").read_bytes() == damaged
 
 
 def test_units_without_a_hash_are_read_and_marked(store):

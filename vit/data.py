@@ -114,7 +114,7 @@ def prepared(sources: Sources, recipe: Recipe) -> Data:
         raise DataError(
             f"--batch_size {recipe.batch_size}: {len(train)} training images do not fill a batch; give at most {len(train)}"
         )
-    mean, std = _statistics(train.images)
+    mean, std = statistics(train.images)
     if not (std > 0).all():
         raise DataError(
             f"{recipe.data}: a channel of the training images is constant; give other images"
@@ -122,7 +122,7 @@ def prepared(sources: Sources, recipe: Recipe) -> Data:
     return Data(train, test, sources[2], mean.float(), std.float())
 
 
-def _statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], Float[Tensor, "3"]]:
+def statistics(images: UInt8[Tensor, "n 3 h w"]) -> tuple[Float[Tensor, "3"], Float[Tensor, "3"]]:
     """Return the mean and standard deviation of each channel in [0, 1], exact in float64, from the counts of grey levels."""
     level = torch.arange(256, dtype=torch.float64) / 255
     counts = torch.stack(

@@ -31,7 +31,7 @@ def describe(
 
     first = missing[0]
     weights = sum(parameter.numel() for parameter in build(first, classes).parameters())
-    seconds_of_epoch = first.steps_per_epoch(images) * _seconds_of_step(first, weights)
+    seconds_of_epoch = first.steps_per_epoch(images) * seconds_of_step(first, weights)
     epochs = sum(cell.epochs for cell in missing) - _finished(missing)
     expected = f"about {duration(epochs * seconds_of_epoch)} for the steps of all, one cell at a time on this machine"
     checkpoint = 3 * 4 * weights  # they and AdamW's two moments of each, in bytes
@@ -55,7 +55,7 @@ def _finished(cells: Sequence[Recipe]) -> int:
     return sum(finished_epochs(cell.directory) for cell in cells)
 
 
-def _seconds_of_step(recipe: Recipe, weights: int) -> float:
+def seconds_of_step(recipe: Recipe, weights: int) -> float:
     """Return the seconds of a step on this machine: six operations for each weight and token."""
     import torch
 

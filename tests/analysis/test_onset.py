@@ -91,7 +91,6 @@ def test_coupled_pairs_are_told_from_unrelated_ones():
     np.testing.assert_array_equal(
         coupled(pairs, prompts), coupled(pairs, np.repeat(prompts, 8, 1), np.arange(32) // 8)
     )
-    np.testing.assert_array_equal(coupled(pairs, prompts[:, :1]), coupled(pairs))
     matrices = random.random((2, 4, 4))
     expected = [
         (matrices[:, l, m] + matrices[:, m, l]) / 2 for l in range(4) for m in range(l + 1, 4)
@@ -156,14 +155,18 @@ def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():
 
 
 def test_errors_over_pairs_and_over_prompts_are_added():
-    """With Satterthwaite's degrees of freedom; pairs that lean to no side pass where t does."""
+    """With Satterthwaite's degrees of freedom, and those of pairs where there is one prompt.
+
+    Pairs that lean to no side pass where t does.
+    """
     pairs, prompts = np.linspace(0.5, 1.5, 15)[None], np.linspace(0, 2, 6)[None]
     of_pairs, of_prompts = sem(pairs, 1), sem(prompts, 1)
-    error = np.hypot(of_pairs, of_prompts)
-    df = error**4 / (of_pairs**4 / 14 + of_prompts**4 / 5)
-    level = t_distribution.sf(1 / error, df)
-    assert coupled(pairs, prompts, level=1.0001 * level)
-    assert not coupled(pairs, prompts, level=0.9999 * level)
+    both = np.hypot(of_pairs, of_prompts)
+    df_of_both = both**4 / (of_pairs**4 / 14 + of_prompts**4 / 5)
+    for of, error, df in ((prompts, both, df_of_both), (prompts[:, :1], of_pairs, 14)):
+        level = t_distribution.sf(1 / error, df)
+        assert coupled(pairs, of, level=1.0001 * level)
+        assert not coupled(pairs, of, level=0.9999 * level)
 
 
 def test_onset_at_the_first_step():

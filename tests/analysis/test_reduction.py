@@ -50,33 +50,27 @@ def test_couplings(ds, unit):
 
 
 def below_median(values, pooled):
-    """Return how many values of a prompt are below the median beyond half of them."""
+    """Return how many values of a prompt are below the median beyond half of them; NaN of none."""
     middle = np.median(pooled)
-    return (values < middle).sum() + 0.5 * (values == middle).sum() - 0.5 * len(values)
+    below = (values < middle).sum() + 0.5 * (values == middle).sum() - 0.5 * len(values)
+    return below if len(values) else np.nan
 
 
 def test_what_an_interval_of_a_median_needs(ds):
     values = ds.lss.values.copy()
     values[1, 2] = values[0, 3]  # equal values
     values[0, 0] = np.nan
-    some = reduced(ds.assign(lss=ds.lss.copy(data=values)))
-    by_prompt = [of[~np.isnan(of)] for of in values]
-    pooled = np.concatenate(by_prompt)
-    np.testing.assert_allclose(
-        some.lss_percentiles, np.percentile(pooled, np.arange(101)), rtol=1e-6
-    )
-    expected = [below_median(of, pooled) * 2 / len(pooled) for of in by_prompt]
-    np.testing.assert_allclose(some.lss_below, expected)
-    one = values.copy()
-    one[1, 1:] = np.nan  # a single value, or none
-    none = np.where(np.arange(2)[:, None] == 1, np.nan, values)
-    for values, prompts in ((one, 2), (none, 1)):
-        some = reduced(ds.assign(lss=ds.lss.copy(data=values)))
-        by_prompt = [of[~np.isnan(of)] for of in values]
+    one, none = values.copy(), values.copy()
+    one[1, 1:] = none[1] = np.nan  # a single value, or none
+    for some in (values, one, none):
+        found = reduced(ds.assign(lss=ds.lss.copy(data=some)))
+        by_prompt = [of[~np.isnan(of)] for of in some]
         pooled = np.concatenate(by_prompt)
+        percentiles = np.percentile(pooled, np.arange(101))
+        np.testing.assert_allclose(found.lss_percentiles, percentiles, rtol=1e-6)
+        prompts = sum(map(any, by_prompt))
         expected = [below_median(of, pooled) * prompts / len(pooled) for of in by_prompt]
-        expected = [e if len(of) else np.nan for e, of in zip(expected, by_prompt, strict=True)]
-        np.testing.assert_allclose(some.lss_below, expected)
+        np.testing.assert_allclose(found.lss_below, expected)
     undefined = reduced(ds.assign(lss=ds.lss * np.nan))
     assert undefined.lss_below.isnull().all() and undefined.lss_percentiles.isnull().all()
 

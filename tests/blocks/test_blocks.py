@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import timm
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import tracker
-from tests.support import brute_force
+from tests.support.compared import measured_as_by_brute_force
 from tests.support.draws import perturbed
 from tests.support.llava import (
     COMMON,
@@ -247,18 +245,10 @@ def made(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def assert_measured_as_by_brute_force(model, inputs, container, norm, position, **keywords):
-    """Mis-couplings at the position that is measured by default, between the blocks that are named here by hand."""
-    ds = tracker.measure(model, inputs, k=K, dtype="float64", **keywords)
-    assert (ds.token_position == position).all()
-    assert ds.attrs["final_norm"] == ("exclude" if norm is None else "include")
-    assert norm is None or ds.attrs["final_norm_module"] == norm
-    given = tree_map(lambda value: value.double() if value.is_floating_point() else value, inputs)
+    """Compare a measurement of blocks that are named by hand, at the position and with the norm that are taken by default."""
     names = [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
-    truth = brute_force.Truth(model, given, names, ds.attrs["width"], norm or "")
-    J = truth.jacobians(position, normed=norm is not None)[0]
-    for name, values in brute_force.couplings(J, K).items():
-        seen = ds[name if norm is None else f"{name}_normed"]
-        np.testing.assert_allclose(seen.sel(k=K).isel(prompt=0, token=0), values, rtol=0, atol=1e-8)
+    ds = measured_as_by_brute_force(model, inputs, names, norm or "", final_norm="auto", **keywords)
+    assert (ds.token_position == position).all()
 
 
 @pytest.mark.parametrize("name", FOUND)

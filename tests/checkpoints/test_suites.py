@@ -329,10 +329,8 @@ def test_olmo_2_is_walked_one_stage_at_a_time(monkeypatch):
     branches(monkeypatch, *OLMO_2)
     suite = find_suite("allenai/OLMo-2-1124-7B")
     assert suite.name == "OLMo-2-1124-7B-stage1" and suite.steps == (150, 1000, 928_646)
-    assert (
-        suite.checkpoints[0].tokens == 10**9
-        and "trained in 4 stages: this is stage1" in suite.notice
-    )
+    assert suite.checkpoints[0].tokens == 10**9
+    assert "trained in 4 stages: this is stage1" in suite.notice
     second = find_suite("allenai/OLMo-2-1124-7B", stage="stage2-ingredient2")
     assert [c.revision for c in second.checkpoints] == ["stage2-ingredient2-step1000-tokens5B"]
     with pytest.raises(
@@ -345,11 +343,9 @@ def test_olmo_2_is_walked_one_stage_at_a_time(monkeypatch):
 def test_regular_expression_selects_revisions_of_any_repository(monkeypatch):
     branches(monkeypatch, "main", "ckpt_100", "ckpt_20", "ema_20")
     suite = find_suite("org/amber", revisions=r"^ckpt_(?P<step>\d+)$")
-    assert (
-        suite.steps == (20, 100)
-        and suite.checkpoints[0].revision == "ckpt_20"
-        and suite.checkpoints[0].tokens is None
-    )
+    assert suite.steps == (20, 100)
+    assert suite.checkpoints[0].revision == "ckpt_20"
+    assert suite.checkpoints[0].tokens is None
     with pytest.raises(ValueError, match="ckpt_20 and ema_20 are both step 20"):
         find_suite("org/amber", revisions=r"(?P<step>\d+)")
     staged = find_suite("org/amber", revisions=r"(?P<stage>ema|ckpt)_(?P<step>\d+)", stage="ema")

@@ -43,11 +43,6 @@ def open_results(path):
     return read(path).copy(deep=True)
 
 
-@pytest.fixture(autouse=True)
-def results_are_read_once(monkeypatch):
-    monkeypatch.setattr("tracker.store.open_results", open_results)
-
-
 def scored(unit, step, model=0):
     """A unit with scores and training tokens."""
     score = xr.DataArray([0.1 * model + 1e-5 * step, 0.3], {"task": ["arc", "wino"]}, "task")

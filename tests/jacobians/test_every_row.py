@@ -9,24 +9,10 @@ import tracker
 import tracker.jacobians.rows
 from tests.support.central_differences import assert_right
 from tests.support.draws import integers, normal
+from tests.support.home_made import WIDTH, Flat
 
-D = 16
 CLOSE = {"float32": 1e-4, "float64": 1e-7}
-STATES = normal(1, 6, D)
-
-
-class Block(nn.Module):
-    """Attention and an MLP."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
-        self.mlp, self.other = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, D)
-
-    def forward(self, x):
-        y = self.norm(x)
-        x = x + self.attn(y, y, y, need_weights=False)[0]
-        return x + self.mlp(x)
+STATES = normal(1, 6, WIDTH)
 
 
 class Routed(nn.Module):
@@ -34,23 +20,24 @@ class Routed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.attention, self.mlp = nn.Identity(), nn.Sequential(nn.Linear(D, D), nn.Tanh())
+        self.attention, self.mlp = nn.Identity(), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
     def forward(self, x):
         return x + torch.where(x[..., :1] > 0, self.mlp(x), 1 - self.mlp(x))
 
 
-class Kinked(Block):
+class Kinked(Flat):
     """A block with some ReLUs whose arguments are 0 at one state, but for rounding."""
 
     def __init__(self, units):
         super().__init__()
-        self.units, self.out, self.at = units, nn.Linear(units, D, bias=False), torch.zeros(D)
+        self.at = torch.zeros(WIDTH)
+        self.kink, self.to_units = nn.Linear(units, WIDTH, bias=False), nn.Linear(WIDTH, units)
 
     def forward(self, x):
         x = super().forward(x)
-        arguments = (x - self.at) @ self.other.weight[: self.units].mT
-        return x + self.out(arguments.relu())
+        arguments = (x - self.at) @ self.to_units.weight.mT
+        return x + self.kink(arguments.relu())
 
 
 def network(make, seed=0):
@@ -77,13 +64,13 @@ def test_a_jump_beside_a_row_convicts_nothing(distance, dtype):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("units", "how"), [(1, "{}"), (D, "forward mode")])
+@pytest.mark.parametrize(("units", "how"), [(1, "{}"), (WIDTH, "forward mode")])
 def test_a_state_at_a_kink_is_no_disagreement(units, how, seed):
     """Central differences of any step are the mean of two derivatives there, and J is that of one side for each unit."""
     net, x = network(lambda: Kinked(units), seed).double(), STATES.double()
     with torch.no_grad():
         for block in net:
-            block.at = Block.forward(block, x)[0, -1]
+            block.at = Flat.forward(block, x)[0, -1]
             x = block(x)
     assert how in measured(net, STATES.double()).attrs["independent_checks"]
 
@@ -123,7 +110,7 @@ def test_a_jacobian_that_was_formed_wrongly_in_one_row_is_not_used(dtype, monkey
             J[3] += 0.1 * J[3].flip(0)
         return J
 
-    net = network(Block)
+    net = network(Flat)
     monkeypatch.setattr("tracker.jacobians.rows.dense_jacobian", wrong)
     ds = measured(net, STATES, dtype, tokens="all")
     assert not ds.diagnostics_sliced.any()

@@ -7,21 +7,21 @@ import torch
 
 from tests.support.measured import recorded
 from tests.support.models import build, random
-from tracker.jacobians import independent
 from tracker.jacobians.independent import (
     DETACHED,
     PROBES,
     Disagreement,
-    _judge,
     amplified_rounding,
     differ_from_values,
     error_of_products,
+    judge_rows,
     largest_error,
     settle,
     settle_full_sequence,
 )
 from tracker.jacobians.judge import BOUNDS, judge, step
 from tracker.jacobians.row_attention import by_formula
+from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import Linearization, linearize
 from tracker.linalg.precision import TOLERANCE, Roundings
@@ -48,9 +48,14 @@ def jumping(x):
 
 
 @pytest.fixture(scope="module")
-def call():
-    _, ((call, *_),) = recorded(build("gpt_neox")[0], [build("gpt_neox")[1]])
-    return call
+def recording():
+    replica, ((call, *_),) = recorded(build("gpt_neox")[0], [build("gpt_neox")[1]])
+    return replica, call
+
+
+@pytest.fixture(scope="module")
+def call(recording):
+    return recording[1]
 
 
 def judged(call, f, x=X, off=0.0, tangent=None, no_tangent="none", least=8):
@@ -63,7 +68,7 @@ def judged(call, f, x=X, off=0.0, tangent=None, no_tangent="none", least=8):
     block = Linearization(true.y, pullback, tangent, no_tangent)
     roundings = Roundings()
     roundings.least, roundings.seen = least, least < 8
-    return _judge(call, f, x, block, True, roundings)
+    return judge_rows(call, f, x, block, True, roundings)
 
 
 U = standard_normal((PROBES, R, D), X)
@@ -291,16 +296,12 @@ def test_one_evaluation_suffices_where_one_sided_differences_agree(allowed, eval
 
 
 @pytest.fixture(scope="module")
-def at_rows(call):
+def at_rows(recording):
     """Return the rows of a call, and their Jacobians."""
+    replica, call = recording
     rows = Rows(torch.tensor([0, 1]), torch.tensor([3, 6]))
-    with call.replica.materialize(call.block):
-        function = independent._function_of(rows, None)(call)
-        block = linearize(function.f, rows.select(call.x))
-        J = torch.stack(
-            [block.pullback(one.expand_as(block.y)[None])[0] for one in torch.eye(32).double()], 1
-        )
-    return rows, J - torch.eye(32)
+    ((J, _),) = Jacobians(replica)([(call, rows)])
+    return rows, J
 
 
 @pytest.mark.parametrize("row_attention", [None, by_formula])

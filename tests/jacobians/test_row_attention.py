@@ -105,11 +105,10 @@ def test_values_and_derivatives(G, formula, mask):
 
 
 @pytest.mark.parametrize("method", [by_formula, by_own_code])
-@pytest.mark.parametrize("rows", [1, 2, None])
-def test_few_rows_at_a_time(method, rows, live, frozen, monkeypatch):
-    """Also without gradients."""
-    if rows:
-        monkeypatch.setattr(row_attention, "_rows_at_once", lambda *_: rows)
+@pytest.mark.parametrize("at_once", [0, 1200, 1 << 20])
+def test_few_rows_at_a_time(method, at_once, live, frozen, monkeypatch):
+    """One, or two of the first recording's three, or all; also without gradients."""
+    monkeypatch.setattr(row_attention, "AT_ONCE", (at_once, at_once))
     formula = Formula(0.7)
     attention = OriginalAttention(partial(own_code, formula), formula)
     expected = jacobian(lambda *given: by_hand(formula, *given, frozen), live)

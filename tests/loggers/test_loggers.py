@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tracker
+from tests.conftest import USUAL
 from tests.support.models import neox, tokens
 from tests.support.stores import stored
 from tests.support.suite import commit, snapshots
@@ -37,7 +38,7 @@ def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
     for step in (4, 8):
         (tmp_path / "steps" / f"step{step}").parent.mkdir(exist_ok=True)
         (tmp_path / "steps" / f"step{step}").symlink_to(snapshots(suite) / commit(suite, step))
-    arguments = walker.arguments(model=str(tmp_path / "steps"))
+    arguments = walker.arguments(*USUAL, model=str(tmp_path / "steps"))
     assert pythia.main(arguments) == 0
     store = Store(tmp_path / "out")
     _, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
@@ -61,9 +62,8 @@ def test_the_choices_of_metrics(row):
         "main"
     ] - names["headline"]
     assert "miscoupling/miscoupling/k4/mean_adjacent" not in names["main"]
-    assert (
-        not [name for name in names["main"] if name.endswith("/mean")] and len(names["main"]) < 40
-    )
+    assert not [name for name in names["main"] if name.endswith("/mean")]
+    assert len(names["main"]) < 40
     few = select_metrics(row, ["trajectory/lss/*", "score/piqa", "diagnostics/undefined"])
     assert (
         set(few.scalars)

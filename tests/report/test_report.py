@@ -1,5 +1,7 @@
 """The page: its data against the store, what its scripts make of them, and its behaviour in a real headless Chromium."""
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from tracker.analysis.reduction import read_reduced, reduced
 from tracker.analysis.regression import FEWEST_POINTS
 from tracker.measures.registry import BY_NAME, MISCOUPLINGS, VARIANTS
 from tracker.report.contents import contents, unpack_parts
+from tracker.report.texts import worded
 from tracker.report.write import main, write_page, write_report
 from tracker.store import Store, distinct_names
 
@@ -193,6 +196,10 @@ def unpacked(packed):
 class TestText:
     """What the page says before any script runs."""
 
+    def test_settings_and_attributes_are_words(self):
+        shown = [worded(value) for value in (["all", "noise"], "", "{}", np.int64(1714176), "sdpa")]
+        assert shown == ["all, noise", "none", "none", "1,714,176", "sdpa"]
+
     def test_doubts_and_how_it_was_measured(self, written):
         said = unescape(written("one").read_text())
         for text in (
@@ -216,11 +223,15 @@ class TestText:
             for name in ("diagnostics_sliced", "diagnostics_complete"):
                 unit[name][0, 0, 2] = 0
             unit.attrs["fallbacks"] = '{"3": "value differs by 0.1"}'
+            unit.attrs["model_class"] = "tests.</script><!--<script>"
             store.write(step, unit)
         said = write_report(store.path, tmp_path / "page.html").read_text()
         assert "Fallback: 2 of 18 Jacobians, of block 3, were taken over the full sequence" in said
         assert "(value differs by 0.1)" in said
         assert "Incomplete: 2 of 18 sets" in said
+        (data,) = re.findall('<script type="application/json" id="data">(.*?)</script>', said, re.S)
+        (model,) = json.loads(data)["models"]
+        assert model["name"] == "</script><!--<script>", "names can not end the data of the page"
 
     def test_where_nothing_can_be_fitted(self, several, read, tmp_path):
         *scored, bare = ((path, read(path)) for path in several[:4])

@@ -150,9 +150,9 @@ def test_if_nothing_is_mixed_in_the_values_are_those_of_the_blocks():
 # The refusal names the declaration
 
 
-@pytest.mark.parametrize("case", ["x0", "smear", "backout"])
 @pytest.mark.parametrize(
-    "blocks", [None, "transformer.h", NEXT], ids=["found", "named", "boundaries"]
+    ("case", "blocks"),
+    [("x0", NEXT), ("smear", "transformer.h"), ("backout", None), ("backout", NEXT)],
 )
 def test_without_the_declaration_the_message_proposes_it(case, blocks):
     options, fixed = CASES[case]

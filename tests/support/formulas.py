@@ -158,7 +158,7 @@ def of_row(
 
 
 def norm(x: np.ndarray) -> float:
-    return math.sqrt((np.abs(x) ** 2).sum())
+    return np.sqrt((np.abs(x) ** 2).sum())
 
 
 def ratio(a: float, b: float) -> float:
@@ -410,7 +410,7 @@ def lss(x: np.ndarray) -> float:
 
 
 def alphas(x: np.ndarray) -> list[float]:
-    return [math.log(norm(after) / norm(before)) for before, after in zip(x, x[1:], strict=False)]
+    return [np.log(norm(after) / norm(before)) for before, after in zip(x, x[1:], strict=False)]
 
 
 def variation(values: Sequence[float]) -> float:

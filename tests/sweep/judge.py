@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import tracker
 from tests.support.brute_force import couplings
+from tests.support.formulas import OF_PATHS
 from tests.sweep import oracle, use
 from tests.sweep.catalogue import Built, NotBuilt, last_line
 from tracker.common.errors import UsageError
@@ -350,16 +351,19 @@ def _final_norm(built: Built, graph: oracle.Graph, ds: xr.Dataset) -> Tensor | N
     return found[0]
 
 
+OF_STATES = ("lss", "expodistance", "equidistance", "alpha_mean", "norm")
+
+
 def _of_states(ds: xr.Dataset, X: Tensor, raw: Tensor, b: int) -> dict[str, float]:
-    by_variable = oracle.trajectory(raw)
-    if ds.attrs["final_norm"] == "include":
-        by_variable |= {f"{name}_normed": values for name, values in oracle.trajectory(X).items()}
-    return {
-        f"{name} sample {b}": _difference(
-            ds[name].values[..., : expected.shape[-1]], expected.numpy()
-        )
-        for name, expected in by_variable.items()
-    }
+    ends = {"": raw} | ({"_normed": X} if ds.attrs["final_norm"] == "include" else {})
+    errors = {}
+    for end, states in ends.items():
+        paths = states.transpose(0, 1).double().numpy()
+        for name in OF_STATES:
+            expected = np.stack([OF_PATHS[name](path) for path in paths], -1)
+            found = ds[f"{name}{end}"].values[..., : len(paths)]
+            errors[f"{name}{end} sample {b}"] = _difference(found, expected)
+    return errors
 
 
 def _of_jacobians(ds: xr.Dataset, J: list[Tensor], end: str, where: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Jacobians and states from one forward graph of the caller's own model, and the measures from their definitions.
+"""Jacobians and states from one forward graph of the caller's own model.
 
 Hooks keep the hidden states that enter and leave the blocks while the model runs once with gradients on; a Jacobian is
 `torch.autograd.grad` between two of these tensors. No block is replayed, so what else a block was given is what it was given.
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.support.brute_force import in_one_graph
 
 
 class Unsuitable(Exception):
@@ -62,13 +64,8 @@ class Graph:
         """d (x^l - x^{l-1})_t / d x^{l-1}_t of sample b; row = output coordinate. `norm` replaces the last block's output."""
         x, y = self.blocks[l].x, self.blocks[l].y
         y = norm if norm is not None and l == len(self.blocks) - 1 else y
-        rows = []
-        for value in y[self.index(b, t)]:
-            (grad,) = torch.autograd.grad(value, x, retain_graph=True, allow_unused=True)
-            rows.append(
-                torch.zeros(x.shape[-1], dtype=x.dtype) if grad is None else grad[self.index(b, t)]
-            )
-        return torch.stack(rows) - torch.eye(x.shape[-1], dtype=x.dtype)
+        first, second = self.index(b, t)
+        return in_one_graph(x, y, first, second, second)
 
     def states(self, norm: Tensor | None) -> Tensor:
         """x^0 .. x^L, (depth, B, n, d)."""
@@ -218,27 +215,3 @@ def _replaced(output: Any, old: Tensor, new: Tensor) -> Any:
                 output[name] = new
         return output
     raise Unsuitable(f"a block gives a {type(output).__name__}")
-
-
-@torch.no_grad()
-def trajectory(X: Tensor) -> dict[str, Tensor]:
-    """Line-shape score, expodistance, equidistance and norms of states (depth, n, d), token by token."""
-    depth, n, _ = X.shape
-    result = {
-        name: torch.zeros(n, dtype=X.dtype)
-        for name in ("lss", "expodistance", "equidistance", "alpha_mean")
-    }
-    result["norm"] = torch.zeros(depth, n, dtype=X.dtype)
-    for t in range(n):
-        steps = [X[l, t] - X[l - 1, t] for l in range(1, depth)]
-        norms = torch.stack([X[l, t].norm() for l in range(depth)])
-        alphas = torch.stack([(norms[l] / norms[l - 1]).log() for l in range(1, depth)])
-        lengths = torch.stack([step.norm() for step in steps])
-        result["lss"][t] = (depth - 1) / torch.stack([step / step.norm() for step in steps]).sum(
-            0
-        ).norm()
-        result["expodistance"][t] = alphas.var(correction=0) / alphas.mean() ** 2
-        result["alpha_mean"][t] = alphas.mean()
-        result["equidistance"][t] = lengths.std(correction=0) / lengths.mean()
-        result["norm"][:, t] = norms
-    return result

@@ -161,10 +161,8 @@ def test_a_logger_of_lightning_in_a_loop(tmp_path):
 
     logger.finalize("success")
     events = EventAccumulator(logger.log_dir).Reload().Tags()
-    assert (
-        events["images"] == ["miscoupling/heatmap/k2"]
-        and "miscoupling/mean_offdiag" in events["scalars"]
-    )
+    assert events["images"] == ["miscoupling/heatmap/k2"]
+    assert "miscoupling/mean_offdiag" in events["scalars"]
 
 
 @pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])

@@ -81,7 +81,7 @@ def in_transformers(watched: bool, kind: type[Trainer] = Trainer, resumed: bool 
         if runner.args.load_best_model_at_end:
             runner.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
         if watched:
-            callback = tracker.TransformersCallback(2, trainer=runner, name="mine", **OPTIONS)
+            callback = tracker.TransformersCallback(3, trainer=runner, name="mine", **OPTIONS)
             runner.add_callback(callback)
         runner.train(resume_from_checkpoint=checkpoint)
 
@@ -96,7 +96,7 @@ def in_lightning(
     **options,
 ):
     keep = ModelCheckpoint(".", "{step}", monitor="loss", every_n_train_steps=4, save_top_k=-1)
-    ours = [tracker.CouplingCallback(2, name="mine", **OPTIONS)] if watched else []
+    ours = [tracker.CouplingCallback(4, name="mine", **OPTIONS)] if watched else []
     writing = {"logger": [kind(save_dir=Path.cwd()) for kind in loggers], "log_every_n_steps": 1}
     runner = trainer([*others(), *ours, keep], enable_checkpointing=True, **writing, **options)
     fit(runner, module, workers, validate)
@@ -105,8 +105,8 @@ def in_lightning(
 def compiled(part: bool = False):
     module = Classifier()
     if not part:
-        return torch.compile(module, backend="aot_eager")
-    module.stages[1] = torch.compile(module.stages[1], backend="aot_eager")
+        return torch.compile(module, backend="eager")
+    module.stages[1] = torch.compile(module.stages[1], backend="eager")
     return module
 
 
@@ -122,7 +122,7 @@ def in_a_loop(watched: bool, logs: dict[str, Any], targets: list[Any]):
         logs: functions (metrics, step), called before the measurement if their name begins with "first".
     """
     watches = [
-        tracker.Watch(2, probe=drawing, log_to=target, name=f"mine{i}", **OPTIONS | {"save_dir": f"store{i}"})
+        tracker.Watch(3, probe=drawing, log_to=target, name=f"mine{i}", **OPTIONS | {"save_dir": f"store{i}"})
         for i, target in enumerate(targets) if watched
     ]  # fmt: skip
 
@@ -232,9 +232,9 @@ PROGRAMS = {
     ),
     "lightning, weights merged by eval()": (partial(in_lightning, module=Merging), 1),
     "lightning, no sanity check": (partial(in_lightning, num_sanity_val_steps=0), 1),
-    "lightning, compiled": (partial(in_lightning, module=compiled, max_steps=4), 1),
+    "lightning, compiled": (partial(in_lightning, module=compiled), 1),
     "lightning, compiled in part": (
-        partial(in_lightning, module=partial(compiled, part=True), max_steps=4),
+        partial(in_lightning, module=partial(compiled, part=True)),
         1,
     ),
 }

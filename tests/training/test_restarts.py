@@ -84,16 +84,6 @@ def test_a_trainer_that_is_made_again(tmp_path):
     assert Store(tmp_path / "store").steps() == [0, 2, 4, 6]
 
 
-def test_two_callbacks_of_one_trainer_and_store_are_refused(tmp_path):
-    runner = make(tmp_path / "run")
-    for _ in range(2):
-        runner.add_callback(
-            tracker.TransformersCallback(2, **CHEAP, save_dir=str(tmp_path / "store"))
-        )
-    with refused("belongs to another training"):
-        runner.train()
-
-
 def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
     """Train for four steps; raise at step 2 if the batch is larger than 2."""
     model = neox()

@@ -136,7 +136,5 @@ def test_a_test_does_not_disturb_a_training_that_goes_on(tmp_path, of_checkpoint
     )
     runner.fit_loop.epoch_loop.max_steps = 6
     runner.fit(module)
-    assert (
-        list(watch.units) == [0, 2, 4, 6] == Store(tmp_path / "store").steps()
-        and watch.probe[0] is probe[0]
-    )
+    assert list(watch.units) == [0, 2, 4, 6] == Store(tmp_path / "store").steps()
+    assert watch.probe[0] is probe[0]

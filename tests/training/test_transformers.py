@@ -46,9 +46,8 @@ def test_a_resumed_run_continues_its_store(tmp_path):
     second.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
     assert second.losses == whole.losses[3:]
     store, expected = Store(tmp_path / "store"), Store(tmp_path / "whole/store")
-    assert (
-        store.steps() == expected.steps() == list(range(STEPS + 1)) and not callback.skipped.reasons
-    )
+    assert store.steps() == expected.steps() == list(range(STEPS + 1))
+    assert not callback.skipped.reasons
     for step in store.steps():
         np.testing.assert_array_equal(store.read(step).lss, expected.read(step).lss)
     with refused("holds the units of another run"):

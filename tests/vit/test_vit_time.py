@@ -25,7 +25,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def seconds_of_step(monkeypatch):
-    monkeypatch.setattr(overview, "_seconds_of_step", lambda recipe, weights: 2.0)
+    monkeypatch.setattr(overview, "seconds_of_step", lambda recipe, weights: 2.0)
 
 
 def test_a_dry_run_adds_up_the_cells(seconds_of_step, tmp_path):
@@ -41,7 +41,7 @@ def test_a_step_takes_six_operations_for_each_weight_and_token(monkeypatch):
     machine = SimpleNamespace(rate=1e9)
     monkeypatch.setattr("tracker.measures.cost.this_machine", lambda device: machine)
     recipe = replace(TINY, image_size=32, patch_size=8, batch_size=32)
-    assert overview._seconds_of_step(recipe, 1000) == 6 * 1000 * 17 * 32 / (overview.SHARE * 1e9)
+    assert overview.seconds_of_step(recipe, 1000) == 6 * 1000 * 17 * 32 / (overview.SHARE * 1e9)
 
 
 def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(

@@ -244,10 +244,13 @@ def finish(process: "subprocess.Popen[str] | processes.Forked") -> None:
 @pytest.mark.slow
 def test_a_training_that_ends_with_its_last_measurement_has_all_of_them(tmp_path, monkeypatch):
     """It is resumed from a checkpoint of the last epoch, from which nothing is left to do."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
     recipe = replace(TINY, out=tmp_path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("vit.training._result", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr("tracker.training.callback.CouplingCallback.on_train_end", lambda *_: None)
+        patch.setattr(tracker.CouplingCallback, "on_train_end", interrupt)
         train(recipe)
     assert train(recipe)["status"] == "finished"
     assert Store(tmp_path / "coupling").steps() == [0, 1, 2, 4, 8, 9]
@@ -269,8 +272,8 @@ def test_each_training_of_a_process_has_a_run_of_its_own_and_the_weights_of_its_
         assert main([*options, *more]) == 0
     runs = [cells.read(directory, "wandb-run") for directory in directories]
     assert all(runs) and runs[0] != runs[1] and wandb.run is None
-    one, two = (weights(directory)["model.pos_embed"] for directory in directories)
-    assert not torch.equal(one, two)
+    embedded = [weights(directory)["model.pos_embed"].ravel() for directory in directories]
+    assert torch.corrcoef(torch.stack(embedded))[0, 1] < 0.3, "other initial weights"
     found = records(offline_run(directories[0]))
     text = json.dumps(of("run", found))
     for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', "label_smoothing"):

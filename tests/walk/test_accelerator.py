@@ -13,7 +13,7 @@ from benchmarks import shapes
 from checkpoints import integrity
 from checkpoints.load import load_model
 from checkpoints.suites import find_suite
-from tests.conftest import Walker
+from tests.conftest import USUAL, Walker
 from tests.support.suite import copied
 from tests.support.units import assert_same
 from tracker import measurement
@@ -25,7 +25,7 @@ from tracker.walk.command import parse
 
 GB = 10**9
 BUDGET = 50_000_000
-FLAGS = ("--memory_budget", "50MB", "--svd", "full")
+FLAGS = ("--memory_budget", "50MB", "--svd", "full", *USUAL)
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, 
     scores = walker.directory / "scores.csv"
     scores.write_text("step,arc\n1,0.1\n2,0.2\n")
     given = ("--scores", str(scores)) if "scores" in when else ()
-    part = "_rescore" if "scores" in when else "_write_page"
+    part = "print_overview" if "scores" in when else "print_notes"
     capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr(pythia, part, damaging(getattr(pythia, part)))

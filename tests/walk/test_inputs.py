@@ -36,9 +36,9 @@ def test_what_a_tokenizer_returns_is_refused_and_its_tensors_are_measured(walker
     assert (
         "5 samples, class token, or last token of a model without one; " in capsys.readouterr().out
     )
-    expected = tracker.measure(model, dict(encoding), k=[4, 8])
+    expected = tracker.measure(model, dict(encoding), measures="entropy")
     found = tracker.open_results(walker.out).sel(step=8)
-    np.testing.assert_array_equal(found.miscoupling, expected.miscoupling)
+    np.testing.assert_array_equal(found.entropy, expected.entropy)
     assert found.attrs["token_ids_sha256"] == expected.attrs["token_ids_sha256"]
 
 

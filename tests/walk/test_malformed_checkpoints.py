@@ -202,9 +202,8 @@ def test_the_others_are_measured_and_each_failure_is_one_line(suite, tmp_path, m
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(io.BytesIO(), "utf-8"))
     monkeypatch.setattr("sys.stderr", err := io.StringIO())
     assert walk(tmp_path) == 1
-    assert (
-        Store(tmp_path / "out").steps() == [1, 1000] and (tmp_path / "out" / "report.html").exists()
-    )
+    assert Store(tmp_path / "out").steps() == [1, 1000]
+    assert (tmp_path / "out" / "report.html").exists()
     lines = err.getvalue().splitlines()
     assert len(lines) == len(FAILING), err.getvalue()
     for name, (_, message) in FAILING.items():

@@ -11,12 +11,14 @@ import torch
 
 import tracker
 from tests.support.lightning_runs import Toy
-from tests.support.suite import copied
+from tests.support.suite import checkpoint_of, copied
 from tests.support.units import assert_same
 from tracker.store import Store
 from tracker.walk import units
 
 pytestmark = pytest.mark.slow
+
+TOY = "tests.support.lightning_runs:Toy"
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def replace(file: Path, other: Path) -> None:
 
 
 def assert_equal_units(found, expected):
-    assert_same(found, expected, ("miscoupling", "fingerprint", "files_sha256"))
+    assert_same(found, expected, ("entropy", "fingerprint", "files_sha256"))
 
 
 @pytest.mark.parametrize("change", ["replaced", "cut short", "deleted", "log, link and mode"])
@@ -105,8 +107,9 @@ def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs,
 
 
 def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
-    walker, tmp_path, monkeypatch
+    walker, suite, tmp_path, monkeypatch
 ):
+    """And by a user's module, with inputs or with a tokenizer."""
     trainer = lightning.Trainer(
         logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
     )
@@ -116,7 +119,12 @@ def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
         trainer.save_checkpoint(run / f"step={step}.ckpt", weights_only=True)
     (other := run / "step=3.ckpt").rename(tmp_path / "other")
     torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
-    flags = ("--module", "tests.walk.test_walk_hub:Toy", "--inputs", str(tmp_path / "inputs.pt"))
+    flags = (
+        "--module",
+        TOY,
+        "--inputs",
+        str(tmp_path / "inputs.pt"),
+    )
     undisturbed = ("--out", str(tmp_path / "undisturbed"))
     assert walker.main(*flags, *undisturbed, model=str(run)) == 0
     before_the_first_measurement(
@@ -125,6 +133,12 @@ def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
     assert not other.exists() and walker.main(*flags, model=str(run)) == 0
     for step in (10, 200):
         assert_equal_units(walker.store.read(step), Store(undisturbed[1]).read(step))
+    ds = tracker.open_results(walker.out)
+    assert ds.sizes["prompt"] == 2 and len(set(ds.fingerprint.values)) == 2
+    prompts = ("--module", TOY, "--tokenizer", str(checkpoint_of(suite, 0)))
+    out = tmp_path / "prompts"
+    assert walker.main(*prompts, "--out", str(out), model=str(run)) == 0
+    assert tracker.open_results(out).sizes["prompt"] == 3
 
 
 @pytest.mark.parametrize(
@@ -145,17 +159,15 @@ def test_settings_that_change_during_a_walk_leave_it_without_a_page(
     before_the_first_measurement(monkeypatch, change)
     assert walker.main(model=str(runs)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        line.startswith("no page: ")
-        and ("settings.json was changed" if edit else "no readable settings.json") in line
-    )
+    assert line.startswith("no page: ")
+    assert ("settings.json was changed" if edit else "no readable settings.json") in line
     assert store.steps() == [8, 16] and not (store.path / "report.html").exists()
 
 
 def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, capsys):
     """The ids of two tokens are exchanged in step 24's tokenizer: lengths and texts of prompts are the same."""
-    out = walker.out
-    assert walker.main("--steps", "8", model=str(runs)) == 0
+    out, measures = walker.out, ("--measures", "trajectory")
+    assert walker.main("--steps", "8", *measures, model=str(runs)) == 0
     assert tracker.open_results(out).attrs["token_ids_sha256"]
     shutil.copytree(runs / "step16", runs / "step24")
     file = runs / "step24" / "tokenizer.json"
@@ -165,7 +177,7 @@ def test_tokenizers_that_make_other_ids_of_the_prompts_are_named(walker, runs, c
     words[first], words[second] = words[second], words[first]
     file.write_text(json.dumps(content))
     capsys.readouterr()
-    assert walker.main(model=str(runs)) == 0
+    assert walker.main(*measures, model=str(runs)) == 0
     printed = capsys.readouterr().out
     ds = tracker.open_results(out)
     hashes = ds["token_ids_sha256"]

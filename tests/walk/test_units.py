@@ -249,19 +249,6 @@ def test_row_has_the_values_of_the_whole_unit():
     xr.testing.assert_equal(row.miscoupling, expected)
 
 
-def remeasure(ready, path: Path, done) -> None:
-    measured = Units(Store(path))
-    ready.wait()
-    for step in measured.store.steps():
-        measured.read([step])
-        if step not in measured.known and (claim := measured.store.claim(step)):
-            measured.read([step])  # another walk may have measured it before the claim
-            if step not in measured.known:
-                measured.add(step, *measured.prepare(small_unit(step)))
-                done.put(step)
-            claim.release(remove=True)
-
-
 def add_scores(ready, path: Path, task: str) -> None:
     store = Store(path)
     measured = Units(store)
@@ -287,20 +274,6 @@ def run_together(work, *arguments: tuple) -> None:
 @pytest.fixture
 def small(tmp_path) -> Store:
     return stored(tmp_path, {step: small_unit(step) for step in range(12)})
-
-
-@pytest.mark.slow
-def test_walks_that_find_the_same_damage_measure_each_unit_once(small):
-    steps = small.steps()
-    for step in steps:
-        content = small.file(step).read_bytes()
-        small.file(step).write_bytes(content[: len(content) // 2])
-    damaged = {small.file(step).name: small.file(step).read_bytes() for step in steps}
-    done = FORK.Queue()
-    run_together(remeasure, *[(small.path, done)] * 3)
-    assert sorted(done.get(timeout=10) for _ in steps) == steps and done.empty()
-    assert [int(small.read(step)["step"]) for step in steps] == steps
-    assert {file.name: file.read_bytes() for file in (small.path / "damaged").iterdir()} == damaged
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from tests.conftest import USUAL
 from tracker import measurement, pythia
 from tracker.jacobians.rows import Jacobians
 from tracker.walk import units
@@ -71,7 +72,7 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
     monkeypatch.setattr(units, "measure_checkpoint", recording)
     monkeypatch.setattr(Jacobians, "__call__", failing_in_a_cycle)
     command = walker.arguments(
-        "--steps", "0,1,2,4", "--device", "pretend", "--memory_budget", "50MB"
+        "--steps", "0,1,2,4", "--device", "pretend", "--memory_budget", "50MB", *USUAL
     )
     gc.collect()  # what other tests left
     gc.disable()

@@ -7,18 +7,13 @@ import signal
 import time
 from html import unescape
 
-import lightning
 import pytest
-import torch
 
 import tracker
-from checkpoints import nano
-from tests.support.lightning_runs import Toy
 from tests.support.shards import SHARDS, plant
 from tests.support.stopped_walks import start_and_stay_at_the_second
 from tests.support.stores import assert_same_results
-from tests.support.suite import STEPS, checkpoint_of, commit, copied, snapshots
-from tracker import pythia
+from tests.support.suite import STEPS, checkpoint_of, commit, snapshots
 from tracker.analysis.reduction import reduced
 from tracker.report.contents import contents
 from tracker.store import Store
@@ -48,10 +43,8 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
     assert list(ds.repeats.values) == [-1, -1, -1, -1, 2]
     assert contents(reduced(ds))["suspect"] == [False, False, True, True, False]
     page = (results / "report.html").read_text()
-    assert (
-        "Step 4 is suspect: its shards (1 of 2) are identical to" in page
-        and "Steps 2 and 8 hold the same weights" in page
-    )
+    assert "Step 4 is suspect: its shards (1 of 2) are identical to" in page
+    assert "Steps 2 and 8 hold the same weights" in page
 
 
 @pytest.mark.slow
@@ -163,10 +156,8 @@ def test_a_hub_that_fails_during_the_walk_is_stated_once(walker, served, capsys)
     served.fail("GET .*safetensors", status=503, times=10_000)
     assert walker.main() == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert (
-        line.startswith("failed: 5 steps (0, 1, 2, 4, 8), the last: can't get model")
-        and "503" in line
-    )
+    assert line.startswith("failed: 5 steps (0, 1, 2, 4, 8), the last: can't get model")
+    assert "503" in line
 
 
 @pytest.mark.slow
@@ -179,71 +170,12 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
     served.fail(f"GET /api/models/.*/revision/{commit(served.root, 1)}", status=204, times=1000)
     assert walker.main("--steps", "0,1") == 0
     out, err = capsys.readouterr()
-    assert (
-        "step1 can't be compared with the others; step1: can't get the files of" in out and not err
-    )
+    assert "step1 can't be compared with the others; step1: can't get the files of" in out
+    assert not err
     assert walker.main("--steps", "1", "--out", str(tmp_path / "other")) == 1
     assert capsys.readouterr().err.startswith(
         "failed: step 1: can't get the files of block-coupling/nano at "
     )
-
-
-@pytest.mark.slow
-def test_retrained_directory_is_refused(walker, suite, tmp_path, capsys):
-    run = tmp_path / "run"
-    for step in (1, 4):
-        copied(suite, step, run / f"checkpoint-{step}")
-    arguments = walker.arguments(model=str(run))
-    assert pythia.main(arguments) == 0 and pythia.main(arguments) == 0
-    shutil.copy(
-        run / "checkpoint-1" / "model.safetensors", run / "checkpoint-4" / "model.safetensors"
-    )
-    capsys.readouterr()
-    assert pythia.main(arguments) == 2
-    assert "the weights of step 4 of" in (err := capsys.readouterr().err) and "retrained" in err
-    walker.store.file(4).unlink()
-    assert pythia.main(arguments) == 0
-    assert "steps 1 and 4 hold the same weights" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_own_scores_are_added_to_existing_units(walker, capsys):
-    assert walker.main("--steps", "0,8") == 0
-    (walker.directory / "scores.csv").write_text("step,piqa\n8,0.75\n9,1.0\n")
-    assert walker.main("--steps", "0,8", "--scores", str(walker.directory / "scores.csv")) == 0
-    assert "scores: 1 of 2 checkpoints have benchmark results" in capsys.readouterr().out
-    ds = tracker.open_results(walker.out)
-    assert float(ds.score.sel(step=8, task="piqa")) == 0.75 and bool(
-        ds.score.sel(step=0, task="piqa").isnull()
-    )
-    assert bool(ds.score.sel(task=nano.HELD_OUT).notnull().all())
-    assert walker.main("--steps", "scores", "--scores", str(walker.directory / "scores.csv")) == 0
-
-
-@pytest.mark.slow
-def test_lightning_checkpoints_are_walked_with_a_users_module(walker, suite, tmp_path):
-    trainer = lightning.Trainer(
-        logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
-    )
-    for step in (10, 200):
-        trainer.strategy.connect(Toy(32))
-        trainer.save_checkpoint(tmp_path / "run" / f"epoch=0-step={step}.ckpt", weights_only=True)
-    torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
-    arguments = walker.arguments(
-        "--module", "tests.walk.test_walk_hub:Toy", model=str(tmp_path / "run")
-    )
-    assert pythia.main([*arguments, "--inputs", str(tmp_path / "inputs.pt")]) == 0
-    ds = tracker.open_results(walker.out)
-    assert (
-        list(ds.step.values) == [10, 200]
-        and ds.sizes["prompt"] == 2
-        and len(set(ds.fingerprint.values)) == 2
-    )
-    tokenizer = str(checkpoint_of(suite, 0))
-    assert (
-        pythia.main([*arguments, "--tokenizer", tokenizer, "--out", str(tmp_path / "prompts")]) == 0
-    )
-    assert tracker.open_results(tmp_path / "prompts").sizes["prompt"] == 3
 
 
 @pytest.mark.slow
@@ -253,7 +185,7 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     assert second.stdout
     measured = []
     for line in second.stdout:
-        measured += [line] if ": miscoupling " in line else []
+        measured += [line] if ": measured  (" in line else []
         if line.startswith("step 1: measured by "):
             assert f"process {first.pid}, " in line and line.endswith("; waiting for it\n")
             break
@@ -263,7 +195,7 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     assert walker.store.steps() == STEPS
-    measured += [line for line in out.splitlines() if ": miscoupling " in line]
+    measured += [line for line in out.splitlines() if ": measured  (" in line]
     assert len(measured) == 4
     assert not list(walker.store.units.glob(".*"))
 
@@ -277,11 +209,8 @@ def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker
     assert all(
         status == 2 and "k was" in err and "never mixed" in err for err, status in ended if status
     )
-    ds = tracker.open_results(walker.out)
-    assert ds["step"].values.tolist() == [0, 1] and ds["k"].values.tolist() == [
-        int(k) for k in kept.split(",")
-    ]
-    assert walker.store.read_settings()["k"] == ds["k"].values.tolist()
+    assert walker.store.steps() == [0, 1]
+    assert walker.store.read_settings()["k"] == [int(k) for k in kept.split(",")]
 
 
 KILLED_BY_A_CHANGE = """

@@ -232,7 +232,7 @@ def _settle(
                     raise
                 continue
             with function.running():
-                outcome = _judge(call, function.f, x, block, residual, roundings)
+                outcome = judge_rows(call, function.f, x, block, residual, roundings)
                 if formed is None:
                     return outcome
                 expected = block.pullback(_cotangents(x))
@@ -283,7 +283,7 @@ def _in(dtype: torch.dtype, call: BlockCall) -> Iterator[BlockCall]:
         yield call.to(dtype, call.x.device)
 
 
-def _judge(
+def judge_rows(
     call: BlockCall,
     f: RowFunction,
     x: Tensor,
