@@ -1,5 +1,6 @@
 """The results of the analysis in words: which questions the trainings answer."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.text import capitalised, counted
@@ -63,7 +64,14 @@ def _answer(row: dict[str, Any]) -> str:
         answer = "not significantly"
     corrected = "" if primary else ", corrected"
     power = f"{counted(row['n'], row['unit'])} find a measured |r| ≥ {row['detectable']:.2f} with 80 % power"
-    return f"{question}: {answer}, {correlation(row)}, {p}{corrected} ({test}). {power}."
+    said = f"{question}: {answer}, {correlation(row)}, {p}{corrected} ({test}). {power}."
+    if not math.isfinite(row["r_given_decay"]):
+        return said
+    return (
+        f"{said} By itself, {row['y']} has r = {row['r_decay']:z.2f} with the logarithm of the weight decay; given a quadratic "
+        f"function of that, r = {row['r_given_decay']:z.2f} remains (p = {row['p_given_decay']:.2g}). Where little remains, the "
+        f"grid can't tell whether {row['y']} follows {row['x']} or both follow the weight decay."
+    ).replace("r = -", "r = −")
 
 
 def correlation(fit: dict[str, Any]) -> str:

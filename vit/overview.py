@@ -1,5 +1,6 @@
 """The cells of a grid: what training them would take, and their states and the time that is left while they train."""
 
+import math
 import sys
 import threading
 import time
@@ -19,7 +20,8 @@ SECONDS = 2.0  # between two looks at the cells
 def describe(
     missing: Sequence[Recipe], recipes: Sequence[Recipe], images: int, classes: int
 ) -> str:
-    """Return what training the missing cells would take, which questions a grid can't answer, and what two more seeds would take.
+    """Return what training the missing cells would take, which questions a grid can't answer, and what the smallest that answers
+    all would take.
 
     Args:
         recipes: all cells of the grid.
@@ -28,6 +30,7 @@ def describe(
     """
     from vit.answers import unanswerable
     from vit.model import build
+    from vit.statistics import smallest_grid
 
     first = missing[0]
     weights = sum(parameter.numel() for parameter in build(first, classes).parameters())
@@ -42,11 +45,15 @@ def describe(
         ("checkpoints", f"{size(checkpoint)} per cell; kept after training: {kept}"),
         *(("questions", line) for line in unanswerable(*sizes)),
     ]
-    if sizes[-1] == 1:
-        seed, added = first.seed, 2 * len(recipes)
-        more = f"--seeds {seed},{seed + 1},{seed + 2} adds {counted(added, 'cell')}"
+    if (answering := smallest_grid(*sizes)) != tuple(sizes):
+        decays, rates, seeds = answering
+        cells = math.prod(answering)
         lines.append(
-            ("seeds", f"{more}, about {duration(added * first.epochs * seconds_of_epoch)}")
+            (
+                "answers",
+                f"all questions: {decays} weight decays x {rates} rates x {seeds} seeds, {counted(cells, 'cell')}, about "
+                f"{duration(cells * first.epochs * seconds_of_epoch)}",
+            )
         )
     return "\n".join(entry(*line) for line in lines)
 

@@ -16,10 +16,12 @@ these errors to itself:
     r = corr(x, y),  p from t = r sqrt(df / (1 - r^2))
 
 The mean over the decays of a seed and rate holds seed x rate once, and seed x decay alike for all rates; the mean over the rates
-and seeds of a decay holds seed x decay once, and seed x rate alike for all decays. Both tests are exact for normal errors. With a
-decay as unit, this also holds where coupling and the outcome each depend on the decay by themselves. Across rates, it takes that
-what a seed adds at one rate is independent of what it adds at the next: if seed x rate were a trend, a rate with a seed would be
-no unit.
+and seeds of a decay holds seed x decay once, and seed x rate alike for all decays. Both tests are exact for normal errors. Across
+rates, it takes that what a seed adds at one rate is independent of what it adds at the next: if seed x rate were a trend, a rate
+with a seed would be no unit.
+
+With a decay as unit, r is large, too, where coupling and the outcome each follow the decay and nothing links them. So each such r
+stands beside that of the outcome with log decay, and beside the partial correlation given a quadratic function of log decay.
 
 No r is computed of fewer than `FEWEST_POINTS` units, nor across rates of one seed, which can't show whether it has such a trend.
 
@@ -41,6 +43,7 @@ from tracker.analysis.regression import (
     detectable_correlation,
     holm,
     linear_fit,
+    partial_correlation,
 )
 from tracker.common.text import counted
 from vit.recipe import SETTINGS
@@ -49,7 +52,9 @@ from vit.recipe import SETTINGS
 MEASURE, PAIRS, POSITION = "offdiag_normalized", "mean_offdiag", "last patch"
 DEFINITION = ("token", "measure", "k", "pairs")
 COUPLING, MINUS_MISCOUPLING = "coupling", "minus mis-coupling"
-OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", "detectable")  # columns of a fit
+# Columns of a fit
+OF_DECAY = ("r_decay", "r_given_decay", "p_given_decay")
+OF_TESTS = ("n", "df", "r", "r_low", "r_high", "p", "why", "detectable", *OF_DECAY)
 CHANCE = {"cifar10": 0.1, "digits": 0.1}  # of grids that were trained before it was recorded
 
 
@@ -133,8 +138,9 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
     Returns:
         A row per test: question, token, role, x, y, expected (the sign of r), unit (in words), n (units), df, r, r_low, r_high,
         p, why (the reason, where r is undefined), detectable (the smallest r that is found with 80 % power; NaN where r is
-        undefined) and p_holm. The primary test is the first question at the primary position; its p is not corrected. The
-        others are secondary, with p corrected for their number.
+        undefined), r_decay (of y with log weight decay), r_given_decay and p_given_decay (given a quadratic function of it; NaN
+        across rates, and where a decay is 0) and p_holm. The primary test is the first question at the primary position; its p
+        is not corrected. The others are secondary, with p corrected for their number.
     """
     named = primary(grid)
     word, nothing_learned = quantity(grid, named), bool(at_chance(grid).all())
@@ -183,6 +189,13 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
     elif not why and np.isnan(fit["r"]):
         why = "the values are equal"
     fit |= {"why": "", "detectable": detectable_correlation(int(fit["df"]))}
+    fit |= dict.fromkeys(OF_DECAY, float("nan"))
+    decays = np.unique(grid["weight_decay"])
+    if within == "drop_path" and decays.all():
+        log_decay = np.log(decays)
+        given = partial_correlation(mean_x, mean_y, [log_decay, log_decay**2])
+        of_decay = linear_fit(log_decay, mean_y)["r"], given["r"], given["p"]
+        fit |= dict(zip(OF_DECAY, of_decay, strict=True))
     return _undefined(fit, why) if why else fit
 
 
@@ -203,10 +216,16 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
     return ""
 
 
+def smallest_grid(decays: int, rates: int, seeds: int) -> tuple[int, int, int]:
+    """Return the smallest numbers, not below these, with which a grid can answer all questions."""
+    rates = max(rates, 2)
+    return max(decays, FEWEST_POINTS), rates, max(seeds, 2, -(-FEWEST_POINTS // rates))
+
+
 def _undefined(fit: dict[str, Any], why: str) -> dict[str, Any]:
     """Return a fit without what a test of it would say."""
     known = {"n": fit["n"], "df": fit["df"], "why": fit.get("why") or why}
-    return dict.fromkeys([*fit, "detectable"], float("nan")) | known
+    return dict.fromkeys([*fit, "detectable", *OF_DECAY], float("nan")) | known
 
 
 # Of a question within these, in words

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import xarray as xr
+from scipy import stats
 
 from tests.support.browser import CHROMIUM, browser_test
 from tests.support.stores import generated
@@ -31,6 +32,7 @@ from vit.statistics import (
     fit_units,
     named_tests,
     primary,
+    smallest_grid,
     unit_means,
 )
 
@@ -256,7 +258,7 @@ def test_the_primary_token_is_the_last_patch_where_it_was_measured():
 
 def test_an_answer_states_the_power_of_its_test():
     texts = answers(named_tests(with_seeds(3, effect=0.5)))
-    assert texts[0].endswith("8 weight decays find a measured |r| ≥ 0.83 with 80 % power.")
+    assert "8 weight decays find a measured |r| ≥ 0.83 with 80 % power." in texts[0]
     assert texts[4].endswith(
         "(last patch). 24 rate-seed pairs find a measured |r| ≥ 0.56 with 80 % power."
     )
@@ -308,6 +310,39 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     assert [("r = " in panel.get_title(), len(panel.lines)) for panel in panels] == [
         (not within, int(not within))
     ] * size[1]
+
+
+@pytest.mark.parametrize("size", [(2, 2, 1), (8, 8, 1), (8, 1, 1), (3, 3, 2), (8, 4, 2)])
+def test_the_smallest_grid_that_answers_does_and_a_smaller_one_does_not(size):
+    smallest = smallest_grid(*size)
+    assert not unanswerable(*smallest)
+    for axis, (least, given) in enumerate(zip(smallest, size, strict=True)):
+        fewer = [n - (i == axis) for i, n in enumerate(smallest)]
+        assert least == given or unanswerable(*fewer)
+
+
+@pytest.mark.parametrize("own", [0, 2])
+def test_beside_r_stands_what_remains_given_the_weight_decay(own):
+    """Both follow the weight decay; accuracy also follows what coupling has of its own, or nothing else."""
+    grid, random = synthetic_grid(), np.random.default_rng(0)
+    _, unit = np.unique(grid.weight_decay, return_inverse=True)
+    z = stats.zscore(np.log(grid.weight_decay.values)) * 2
+    kept = []
+    for _ in range(40):
+        coupling = random.standard_normal(8)[unit]
+        accuracy = 0.5 + 0.01 * (z + own * coupling + random.standard_normal(8)[unit])
+        changed = grid.assign(
+            miscoupling=0 * grid.miscoupling - xr.DataArray(z + coupling, dims="cell"),
+            accuracy=("cell", accuracy),
+        )
+        first = named_tests(changed).iloc[0]
+        kept.append((first.r, first.r_decay, first.r_given_decay, first.p_given_decay < 0.05))
+    r, by_decay, given, found = np.mean(kept, 0)
+    assert r > 0.7 and by_decay > 0.6
+    assert (found <= 0.125 and abs(given) < 0.15) if own == 0 else (found > 0.4 and given > 0.7)
+    (line,) = answers(pd.DataFrame([first]))
+    assert f"r = {first.r_given_decay:.2f} remains".replace("-", "−") in line
+    assert "or both follow the weight decay" in line
 
 
 def answer_to(row: pd.Series, **changes) -> str:
