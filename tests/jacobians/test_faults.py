@@ -75,7 +75,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
         self.mlp, self.gate = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1)
-        self.older = Older() if fault.adds is older else None
+        self.older: Any = Older() if fault.adds is older else None
         self.fault, self.is_open, self.calls = fault, True, 0
 
     def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -530,7 +530,7 @@ def test_a_fault_of_one_block_is_refused_or_measured_right(name, dtype, layer):
     assert_right(ds, true, states(model, fault), fault.close[dtype], fault.positions)
 
 
-def exact(fault: Fault) -> Model:
+def exact(fault: Fault) -> Any:
     """Return the model without rounding."""
     return replace(fault, adds=fault.exact).model().double()
 
