@@ -614,12 +614,12 @@ class TestBrowser:
 
     def test_a_choice_changes_the_charts(self, told, shared):
         chosen = {"measure": "offdiag", "k": "8", "pairs": "mean", "kind": "self", "last": "normed"}
-        expected = told("one", **chosen, axis="linear", step=0)
+        expected = told("one", **chosen, axis="linear", step=8)
         page = shared("one")
         for control, value in {**chosen, "axis": "linear"}.items():
             page.select_option(f"#{control}", value)
-        page.locator("#step").press("Home")
-        assert page.inner_text("#step-shown") == "0"
+        page.locator("#step").press("ArrowLeft")
+        assert page.inner_text("#step-shown") == "8"
         for chart in ("coupling", "lss", "norm", "token_curves", "matrix"):
             drawn, traces = shown(page, chart), expected[chart].traces
             for part in ("y", "z"):
