@@ -17,6 +17,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from scipy import stats
 
 import tracker
 from tests.conftest import ROOT
@@ -466,6 +467,14 @@ class TestNumbers:
         assert (
             "1 / s₁ against depth: n = 3: fewer than 8 points, no fit." in charts["singular"].said
         )
+
+    def test_a_straight_line_through_1_over_s_over_depth(self, told):
+        chart = told("six", fewest=4, model="2")["singular"]
+        layer, inverse = chart.table.layer, 1 / chart.table.s1
+        fit, drawn = stats.linregress(layer, inverse), named(chart.traces, "fit of 1 / s₁")
+        expected = 1 / (fit.intercept + fit.slope * layer)
+        np.testing.assert_allclose(drawn["y"], expected, rtol=1e-5)
+        assert f"R² = {fit.rvalue**2:.2f} over 5 blocks" in chart.said
 
     @pytest.mark.parametrize("which", ["one", "six"])
     def test_every_chart_has_one_table_with_named_columns(self, told, which):
