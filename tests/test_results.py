@@ -68,6 +68,15 @@ def test_other_settings_are_refused_once_results_exist(store):
         store.check_settings({"k": [6], "dtype": "float32"})
 
 
+def test_other_settings_are_refused_while_a_walk_holds_the_store(store):
+    """It has measured nothing yet."""
+    held = store.check_settings({"k": [5]}, hold=True)
+    with pytest.raises(ValueError, match=r"k was \[5\], now \[6\].*never mixed"):
+        store.check_settings({"k": [6]})
+    held.release(remove=True)
+    store.check_settings({"k": [6]})
+
+
 @pytest.mark.parametrize("opening", [tracker.open_results, Store])
 @pytest.mark.parametrize("several", [["a", "b"], ("a",), {"a": "b"}])
 def test_several_directories_name_what_takes_them(opening, several):

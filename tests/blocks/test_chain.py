@@ -88,8 +88,8 @@ def model(kinds: str, container: str = "ModuleList", before: str = "", after: st
 @pytest.mark.parametrize(
     ("kinds", "container"),
     [
-        *((kinds, "ModuleList") for kinds in ("ACCA", "CCCA", "ACAC", "AOOA", "FFCF")),
-        *((kinds, container) for kinds in ("AACC", "CAAA", "FCFC") for container in LISTS),
+        *((kinds, "ModuleList") for kinds in ("ACCA", "CCCA", "ACAC", "FFCF")),
+        *((kinds, container) for kinds in ("AACC", "AOOA", "CAAA", "FCFC") for container in LISTS),
     ],
 )
 def test_a_list_of_several_classes_is_measured_whole(kinds, container):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +19,6 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
 from tests.support.central_differences import (
-    assert_measured_as_it_runs,
     assert_right,
     by_differences,
 )
@@ -77,7 +75,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
         self.mlp, self.gate = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1)
-        self.older = Older() if fault.adds is older else None
+        self.older: Any = Older() if fault.adds is older else None
         self.fault, self.is_open, self.calls = fault, True, 0
 
     def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -391,7 +389,6 @@ FAULTS = {
         in_single_alone(lambda b, x: x.tanh()), exact=lambda b, x: x.tanh(), close=IN_SINGLE
     ),
     "KeyError with gradients": Fault(runs=raising(KeyError()), says="KeyError"),
-    "StopIteration with gradients": Fault(runs=raising(StopIteration()), says="StopIteration"),
     "KeyError for single rows": Fault(
         lambda b, x: {N: x.tanh()}[x.shape[1]], full=r"does not run on single rows \(KeyError"
     ),
@@ -453,7 +450,6 @@ FAULTS = {
         full=VALUES,
         layers=[2, 3],
     ),
-    "first token": Fault(lambda b, x: (x[:, :1] * x).tanh(), full=VALUES),
     "mean over equal tokens": Fault(
         lambda b, x: x.mean(1, keepdim=True).tanh() + 0 * x, ids=EQUAL, full=OTHER_MODEL
     ),
@@ -534,7 +530,7 @@ def test_a_fault_of_one_block_is_refused_or_measured_right(name, dtype, layer):
     assert_right(ds, true, states(model, fault), fault.close[dtype], fault.positions)
 
 
-def exact(fault: Fault) -> Model:
+def exact(fault: Fault) -> Any:
     """Return the model without rounding."""
     return replace(fault, adds=fault.exact).model().double()
 
@@ -593,7 +589,7 @@ def test_other_ways_are_refused_in_bfloat16(name):
         fault.measured(fault.model().bfloat16(), torch.float32)
 
 
-@pytest.mark.parametrize("name", [*WAYS_OF_TENSORS, "a context"])
+@pytest.mark.parametrize("name", ["given three times", "a memory", "an attribute", "a context"])
 def test_proposed_spans_give_the_true_jacobian(name):
     fault = FAULTS[name]
     model = fault.model().double()
@@ -636,36 +632,3 @@ def test_pairs_of_equal_tokens_are_right(name):
             expected = torch.autograd.functional.jacobian(of_source, x[sample, source])
             torch.testing.assert_close(J_of_row, expected, atol=1e-9, rtol=0)
         x = step(x).detach()
-
-
-def from_state(name: str, seed: int) -> Any:
-    """Return a model of transformers that computes a mask or a choice of keys from the state."""
-    torch.manual_seed(seed)
-    cls = getattr(transformers, name)
-    model = cls(cls.config_class(**SIZES, **MASKED_BY_STATE[name])).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape))
-    return model.double()
-
-
-SIZES: Any = dict(
-    vocab_size=30,
-    hidden_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    intermediate_size=16,
-)
-MASKED_BY_STATE: dict[str, Any] = {
-    "DogeForCausalLM": dict(keep_window_size=2),
-}
-
-
-@full_sequence
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("name", MASKED_BY_STATE)
-def test_masks_from_states_are_measured_right(name, seed):
-    model = from_state(name, seed)
-    # Its norms compute in float32.
-    assert_measured_as_it_runs(model, IDS, model.model.layers, step=1e-3, tolerance=1e-3)

@@ -28,7 +28,9 @@ pytestmark = pytest.mark.filterwarnings(
 
 def measured(model, inputs, **options):
     return tracker.measure(
-        model, inputs, **{"k": 4, "dtype": torch.float64, "tokens": "last"} | options
+        model,
+        inputs,
+        **{"k": 4, "dtype": torch.float64, "tokens": "last", "measures": "trajectory"} | options,
     )
 
 
@@ -234,14 +236,15 @@ def test_the_mask_of_a_memory_is_not_read_where_attention_is_written_out():
     """In a causal model no token depends on the last position, whatever the mask is of."""
     given = {"x": SAMPLES, "memory": SAMPLES.flip(0), "pad": torch.arange(N).expand(3, N) == N - 1}
     with pytest.warns(UserWarning, match=r"pad \(3, 7\) marks positions"):
-        ds = measured(WrittenOutDecoder(by_hand=True), given, measures="trajectory")
+        ds = measured(WrittenOutDecoder(by_hand=True), given)
     assert ds.attrs["padding"] == "none"
 
 
 class Downsampled(Model):
-    def forward(self, x, padding_mask):
-        visible = ~padding_mask[:, ::2]
-        return self.run(x[:, ::2], visible[:, None, None])
+    def forward(self, x, padding_mask=None):
+        if padding_mask is None:
+            return self.run(x)
+        return self.run(x[:, ::2], ~padding_mask[:, None, None, ::2])
 
 
 class DownsampledInside(Ignore):
@@ -252,24 +255,17 @@ class DownsampledInside(Ignore):
 def test_a_mask_of_more_positions_than_the_blocks_take():
     """Attention shows which of the blocks' tokens are hidden; where it is not intercepted, a warning says that nothing does."""
     x, mask = X.repeat_interleave(2, 1), PADDED.repeat_interleave(2, 1)
-    assert_measured_as_if_alone(_Alone(), {"x": x, "padding_mask": mask})
+    assert_measured_as_if_alone(Downsampled(), {"x": x, "padding_mask": mask})
     with pytest.warns(
         UserWarning,
         match=r"padding_mask \(3, 14\) marks positions, but which of the blocks' 7 tokens",
     ) as w:
-        ds = measured(
-            DownsampledInside(by_hand=True), {"x": x, "padding_mask": mask}, measures="trajectory"
-        )
+        ds = measured(DownsampledInside(by_hand=True), {"x": x, "padding_mask": mask})
     assert (
         ds.attrs["padding"] == "none"
         and w[0].filename == __file__
         and (ds.token_position == N - 1).all()
     )
-
-
-class _Alone(Downsampled):
-    def forward(self, x, padding_mask=None):
-        return self.run(x) if padding_mask is None else super().forward(x, padding_mask)
 
 
 class Convolving(Layer):
@@ -292,7 +288,7 @@ def test_hidden_positions_that_other_tokens_depend_on_are_not_padding():
     with pytest.warns(
         UserWarning, match="the attention in blocks.0 hides positions from all others"
     ):
-        ds = measured(Conformer(), {"x": X, "keep": ~PADDED}, measures="trajectory")
+        ds = measured(Conformer(), {"x": X, "keep": ~PADDED})
     assert ds.attrs["padding"] == "none"
 
 
@@ -324,9 +320,7 @@ MASKS = {
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_without_padding(name, by_hand):
-    ds = measured(
-        Visible(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]}, measures="trajectory"
-    )
+    ds = measured(Visible(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]})
     assert ds.attrs["padding"] == "none"
 
 
@@ -356,7 +350,7 @@ def test_positions_that_sparse_attention_chooses_for_no_token(visible):
         ),
     ):
         model(SAMPLES, visible)
-    ds = measured(model, {"x": SAMPLES, "visible": visible}, measures="trajectory")
+    ds = measured(model, {"x": SAMPLES, "visible": visible})
     others = chosen[0][:, 0] & ~torch.eye(N, dtype=torch.bool)
     assert (~others.any(1) & ~chosen[0][:, 0].diagonal(dim1=1, dim2=2)).any(), (
         "the case does not occur"
@@ -374,9 +368,7 @@ class Imputing(Model):
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_other_arguments_of_a_number_for_each_token(by_hand):
     given = {"x": SAMPLES, "bool_masked_pos": PADDED, "token_type": PADDED.long()}
-    assert (
-        measured(Imputing(by_hand=by_hand), given, measures="trajectory").attrs["padding"] == "none"
-    )
+    assert measured(Imputing(by_hand=by_hand), given).attrs["padding"] == "none"
 
 
 def test_what_the_caller_states_is_used():
@@ -388,15 +380,10 @@ def test_what_the_caller_states_is_used():
     }
     model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=50)).eval()
     ids = torch.randint(5, 50, (3, N))
-    ds = measured(model, {"input_ids": ids, "attention_mask": ~PADDED}, measures="trajectory")
+    ds = measured(model, {"input_ids": ids, "attention_mask": ~PADDED})
     assert ds.attrs["padding"] == "attention_mask" and ds.lss[0].notnull().sum() == LENGTHS[0]
     ones = torch.ones_like(ids)
-    assert (
-        measured(model, {"input_ids": ids, "attention_mask": ones}, measures="trajectory").attrs[
-            "padding"
-        ]
-        == "none"
-    )
+    assert measured(model, {"input_ids": ids, "attention_mask": ones}).attrs["padding"] == "none"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -406,6 +393,6 @@ def test_states_that_were_drawn_as_noise_is(seed):
     with pytest.warns(
         UserWarning, match="the attention in blocks.0 hides positions from all others"
     ):
-        measured(Conformer(), {"x": x, "keep": ~PADDED}, measures="trajectory")
-    ds = measured(Choosing(), {"x": x, "visible": ORDER}, measures="trajectory")
+        measured(Conformer(), {"x": x, "keep": ~PADDED})
+    ds = measured(Choosing(), {"x": x, "visible": ORDER})
     assert ds.attrs["padding"] == "none"

@@ -16,6 +16,16 @@ from tests.support.units import assert_same
 DEPTH, PROBE = 3, normal(3, 12, WIDTH)
 
 
+SOURCES = {  # so many numbers, for a model
+    "torch": lambda model, n: torch.rand(n),
+    "Python": lambda model, n: [random.random() for _ in range(n)],
+    "NumPy": lambda model, n: np.random.rand(n),
+    "a torch.Generator of the model": lambda model, n: torch.rand(n, generator=model.generator),
+    "a NumPy generator of the model": lambda model, n: model.rng.random(n),
+    "a random.Random of the model": lambda model, n: [model.python[0].random() for _ in range(n)],
+}
+
+
 class Masked(nn.Module):
     """A masked autoencoder's encoder: it keeps a random third of the tokens of each sample."""
 
@@ -26,35 +36,16 @@ class Masked(nn.Module):
         self.source, self.generator = source, seeded(5)
         self.rng, self.python = np.random.default_rng(5), [random.Random(5)]
 
-    def uniform(self, shape):
-        size = int(np.prod(shape))
-        return {
-            "torch": lambda: torch.rand(shape),
-            "Python": lambda: torch.tensor([random.random() for _ in range(size)]).view(shape),
-            "NumPy": lambda: torch.as_tensor(np.random.rand(*shape)),
-            "a torch.Generator of the model": lambda: torch.rand(shape, generator=self.generator),
-            "a NumPy generator of the model": lambda: torch.as_tensor(self.rng.random(shape)),
-            "a random.Random of the model": lambda: torch.tensor(
-                [self.python[0].random() for _ in range(size)]
-            ).view(shape),
-        }[self.source]()
+    def uniform(self, *shape):
+        drawn = SOURCES[self.source](self, int(np.prod(shape)))
+        return torch.as_tensor(drawn).view(shape)
 
     def forward(self, x):
-        keep = self.uniform(x.shape[:2]).argsort(1)[:, : x.shape[1] // 3]
+        keep = self.uniform(*x.shape[:2]).argsort(1)[:, : x.shape[1] // 3]
         x = x.gather(1, keep[..., None].expand(-1, -1, WIDTH))
         for block in self.blocks:
             x = block(x)
         return x
-
-
-SOURCES = [
-    "torch",
-    "Python",
-    "NumPy",
-    "a torch.Generator of the model",
-    "a NumPy generator of the model",
-    "a random.Random of the model",
-]
 
 
 def measured(model, inputs=PROBE, **options):
@@ -79,7 +70,7 @@ def test_what_was_drawn_before_changes_nothing(source):
         ]
 
     first = measured(model)
-    model.uniform((2, 3))
+    model.uniform(2, 3)
     before = generators()
     again = measured(model)
     assert generators() == before
@@ -119,7 +110,7 @@ class Dropped(Flat):
     def __init__(self, source, used=True):
         super().__init__(causal=False)
         drawing = Masked(source)
-        self.draw, self.used = lambda: float(Masked.uniform(drawing, ())), used
+        self.draw, self.used = lambda: float(Masked.uniform(drawing)), used
 
     def forward(self, x):
         dropped = self.draw() < 0.05 and self.used

@@ -17,6 +17,7 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from scipy import stats
 
 import tracker
 from tests.conftest import ROOT
@@ -467,6 +468,14 @@ class TestNumbers:
             "1 / s₁ against depth: n = 3: fewer than 8 points, no fit." in charts["singular"].said
         )
 
+    def test_a_straight_line_through_1_over_s_over_depth(self, told):
+        chart = told("six", fewest=4, model="2")["singular"]
+        layer, inverse = chart.table.layer, 1 / chart.table.s1
+        fit, drawn = stats.linregress(layer, inverse), named(chart.traces, "fit of 1 / s₁")
+        expected = 1 / (fit.intercept + fit.slope * layer)
+        np.testing.assert_allclose(drawn["y"], expected, rtol=1e-5)
+        assert f"R² = {fit.rvalue**2:.2f} over 5 blocks" in chart.said
+
     @pytest.mark.parametrize("which", ["one", "six"])
     def test_every_chart_has_one_table_with_named_columns(self, told, which):
         charts = told(which)
@@ -614,12 +623,12 @@ class TestBrowser:
 
     def test_a_choice_changes_the_charts(self, told, shared):
         chosen = {"measure": "offdiag", "k": "8", "pairs": "mean", "kind": "self", "last": "normed"}
-        expected = told("one", **chosen, axis="linear", step=0)
+        expected = told("one", **chosen, axis="linear", step=8)
         page = shared("one")
         for control, value in {**chosen, "axis": "linear"}.items():
             page.select_option(f"#{control}", value)
-        page.locator("#step").press("Home")
-        assert page.inner_text("#step-shown") == "0"
+        page.locator("#step").press("ArrowLeft")
+        assert page.inner_text("#step-shown") == "8"
         for chart in ("coupling", "lss", "norm", "token_curves", "matrix"):
             drawn, traces = shown(page, chart), expected[chart].traces
             for part in ("y", "z"):

@@ -127,26 +127,6 @@ def test_two_optimizers_step_on_one_batch():
 # Resumed runs.
 
 
-@pytest.mark.slow
-def test_resumed_run_continues_its_units(tmp_path):
-    whole, first, second = (
-        Watch(3, probe=None, save_dir=tmp_path / name) for name in ("a", "b", "b")
-    )
-    fit(trainer([whole], max_steps=-1, max_epochs=2))
-    fit(trainer([first], max_steps=10, keep=tmp_path))
-    assert list(first.units) == [0, 3, 6, 9, 10]
-    # Resumed from step 8: later units are set aside and measured again.
-    fit(trainer([second], max_steps=-1, max_epochs=2), ckpt_path=tmp_path / "step=8.ckpt")
-    assert list(second.units) == [9, 12, 15, 16]
-    assert Store(tmp_path / "b").steps() == Store(tmp_path / "a").steps()
-    assert sorted(p.name for p in (tmp_path / "b" / "superseded").iterdir()) == [
-        "step00000009.nc",
-        "step00000010.nc",
-    ]
-    assert torch.equal(second.probe[0], whole.probe[0])
-    assert len(np.unique(tracker.open_results(tmp_path / "b").attrs["inputs_sha256"])) == 1
-
-
 def test_the_state_in_a_checkpoint_keeps_its_keys():
     """Checkpoints written before the callback was split resume as they did."""
     watch = CouplingCallback(probe=PROBE, name="val")

@@ -1,7 +1,7 @@
 """A run that begins again in its process, after lack of memory, say, is the same run: its earlier units are set aside."""
 
-import gc
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,15 +10,14 @@ from accelerate.utils import find_executable_batch_size
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.drivers import CHEAP, OUT_OF_MEMORY, Failing
+from tests.support.lightning_runs import fit, trainer
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tests.support.trainer import make
 from tests.support.watch import Watch
 from tracker.store import Store
 
-CHEAP = {"k": 2, "measures": "trajectory"}
-OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB"
 AGAIN = "the run begins again: its {} units so far are set aside in .*superseded"
 
 
@@ -57,31 +56,6 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
     for unit in units[first:]:
         np.testing.assert_array_equal(store.read(int(unit.step)).lss, unit.lss)
     assert not np.array_equal(units[0].lss, units[first].lss)
-
-
-@pytest.mark.slow
-def test_a_trainer_that_is_made_again(tmp_path):
-    """Trainer and callback refer to each other, and the next training collects such cycles; then the earlier one can't go on."""
-
-    def train(batch_size):
-        runner = make(tmp_path / "run", per_device_train_batch_size=batch_size)
-        runner.add_callback(
-            tracker.TransformersCallback(
-                2, **CHEAP, save_dir=str(tmp_path / "store"), trainer=runner
-            )
-        )
-        runner.add_callback(Scarce(3))
-        runner.train()
-
-    gc.disable()
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            train(4)
-        with pytest.warns(UserWarning, match=AGAIN.format(2)):
-            train(3)
-    finally:
-        gc.enable()
-    assert Store(tmp_path / "store").steps() == [0, 2, 4, 6]
 
 
 def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
@@ -140,51 +114,14 @@ def test_another_run_after_one_that_did_not_fail(tmp_path, case):
     assert Store(tmp_path).steps() == stored != []
 
 
-def test_a_run_that_begins_again_with_other_settings(tmp_path):
-    with pytest.raises(MemoryError):
-        loop(tmp_path, 8, MemoryError())
-    with refused(r"k was \[2\], now \[3\].*never mixed"):
-        tracker.Watch(1, **CHEAP | {"k": 3}, probe=tokens(), save_dir=str(tmp_path))(0, neox())
-    assert Store(tmp_path).steps() == [0, 1, 2]
-
-
-class Filling(Classifier):
-    """A module that runs out of memory at a step, if the batch is larger than 4."""
-
-    def __init__(self, step: int):
-        super().__init__()
-        self.step = step
-
-    def training_step(self, batch, index):
-        if self.trainer.global_step == self.step and len(batch[0]) > 4:
-            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
-        return super().training_step(batch, index)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [0, 3])
-@pytest.mark.parametrize("same", [True, False], ids=["same callback", "another callback"])
-def test_fit_after_running_out_of_memory(tmp_path, step, same):
-    first = Watch(2, **CHEAP, save_dir=tmp_path)
+def test_the_same_callback_after_a_run_that_failed(tmp_path):
+    watch = Watch(2, **CHEAP, save_dir=tmp_path)
     with pytest.raises(torch.OutOfMemoryError):
-        fit(trainer([first]), lambda: Filling(step))
-    stored = [0, 2][: 1 + step // 2]
-    assert Store(tmp_path).steps() == stored == list(first.units)
-    watch = first if same else Watch(2, **CHEAP, save_dir=tmp_path)
+        fit(trainer([watch]), partial(Failing, 3))
+    assert Store(tmp_path).steps() == [0, 2] == list(watch.units)
     watch.units.clear()
-    with pytest.warns(UserWarning, match=AGAIN.format(len(stored))):
-        fit(trainer([watch]), lambda: Filling(step), batch=4)
+    with pytest.warns(UserWarning, match=AGAIN.format(2)):
+        fit(trainer([watch]), partial(Failing, None))
     assert list(watch.units) == [0, 2, 4, 6, 8] == Store(tmp_path).steps()
-    assert len(superseded(Store(tmp_path))) == len(stored)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_resumed_after_an_error_keeps_the_units_before(tmp_path):
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(
-            trainer([Watch(1, **CHEAP, save_dir=tmp_path / "store")], keep=tmp_path),
-            lambda: Filling(3),
-        )
-    watch = Watch(1, **CHEAP, save_dir=tmp_path / "store")
-    fit(trainer([watch], max_steps=4), lambda: Filling(9), ckpt_path=tmp_path / "step=2.ckpt")
-    assert list(watch.units) == [3, 4] and Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]
+    assert len(superseded(Store(tmp_path))) == 2

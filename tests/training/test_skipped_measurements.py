@@ -99,9 +99,11 @@ def test_an_error_of_the_device_ends_the_training(pretend, monkeypatch):
 @pytest.mark.slow
 def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     """What a failed attempt allocated is free before the next, although its frames form cycles."""
-    real, watch, starts, peaks = measurement.measure_samples, Watch(steps=[0, 1]), [], []
+    real, watch, budgets = measurement.measure_samples, Watch(steps=[0, 1]), []
+    starts, peaks = [], []
 
     def scarce(*arguments):
+        budgets.append(arguments[3].memory_budget)
         if len(starts) < 2:  # what other tests left; between attempts the callback collects
             gc.collect()
         starts.append(pretend.live_bytes())
@@ -121,6 +123,7 @@ def test_each_attempt_starts_with_the_same_memory(pretend, monkeypatch):
     with pytest.warns(UserWarning, match="step 1 is not measured .OutOfMemoryError"):
         trained(callbacks=[watch], max_steps=1)
     assert list(watch.units) == [0]
+    assert budgets[1:] == [budgets[0], budgets[0] // 2, budgets[0] // 4]
     assert len(starts) == 4 and len(set(starts[1:])) == 1
     assert min(peaks[1:]) > 20_000  # each attempt has allocated more than what its error holds
 
@@ -209,14 +212,16 @@ def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
     assert "No results of step 4: RuntimeError: no kernel for this shape" in page
 
 
-def test_a_resumed_run_forgets_later_skips(tmp_path):
+def test_a_resumed_run_forgets_later_skips_and_units(tmp_path):
     store = Store(tmp_path)
     claim(store, {}, 0, resumed=False)
     skipped = Skipped(store, pytest.fail)
     skipped.add(3, "RuntimeError: first")
     skipped.add(7, "RuntimeError: second")
-    store.file(5).touch()  # a unit
+    for step in (5, 7):
+        store.file(step).touch()  # a unit
     claim(store, {}, 5, resumed=True)
+    assert store.steps() == [5]
     assert store.skipped() == {3: "RuntimeError: first"}
     store.file(3).touch()  # measured after all
     assert store.skipped() == {}

@@ -7,65 +7,12 @@ from transformers.trainer_callback import TrainerCallback
 
 import tracker
 from tests.support.refused import refused
-from tests.support.trainer import STEPS, Recorder, data, make
-from tracker.store import Store
+from tests.support.trainer import STEPS, data, make
 
 pytestmark = pytest.mark.slow
 
 K = 2
 CHEAP = {"k": K, "measures": "trajectory"}
-
-
-def state(trainer: Recorder) -> list:
-    """Return the losses, and the exact weights, optimizer state and random state."""
-    optimizer = trainer.optimizer.state_dict()["state"]
-    tensors = [
-        *trainer.model.state_dict().values(),
-        *(v for values in optimizer.values() for v in values.values()),
-    ]
-    return [trainer.losses, *map(torch.as_tensor, tensors), torch.get_rng_state()]
-
-
-def test_a_resumed_run_continues_its_store(tmp_path):
-    """Its units are compared with those of a whole run."""
-    whole = make(tmp_path / "whole", save_strategy="steps", save_steps=3)
-    whole.add_callback(
-        tracker.TransformersCallback(
-            1, **CHEAP, trainer=whole, save_dir=str(tmp_path / "whole/store")
-        )
-    )
-    whole.train()
-    first = make(tmp_path / "run", save_strategy="steps", save_steps=3)
-    first.add_callback(tracker.TransformersCallback(1, **CHEAP, save_dir=str(tmp_path / "store")))
-    first.add_callback(Stop(at=4))
-    first.train()
-    assert Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]
-    second = make(tmp_path / "run")
-    callback = tracker.TransformersCallback(1, **CHEAP, save_dir=str(tmp_path / "store"))
-    second.add_callback(callback)
-    second.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-3"))
-    assert second.losses == whole.losses[3:]
-    store, expected = Store(tmp_path / "store"), Store(tmp_path / "whole/store")
-    assert store.steps() == expected.steps() == list(range(STEPS + 1))
-    assert not callback.skipped.reasons
-    for step in store.steps():
-        np.testing.assert_array_equal(store.read(step).lss, expected.read(step).lss)
-    with refused("holds the units of another run"):
-        again = make(tmp_path / "again")
-        again.add_callback(
-            tracker.TransformersCallback(1, **CHEAP, save_dir=str(tmp_path / "store"))
-        )
-        again.train()
-
-
-class Stop(TrainerCallback):
-    """Ends a training after a step."""
-
-    def __init__(self, at: int):
-        self.at = at
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step >= self.at
 
 
 def test_the_first_samples_are_measured_at_the_end_of_epochs(tmp_path):

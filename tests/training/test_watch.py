@@ -48,26 +48,6 @@ def test_a_store_that_is_damaged_meanwhile_does_not_stop_the_end_of_a_training(t
             Store(tmp_path).file(0).write_bytes(b"no results")
 
 
-def test_a_loop_that_continues_from_a_checkpoint(tmp_path):
-    model = neox()
-
-    def watch(**options):
-        return tracker.Watch(1, k=K, probe=tokens(), save_dir=str(tmp_path), **options)
-
-    first = watch()
-    for step in range(5):
-        first(step, model)
-    again = watch()
-    for step in (3, 4, 5):
-        again(step, model)
-    assert Store(tmp_path).steps() == [0, 1, 2, 3, 4, 5]
-    assert (tmp_path / "superseded").exists(), "step 4 of the abandoned course"
-    with refused("belongs to another training .* last step: 5"):
-        watch()(0, model)
-    with refused("measured other inputs"):
-        tracker.Watch(1, k=K, probe=tokens(1), save_dir=str(tmp_path))(5, model)
-
-
 def test_a_loop_that_continues_a_store_whose_last_unit_is_damaged(tmp_path):
     model, store = neox(), Store(tmp_path)
 

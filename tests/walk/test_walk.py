@@ -346,3 +346,18 @@ def test_a_configuration_alone_is_no_tokenizer(walker, suite, tmp_path, capsys):
     assert "there is none of" in err and "tokenizer.json); add --tokenizer" in err
     assert walker.main("--tokenizer", str(run / "checkpoint-8"), model=str(run)) == 2
     assert "no such tokenizer" in capsys.readouterr().err
+
+
+def test_a_walk_that_is_about_to_start_keeps_others_from_its_store(walker, monkeypatch, capsys):
+    """It has measured and claimed nothing yet: it sets up its loggers, or trains nano."""
+    show, statuses = pythia.print_overview, []
+
+    def another_first(*arguments):
+        monkeypatch.setattr(pythia, "print_overview", show)
+        statuses.append(walker.main("--steps", "2", "--k", "3"))
+        show(*arguments)
+
+    monkeypatch.setattr(pythia, "print_overview", another_first)
+    assert walker.main("--steps", "1") == 0
+    assert statuses == [2] and "(k was [4, 8], now [3])" in capsys.readouterr().err
+    assert walker.store.steps() == [1] and not list(walker.store.units.glob(".*"))
