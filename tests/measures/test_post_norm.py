@@ -15,6 +15,7 @@ import tracker
 from tests.support.draws import seeded
 from tests.support.home_made import WIDTH, Flat
 from tests.support.plain import RootMeanSquare
+from tracker.measures.post_norm import smallest_singular_share
 
 TEXT = "the state enters the blocks of this model through norms alone .*untrained, not with the null level"
 
@@ -123,6 +124,21 @@ def test_a_block_that_ends_in_its_residual_sum_is_not_post_norm(make):
 )
 def test_a_block_that_normalizes_its_state_is_post_norm_wherever_and_whatever_computes_it(make):
     assert post_norm(blocks(make), torch.randn(2, 6, WIDTH))
+
+
+@pytest.mark.parametrize("make", [Plain, ByFunction, ByOperations, FromNorm, NormedInside])
+def test_singular_values_are_far_from_the_bound(make):
+    """The numbers in docs/measurements.md: rounding of float32 where the state is normed."""
+    ds = tracker.measure(blocks(make), torch.randn(2, 6, WIDTH), k=2, keep="jacobian")
+    J = torch.from_numpy(ds.jacobian.values).flatten(0, 2)
+    shares = smallest_singular_share(J)
+    of_numpy = np.linalg.svd(np.eye(WIDTH) + J.double().numpy(), compute_uv=False)
+    expected = of_numpy[:, -1] / np.exp(np.log(of_numpy).mean(1))
+    if make is Plain:
+        assert (shares > 0.01).all()
+        np.testing.assert_allclose(shares, expected, rtol=0.1)
+    else:
+        assert (shares < 1e-6).all() and (expected < 1e-6).all()
 
 
 def test_tokens_that_are_all_alike_do_not_look_normed():

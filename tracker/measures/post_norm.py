@@ -4,9 +4,8 @@ A norm takes one direction, or two, out of what it is given. Where all that a bl
 N(x + g(x)), as in BERT) or after it was given (x → N(x) + g(N(x))), its I + J is singular. So J is −1 along such directions
 in every block, which the blocks have in common before any training.
 
-Where some of the state goes around the norms (pre-norm: x → x + g(N(x))), the smallest singular value of I + J was at least
-2e-4 of the typical one in trained models and 9e-5 in untrained ones; in normed blocks it is what rounding leaves, at most
-1.3e-6.
+Where some of the state goes around the norms (pre-norm: x → x + g(N(x))), the smallest singular value of I + J is far above
+what rounding leaves: at least 5e-3 of their geometric mean in all checkpoints of `nano`, below 1e-6 in normed blocks.
 """
 
 from collections.abc import Sequence
