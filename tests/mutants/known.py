@@ -431,7 +431,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "preserve_global_state: 'torch._dynamo' in sys.modules -> 'torch._dynamo' not in sys.modules",
     ),
     "tracker/model/guard.py": ("is_data: value: Any, depth: int=3 -> value: Any, depth: int=4",),
-    "tracker/model/head.py": ("_have_one_length: rows.abs().max -> rows.abs().min",),
     "tracker/model/hidden_state.py": (
         "_is_record: is_dataclass(output) and (not isinstance(output, (type, Mapping))) -> is_dataclass(output) or not isinstance(output, (type, Mapping))",
         "check_finite: if not torch.isfinite(values).all(): -> if torch.isfinite(values).all():",

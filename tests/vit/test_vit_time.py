@@ -44,7 +44,7 @@ def test_a_step_takes_six_operations_for_each_weight_and_token(monkeypatch):
     assert overview.seconds_of_step(recipe, 1000) == 6 * 1000 * 17 * 32 / (overview.SHARE * 1e9)
 
 
-def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two_more_seeds(
+def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_which_answers_all(
     seconds_of_step, tmp_path
 ):
     of_one, of_three = (
@@ -56,7 +56,8 @@ def test_a_dry_run_states_what_the_papers_grid_cannot_answer_and_the_time_of_two
         "Coupling rises with stochastic depth; coupling rises with stochastic depth, at equal training loss: not"
         in text
     )
-    assert text.endswith(f"--seeds 0,1,2 adds 128 cells, about {duration(128 * 9 * 2.0)}")
+    smallest = "all questions: 8 weight decays x 8 rates x 2 seeds, 128 cells, about"
+    assert text.endswith(f"{smallest} {duration(128 * 9 * 2.0)}")
     assert "questions" not in overview.describe(of_three, of_three, 96, 10)
 
 
@@ -159,7 +160,7 @@ def test_a_dry_run_states_cells_time_memory_and_disk_and_keeps_nothing(tmp_path,
     for text in (
         "time         about",
         "kept after training:",
-        "--seeds 0,1,2 adds 8 cells",
+        "all questions: 8 weight decays x 2 rates x 4 seeds, 64 cells",
     ):
         assert text in out
     assert max(map(len, out.splitlines())) <= 80

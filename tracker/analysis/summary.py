@@ -26,19 +26,19 @@ from tracker.analysis.pairs import (
     has_one_module,
     independent_pairs,
     is_one_module,
-    most_coupled,
 )
 from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
 from tracker.analysis.selections import LABELLED, opened, with_steps
 from tracker.common.errors import UsageError
-from tracker.common.text import at_tokens, counted
+from tracker.common.text import at_tokens, capitalised, counted
 from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import Result, Store, by_name, require_steps, short_name
 
-# The first that was measured chooses the most coupled step and pair
+# The first that was measured chooses the most coupled step
 SHOWN = ("miscoupling", "offdiag_normalized")
+BY_DEFINITION = {"miscoupling": "coupling", "offdiag_normalized": "coupling by eq. 14"}
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
 ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
@@ -61,11 +61,13 @@ class Summary(pd.DataFrame):
     def __repr__(self) -> str:
         """Return the title, the table and the notes."""
         table = self.to_string(float_format=lambda value: f"{value:z.3f}", na_rep="")
-        return "\n".join([self.attrs["title"], "", table, "", *self.attrs["notes"]])
+        lines = [self.attrs["title"], "", table, "", *self.attrs["notes"], self.attrs["finding"]]
+        return "\n".join(lines).rstrip("\n")
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.attrs["notes"])
-        return f"<p>{escape(self.attrs['title'])}</p>{self.html_table()}<ul>{notes}</ul>"
+        said = f"{self.attrs['title']}. {self.attrs['finding']}"
+        return f"<p>{escape(said)}</p>{self.html_table()}<ul>{notes}</ul>"
 
     def html_table(self) -> str:
         """Return the table as HTML, without title and notes."""
@@ -265,14 +267,13 @@ class Cell:
 Cells = dict[tuple[str, str], Cell]  # by measure and of what
 
 
-def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests: int = 1) -> Cells:
+def _cells(unit: xr.Dataset, k: int | None, tests: int = 1) -> Cells:
     """Return the values of a unit.
 
     Args:
         tests: the number of steps of which this one was chosen for its coupling.
     """
     clusters, kind, cells = sources(unit), kind_of_inputs(unit), {}
-    none = np.full(unit.sizes["prompt"], np.nan)
     # A block alone has matrices of one entry, which is no pair.
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
     for name in with_pairs:
@@ -282,10 +283,6 @@ def _cells(unit: xr.Dataset, k: int | None, pair: tuple[int, int] | None, tests:
             answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
             by_prompt = at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
             cells[name, words] = Cell(value, null, by_prompt, clusters, kind, answer=answer)
-        if pair is not None:
-            value, null = (_of_pair(at[f"{name}_{part}"], pair) for part in ("matrix", "level"))
-            # It was chosen for its value: an interval would not hold.
-            cells[name, f"blocks {pair[0]} and {pair[1]}"] = Cell(value, null, none, None, kind)
     for name in (name for name in IN_SUMMARY if f"{name}_below" in unit):
         value, below = float(unit[name].sel(statistic="median")), unit[f"{name}_below"].values
         percentiles = unit[f"{name}_percentiles"].values
@@ -315,19 +312,6 @@ def _departure(unit: xr.Dataset, k: int | None, name: str) -> xr.DataArray:
     return (unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k)
 
 
-def _most_coupled(unit: xr.Dataset, k: int | None) -> tuple[int, int] | None:
-    """Return the blocks whose coupling, the mean of both directions, is largest; None with fewer than three blocks."""
-    if k is None or unit.sizes["layer"] < 3:
-        return None
-    return most_coupled(_departure(unit, k, _chosen(unit, k)[1]), unit)
-
-
-def _of_pair(matrix: xr.DataArray, pair: tuple[int, int]) -> float:
-    """Return the mean of both directions."""
-    l, m = pair
-    return float(matrix.sel(layer=l, layer_other=m) + matrix.sel(layer=m, layer_other=l)) / 2
-
-
 def _of_results(results: Mapping[str, _Result]) -> Summary:
     return _side_by_side(results) if len(results) > 1 else _of_steps(*results.values())
 
@@ -337,25 +321,59 @@ def _of_steps(result: _Result) -> Summary:
     # One reading of a store for the three steps, of which some may be the same
     curve = result.curve(sorted({steps[0], result.best, steps[-1]}))
     units = {step: curve.sel(step=step) for step in curve["step"].values.tolist()}
-    several, pair = len(units) > 1, _most_coupled(units[result.best], k)
+    several = len(units) > 1
     # The largest of all steps passes a test by chance more often; both ends are shown whatever their coupling is.
     tests = {result.best: len(steps), steps[0]: 1, steps[-1]: 1}
     columns = {
-        f"{step:,}" if several else "": _cells(unit, k, pair, tests[step])
-        for step, unit in units.items()
+        f"{step:,}" if several else "": _cells(unit, k, tests[step]) for step, unit in units.items()
     }
     rows = _rows(columns)
     title = _title(units[steps[-1]], k)
     if several:
         ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
         title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
-    where = f" at step {result.best:,}" if several else ""
     notes = [
         _of_intervals([units[steps[-1]]]),
-        *_of_coupling(list(units.values()), columns, k, pair, where),
+        *_of_coupling(list(units.values()), columns, k),
         *doubts(curve, result.skipped),
     ]
-    return _table(rows, "step" if several else "", title, notes)
+    first_and_last = {step: columns[f"{step:,}"] for step in (steps[0], steps[-1]) if several}
+    finding = _of_change([units[step] for step in first_and_last], [*first_and_last.values()], k)
+    return _table(rows, "step" if several else "", title, notes, finding)
+
+
+def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | None) -> str:
+    """Say by each definition whether coupling rises from one step to another, in a t test over pairs of blocks and prompts.
+
+    Args:
+        units: of both steps, or none.
+        cells: theirs.
+    """
+    said, verbs = [], set()
+    for name in (name for name in SHOWN if cells and (name, "all pairs") in cells[1]):
+        before, after = (of[name, "all pairs"] for of in cells)
+        _, _, change, low, high, over, _ = after.row_of_difference(before, paired=True)
+        if np.isnan(after.value - before.value):
+            continue
+        pairs = [independent_pairs(_departure(unit, k, name), unit) for unit in units]
+        by_pair, by_prompt = pairs[1] - pairs[0], after.by_prompt - before.by_prompt
+        rises, falls = (
+            coupled(sign * by_pair[None], sign * by_prompt[None], after.clusters)[0]
+            for sign in (1, -1)
+        )
+        verb = "rises" if rises else "falls" if falls else "does not change beyond chance,"
+        why = f", {after.answer}" if after.answer.startswith("no test") else ""
+        verbs.add(verb)
+        ends = [cell.null_level - cell.value for cell in (before, after)]
+        interval = f" [{low:z.3f}, {high:z.3f}] over {over}, these weights alone" if over else ""
+        said.append(
+            f"{BY_DEFINITION[name]} {'goes' if why else verb} from {ends[0]:z.3f} to {ends[1]:z.3f} "
+            f"(by {change:z.3f}{interval}{why})"
+        )
+    sentence = f"{'; '.join(said)}."
+    if {"rises", "falls"} <= verbs:
+        sentence += " The definitions disagree: report both, and look at the pairs of blocks."
+    return capitalised(sentence) if said else ""
 
 
 def _side_by_side(results: Mapping[str, _Result]) -> Summary:
@@ -369,17 +387,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     k = next(iter(ks.values()))
     units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
     first, *others = units
-
-    def last_coupling(name: str) -> float:
-        coupling = results[name].coupling[results[name].steps[-1]]
-        return np.nan_to_num(coupling, nan=-np.inf)
-
-    # One pair for all results, so that they are compared at the same blocks
-    strongest = max(units, key=last_coupling)
-    pair = _most_coupled(units[strongest], k)
-    columns = {
-        name: _cells(unit, k, pair if _has(unit, pair) else None) for name, unit in units.items()
-    }
+    columns = {name: _cells(unit, k) for name, unit in units.items()}
     rows = _rows(columns)
     differ = differing_conventions(units)
     for name in others:
@@ -399,7 +407,7 @@ def _side_by_side(results: Mapping[str, _Result]) -> Summary:
     title += "" if k is None else f"; K = {k}"
     notes = [
         _of_intervals(list(units.values())),
-        *_of_coupling(list(units.values()), columns, k, pair, f" in {strongest}"),
+        *_of_coupling(list(units.values()), columns, k),
     ]
     equal = {name: describe_equal_blocks(unit) for name, unit in units.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
@@ -413,16 +421,12 @@ def _rows(columns: Mapping[str, Cells]) -> dict[str, dict[tuple[str, str], Row]]
     }
 
 
-def _has(unit: xr.Dataset, pair: tuple[int, int] | None) -> bool:
-    return (
-        pair is not None
-        and "layer" in unit.dims
-        and set(pair) <= set(unit["layer"].values.tolist())
-    )
-
-
 def _table(
-    rows: Mapping[str, Mapping[tuple[str, str], Row]], label: str, title: str, notes: list[str]
+    rows: Mapping[str, Mapping[tuple[str, str], Row]],
+    label: str,
+    title: str,
+    notes: list[str],
+    finding: str = "",
 ) -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
@@ -442,7 +446,7 @@ def _table(
     table = Summary(
         values, index=pd.MultiIndex.from_arrays(levels, names=names), columns=list(COLUMNS)
     )
-    table.attrs |= {"title": title, "notes": notes}
+    table.attrs |= {"title": title, "notes": notes, "finding": finding}
     return table
 
 
@@ -474,18 +478,11 @@ def _of_intervals(units: Sequence[xr.Dataset]) -> str:
 
 
 def _of_coupling(
-    units: Sequence[xr.Dataset],
-    columns: Mapping[str, Cells],
-    k: int | None,
-    pair: tuple[int, int] | None,
-    where: str,
+    units: Sequence[xr.Dataset], columns: Mapping[str, Cells], k: int | None
 ) -> Iterator[str]:
-    """Say which pair was chosen, what the answers are of, and where untrained blocks are not at the null level."""
+    """Say what the answers are of, and where untrained blocks are not at the null level."""
     if k is None:
         return
-    if pair is not None:
-        blocks, (_, name) = f"Blocks {pair[0]} and {pair[1]}", _chosen(units[0], k)
-        yield f"{blocks} have the largest coupling by {name}{where}. They were chosen for their value, so they have no interval."
     if all(unit.sizes["layer"] == 1 for unit in units):
         yield "One block makes no pairs, so there is no coupling of blocks."
         return

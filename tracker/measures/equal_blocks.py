@@ -143,7 +143,7 @@ def _are_alike(matrices: Sequence[Tensor]) -> Bool[Tensor, "M M"]:
     # Odd, so that it does not go down one column
     step = matrices[0].numel() // COMPARED | 1
     rows = torch.stack([matrix.flatten()[::step].float() for matrix in matrices])
-    rows = torch.nn.functional.normalize(rows, dim=-1)
+    rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     chance = STANDARD_DEVIATIONS / rows.shape[-1] ** 0.5
     return rows @ rows.mT > max(ALIKE, chance)
 

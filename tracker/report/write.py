@@ -192,8 +192,9 @@ def _numbers(summaries: Mapping[str, "xr.Dataset"]) -> str:
     except UsageError:
         return ""
     notes = _items(table.attrs["notes"])
+    finding = table.attrs["finding"] and f"<p>{_text(table.attrs['finding'])}</p>"
     return (
-        f"<details><summary>In numbers</summary><p>{_text(table.attrs['title'])}</p>"
+        f"{finding}<details><summary>In numbers</summary><p>{_text(table.attrs['title'])}</p>"
         f"<div class='scroll numbers' {_region('Summary in numbers')}>{table.html_table()}</div><ul>{notes}</ul></details>"
     )
 
