@@ -1,9 +1,9 @@
 # make demo: install, train the small model `nano`, measure its checkpoints, write results/nano/report.html
 # make demo-vit: train and analyse a 2 x 2 grid of small vision transformers on scikit-learn's digits
-# make test: install, run the tests that take less than 1.5 s each
+# make test: install, run the tests that take less than 1.5 s each, of those with parameters the first case
 # make test-all: install, run every test
 # make test-shapes: run the tests of the measures with the shapes of all tensors checked at every call
-# make test-kernels: run the tests of `make test` with the kernels of other processors: all COMBINATIONS, or KERNELS=avx2;
+# make test-kernels: run the tests that take less than 1.5 s with the kernels of other processors: all COMBINATIONS, or KERNELS=avx2;
 #     KERNELS=day takes another one each day
 # make test-oldest: run every test with the oldest versions that pyproject.toml promises, in build/oldest
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
@@ -66,8 +66,8 @@ demo-vit: .venv/installed
 
 # Tests that measure time run afterwards, one after another: processes beside them would take some of it.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and alone"
+	FIRST_CASES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and not alone" $(PARALLEL)
+	FIRST_CASES=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow and alone"
 
 test-all: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" $(PARALLEL)

@@ -1,7 +1,7 @@
 """Fixtures of all tests.
 
-CHECK_SHAPES=1 checks the package's jaxtyping annotations at every call, which doubles the time; of a test with parameters, it
-then runs the first case alone.
+FIRST_CASES=1 runs of a test with parameters the first case alone. CHECK_SHAPES=1 does, too, and checks the package's jaxtyping
+annotations at every call, which doubles the time.
 """
 
 import os
@@ -167,7 +167,7 @@ def pytest_collect_file():
 
 
 def pytest_collection_modifyitems(config, items):
-    if CHECK_SHAPES:
+    if CHECK_SHAPES or os.environ.get("FIRST_CASES") == "1":
         first = {}
         for item in items:
             first.setdefault(
