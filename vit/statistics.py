@@ -188,6 +188,8 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
         why = "values are missing"
     elif not why and np.isnan(fit["r"]):
         why = "the values are equal"
+    if why:
+        return _undefined(fit, why)
     fit |= {"why": "", "detectable": detectable_correlation(int(fit["df"]))}
     fit |= dict.fromkeys(OF_DECAY, float("nan"))
     decays = np.unique(grid["weight_decay"])
@@ -196,7 +198,7 @@ def fit_units(grid: xr.Dataset, x: np.ndarray, y: np.ndarray, within: str) -> di
         given = partial_correlation(mean_x, mean_y, [log_decay, log_decay**2])
         of_decay = linear_fit(log_decay, mean_y)["r"], given["r"], given["p"]
         fit |= dict(zip(OF_DECAY, of_decay, strict=True))
-    return _undefined(fit, why) if why else fit
+    return fit
 
 
 def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None = None) -> str:

@@ -337,23 +337,21 @@ def _of_steps(result: _Result) -> Summary:
         *_of_coupling(list(units.values()), columns, k),
         *doubts(curve, result.skipped),
     ]
-    first_and_last = {step: columns[f"{step:,}"] for step in (steps[0], steps[-1]) if several}
-    finding = _of_change([units[step] for step in first_and_last], [*first_and_last.values()], k)
+    finding = ""
+    if several:
+        first_and_last = steps[0], steps[-1]
+        cells = [columns[f"{step:,}"] for step in first_and_last]
+        finding = _of_change([units[step] for step in first_and_last], cells, k)
     return _table(rows, "step" if several else "", title, notes, finding)
 
 
 def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | None) -> str:
-    """Say by each definition whether coupling rises from one step to another, in a t test over pairs of blocks and prompts.
-
-    Args:
-        units: of both steps, or none.
-        cells: theirs.
-    """
+    """Say by each definition whether coupling rises from one step to another, in a t test over pairs of blocks and prompts."""
     said, verbs = [], set()
-    for name in (name for name in SHOWN if cells and (name, "all pairs") in cells[1]):
+    for name in (name for name in SHOWN if (name, "all pairs") in cells[1]):
         before, after = (of[name, "all pairs"] for of in cells)
-        _, _, change, low, high, over, _ = after.row_of_difference(before, paired=True)
-        if np.isnan(after.value - before.value):
+        _, _, change, low, high, over, answer = after.row_of_difference(before, paired=True)
+        if answer == UNDEFINED_VALUE:
             continue
         pairs = [independent_pairs(_departure(unit, k, name), unit) for unit in units]
         by_pair, by_prompt = pairs[1] - pairs[0], after.by_prompt - before.by_prompt

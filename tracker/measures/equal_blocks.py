@@ -52,10 +52,12 @@ def equal_blocks(recording: Recording) -> str:
     found = [f"{ONE_MODULE}: {_written(one_module)}"] if one_module else []
     # The first module of each identity: one that is called again is not compared with itself.
     different = dict(zip(reversed(identities), reversed(modules), strict=True))
+    numbers = {identity: i for i, identity in enumerate(different)}
+    of_layers = [numbers[identity] for identity in identities]
     shares = shares_alike(list(different.values()))
-    first = dict(zip(different, _connected(shares), strict=True))
-    for group in _groups([first[identity] for identity in identities]):
-        members = sorted({list(different).index(identities[layer - 1]) for layer in group})
+    _, connected = connected_components(shares > LEAST)
+    for group in _groups([int(connected[i]) for i in of_layers]):
+        members = sorted({of_layers[layer - 1] for layer in group})
         if len(members) > 1:
             of_pairs = shares[members][:, members]
             share = (of_pairs.sum() - of_pairs.trace()) / (len(members) * (len(members) - 1))
@@ -146,9 +148,3 @@ def _are_alike(matrices: Sequence[Tensor]) -> Bool[Tensor, "M M"]:
     rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
     chance = STANDARD_DEVIATIONS / rows.shape[-1] ** 0.5
     return rows @ rows.mT > max(ALIKE, chance)
-
-
-def _connected(shares: Float[ndarray, "M M"]) -> list[int]:
-    """Return a number for each module, the same for those that alike weights connect."""
-    _, labels = connected_components(shares > LEAST)
-    return labels.tolist()
