@@ -35,9 +35,15 @@ def levels_of(J, ks, signs=1.0):
     K, d = max(ks), J.shape[-1]
     U, s, Vh = torch.linalg.svd(J)
     U, s, V = U[..., :K] * signs, s[..., :K], Vh[..., :K, :].mT * signs
-    F = rotations.frames(d, K).to(J)
-    T = torch.stack([rotations.turned(J[:, l], F, K) for l in range(J.shape[1])], 1)
+    F = rotations.frames(d).to(J)
+    T = torch.stack([rotations.turned(J[:, l], F) for l in range(J.shape[1])], 1)
     return rotations.mean_levels(T, s, coupling.moments(J, s[..., 0]), U, V, ks)
+
+
+def forget():
+    """Draw frames anew."""
+    rotations.frames.cache_clear()
+    rotations.drawn.cache_clear()
 
 
 def values_of(J, K):
@@ -50,7 +56,7 @@ def values_of(J, K):
 @pytest.mark.parametrize("kind", [*KINDS, "few large"])
 @pytest.mark.parametrize("ks", [(1,), (2, 5), (6,), (3, 9), (12,)])
 def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
-    """Also with frames of a whole rotation, 2 K > d, and those that contain the frames for a smaller K."""
+    """Also with frames of a whole rotation, 2 K > d."""
     generator = seeded(1)
     J = (
         few_large(D, L, generator)
@@ -76,10 +82,12 @@ def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, mo
     d, draws = 24, 4000
     J = torch.stack([planted(kind, d, 0.7, i) for i in (2, 3)]) if kind in KINDS else None
     J = few_large(d, 2, seeded(2)) if J is None else J
-    rotations.frames.cache_clear()
-    monkeypatch.setattr(rotations, "COLUMNS", 2000 * K)
+    # Of many rotations, so that few columns are those of several frames
+    for name, value in (("COLUMNS", 2000 * K), ("ENTRIES", 2000 * K**2)):
+        monkeypatch.setattr(rotations, name, value)
+    forget()
     found = levels_of(J[None], (K,))
-    rotations.frames.cache_clear()
+    forget()
     U, _, Vh = torch.linalg.svd(J[1])
     A = coupling.simulated(J[0], U[:, :K], Vh[:K].mT, draws, seeded(3))
     s = torch.linalg.svdvals(J[0])[:K]
@@ -169,7 +177,7 @@ def test_expected_squares_that_are_zero_but_for_rounding(basis, K, seed):
     )
     for name in ("miscoupling", "miscoupling_release", "offdiag"):
         expected = FORMULAS[name](draws, s[0, :K].double())
-        chance = 5 * float(expected.std()) * (1 / len(draws) + 1 / rotations.COLUMNS * K) ** 0.5
+        chance = 5 * float(expected.std()) * (1 / len(draws) + K / rotations.COLUMNS) ** 0.5
         assert abs(float(found[name][0, 0, 0, 1] - expected.mean())) <= chance + 1e-3 * float(
             s[0, 0]
         ), name
@@ -180,21 +188,24 @@ def test_rows_and_frames_in_parts(monkeypatch):
         [torch.stack([planted("random", D, 0.5, L * r + i) for i in range(L)]) for r in range(4)]
     )
     whole = levels_of(J, (2, 8))
-    monkeypatch.setattr(rotations, "AT_ONCE", 1)
+    monkeypatch.setattr(rotations, "AT_ONCE", {True: 1})
     for name, values in levels_of(J, (2, 8)).items():
         torch.testing.assert_close(values, whole[name], rtol=1e-12, atol=0)
 
 
 def test_frames_are_haar_and_leave_the_global_generator_alone():
     state = torch.get_rng_state()
-    rotations.frames.cache_clear()
-    F = rotations.frames(16, 3)
-    assert F.shape == (math.ceil(rotations.COLUMNS / 3), 16, 6)
-    torch.testing.assert_close(F.mT @ F, torch.eye(6, dtype=F.dtype).expand(len(F), 6, 6))
-    assert abs(F.diagonal(dim1=-2, dim2=-1).mean()) < 0.05, "QR alone gives a diagonal of one sign"
-    rotations.frames.cache_clear()
-    assert torch.equal(F, rotations.frames(16, 3)) and torch.equal(state, torch.get_rng_state())
-    assert rotations.frames(16, 9).shape == (math.ceil(rotations.COLUMNS / 16), 16, 16)
+    forget()
+    F, columns = rotations.frames(16), rotations.drawn(16, 3)[1]
+    assert F.shape == (rotations.COLUMNS // 16, 16, 16)
+    assert columns.shape == (math.ceil(rotations.ENTRIES / 9), 6)
+    torch.testing.assert_close(F.mT @ F, torch.eye(16, dtype=F.dtype).expand(len(F), 16, 16))
+    assert abs(F.diagonal(dim1=-2, dim2=-1).mean()) < 0.07, "QR alone gives a diagonal of one sign"
+    forget()
+    assert torch.equal(F, rotations.frames(16)) and torch.equal(columns, rotations.drawn(16, 3)[1])
+    assert torch.equal(state, torch.get_rng_state())
+    assert rotations.frames(200).shape == (1, 200, rotations.COLUMNS)
+    assert rotations.drawn(16, 9)[1].shape == (math.ceil(rotations.ENTRIES / 81), 16)
 
 
 def test_the_same_weights_have_the_same_levels_whatever_is_measured_with_them():

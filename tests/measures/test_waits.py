@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tracker
 from tests.pretend_device import Counts
 from tests.support.models import Letters, Size, neox
-from tracker.measures import rotations
 
 SIZE = Size(width=64, depth=4, tokens=56)
 
@@ -48,8 +47,8 @@ def totals(counts: Counts) -> tuple[int, ...]:
 def test_images_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (costs(pretend, deit(2), images(B)) for B in (4, 8))
     assert totals(few) == totals(many)
-    # One wait is for the first numbers of all blocks, by which equal blocks are told, and four are for null levels: the frames, a
-    # fixed vector, the products of singular vectors and their root. The answers of the model's copy are among them. A norm by
+    # One wait is for the first numbers of all blocks, by which equal blocks are told, and four are for null levels: the frames,
+    # their columns, the products of singular vectors and their root. The answers of the model's copy are among them. A norm by
     # rows is two launches.
     assert few.syncs <= 60 and few.launches <= 1850
 
@@ -100,9 +99,7 @@ def test_a_wide_block_waits_a_few_times(pretend):
     assert three.launches - two.launches <= 640
 
 
-def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend, monkeypatch):
-    # Null levels are computed in parts of so many entries, each of which has its launches: here in one part.
-    monkeypatch.setattr(rotations, "AT_ONCE", 1 << 20)
+def test_tokens_of_a_prompt_cost_no_launch_wait_or_copy_each(pretend):
     few, many = (
         costs(pretend, neox(size=SIZE).eval(), torch.randint(0, 50, (1, n)), tokens="all")
         for n in (10, 20)

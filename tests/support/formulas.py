@@ -24,7 +24,7 @@ from tests.support.draws import seeded
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS, MISCOUPLINGS
 from tracker.measures.declaration import Measure
 from tracker.measures.registry import KINDS
-from tracker.measures.rotations import frames
+from tracker.measures.rotations import drawn, frames
 
 ANY = np.inf
 NOISE = (0.01, 0.03, 0.1, 0.3, 1.0)  # root mean square length, relative to that of the embedding
@@ -300,24 +300,16 @@ def release_of_formula(b: Block, basis: Block, K: int) -> float:
 
 
 def completed(X: np.ndarray) -> np.ndarray:
-    """Return an orthogonal matrix that begins with orthonormal columns."""
-    return np.concatenate([X, np.linalg.qr(X, mode="complete")[0][:, X.shape[1] :]], 1)
+    """Return orthogonal matrices that begin with orthonormal columns."""
+    return np.concatenate([X, np.linalg.qr(X, mode="complete")[0][..., X.shape[-1] :]], -1)
 
 
 @cache
-def turns(d: int, largest: int, K: int) -> np.ndarray:
+def turns(d: int, K: int) -> np.ndarray:
     """Return the orthogonal matrices that begin with the frames for K singular vectors."""
-    of_largest = frames(d, largest).numpy()
-    if 2 * K > d:
-        return of_largest
-    rows, columns = (largest, 2 * largest) if 2 * largest <= d else (d, d)
-    starts = [K * i for i in range(rows // K)]
-    return np.stack(
-        [
-            completed(F[:, [(at + i) % columns for i in range(2 * K)]])
-            for F in of_largest
-            for at in starts
-        ]
+    of_width = frames(d).numpy()
+    return completed(
+        np.stack([of_width[i][:, columns] for i, columns in zip(*drawn(d, K), strict=True)])
     )
 
 
@@ -332,7 +324,7 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
     if not b.s[0] or not basis.determined(K):
         return dict.fromkeys(BY_ROTATIONS, math.nan)
     U, V = (basis.V, basis.U) if swapped else (basis.U, basis.V)
-    d, fixed = b.d, frames(b.d, b.K)[0, :, 0].numpy()
+    d, fixed = b.d, np.sin(np.arange(1, b.d + 1))
     sign = np.where(fixed @ U[:, :K] < 0, -1, 1)
     U, V, s = U[:, :K] * sign, V[:, :K] * sign, b.s[:K]
     G = U.T @ V
@@ -341,7 +333,7 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
         if 2 * K > d
         else completed(np.hstack([U, (V - U @ G) @ root(np.eye(K) - G.T @ G, -0.5)]))
     )
-    Q = turns(d, b.K, K) @ spanned.T
+    Q = turns(d, K) @ spanned.T
     A = np.swapaxes(Q @ U, 1, 2) @ b.J @ (Q @ V)
     mean, variance = entries(b, basis, K)
     expected, diagonal, size = mean**2 + variance, np.diagonal(A, axis1=1, axis2=2), norm(s)

@@ -146,15 +146,14 @@ def _products(
     layers: Sequence[Layer], U: Tensor, V: Tensor, swap: bool, L: int | None
 ) -> tuple[Float[Tensor, "R L M K K"], Float[Tensor, "R l m K K"] | None, Tensor]:
     """Return A of every Jacobian in every basis, A with the sides swapped of the first L, and every Jacobian in frames."""
-    d, K = U.shape[-2:]
-    F = frames(d, K).to(U)
+    F = frames(U.shape[-2]).to(U)
     # All bases side by side: one product with J for all pairs of a block, in place of L small ones.
     right, left = coupling.side_by_side(V), coupling.side_by_side(U[:, :L])
     A, swapped, in_frames = [], [], []
     for l, layer in enumerate(layers):
         J = layer.jacobian()
         A.append(coupling.in_bases(U, J @ right))
-        in_frames.append(turned(J, F, K))
+        in_frames.append(turned(J, F))
         # Not for the last block with the final norm, of which no swapped sides are measured
         if swap and l < (L or len(layers)):
             swapped.append(coupling.in_bases(V[:, :L], J @ left))

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from tracker.common.values import Method
-from tracker.measures.rotations import entries_of_turned
+from tracker.measures.rotations import COLUMNS
 from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
 
@@ -70,7 +70,7 @@ class Plan:
 
         These are the matrices A, each block's and all together, the overlaps, and three copies of the Jacobians in frames.
         """
-        of_block = 4 * self.K**2 + 3 * entries_of_turned(self.d, self.K)
+        of_block = 4 * self.K**2 + 3 * COLUMNS**2
         return (2 * (self.of_row * self.K) ** 2 + self.of_row * of_block) * self.itemsize
 
     @property

@@ -10,11 +10,10 @@ of roots, and that of a ratio of mean squares may. Frames stand for rotations, s
     2 K <= d.
 3.  Q [U', W] is a Haar frame [F_1, F_2]: 2 K orthonormal columns whose law no rotation changes, and which does not depend on U'
     and V'.
-4.  A = F_1^T J (F_1 G + F_2 H). All pairs share the frames, so that each J is multiplied with F_1 once, while it is at
-    hand, and F_1^T J [F_1, F_2] (K, 2 K) is all that its pairs need of it.
+4.  A = F_1^T J (F_1 G + F_2 H). All pairs share the frames, so that F_1^T J [F_1, F_2] (K, 2 K) is all that they need of J.
 5.  Where 2 K > d, the frame is a whole rotation: A = U'^T (F^T J F) V'.
-
-A frame for the largest K contains those for each smaller k: k of its columns as F_1, and the next k, in a cycle, as F_2.
+6.  Any columns of a Haar frame, in any order, are one, too. So each J is multiplied with `COLUMNS` columns F once, while it is at
+    hand, and the frames of every K are drawn from F^T J F: which columns each of them takes, and in which order.
 
 Control variates reduce what a mean over few frames leaves of chance. With
 
@@ -29,18 +28,18 @@ Their weights are those of the first-order expansion of the definition; 0.4 is t
     offdiag               sqrt(o) - (o - E o) / (2 sqrt(E o))
     offdiag_normalized    sqrt(o / t) - (o - r t) / (2 sqrt(r) E t)
 
-Frames are the same in all measurements of one width and one largest K, so that curves are smooth. Signs of singular
+Frames are the same in all measurements of one width, so that curves are smooth. Signs of singular
 vectors are arbitrary: each pair (u_k, v_k) is taken with the sign for which u_k has a positive product with a fixed vector.
 
-Cost: a product of J with `COLUMNS` columns, and n K^2 L^2 numbers for n frames. The product takes `COLUMNS` d^2 multiplications;
-to form J takes d products with a block of about 12 d^2 weights, 12 d^3.
+Cost: a product of J with `COLUMNS` columns, and `ENTRIES` L^2 numbers for each K. The product takes `COLUMNS` d^2
+multiplications; to form J takes d products with a block of about 12 d^2 weights, 12 d^3.
 """
 
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
@@ -55,44 +54,42 @@ from tracker.measures.coupling import (
     side_by_side,
 )
 
-COLUMNS = 128  # of all F_1 together: COLUMNS / K frames
-AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold, and small budgets
+COLUMNS = 128  # at most, that each J is multiplied with
+ENTRIES = 1 << 12  # of A in all frames of one K: ENTRIES / K^2 frames, but two at least
+# Entries of A at once: on a CPU as many as its caches hold, on an accelerator as many as keep it busy
+AT_ONCE = {True: 1 << 17, False: 1 << 22}
 SLOPE = 0.4
 ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
 
-Turned = Float[Tensor, "R L n rows r"]  # F_1^T J F of every row, block and frame
+Turned = Float[Tensor, "R L n c c"]  # F^T J F of every row and block
 Bases = Float[Tensor, "R M d K"]
 
 
 @lru_cache(maxsize=4)
-def frames(d: int, K: int) -> Float[Tensor, "n d r"]:
-    """Return Haar frames for numbers of singular vectors up to K, in float64, always the same: r = 2 K, or d if that is less."""
+def frames(d: int) -> Float[Tensor, "n d c"]:
+    """Return Haar frames of up to `COLUMNS` columns together, in float64, always the same."""
     generator = torch.Generator().manual_seed(0)
-    n = -(-COLUMNS // _rows(d, K))
+    c = min(d, COLUMNS)
     orthonormal, triangle = torch.linalg.qr(
-        torch.randn(n, d, min(2 * K, d), generator=generator, dtype=torch.float64)
+        torch.randn(COLUMNS // c, d, c, generator=generator, dtype=torch.float64)
     )
     return orthonormal * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
 
 
-def _rows(d: int, K: int) -> int:
-    """Return how many columns of a frame J^T is multiplied with."""
-    return K if 2 * K <= d else d
+@lru_cache(maxsize=16)
+def drawn(d: int, K: int) -> tuple[Int[Tensor, " m"], Int[Tensor, "m r"]]:
+    """Return which of the `frames` each frame for K singular vectors is drawn from, and which of its columns it takes."""
+    generator = torch.Generator().manual_seed(0)
+    n, _, columns = frames(d).shape
+    m = max(2, ENTRIES // K**2)
+    orders = torch.rand(m, columns, generator=generator).argsort(-1)
+    return torch.arange(m) % n, orders[:, : min(2 * K, d)]
 
 
-def entries_of_turned(d: int, K: int) -> int:
-    """Return the number of entries of `turned` for one Jacobian."""
-    rows = _rows(d, K)
-    return -(-COLUMNS // rows) * rows * min(2 * K, d)
-
-
-def turned(
-    J: Float[Tensor, "R d d"], F: Float[Tensor, "n d r"], K: int
-) -> Float[Tensor, "R n rows r"]:
-    """Return F_1^T J F, for frames for up to K singular vectors."""
-    first = F[..., : _rows(F.shape[-2], K)]
-    products = first.transpose(-2, -1).flatten(0, 1) @ J  # (R, n rows, d)
+def turned(J: Float[Tensor, "R d d"], F: Float[Tensor, "n d c"]) -> Float[Tensor, "R n c c"]:
+    """Return F^T J F."""
+    products = F.mT.flatten(0, 1) @ J  # (R, n c, d)
     return products.unflatten(1, (len(F), -1)) @ F
 
 
@@ -107,14 +104,14 @@ def mean_levels(
     """Return the levels of `BY_ROTATIONS` for every pair of Jacobian and basis; NaN where the Jacobian is zero.
 
     Args:
-        T: `turned` of the Jacobians, with the `frames` for the largest of `ks`.
+        T: `turned` of the Jacobians.
         s: top singular values of the Jacobians.
         of: moments of the Jacobians, (R, L).
         U, V: singular vectors of the bases.
     """
     of_row = T.shape[1] * U.shape[1] * max(ks) ** 2
-    # An accelerator takes all rows at once, one frame after another: as much memory as the coupling matrices themselves.
-    at_once = max(1, AT_ONCE // of_row) if T.device.type == "cpu" else len(T)
+    # An accelerator takes all rows at once, some frames after others.
+    at_once = max(1, AT_ONCE[True] // of_row) if T.is_cpu else len(T)
     rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
     parts = [
         _of_rows(
@@ -145,11 +142,11 @@ def _of_rows(
     of_ks: list[Tensor] = []
     for k in ks:
         of_k, left, right = (
-            _at(unit_T, d, K, k),
+            _of_frames(unit_T, d, k),
             *_coordinates(signed_U[..., :k], signed_V[..., :k]),
         )
         controls = _Controls(unit_s[..., :k], unit_of, overlap(products[..., :k, :k]), d)
-        at_once = max(1, AT_ONCE // (len(T) * T.shape[1] * U.shape[1] * k**2))
+        at_once = max(1, AT_ONCE[T.is_cpu] // (len(T) * T.shape[1] * U.shape[1] * k**2))
         sums = [
             controls.sums(_matrices(frames_at_once, left, right))
             for frames_at_once in of_k.split(at_once, 2)
@@ -210,14 +207,12 @@ class _Controls:
         return torch.stack([of_definition.sum(2) for of_definition in values])
 
 
-def _at(T: Turned, d: int, K: int, k: int) -> Float[Tensor, "R L m p q"]:
-    """Return what the frames for k singular vectors give, of those for K."""
-    rows = T.shape[-2]
-    if 2 * k > d:
-        return T
-    cyclic = torch.cat([T, T[..., : 2 * k]], -1)
-    parts = [cyclic[..., at : at + k, at : at + 2 * k] for at in range(0, rows - k + 1, k)]
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+def _of_frames(T: Turned, d: int, K: int) -> Float[Tensor, "R L m rows r"]:
+    """Return F_1^T J [F_1, F_2] of every frame for K singular vectors, or F^T J F of whole rotations."""
+    which, columns = drawn(d, K)
+    rows = columns[:, :K] if 2 * K <= d else columns
+    at = (which[:, None, None] * T.shape[-2] + rows[..., None]) * T.shape[-1] + columns[:, None]
+    return T.flatten(2).index_select(-1, at.flatten().to(T.device)).unflatten(-1, at.shape)
 
 
 def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p K"]]:
@@ -242,5 +237,5 @@ def _matrices(T: Turned, left: Bases | None, right: Bases) -> Float[Tensor, "R L
 
 def _signs(U: Bases) -> Float[Tensor, "R M 1 K"]:
     """Return the signs that singular vectors are taken with."""
-    fixed = frames(*U.shape[-2:])[0, :, :1].to(U)
+    fixed = torch.arange(1, U.shape[-2] + 1, device=U.device).to(U).sin()[:, None]
     return torch.where((U * fixed).sum(-2, keepdim=True) < 0, -1.0, 1.0).to(U)
