@@ -76,6 +76,30 @@ def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
                     ), name
 
 
+@pytest.mark.parametrize(
+    ("kind", "K", "most"),
+    [
+        ("random", 2, 0.008),
+        ("random", 10, 0.001),
+        ("random", 30, 0.0003),
+        ("few large", 2, 0.012),
+        ("few large", 10, 0.008),
+        ("few large", 30, 0.008),
+    ],
+)
+def test_what_frames_leave_of_chance(kind, K, most, monkeypatch):
+    """Root mean square over pairs, by eq. 14, and half of it in their mean."""
+    J = torch.stack([planted(kind, 64, 0.5, i) for i in range(5)]) if kind in KINDS else None
+    J = few_large(64, 5, seeded(6)) if J is None else J
+    found = levels_of(J[None], (K,))["offdiag_normalized"]
+    for name, times in (("COLUMNS", 64), ("ENTRIES", 64)):
+        monkeypatch.setattr(rotations, name, times * getattr(rotations, name))
+    forget()
+    error = (found - levels_of(J[None], (K,))["offdiag_normalized"])[..., ~torch.eye(5).bool()]
+    forget()
+    assert float(error.square().mean().sqrt()) <= most and abs(float(error.mean())) <= most / 2
+
+
 @pytest.mark.parametrize("kind", [*KINDS, "few large"])
 @pytest.mark.parametrize("K", [1, 2, 3, 8])
 def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, monkeypatch):
