@@ -8,10 +8,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import xarray as xr
 
-from tracker.analysis.curves import suspect
 from tracker.analysis.pairs import describe_equal_blocks
 from tracker.common.text import (
     UNTRAINED,
@@ -22,7 +20,7 @@ from tracker.common.text import (
     join_names,
 )
 from tracker.measures.registry import UNDEFINED
-from tracker.store import attribute_values
+from tracker.store import attribute_values, by_step
 
 CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
 
@@ -69,20 +67,18 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     lines = [f"No results of {line}" for line in by_cause(skipped)]
     lines += [
         f"Step {step:,} is suspect: {why}."
-        for step, why in zip(steps, suspect(ds), strict=True)
+        for step, why in zip(steps, by_step(ds, "suspect"), strict=True)
         if why
     ]
-    revisions = _by_step(ds, "revision")
+    revisions = by_step(ds, "revision")
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
         for step, revision in zip(steps, revisions, strict=True)
         if revision.startswith(UNTRAINED)
     ]
-    prints = dict(zip(steps, _by_step(ds, "fingerprint"), strict=True))
+    prints = dict(zip(steps, by_step(ds, "fingerprint"), strict=True))
     lines += [f"{capitalised(describe_repeat(*same))}." for same in find_repeats(prints).items()]
-    if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
-        hashes = _by_step(ds, "token_ids_sha256")
-        lines += other_tokens(dict(zip(steps, hashes, strict=True)))
+    lines += other_tokens(dict(zip(steps, by_step(ds, "token_ids_sha256"), strict=True)))
     if "layer_other" in ds.dims:
         lines += describe_equal_blocks(ds)
     if "jacobians_count" in ds:
@@ -100,12 +96,6 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
     return lines
-
-
-def _by_step(ds: xr.Dataset, name: str) -> list[str]:
-    """Return a coordinate of each step, which has no dimension where all steps have the same; "" without it."""
-    values = ds[name].values if name in ds.coords else ""
-    return list(map(str, np.broadcast_to(values, ds.sizes["step"])))
 
 
 def other_tokens(hashes: Mapping[int, str]) -> list[str]:
