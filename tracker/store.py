@@ -391,7 +391,7 @@ def short_name(ds: xr.Dataset) -> str:
 Result = xr.Dataset | os.PathLike[str] | str  # a Dataset, or a store or its directory
 GIVE = (
     "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
-    "a mapping from names"
+    'a mapping from names; tracker.summary also takes the runs of recipes, {"a": [run, run], "b": [run, run]}'
 )
 
 

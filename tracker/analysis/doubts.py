@@ -22,36 +22,23 @@ from tracker.common.text import (
 from tracker.measures.registry import UNDEFINED
 from tracker.store import attribute_values, by_step
 
-CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
-
-
-def differing_conventions(
-    results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()
-) -> dict[str, dict[str, str]]:
-    """Return the conventions in which results differ, each with the value that every result has.
-
-    Args:
-        may_differ: those of `CONVENTIONS` that are not compared.
-    """
-    held = {
-        key: {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
-        for key in CONVENTIONS
-        if key not in may_differ
-    }
-    return {key: values for key, values in held.items() if len(set(values.values())) > 1}
+# Attributes: what is measured alike, on the same inputs, and in runs of one recipe
+MEASURED = ("final_norm", "dtype", "precision", "tokens")
+CONVENTIONS = (*MEASURED, "inputs_sha256")
+OF_RECIPE = (*CONVENTIONS, "model_class", "blocks")
 
 
 def describe_differences(
-    results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()
+    results: Mapping[str, xr.Dataset], compared: Sequence[str] = CONVENTIONS
 ) -> list[str]:
-    """Return a text for each convention in which results differ."""
+    """Return a text for each attribute, of those compared, in which results differ, with the value that every result has."""
     lines = []
-    for key, held in differing_conventions(results, may_differ).items():
-        shown = {
-            name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()
-        }
-        listed = "; ".join(f"{name}: {value}" for name, value in shown.items())
-        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
+    for key in compared:
+        held = {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
+        if len(set(held.values())) > 1:
+            shown = 12 if key == "inputs_sha256" else None
+            listed = "; ".join(f"{name}: {value[:shown]}" for name, value in held.items())
+            lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
 
 

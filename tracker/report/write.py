@@ -53,6 +53,10 @@ def write_report(
     from tracker.analysis.reduction import read_reduced
     from tracker.store import distinct_names
 
+    if isinstance(results, Mapping):
+        raise UsageError(
+            "a page shows each run by itself: give a list of directories, and tracker.summary the runs of recipes"
+        )
     directories = [
         Path(directory)
         for directory in ([results] if isinstance(results, (str, Path)) else results)
