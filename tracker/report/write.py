@@ -41,12 +41,13 @@ def write_report(
     """Write the page of one store or several and return its path.
 
     Args:
-        results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several.
+        results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several, each shown by itself.
         clusters: which of them are not independent, as `--clusters` says it.
 
     Raises:
         FileNotFoundError: if a directory holds no results.
-        ValueError: if a directory is given twice, a unit is damaged, or the units of one store make no curve.
+        ValueError: if a directory is given twice, a unit is damaged, or the units of one store make no curve, and for a mapping,
+            as `tracker.summary` takes the runs of recipes.
         ImportError: without the extra `report`.
     """
     require("plotly", "tracker.report")
