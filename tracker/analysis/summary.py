@@ -93,7 +93,7 @@ def summary(
 
     Args:
         results: a Dataset of `measure` or `open_results`, or a part of one; a store or its directory; or several of these, by
-            name or as a list, of which the last steps are compared. A list in a mapping holds the runs of one recipe.
+            name or as a list, of which the last steps are compared. In a mapping, a list or a mapping holds the runs of a recipe.
         k: number of singular vectors; the smallest measured by default.
 
     Returns:
@@ -417,19 +417,19 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
             f"the smallest K of the results differ ({listed}); choose one that all have: summary(..., k=10)"
         )
     (k,) = ks
-    # Runs of a recipe are alike in all that is said of one.
-    ones = {name: next(iter(of_recipe.values())) for name, of_recipe in units.items()}
+    # Notes are of one run of each recipe, since its runs have the same blocks and conventions.
+    of_each = {name: next(iter(of_recipe.values())) for name, of_recipe in units.items()}
     columns = {
         name: _over_runs(name, units[name], k) if over_runs else _cells(unit, k)
-        for name, unit in ones.items()
+        for name, unit in of_each.items()
     }
     rows = _rows(columns)
-    first, *others = ones
+    first, *others = of_each
     for name in others:
         # Parts of one result have its hash, and other prompts.
         prompts, of_first = (
             (attribute_values(of, "inputs_sha256"), of.sizes["prompt"])
-            for of in (ones[name], ones[first])
+            for of in (of_each[name], of_each[first])
         )
         paired = not over_runs and prompts == of_first
         rows[f"{name} − {first}"] = {
@@ -443,9 +443,11 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
         title += f" ({', '.join(f'{run.steps[-1]:,}' for run in runs)})"
     title += "" if k is None else f"; K = {k}"
     notes = [*_of_rows(every, rows, k), *[OF_WEIGHTS] * (not over_runs)]
-    equal = {name: describe_equal_blocks(unit) for name, unit in ones.items() if k is not None}
+    equal = {name: describe_equal_blocks(unit) for name, unit in of_each.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
-    notes += [f"The results differ in {difference}." for difference in describe_differences(ones)]
+    notes += [
+        f"The results differ in {difference}." for difference in describe_differences(of_each)
+    ]
     return _table(rows, "result", title, notes)
 
 
