@@ -53,6 +53,12 @@ def attribute_values(ds: xr.Dataset, name: str) -> list[str]:
     )
 
 
+def by_step(ds: xr.Dataset, name: str) -> np.ndarray:
+    """Return the text of each step, (step,), of a coordinate or attribute that all steps may share; "" without it."""
+    held = ds.coords[name].values if name in ds.coords else ds.attrs.get(name, "")
+    return np.broadcast_to(np.asarray(held, dtype=object), ds.sizes.get("step", 1))
+
+
 def likeness(ds: xr.Dataset) -> dict[str, set[str]]:
     """Return what all steps of a curve have in common, each with the values found: one, where they make a curve."""
     values = {words: set(attribute_values(ds, name)) or {""} for name, words in ATTRIBUTES.items()}
@@ -385,7 +391,7 @@ def short_name(ds: xr.Dataset) -> str:
 Result = xr.Dataset | os.PathLike[str] | str  # a Dataset, or a store or its directory
 GIVE = (
     "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
-    "a mapping from names"
+    'a mapping from names; tracker.summary also takes the runs of recipes, {"a": [run, run], "b": [run, run]}'
 )
 
 
@@ -472,9 +478,7 @@ def join(curves: Sequence[xr.Dataset], path: Path) -> xr.Dataset:
     if (np.diff(joined["step"]) < 0).any():
         joined = joined.sortby("step")
     steps = joined["step"].values.tolist()
-    # Units of a training have none; a single one is that of all steps.
-    prints = joined.coords.get("fingerprint", xr.DataArray("")).broadcast_like(joined["step"])
-    repeated = find_repeats(dict(zip(steps, map(str, prints.values), strict=True)))
+    repeated = find_repeats(dict(zip(steps, by_step(joined, "fingerprint"), strict=True)))
     return joined.assign_coords(repeats=("step", [repeated.get(step, -1) for step in steps]))
 
 

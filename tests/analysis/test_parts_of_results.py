@@ -253,12 +253,5 @@ def test_what_a_part_lacks_is_named(ds):
         tracker.plot(ds.isel(depth=-1), 32)
 
 
-def test_a_summary_of_several_results_names_their_last_steps(ds, results):
-    reached = results.assign_coords(step=[0, 4000])
-    title = tracker.summary({"a": results, "b": reached}).attrs["title"]
-    assert title == f"a, b, the last step of each ({results.step.values[-1]}, 4,000); K = 2"
-    assert "(" not in tracker.summary({"a": ds, "b": reached}).attrs["title"]
-
-
 def test_what_is_whole_is_returned_as_it_is(ds, results):
     assert opened(ds) is ds and opened(results) is results

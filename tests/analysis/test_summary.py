@@ -10,6 +10,7 @@ import xarray as xr
 from scipy import stats
 
 import tracker
+from tests.support.coverage import assert_covers
 from tests.support.models import Size, neox, tokens
 from tests.support.refused import refused
 from tests.support.stores import generated
@@ -48,21 +49,19 @@ def interval(values):
     return stats.t.interval(0.95, len(values) - 1, values.mean(), stats.sem(values))
 
 
-def interval_of_median(values, clusters=None):
-    """Woodruff's interval of the median of values over (prompts, positions), by definition."""
-    values = np.asarray(values, float)
-    pooled = values[np.isfinite(values)]
-    below = np.where(
-        np.isfinite(values),
-        (values < np.median(pooled)) + 0.5 * (values == np.median(pooled)),
-        np.nan,
-    )
-    shares = np.nansum(below - 0.5, 1) * len(values) / len(pooled)
+def welch(first, second):
+    ends = stats.ttest_ind(second, first, equal_var=False).confidence_interval(0.95)
+    return [ends.low, ends.high]
+
+
+def interval_of_median(ds, name, clusters=None):
+    """Woodruff's, of shares below the median and percentiles, which `test_reduction` compares with their definitions."""
+    unit = reduced(ds)
+    shares = unit[f"{name}_below"].values
     if clusters is not None:
         shares = np.array([shares[clusters == one].mean() for one in np.unique(clusters)])
-    margin = stats.t.ppf(0.975, len(shares) - 1) * stats.sem(shares)
-    ends = [np.clip(end, 0, 1) for end in (0.5 - margin, 0.5 + margin)]
-    return np.interp(ends, np.arange(101) / 100, np.percentile(pooled, np.arange(101)))
+    ends = 0.5 + np.array(interval(shares - shares.mean()))
+    return np.interp(ends, np.arange(101) / 100, unit[f"{name}_percentiles"])
 
 
 def assert_ends(row, expected):
@@ -91,7 +90,7 @@ def test_numbers_and_intervals_of_one_measurement():
             row.null_level
         )
         assert row.value == curves(ds)[name].sel(statistic="median")
-        assert_ends(row, interval_of_median(ds[name]))
+        assert_ends(row, interval_of_median(ds, name))
     assert (
         tracker.summary(ds, k=4).loc["miscoupling", "all pairs"].value
         != table.loc["miscoupling", "all pairs"].value
@@ -128,6 +127,7 @@ def test_results_side_by_side(store, tmp_path):
     other = generated(tmp_path / "other", [10], layers=5, prompts=6, seed=1)
     table = tracker.summary([store, other])
     assert table.loc["lss", "median of tokens"].index.tolist() == ["toy", "other", "other − toy"]
+    assert table.attrs["title"] == "toy, other, the last step of each (4,096, 10); K = 4"
     first, second = open_results(store).isel(step=-1), open_results(other).isel(step=-1)
     coupled = [coupling(ds, "miscoupling", 4, ds.layer != ds.layer_other) for ds in (first, second)]
     row = table.loc["miscoupling", "all pairs", "other − toy"]
@@ -139,14 +139,43 @@ def test_results_side_by_side(store, tmp_path):
     fewer = second.isel(prompt=slice(4)).assign_attrs(inputs_sha256="others")
     table = tracker.summary({"a": first, "b": fewer})
     row = table.loc["miscoupling", "all pairs", "b − a"]
-    samples = [coupled[1][:4], coupled[0]]
-    expected = stats.ttest_ind(*samples, equal_var=False).confidence_interval(0.95)
-    assert_ends(row, [expected.low, expected.high])
+    assert_ends(row, welch(coupled[0], coupled[1][:4]))
     assert row.over == "prompts"
     sources = fewer.assign_coords(prompt_source=("prompt", list("aabb")))
     row = tracker.summary({"a": first, "b": sources}).loc["miscoupling", "all pairs", "b − a"]
     assert row.over == "2 clusters of prompts and prompts"
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
+
+
+def test_recipes_are_compared_over_their_runs(tmp_path):
+    runs = [generated(tmp_path / str(seed), [8], seed=seed) for seed in range(6)]
+    each = [tracker.summary(run) for run in runs]
+    table = tracker.summary({"a": runs[:3], "b": runs[3:5], "c": runs[5]})
+    for *at, column in (
+        ("miscoupling", "all pairs", "coupling"),
+        ("lss", "median of tokens", "value"),
+    ):
+        a, b, c = np.split([one.loc[tuple(at), column] for one in each], [3, 5])
+        rows, means = table.loc[tuple(at)], np.array([a.mean(), b.mean(), *c])
+        assert rows[column].tolist() == pytest.approx([*means, *means[1:] - means[0]])
+        assert_ends(rows.loc["a"], interval(a))
+        assert_ends(rows.loc["b − a"], welch(a, b))
+        assert rows.over.tolist() == ["3 runs", "2 runs", "", "2 runs and 3 runs", ""]
+    said, alone = repr(table), repr(tracker.summary({"a": [runs[0]], "b": [runs[1]]}))
+    assert "holds for these prompts alone. A recipe of one run has none." in said
+    for words in ("holds for these weights alone", "Two runs of one recipe differ", "above 0"):
+        assert words in alone and words not in said
+
+
+def test_intervals_over_runs_cover():
+    random, inside = np.random.default_rng(0), []
+    for _ in range(1000):
+        samples = random.standard_normal(5), 3 * random.standard_normal(4)
+        one, other = (Cell(-runs.mean(), 0, runs, None, "run") for runs in samples)
+        rows = one.row(), other.row_of_difference(one, False)
+        inside.append([low < 0 < high for *_, low, high, _, _ in rows])
+    for of_mean_or_difference in np.transpose(inside):
+        assert_covers(of_mean_or_difference)
 
 
 def course(store, change: float, by_eq_14: float) -> xr.Dataset:
@@ -175,6 +204,7 @@ def course(store, change: float, by_eq_14: float) -> xr.Dataset:
 def test_the_last_line_says_whether_coupling_rises(store, change, by_eq_14, said):
     ds = course(store, change, by_eq_14)
     table = tracker.summary(ds)
+    assert table.attrs["title"].endswith("; the first and the last of 2 steps")
     last = repr(table).splitlines()[-1]
     assert all(words in last for words in said) and last == table.attrs["finding"]
     assert ("disagree" in last) == (change * by_eq_14 < 0)
@@ -218,14 +248,11 @@ def test_notes_hold_for_any_of_several_results():
 
 
 def test_names_of_results_in_a_list(store):
-    ds = tracker.measure(neox(), tokens(2), k=4)
-    results = tracker.summary([ds, ds]).index.get_level_values("result")
-    first = "GPTNeoXForCausalLM (1)"
-    assert set(results) == {first, "GPTNeoXForCausalLM (2)", f"GPTNeoXForCausalLM (2) − {first}"}
-    assert set(tracker.summary([ds, store]).index.get_level_values("result")) > {
-        "GPTNeoXForCausalLM",
-        store.name,
-    }
+    """Their steps are named if all state one."""
+    ds, name = tracker.measure(neox(), tokens(2), k=4), "GPTNeoXForCausalLM"
+    for results, names in (([ds, ds], f"{name} (1), {name} (2)"), ([ds, store], f"{name}, toy")):
+        said = f"{names}, the last step of each; K = 4"
+        assert tracker.summary(results).attrs["title"] == said
 
 
 def test_an_interval_above_0_beside_another_answer_is_explained():
@@ -253,10 +280,9 @@ def test_prompts_of_several_sources_and_one_prompt():
     ds = tracker.measure(neox(), tokens(6), k=2)
     grouped = ds.assign_coords(prompt_source=("prompt", list("aabbcc")))
     alone, clustered = (tracker.summary(of).loc["lss", "median of tokens"] for of in (ds, grouped))
-    assert_ends(clustered, interval_of_median(ds.lss, np.array(list("aabbcc"))))
+    assert_ends(clustered, interval_of_median(ds, "lss", np.array(list("aabbcc"))))
     assert (alone.over, clustered.over) == ("samples", "3 clusters of samples")
     assert clustered.value == pytest.approx(alone.value)
-    assert "a t test over the pairs of blocks and the samples." in repr(tracker.summary(ds))
     assert "a cluster" not in repr(tracker.summary(ds))
     both = tracker.summary({"alone": ds, "grouped": grouped})
     assert "Equal samples, and those of one source, are a cluster." in repr(both)
@@ -266,15 +292,6 @@ def test_prompts_of_several_sources_and_one_prompt():
         assert "There are no intervals, since they are over independent samples" in repr(one)
         assert "low and high" not in repr(one) and "a t test over the pairs of blocks." in repr(one)
         assert "low and high" in repr(tracker.summary({"one": alike, "all": ds}))
-
-
-def test_prompts_without_a_value_do_not_change_the_interval_of_a_median():
-    ds = tracker.measure(neox(), tokens(6), k=2, measures="trajectory")
-    undefined = tracker.summary(ds.assign(lss=ds.lss.where(ds.prompt < 4)))
-    left_out = tracker.summary(ds.isel(prompt=slice(4)))
-    row = undefined.loc["lss", "median of tokens"]
-    assert_ends(row, left_out.loc["lss", "median of tokens"][["low", "high"]].astype(float))
-    assert row.low < row.value < row.high
 
 
 def test_a_median_moves_with_the_shares_below_it_by_the_slope_of_the_quantiles():
@@ -370,11 +387,6 @@ def test_steps_may_be_parts_of_epochs(store):
     pd.testing.assert_frame_equal(whole.rename(labels), pd.DataFrame(parts))
 
 
-def test_two_steps_have_a_first_and_a_last(store):
-    ds = open_results(store).isel(step=[0, 2])
-    assert tracker.summary(ds).attrs["title"].endswith("; the first and the last of 2 steps")
-
-
 def test_paths_alone_are_summarised_from_what_is_reduced(store):
     ds = open_results(store)
     paths = ds[[name for name in ds.data_vars if name.startswith(("lss", "expodistance"))]]
@@ -389,6 +401,17 @@ def test_what_can_not_be_summarised(tmp_path):
     for given, message in (
         (lambda: tracker.summary(ds, k=3), "K = 3 was not measured; choose from 2"),
         (lambda: tracker.summary({}), "no results"),
+        (lambda: tracker.summary({"a": []}), "no results"),
+        (lambda: tracker.summary([[ds]]), "list is no result; .* takes the runs of recipes"),
+        (
+            lambda: tracker.summary({"a": [ds, ds]}),
+            r"\(1\) and .* \(2\) of a have the same numbers",
+        ),
+        (
+            lambda: tracker.summary({"a": [ds, ds.assign_attrs(blocks="x")], "b": ds}),
+            r"the runs of a differ in blocks \(",
+        ),
+        (lambda: tracker.plot({"a": [ds]}), "list is no result"),
         (lambda: tracker.summary(ds[["norm"]]), "no mis-couplings and no paths"),
     ):
         with refused(message):

@@ -16,7 +16,7 @@ from torch import nn
 import tracker
 from tests.support.brute_force import Truth
 from tests.support.llava import SEEN, llava
-from tests.support.models import HEADS, VOCABULARY, WIDTH, build, tokens
+from tests.support.models import HEADS, VOCABULARY, WIDTH, build, tokenizer, tokens
 from tests.support.rounding import rounding
 
 HEAD = WIDTH // HEADS
@@ -345,10 +345,6 @@ def dynamic():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(20)
     return model
-
-
-def tokenizer(prompt, return_tensors):
-    return {"input_ids": torch.tensor([[int(word) for word in prompt.split()]])}
 
 
 def text(ids):

@@ -97,8 +97,7 @@ KNOWN: dict[str, dict[str, str]] = {
     },
     "tracker/analysis/null_levels.py": {},
     "tracker/analysis/onset.py": {
-        "coupled: np.where(several, parts, 1) -> np.where(several, parts, 2)": "where it is not used",
-        "coupled: of_prompts > 0 -> of_prompts >= 0": "an error of 0 adds nothing",
+        "coupled: [1] -> [2]": "degrees of freedom of no error",
         "pairs_of_blocks: matrices.shape[-1] -> matrices.shape[-2]": "as many blocks along both axes",
     },
     "tracker/analysis/reduction.py": {
@@ -106,6 +105,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "_of_median: prompts > 0 -> prompts >= 0": "0 / 0 is undefined, too",
     },
     "tracker/analysis/regression.py": {
+        "error_of_sum: np.where(parts > 0, parts, 1) -> np.where(parts > 0, parts, 2)": "where it is not used",
         "_fit_centred: x @ y -> y @ x": "a product of two vectors",
         "exponential_fit: y[0] -> y[1]": "signs differ from that of either value, or none does",
     },

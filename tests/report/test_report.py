@@ -23,6 +23,7 @@ import tracker
 from tests.conftest import ROOT
 from tests.support.browser import CHROMIUM, browser_test
 from tests.support.models import neox, tokens
+from tests.support.refused import refused
 from tests.support.stores import generated, stored, unit
 from tracker.analysis.across_models import compare_models
 from tracker.analysis.curves import curves
@@ -801,6 +802,8 @@ class TestCommandLine:
         assert main([str(one)]) == 0 and (one / "report.html").is_file()
 
     def test_bad_input(self, other, tmp_path, capsys):
+        with refused("a page shows each run by itself"):
+            write_report({"a": [other]}, tmp_path / "page.html")
         assert main([str(tmp_path / "nothing")]) == 2
         assert "give a walk's --out directory" in capsys.readouterr().err
         assert main([str(other), "--out", str(tmp_path)]) == 2

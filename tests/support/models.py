@@ -206,6 +206,11 @@ def tokens(samples: int = 2, length: int = 7) -> Tensor:
     return integers(3, VOCABULARY, samples, length)
 
 
+def tokenizer(prompt: str, return_tensors: str) -> dict[str, Tensor]:
+    """Read a text of token ids."""
+    return {"input_ids": torch.tensor([[int(word) for word in prompt.split()]])}
+
+
 def padded(*lengths: int) -> dict[str, Tensor]:
     """Return prompts of these lengths, padded on the right, and their mask."""
     ids = tokens(len(lengths), max(lengths))

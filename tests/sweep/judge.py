@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tracker
 from tests.support.brute_force import couplings
 from tests.support.formulas import OF_PATHS
+from tests.support.models import tokenizer
 from tests.sweep import oracle, use
 from tests.sweep.catalogue import Built, NotBuilt, last_line
 from tracker.common.errors import UsageError
@@ -68,7 +69,7 @@ def _examine(built: Built, result: Outcome) -> None:
             calls = [{"input_ids": ids} for ids in built.prompts]
             result.blocks = _short(measured[0][1])
             stage = "two prompts: "
-            measured.append((calls, _measured(built, prompts, tokenizer=_tokenizer)))
+            measured.append((calls, _measured(built, prompts, tokenizer=tokenizer)))
         result.blocks, stage = _short(measured[0][1]), ""
         with oracle.quiet():
             for calls, ds in measured:
@@ -136,10 +137,6 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
 
 class _Raised(Exception):
     """`measure` raised something other than a UsageError; the cause is what."""
-
-
-def _tokenizer(prompt: str, return_tensors: str) -> dict[str, Tensor]:
-    return {"input_ids": torch.tensor([[int(word) for word in prompt.split()]])}
 
 
 def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:

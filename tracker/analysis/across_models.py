@@ -186,7 +186,7 @@ def final_couplings(points: Results) -> xr.DataArray:
     pairs = {"k": ks, "pairs": list(PAIRS)}
     chosen = []
     for ds in last:
-        couplings = xr.Dataset({name: ds[f"{name}_null"] - ds[name] for name in names})
+        couplings = xr.Dataset({name: ds[f"{name}_coupling"] for name in names})
         chosen.append(couplings.sel(pairs).to_array("measure"))
     return xr.concat(chosen, "result").transpose("result", "measure", "k", "pairs")
 
@@ -335,13 +335,13 @@ def _coupling_fits(rows: pd.DataFrame, sizes: list[str]) -> dict[str, Any]:
     }
 
 
-def _intervals(compared: Results, measure: str, k: int) -> list[np.ndarray]:
-    """Return the lower and the upper ends of the intervals over prompts, one of each per result."""
+def _intervals(compared: Results, measure: str, k: int) -> np.ndarray:
+    """Return the lower and the upper ends of the intervals over prompts, (2, result)."""
     ends = []
     for ds in compared.values():
         by_prompt = ds[f"{measure}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").isel(step=-1)
         ends.append(mean_interval(by_prompt.values, sources(ds)))
-    return [np.array(end) for end in zip(*ends, strict=True)]
+    return np.transpose(ends)
 
 
 def _line(table: pd.DataFrame, x: str, y: str) -> dict[str, Any]:

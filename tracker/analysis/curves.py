@@ -234,12 +234,6 @@ def onset_of(results: xr.Dataset, by_prompt: xr.DataArray, of_pairs: xr.DataArra
     return onset(results["step"].values, departure, pairs, sources(results))
 
 
-def suspect(results: xr.Dataset) -> np.ndarray:
-    """Return why each step's weights may not be what its name states; "" for a step that is not suspect or was not checked."""
-    reasons = results.coords["suspect"].values if "suspect" in results.coords else ""
-    return np.broadcast_to(np.asarray(reasons, dtype=object), results["step"].shape)
-
-
 def inverse_fit(layers: np.ndarray, s: np.ndarray) -> dict[str, Any]:
     """Fit a straight line to 1 / s over depth (Figs 33 and 34), over the layers where s > 0.
 

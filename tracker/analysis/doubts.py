@@ -8,10 +8,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
 import xarray as xr
 
-from tracker.analysis.curves import suspect
 from tracker.analysis.pairs import describe_equal_blocks
 from tracker.common.text import (
     UNTRAINED,
@@ -22,38 +20,25 @@ from tracker.common.text import (
     join_names,
 )
 from tracker.measures.registry import UNDEFINED
-from tracker.store import attribute_values
+from tracker.store import attribute_values, by_step
 
-CONVENTIONS = ("final_norm", "dtype", "precision", "tokens", "inputs_sha256")  # attributes
-
-
-def differing_conventions(
-    results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()
-) -> dict[str, dict[str, str]]:
-    """Return the conventions in which results differ, each with the value that every result has.
-
-    Args:
-        may_differ: those of `CONVENTIONS` that are not compared.
-    """
-    held = {
-        key: {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
-        for key in CONVENTIONS
-        if key not in may_differ
-    }
-    return {key: values for key, values in held.items() if len(set(values.values())) > 1}
+# Attributes: what is measured alike, on the same inputs, and in runs of one recipe
+MEASURED = ("final_norm", "dtype", "precision", "tokens")
+CONVENTIONS = (*MEASURED, "inputs_sha256")
+OF_RECIPE = (*CONVENTIONS, "model_class", "blocks")
 
 
 def describe_differences(
-    results: Mapping[str, xr.Dataset], may_differ: Sequence[str] = ()
+    results: Mapping[str, xr.Dataset], compared: Sequence[str] = CONVENTIONS
 ) -> list[str]:
-    """Return a text for each convention in which results differ."""
+    """Return a text for each attribute, of those compared, in which results differ, with the value that every result has."""
     lines = []
-    for key, held in differing_conventions(results, may_differ).items():
-        shown = {
-            name: value[:12] if key == "inputs_sha256" else value for name, value in held.items()
-        }
-        listed = "; ".join(f"{name}: {value}" for name, value in shown.items())
-        lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
+    for key in compared:
+        held = {name: ", ".join(attribute_values(ds, key)) for name, ds in results.items()}
+        if len(set(held.values())) > 1:
+            shown = 12 if key == "inputs_sha256" else None
+            listed = "; ".join(f"{name}: {value[:shown]}" for name, value in held.items())
+            lines.append(f"{key.removesuffix('_sha256').replace('_', ' ')} ({listed})")
     return lines
 
 
@@ -69,20 +54,18 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     lines = [f"No results of {line}" for line in by_cause(skipped)]
     lines += [
         f"Step {step:,} is suspect: {why}."
-        for step, why in zip(steps, suspect(ds), strict=True)
+        for step, why in zip(steps, by_step(ds, "suspect"), strict=True)
         if why
     ]
-    revisions = _by_step(ds, "revision")
+    revisions = by_step(ds, "revision")
     lines += [
         f"Step {step:,} is no published checkpoint but a random initialisation ({revision})."
         for step, revision in zip(steps, revisions, strict=True)
         if revision.startswith(UNTRAINED)
     ]
-    prints = dict(zip(steps, _by_step(ds, "fingerprint"), strict=True))
+    prints = dict(zip(steps, by_step(ds, "fingerprint"), strict=True))
     lines += [f"{capitalised(describe_repeat(*same))}." for same in find_repeats(prints).items()]
-    if "token_ids_sha256" in ds.coords:  # otherwise an attribute, the same for all
-        hashes = _by_step(ds, "token_ids_sha256")
-        lines += other_tokens(dict(zip(steps, hashes, strict=True)))
+    lines += other_tokens(dict(zip(steps, by_step(ds, "token_ids_sha256"), strict=True)))
     if "layer_other" in ds.dims:
         lines += describe_equal_blocks(ds)
     if "jacobians_count" in ds:
@@ -100,12 +83,6 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     if counts:
         lines.append(f"Undefined values, left out of means and quartiles: {', '.join(counts)}.")
     return lines
-
-
-def _by_step(ds: xr.Dataset, name: str) -> list[str]:
-    """Return a coordinate of each step, which has no dimension where all steps have the same; "" without it."""
-    values = ds[name].values if name in ds.coords else ""
-    return list(map(str, np.broadcast_to(values, ds.sizes["step"])))
 
 
 def other_tokens(hashes: Mapping[int, str]) -> list[str]:

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float
 from numpy import ndarray
 from scipy import stats
 
-from tracker.analysis.regression import CONFIDENCE, clustered_mean
+from tracker.analysis.regression import CONFIDENCE, clustered_mean, error_of_sum
 
 SHARE = 0.1  # of the maximum
 FEWEST = 2  # measured steps
@@ -58,12 +58,10 @@ def coupled(
     mean, error, df = clustered_mean(pairs)
     enough = df >= FEWEST_PAIRS - 1
     if prompts is not None:
-        _, of_prompts, df_of_prompts = clustered_mean(prompts, clusters)
-        # False for NaN, too: one prompt has no error.
-        several = of_prompts > 0
-        of_pairs, error = error, np.where(several, np.hypot(error, of_prompts), error)
-        parts = of_pairs**4 / df + np.where(several, of_prompts**4 / df_of_prompts, 0)
-        df = np.where(several, error**4 / np.where(several, parts, 1), df)
+        _, *of_prompts = clustered_mean(prompts, clusters)
+        # One prompt has no error.
+        of_prompts = np.where(np.isfinite(of_prompts), of_prompts, [[0], [1]])
+        error, df = error_of_sum(*np.stack([[error, df], of_prompts], 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         t = mean / error
         skewness = _third_cumulant_of_mean(pairs, mean) / error**3

@@ -18,13 +18,8 @@ from tracker.analysis.onset import pairs_of_blocks
 from tracker.analysis.regression import clustered_mean
 from tracker.common.errors import UsageError
 from tracker.common.text import join_names
-from tracker.measures.equal_blocks import (
-    ATTRIBUTE,
-    NONE,
-    Group,
-    read_equal_blocks,
-)
-from tracker.store import attribute_values
+from tracker.measures.equal_blocks import ATTRIBUTE, Group, read_equal_blocks
+from tracker.store import attribute_values, by_step
 
 
 def counted_pairs(results: xr.Dataset) -> xr.Variable:
@@ -103,16 +98,10 @@ def has_alike_weights(results: xr.Dataset) -> bool:
 
 def describe_equal_blocks(results: xr.Dataset) -> list[str]:
     """Say in sentences which blocks are one module, and which have equal weights, and at which steps if not at all."""
-    texts = (
-        results.coords[ATTRIBUTE].values
-        if ATTRIBUTE in results.coords
-        else results.attrs.get(ATTRIBUTE, NONE)
-    )
     steps = np.atleast_1d(results["step"].values) if "step" in results.coords else np.zeros(1)
     steps_of: dict[str, list[str]] = {}
-    texts = np.broadcast_to(np.asarray(texts, dtype=object), steps.shape)
-    for step, text in zip(steps, texts, strict=True):
-        for sentence in _sentences(str(text), results.sizes["layer"]):
+    for step, text in zip(steps, by_step(results, ATTRIBUTE), strict=True):
+        for sentence in _sentences(text, results.sizes["layer"]):
             steps_of.setdefault(sentence, []).append(f"{step:,}")
     sentences = []
     for sentence, at in steps_of.items():

@@ -16,16 +16,15 @@ from tracker.analysis.curves import (
     CURVES,
     SAMPLES,
     curves,
-    labelled_over_pairs,
     middle_layers,
     points_of_layer_pairs,
 )
 from tracker.analysis.null_levels import READ, levels
 from tracker.analysis.pairs import counted_pairs
 from tracker.analysis.variables import (
-    PAIRS,
     coordinates,
     evenly_spaced,
+    gathered,
     in_float64,
     mean,
     median,
@@ -229,15 +228,11 @@ def read_miscouplings(directory: str | Path) -> xr.Dataset:
     names = [name for name in MISCOUPLINGS if name in read]
     if not names:
         raise ValueError(f"{directory} holds no mis-coupling; measure `coupling`")
-    parts = {
-        "miscoupling": [labelled_over_pairs(read[name].astype(np.float64), read) for name in names],
-        "null": [
-            labelled_over_pairs(xr.DataArray(levels(read, name), read[name].coords), read)
-            for name in names
-        ],
-    }
-    means = {part: xr.concat(values, "measure").mean("prompt") for part, values in parts.items()}
-    dims = ("step", "token", "measure", "k", "pairs")
+    parts, counted = {"miscoupling": in_float64, "null": levels}, counted_pairs(read)
+    means = {}
+    for part, of in parts.items():
+        by_measure = [mean(over_pairs(of(read, name), counted), ["prompt"]) for name in names]
+        means[part] = xr.Variable.concat(by_measure, "measure")
     # The provenance of a step, such as when it was measured, is a coordinate only where steps differ in it.
-    points = xr.Dataset(means).reset_coords(drop=True)
-    return points.assign_coords(measure=names, pairs=list(PAIRS)).transpose(*dims)
+    points = gathered(means, read).reset_coords(drop=True).assign_coords(measure=names)
+    return points.transpose("step", "token", "measure", "k", "pairs")

@@ -226,6 +226,17 @@ def clustered_mean(
     return mean[..., 0], np.where(single, np.nan, error), np.where(single, np.nan, df)
 
 
+def error_of_sum(errors: ndarray, df: ndarray) -> tuple[ndarray, ndarray]:
+    """Return the standard error of a sum or difference of independent means, and Satterthwaite's degrees of freedom of it.
+
+    Args:
+        errors, df: of each mean, (means, *points).
+    """
+    variance, parts = (errors**2).sum(0), (errors**4 / df).sum(0)
+    of_sum = np.where(parts > 0, variance**2 / np.where(parts > 0, parts, 1), df.sum(0))
+    return np.sqrt(variance), of_sum
+
+
 def mean_interval(
     values: Float[ndarray, "*points prompts"], clusters: ndarray | None = None
 ) -> tuple[ndarray, ndarray]:

@@ -5,19 +5,22 @@
     neighbours   mean over pairs of blocks that follow each other
 
 A store is summarised at its first and last step and at the one where the coupling of all pairs is largest; several results
-stand side by side, with the difference of each from the first.
+stand side by side, with the difference of each from the first. Intervals of results are over their prompts, which share the
+weights. Where a recipe has several runs, intervals are over runs: that of its mean, and Welch's of the difference of two means.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import xarray as xr
 
 from tracker.analysis.curves import curves, sources
-from tracker.analysis.doubts import describe_differences, differing_conventions, doubts
+from tracker.analysis.doubts import OF_RECIPE, describe_differences, doubts
 from tracker.analysis.null_levels import level_variable
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
@@ -28,13 +31,20 @@ from tracker.analysis.pairs import (
     is_one_module,
 )
 from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
-from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
+from tracker.analysis.regression import CONFIDENCE, clustered_mean, error_of_sum, t_margin
 from tracker.analysis.selections import LABELLED, opened, with_steps
 from tracker.common.errors import UsageError
-from tracker.common.text import at_tokens, capitalised, counted
+from tracker.common.text import at_tokens, capitalised, counted, find_repeats
 from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
-from tracker.store import Result, Store, by_name, require_steps, short_name
+from tracker.store import (
+    Result,
+    Store,
+    attribute_values,
+    by_name,
+    require_steps,
+    short_name,
+)
 
 # The first that was measured chooses the most coupled step
 SHOWN = ("miscoupling", "offdiag_normalized")
@@ -42,16 +52,17 @@ BY_DEFINITION = {"miscoupling": "coupling", "offdiag_normalized": "coupling by e
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
 ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
+OF_WEIGHTS = 'Two runs of one recipe differ as well: tracker.summary({"a": [run, run], "b": [run, run]}) compares recipes.'
 
 
 class Summary(pd.DataFrame):
     """A table that prints with a title above it and what to know about it below.
 
-    Columns: `value`, a mean over prompts, or the median over the tokens of all; `null_level` and `coupling`, where a measure has
-    a null level; `low` and `high`, the 95 % interval of `coupling`, or of `value` where there is no null level, and `over`,
-    what it is over; `answer`, whether the coupling of all pairs is above 0, in a test over pairs of blocks and prompts, or
-    why that is not tested. Numbers are NaN, and words "", where there is none. The title is `attrs["title"]`, and the
-    sentences below are `attrs["notes"]`.
+    Columns: `value`, a mean over prompts, or the median over the tokens of all, and of several runs the mean of their values;
+    `null_level` and `coupling`, where a measure has a null level; `low` and `high`, the 95 % interval of `coupling`, or of
+    `value` where there is no null level, and `over`, what it is over; `answer`, whether the coupling of all pairs of one result
+    is above 0, in a test over pairs of blocks and prompts, or why that is not tested. Numbers are NaN, and words "", where there
+    is none. The title is `attrs["title"]`, and the sentences below are `attrs["notes"]`.
     """
 
     @property
@@ -75,84 +86,78 @@ class Summary(pd.DataFrame):
 
 
 def summary(
-    results: Result | Mapping[str, Result] | Sequence[Result], k: int | None = None
+    results: Result | Mapping[str, Result | Sequence[Result]] | Sequence[Result],
+    k: int | None = None,
 ) -> Summary:
     """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
 
     Args:
         results: a Dataset of `measure` or `open_results`, or a part of one; a store or its directory; or several of these, by
-            name or as a list, of which the last steps are compared.
+            name or as a list, of which the last steps are compared. In a mapping, a list or a mapping holds the runs of a recipe.
         k: number of singular vectors; the smallest measured by default.
 
     Returns:
         A DataFrame with a row for each measure, choice of pairs, and step or result; `Summary` describes its columns. Where
-        results have the same prompts, the interval of their difference is over the differences of the prompts.
+        results have the same prompts, the interval of their difference is over the differences of the prompts. If a recipe has
+        several runs, all intervals are over runs, and a recipe of one run has none.
 
     Raises:
         FileNotFoundError: if a directory holds no results.
-        UsageError: for a K that was not measured, for results without mis-couplings and without paths, and for a part of results
-            without what the table needs.
+        UsageError: for a K that was not measured, for results without mis-couplings and without paths, for a part of results
+            without what the table needs, and for runs of a recipe that were not measured alike, or have the same numbers.
     """
-    return _of_results({name: _result(result, k) for name, result in by_name(results).items()})
+    of_recipes = isinstance(results, Mapping) and not isinstance(results, xr.Dataset) and results
+    named: Any = results if of_recipes else by_name(results)
+    recipes = {
+        str(name): {run: _result(result) for run, result in by_name(runs).items()}
+        for name, runs in named.items()
+    }
+    return _of_recipes(recipes, k)
 
 
 def summary_of_reduced(results: Mapping[str, xr.Dataset]) -> Summary:
     """Return the summary of one result or several along `step`, each as `reduction.reduced` returns it."""
-    return _of_results({name: _result_of_reduced(curve) for name, curve in results.items()})
+    return _of_recipes({name: {name: _of_curve(curve)} for name, curve in results.items()}, None)
 
 
 @dataclass(frozen=True)
 class _Result:
-    """A result: its coupling of all pairs by step, ascending, the K of it, and what returns steps of it, `reduced`.
+    """A result, of which no more is read than is needed.
 
-    The coupling is 0 without mis-couplings.
+    Attributes:
+        steps: ascending.
+        curve: returns some steps, `reduced`.
+        points: returns the points of all steps of one measure, as `curves` does.
+        skipped: the steps without results, and why.
     """
 
-    coupling: Mapping[int, float]
-    k: int | None
+    steps: list[int]
     curve: Callable[[list[int]], xr.Dataset]
+    points: Callable[[str], xr.Dataset]
     skipped: Mapping[int, str] = field(default_factory=dict)
 
-    @property
-    def steps(self) -> list[int]:
-        """The measured steps."""
-        return list(self.coupling)
 
-    @property
-    def best(self) -> int:
-        """The step of the largest coupling, which is not undefined."""
-        return max(self.coupling, key=lambda step: np.nan_to_num(self.coupling[step], nan=-np.inf))
+Recipes = Mapping[str, Mapping[str, _Result]]  # the runs of each, by name
 
 
-def _result_of_reduced(curve: xr.Dataset) -> _Result:
-    k, name = _chosen(curve, None)
-    return _Result(_coupling(curve, k, name), k, lambda steps: curve.sel(step=steps))
+def _of_curve(curve: xr.Dataset) -> _Result:
+    steps = curve["step"].values.tolist()
+    return _Result(steps, lambda steps: curve.sel(step=steps), lambda _: curve)
 
 
-def _result(result: Result, k: int | None) -> _Result:
-    """Read of each step what tells its coupling, and nothing more."""
+def _result(result: Result) -> _Result:
     if isinstance(result, xr.Dataset):
         ds = with_steps(opened(result), 0)
-        k, name = _chosen(ds, k)
-        points = curves(ds, [name]) if name else ds
-        return _Result(_coupling(points, k, name), k, lambda steps: reduced(ds.sel(step=steps)))
+        steps = ds["step"].values.tolist()
+        return _Result(steps, lambda at: reduced(ds.sel(step=at)), lambda name: curves(ds, name))
     store = Store(result)
     steps = require_steps(store)
-    k, name = _chosen(store.read(steps[-1]), k)
-    coupling = dict.fromkeys(steps, 0.0)
-    if name:
-        read = store.curve(steps, {name, level_variable(name), "prompt_text", *LABELLED})
-        coupling = _coupling(curves(read, [name]), k, name)
-    return _Result(coupling, k, lambda steps: reduced(store.curve(steps)), store.skipped())
 
+    def points(name: str) -> xr.Dataset:
+        needed = {name, level_variable(name), "prompt_text", *LABELLED}
+        return curves(store.curve(steps, needed), name)
 
-def _coupling(points: xr.Dataset, k: int | None, name: str) -> dict[int, float]:
-    """Return by step the coupling of all pairs, from the points of `curves`; 0 without mis-couplings."""
-    steps = points["step"].values.tolist()
-    if not name:
-        return dict.fromkeys(steps, 0.0)
-    values = points[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag").values.tolist()
-    return dict(zip(steps, values, strict=True))
+    return _Result(steps, lambda at: reduced(store.curve(at)), points, store.skipped())
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
@@ -189,8 +194,8 @@ class Cell:
     """A value, its null level, and what its interval and its answer are of.
 
     Attributes:
-        by_prompt: a number of each prompt, in clusters; NaN where there is no interval. They are couplings, of which the value is
-            the mean, or `_below` of `reduced`, for a median.
+        by_prompt: a number of each prompt, in clusters, or of each run; NaN where there is no interval. They are those of which
+            `middle` is the mean, or `_below` of `reduced`, for a median.
         percentiles: of the values of which it is the median; None: it is a mean.
         answer: whether the coupling is above 0.
     """
@@ -203,13 +208,17 @@ class Cell:
     percentiles: np.ndarray | None = None
     answer: str = ""
 
+    @property
+    def middle(self) -> float:
+        """What an interval is of: the coupling, or the value where there is no null level."""
+        return self.value if np.isnan(self.null_level) else self.null_level - self.value
+
     def row(self) -> Row:
         """Return the row of the table."""
         _, error, df = clustered_mean(self.by_prompt, self.clusters)
         margin = float(t_margin(error, df))
         if self.percentiles is None:
-            coupling = self.null_level - self.value
-            ends = [coupling - margin, coupling + margin]
+            ends = [self.middle - margin, self.middle + margin]
         # Woodruff (1952): the share of values below the median has an error, and these are the quantiles of its ends
         else:
             ends = [self.quantile(0.5 - margin), self.quantile(0.5 + margin)]
@@ -247,18 +256,11 @@ class Cell:
         if paired:
             _, error, df = clustered_mean(self.linear() - other.linear(), self.clusters)
         else:
-            _, errors, dfs = np.array(
-                [clustered_mean(of.linear(), of.clusters) for of in (self, other)]
-            ).T
-            variances = errors**2
-            # Satterthwaite's degrees of freedom, of the sum of both variances
-            parts = (errors**4 / dfs).sum()
-            error, df = np.hypot(*errors), variances.sum() ** 2 / (parts if parts > 0 else 1)
+            means = [clustered_mean(of.linear(), of.clusters) for of in (self, other)]
+            _, errors, dfs = np.transpose(means)
+            error, df = error_of_sum(errors, dfs)
         value, null_level = self.value - other.value, self.null_level - other.null_level
-        coupling = null_level - value
-        # Medians of paths have no null level.
-        middle = value if np.isnan(coupling) else coupling
-        margin = float(t_margin(error, df))
+        middle, margin = self.middle - other.middle, float(t_margin(error, df))
         ends = [middle - margin, middle + margin]
         over = " and ".join(dict.fromkeys([self.over] if paired else [self.over, other.over]))
         return _row(value, null_level, ends, over, "")
@@ -312,18 +314,24 @@ def _departure(unit: xr.Dataset, k: int | None, name: str) -> xr.DataArray:
     return (unit[f"{name}_level"] - unit[f"{name}_matrix"]).sel(k=k)
 
 
-def _of_results(results: Mapping[str, _Result]) -> Summary:
-    return _side_by_side(results) if len(results) > 1 else _of_steps(*results.values())
+def _of_recipes(recipes: Recipes, k: int | None) -> Summary:
+    runs = [run for of_recipe in recipes.values() for run in of_recipe.values()]
+    return _side_by_side(recipes, runs, k) if len(runs) > 1 else _of_steps(runs[0], k)
 
 
-def _of_steps(result: _Result) -> Summary:
-    steps, k = result.steps, result.k
+def _of_steps(result: _Result, k: int | None) -> Summary:
+    steps = result.steps
+    k, name = _chosen(result.curve(steps[-1:]), k)
+    best = steps[0]
+    if name:
+        coupling = result.points(name)[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag")
+        best = steps[np.nan_to_num(coupling.values, nan=-np.inf).argmax()]
     # One reading of a store for the three steps, of which some may be the same
-    curve = result.curve(sorted({steps[0], result.best, steps[-1]}))
+    curve = result.curve(sorted({steps[0], best, steps[-1]}))
     units = {step: curve.sel(step=step) for step in curve["step"].values.tolist()}
     several = len(units) > 1
     # The largest of all steps passes a test by chance more often; both ends are shown whatever their coupling is.
-    tests = {result.best: len(steps), steps[0]: 1, steps[-1]: 1}
+    tests = {best: len(steps), steps[0]: 1, steps[-1]: 1}
     columns = {
         f"{step:,}" if several else "": _cells(unit, k, tests[step]) for step, unit in units.items()
     }
@@ -332,11 +340,7 @@ def _of_steps(result: _Result) -> Summary:
     if several:
         ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
         title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
-    notes = [
-        _of_intervals([units[steps[-1]]]),
-        *_of_coupling(list(units.values()), columns, k),
-        *doubts(curve, result.skipped),
-    ]
+    notes = [*_of_rows(list(units.values()), rows, k), *doubts(curve, result.skipped)]
     finding = ""
     if several:
         first_and_last = steps[0], steps[-1]
@@ -362,10 +366,9 @@ def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | Non
         verb = "rises" if rises else "falls" if falls else "does not change beyond chance,"
         why = f", {after.answer}" if after.answer.startswith("no test") else ""
         verbs.add(verb)
-        ends = [cell.null_level - cell.value for cell in (before, after)]
         interval = f" [{low:z.3f}, {high:z.3f}] over {over}, these weights alone" if over else ""
         said.append(
-            f"{BY_DEFINITION[name]} {'goes' if why else verb} from {ends[0]:z.3f} to {ends[1]:z.3f} "
+            f"{BY_DEFINITION[name]} {'goes' if why else verb} from {before.middle:z.3f} to {after.middle:z.3f} "
             f"(by {change:z.3f}{interval}{why})"
         )
     sentence = f"{'; '.join(said)}."
@@ -374,58 +377,90 @@ def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | Non
     return capitalised(sentence) if said else ""
 
 
-def _side_by_side(results: Mapping[str, _Result]) -> Summary:
-    """Return the last steps of several results, and the differences of each from the first."""
-    ks = {name: result.k for name, result in results.items()}
-    if len(set(ks.values())) > 1:
-        listed = ", ".join(f"{name}: {k}" for name, k in ks.items())
+def _over_runs(recipe: str, units: Mapping[str, xr.Dataset], k: int | None) -> Cells:
+    """Return the means of the values of runs, with what their intervals over runs need.
+
+    Raises:
+        UsageError: if the runs were not measured alike, or two have the same numbers, which would make intervals too narrow.
+    """
+    if differences := describe_differences(units, OF_RECIPE):
+        raise UsageError(
+            f"the runs of {recipe} differ in {'; '.join(differences)}; give runs of one recipe, measured alike"
+        )
+    runs = {run: _cells(unit, k) for run, unit in units.items()}
+    numbers = {run: str([cell.value for cell in cells.values()]) for run, cells in runs.items()}
+    for run, same in find_repeats(numbers).items():
+        raise UsageError(
+            f"the runs {same} and {run} of {recipe} have the same numbers; give each once, and train from different seeds"
+        )
+    means = {}
+    for at in dict.fromkeys(chain(*runs.values())):
+        of_runs = [cells[at] for cells in runs.values() if at in cells]
+        value, null_level = np.mean([[cell.value, cell.null_level] for cell in of_runs], 0)
+        middles = np.array([cell.middle for cell in of_runs])
+        means[at] = Cell(value, null_level, middles, None, f"{len(of_runs)} run")
+    return means
+
+
+def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> Summary:
+    """Return the last steps of several results, or means over the runs of recipes, and the differences of each from the first."""
+    over_runs = len(runs) > len(recipes)
+    units = {
+        name: {run: of.curve(of.steps[-1:]).isel(step=0) for run, of in of_recipe.items()}
+        for name, of_recipe in recipes.items()
+    }
+    every = [unit for of_recipe in units.values() for unit in of_recipe.values()]
+    ks = list(dict.fromkeys(_chosen(unit, k)[0] for unit in every))
+    if len(ks) > 1:
+        listed = ", ".join(map(str, ks))
         raise UsageError(
             f"the smallest K of the results differ ({listed}); choose one that all have: summary(..., k=10)"
         )
-    k = next(iter(ks.values()))
-    units = {name: result.curve(result.steps[-1:]).isel(step=0) for name, result in results.items()}
-    first, *others = units
-    columns = {name: _cells(unit, k) for name, unit in units.items()}
+    (k,) = ks
+    # Notes are of one run of each recipe, since its runs have the same blocks and conventions.
+    of_each = {name: next(iter(of_recipe.values())) for name, of_recipe in units.items()}
+    columns = {
+        name: _over_runs(name, units[name], k) if over_runs else _cells(unit, k)
+        for name, unit in of_each.items()
+    }
     rows = _rows(columns)
-    differ = differing_conventions(units)
+    first, *others = of_each
     for name in others:
         # Parts of one result have its hash, and other prompts.
-        paired = (
-            "inputs_sha256" not in differ
-            and units[name].sizes["prompt"] == units[first].sizes["prompt"]
+        prompts, of_first = (
+            (attribute_values(of, "inputs_sha256"), of.sizes["prompt"])
+            for of in (of_each[name], of_each[first])
         )
+        paired = not over_runs and prompts == of_first
         rows[f"{name} − {first}"] = {
             at: cell.row_of_difference(columns[first][at], paired)
             for at, cell in columns[name].items()
             if at in columns[first]
         }
     title = f"{', '.join(units)}, the last step of each"
-    if all(len(result.steps) > 1 for result in results.values()):
-        title += f" ({', '.join(f'{result.steps[-1]:,}' for result in results.values())})"
+    # 0 is also the step of a result that states none.
+    if all(run.steps[-1] for run in runs):
+        title += f" ({', '.join(f'{run.steps[-1]:,}' for run in runs)})"
     title += "" if k is None else f"; K = {k}"
-    notes = [
-        _of_intervals(list(units.values())),
-        *_of_coupling(list(units.values()), columns, k),
-    ]
-    equal = {name: describe_equal_blocks(unit) for name, unit in units.items() if k is not None}
+    notes = [*_of_rows(every, rows, k), *[OF_WEIGHTS] * (not over_runs)]
+    equal = {name: describe_equal_blocks(unit) for name, unit in of_each.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
-    notes += [f"The results differ in {difference}." for difference in describe_differences(units)]
+    notes += [
+        f"The results differ in {difference}." for difference in describe_differences(of_each)
+    ]
     return _table(rows, "result", title, notes)
 
 
-def _rows(columns: Mapping[str, Cells]) -> dict[str, dict[tuple[str, str], Row]]:
+Rows = dict[str, dict[tuple[str, str], Row]]
+
+
+def _rows(columns: Mapping[str, Cells]) -> Rows:
     return {
         label: {at: cell.row() for at, cell in cells.items()} for label, cells in columns.items()
     }
 
 
-def _table(
-    rows: Mapping[str, Mapping[tuple[str, str], Row]],
-    label: str,
-    title: str,
-    notes: list[str],
-    finding: str = "",
-) -> Summary:
+def _table(rows: Rows, label: str, title: str, notes: list[str], finding: str = "") -> Summary:
     """Return the table: what is measured, then where; one row of each without a label."""
     order = list(dict.fromkeys(at for cells in rows.values() for at in cells))
     # Of each measure the steps or results stand below each other, to be compared.
@@ -459,34 +494,31 @@ def _title(unit: xr.Dataset, k: int | None) -> str:
     return f"{short_name(unit)}: {inputs}{of_coupling}"
 
 
-def _independent(unit: xr.Dataset) -> int:
-    """Return the number of independent prompts."""
-    clusters = sources(unit)
-    return unit.sizes["prompt"] if clusters is None else len(set(clusters))
-
-
-def _of_intervals(units: Sequence[xr.Dataset]) -> str:
-    kind = kind_of_inputs(units[0])
-    if not any(_independent(unit) > 1 for unit in units):
-        return f"There are no intervals, since they are over independent {kind}s: measure several."
-    in_clusters = any(sources(unit) is not None for unit in units)
-    clusters = f" Equal {kind}s, and those of one source, are a cluster." if in_clusters else ""
+def _of_rows(units: Sequence[xr.Dataset], rows: Rows, k: int | None) -> Iterator[str]:
+    """Say what intervals and answers are of, and where untrained blocks are not at the null level."""
+    listed = [row for cells in rows.values() for row in cells.values()]
+    overs, kind = {str(over) for *_, over, _ in listed} - {""}, kind_of_inputs(units[0])
     quantity = "of the coupling, or of the value where there is no null level"
-    return f"low and high: 95 % interval {quantity}, over what is named. It holds for these weights alone.{clusters}"
-
-
-def _of_coupling(
-    units: Sequence[xr.Dataset], columns: Mapping[str, Cells], k: int | None
-) -> Iterator[str]:
-    """Say what the answers are of, and where untrained blocks are not at the null level."""
+    if not overs:
+        yield f"There are no intervals, since they are over independent {kind}s with values: measure several."
+    elif any(over.endswith(" runs") for over in overs):
+        yield (
+            f"low and high: 95 % interval {quantity}, over runs: of their mean, and Welch's of the difference of two means. It "
+            f"holds for these {kind}s alone. A recipe of one run has none."
+        )
+    else:
+        in_clusters = any("clusters" in over for over in overs)
+        clusters = f" Equal {kind}s, and those of one source, are a cluster." if in_clusters else ""
+        yield (
+            f"low and high: 95 % interval {quantity}, over what is named. It holds for these weights alone.{clusters}"
+        )
     if k is None:
         return
     if all(unit.sizes["layer"] == 1 for unit in units):
         yield "One block makes no pairs, so there is no coupling of blocks."
         return
-    answers = [cell.answer for cells in columns.values() for cell in cells.values()]
     post_norm = any(unit.attrs.get("post_norm") for unit in units)
-    if any(answer.endswith(ABOVE) for answer in answers):
+    if any(str(answer).endswith(ABOVE) for *_, answer in listed):
         rest = ""
         if any(map(has_alike_weights, units)):
             rest = " Blocks with alike weights pass it untrained."
@@ -494,15 +526,10 @@ def _of_coupling(
             rest = " All pairs of the same two modules are one pair of it."
         elif not post_norm:
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
-        prompts = (
-            f" and the {kind_of_inputs(units[0])}s"
-            if any(_independent(unit) > 1 for unit in units)
-            else ""
-        )
+        prompts = f" and the {kind}s" if overs else ""
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
         # Both are printed, and a reader would take them for a contradiction.
-        rows = [cell.row() for cells in columns.values() for cell in cells.values()]
-        if any(answer == f"not {ABOVE}" and float(low) > 0 for *_, low, _, _, answer in rows):
+        if any(answer == f"not {ABOVE}" and float(low) > 0 for *_, low, _, _, answer in listed):
             yield (
                 "Where low is above 0 and the answer is not, pairs of blocks differ too much for their number: the interval is "
                 "of these blocks, and the answer of any blocks like them."

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from textwrap import wrap
+from typing import Any
 
 WIDTH = 80  # columns of the printed text
 LABEL = 12
@@ -131,9 +132,9 @@ UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
 ZERO_RATE = "steps 0 and 1 hold the same weights: a warm-up that starts at learning rate zero leaves the weights unchanged"
 
 
-def find_repeats(fingerprints: Mapping[int, str]) -> dict[int, int]:
-    """Map each step whose weights repeat an earlier step's to the first step with these weights."""
-    first: dict[str, int] = {}
+def find_repeats(fingerprints: Mapping[Any, str]) -> dict[Any, Any]:
+    """Map each step, or run, whose fingerprint repeats an earlier one's to the first with this fingerprint; "" is none."""
+    first: dict[str, Any] = {}
     repeats = {}
     for step, fingerprint in sorted(fingerprints.items()):
         if fingerprint and first.setdefault(fingerprint, step) != step:

@@ -19,7 +19,6 @@ from tracker.analysis.curves import (
     labelled_over_pairs,
     onset_of,
     sources,
-    suspect,
 )
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, pairs_of_blocks
@@ -49,6 +48,7 @@ from tracker.figures.drawing import (
 )
 from tracker.measures.declaration import WITH_NORM
 from tracker.measures.registry import BY_NAME
+from tracker.store import by_step
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,7 +94,7 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
         for panel, path in zip((lss, expodistance), paths, strict=True):
             columns |= _draw_curve(panel, points, path, choices, of_result or GREEN, None)
         tables.append(pd.DataFrame(columns))
-        any_suspect |= (suspect(points) != "").any()
+        any_suspect |= (by_step(points, "suspect") != "").any()
     title = f"Pairs of blocks, {PAIR_WORDS[choices.pairs]}, K = {choices.k}"
     title += "" if single else f"\n{BY_NAME[measures[0]].label}"
     coupling.set(title=title, ylabel="Mis-coupling", ylim=(0, None))
@@ -122,7 +122,7 @@ def _draw_curve(
     label: str | None,
 ) -> dict[str, np.ndarray]:
     """Draw a variable of `curves` with its quartiles and suspect steps, and return it as columns, with its null level, if any."""
-    steps, marked = points["step"].values, suspect(points) != ""
+    steps, marked = points["step"].values, by_step(points, "suspect") != ""
     if "statistic" in points[variable].dims:
         q25, middle, q75 = points[variable].transpose("statistic", "step").values
         columns = {variable: middle, f"{variable}_q25": q25, f"{variable}_q75": q75}

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tracker.analysis.across_models import SIZES, TRAINING_TOKENS
-from tracker.analysis.doubts import CONVENTIONS
+from tracker.analysis.doubts import CONVENTIONS, MEASURED
 from tracker.figures import coupling, jacobians, matrices, model_comparisons, states
 from tracker.figures.coupling import MEASURE
 from tracker.figures.model_comparisons import COUPLING, SCORE
@@ -30,7 +30,7 @@ class FigureSpec:
         results: the least number of results.
         steps: the least number of steps of a result.
         untrained: whether the first step must be step 0.
-        may_differ: those of `CONVENTIONS` in which results may differ.
+        alike: attributes, of `CONVENTIONS`, in which results may not differ.
         takes: those of `choices.Choices` that it takes, besides K and the convention. A figure that takes a measure also sets
             results beside each other that were measured by different conventions, with a warning.
     """
@@ -43,7 +43,7 @@ class FigureSpec:
     results: int = 1
     steps: int = 1
     untrained: bool = False
-    may_differ: tuple[str, ...] = ()
+    alike: tuple[str, ...] = CONVENTIONS
     takes: tuple[str, ...] = ()
 
 
@@ -74,7 +74,7 @@ _DECLARATIONS = (
         coupling.training_curves,
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         steps=2,
-        may_differ=CONVENTIONS,
+        alike=(),
         takes=("measure", "step", "axis"),
     ),
     FigureSpec(
@@ -82,7 +82,7 @@ _DECLARATIONS = (
         "Mis-coupling of all pairs of blocks",
         matrices.heatmaps,
         ("miscoupling",),
-        may_differ=CONVENTIONS,
+        alike=(),
         takes=("measure", "step"),
     ),
     _against_score("1a", "Coupling against benchmark score", model_comparisons.comparison),
@@ -92,7 +92,7 @@ _DECLARATIONS = (
         coupling.over_training,
         (MEASURE,),
         steps=2,
-        may_differ=CONVENTIONS,
+        alike=(),
         takes=("measure", "step", "axis"),
     ),
     FigureSpec(
@@ -153,7 +153,7 @@ _DECLARATIONS = (
         coupling.by_layer,
         (MEASURE,),
         results=2,
-        may_differ=("inputs_sha256",),
+        alike=MEASURED,
     ),
     _of_matrices(
         "18", "Coupling matrices across tokens, fixed input", "fixed_input_matrix", also=("22",)
@@ -209,7 +209,7 @@ _DECLARATIONS = (
         "The score on GSM8K against the mean score",
         model_comparisons.benchmark_against_mean,
         needs=("score",),
-        may_differ=CONVENTIONS,
+        alike=(),
     ),
     FigureSpec(
         "32",
@@ -244,7 +244,7 @@ _DECLARATIONS = (
         "table1",
         "The models",
         model_comparisons.table_of_models,
-        may_differ=CONVENTIONS,
+        alike=(),
     ),
     _against_score(
         "table4", "R² of coupling and score for subsets of models", model_comparisons.subsets

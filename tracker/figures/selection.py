@@ -132,7 +132,7 @@ def lack(figure: FigureSpec, results: Results) -> str:
     reasons = (_result_lacks(figure, name, ds) for name, ds in results.items())
     if reason := next(filter(None, reasons), ""):
         return reason
-    if differences := describe_differences(results, figure.may_differ):
+    if differences := describe_differences(results, figure.alike):
         return f"the results differ in {'; '.join(differences)}; give results measured by the same conventions"
     if len(results) < figure.results:
         return f"it compares at least {figure.results} results; {len(results)} given"

@@ -22,12 +22,12 @@ from tracker.analysis.curves import (
     layers_in_words,
     middle_layers,
     onset_of,
-    suspect,
 )
 from tracker.analysis.pairs import most_coupled
 from tracker.analysis.variables import PAIRS, QUANTILES, evenly_spaced
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import KINDS, MEASURES, MISCOUPLINGS, VARIANTS
+from tracker.store import by_step
 
 TOLERANCE = 1e-4  # largest relative error of 16 bits; arrays that would exceed it are carried in 32
 
@@ -123,7 +123,7 @@ def contents(summarised: xr.Dataset) -> dict[str, Any]:
     return {
         "steps": [int(step) for step in ds["step"].values],
         "even": evenly_measured(ds["step"].values),
-        "suspect": [reason != "" for reason in suspect(ds)],
+        "suspect": [reason != "" for reason in by_step(ds, "suspect")],
         "layers": layers(ds),
         "ks": ks,
         "final_norm": str(ds.attrs["final_norm"]),

@@ -41,18 +41,23 @@ def write_report(
     """Write the page of one store or several and return its path.
 
     Args:
-        results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several.
+        results: a directory that a walk (`--out`) or a training run (`save_dir`) wrote, or several, each shown by itself.
         clusters: which of them are not independent, as `--clusters` says it.
 
     Raises:
         FileNotFoundError: if a directory holds no results.
-        ValueError: if a directory is given twice, a unit is damaged, or the units of one store make no curve.
+        ValueError: if a directory is given twice, a unit is damaged, or the units of one store make no curve, and for a mapping,
+            as `tracker.summary` takes the runs of recipes.
         ImportError: without the extra `report`.
     """
     require("plotly", "tracker.report")
     from tracker.analysis.reduction import read_reduced
     from tracker.store import distinct_names
 
+    if isinstance(results, Mapping):
+        raise UsageError(
+            "a page shows each run by itself: give a list of directories, and tracker.summary the runs of recipes"
+        )
     directories = [
         Path(directory)
         for directory in ([results] if isinstance(results, (str, Path)) else results)
