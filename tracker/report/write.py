@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tracker.common.command_line import OK, reports_errors
 from tracker.common.errors import UsageError, require
 from tracker.common.files import write_atomic
-from tracker.common.text import counted
+from tracker.common.text import capitalised, counted
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -88,6 +88,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     from plotly.offline import get_plotlyjs
 
     from tracker.analysis.doubts import describe_differences, doubts
+    from tracker.analysis.summary import kind_of_inputs
     from tracker.report.contents import carried, contents
     from tracker.report.texts import (
         findings,
@@ -101,14 +102,15 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
 
     models = {name: contents(ds) for name, ds in summaries.items()}
     several = len(models) > 1
-    differences = describe_differences(summaries)
+    kinds = sorted({kind_of_inputs(ds) for ds in summaries.values()})
+    inputs, differences = " or ".join(f"{kind}s" for kind in kinds), describe_differences(summaries)
     between, reason = _across(summaries)
     data = {
         "models": [
             {"name": name if several else short_name(ds), **models[name]}
             for name, ds in summaries.items()
         ],
-        "texts": texts(),
+        "texts": texts() | {"inputs": inputs},
         "differences": differences,
         "across": between,
     }
@@ -133,6 +135,9 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     )
     return Template((ASSETS / "template.html").read_text(encoding="utf-8")).substitute(
         title=_text(title),
+        inputs=inputs,
+        input=" or ".join(kinds),
+        Inputs=capitalised(inputs),
         picture=picture(),
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z"),
         summary=_items(_of_each(said)),

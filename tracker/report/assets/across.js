@@ -61,7 +61,7 @@ figures.fit = {
       `R² = ${c.controlled.r2.toFixed(2)} (${c.controlled.r2_low.toFixed(2)} to ${c.controlled.r2_high.toFixed(2)}), p = ${p(c.controlled.p)} (uncorrected)`;
     $("fit-caption").textContent = `${said(fit)} The score is the mean over ${a.benchmarks.join(", ")}.` + (of ?
       ` Exponential: ${enough(c.exponential) ? `R² = ${c.exponential.r2.toFixed(2)}` : noFit(c.exponential)}. Blocks, width and parameters controlled for: ${controlled}.` +
-      averaged(c.controlled) + (c.interval ? " Bars: 95 % interval over prompts." : "") : "") + ` ${a.independence}`;
+      averaged(c.controlled) + (c.interval ? ` Bars: 95 % interval over ${INPUTS}.` : "") : "") + ` ${a.independence}`;
     return {
       traces: points(x, a.score, fit, of && c.interval, of && c.exponential),
       layout: { xaxis: { title: { text: of ? COUPLING : state.against } }, yaxis: {

@@ -88,7 +88,7 @@ figures.history = {
     });
     return {
       traces: curves.flatMap(({ part, i, values, levels }) => [traces.training(part, values, labelled(part,
-        "mean over prompts"), i), traces.null(part, levels, i)]),
+        `mean over ${INPUTS}`), i), traces.null(part, levels, i)]),
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" }, shapes: [now()] },
       table: () => curves.flatMap(({ part, values, levels }) => records({ model: part.name, ...coupledBy(), layer: state.l,
         layer_other: state.m }, { step: part.steps, mean: values, null_level: levels })),

@@ -1,7 +1,7 @@
 // The prompts: their texts, and the coupling of each against one of its properties.
 const BEGINNING = 20; // of a long list of prompts, how many are shown before the rest is unfolded
 const LONG = 300; // characters of a prompt before the rest is unfolded
-const TOKENS_SAID = { last: "the last token of each prompt", cls: "the class token of each input", all: "every token" };
+const TOKENS_SAID = { last: "the last token of each", cls: "the class token of each", all: "every token" };
 const shortened = (text, length) => (text.length > length ? text.slice(0, length - 3) + "…" : text);
 
 function listedPrompt(of, i) {
@@ -19,7 +19,7 @@ function listedPrompt(of, i) {
 function listPrompts() {
   const of = model().prompts,
     at = TOKENS_SAID[of.tokens] || (of.tokens && `positions ${of.tokens}`),
-    inputs = of.texts ? `${of.count} prompt${of.count === 1 ? "" : "s"}` : `${of.count} input${of.count === 1 ? "" : "s"}; the results hold no text of them`;
+    inputs = of.texts ? `${of.count} prompt${of.count === 1 ? "" : "s"}` : `${of.count} sample${of.count === 1 ? "" : "s"}, of which the results hold no text`;
   $("prompts-said").textContent = `${inputs}.${at && coupled(model()) ? ` Jacobians, and therefore mis-couplings, are those at ${at}.` : ""}`;
   const items = of.texts ? of.texts.map((_, i) => listedPrompt(of, i)) : [],
     rest = items.slice(BEGINNING);

@@ -1,6 +1,6 @@
 // The reader's choices, kept in the address, so that a copied link shows the same.
 const $ = (id) => document.getElementById(id);
-const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST } = data.texts;
+const { measures: MEASURES, kinds: KINDS_OF_TOKENS, pairs: PAIRS, last: LAST, inputs: INPUTS } = data.texts;
 const AXES = { log: "logarithmic", linear: "linear" };
 const USUAL_AXIS = data.models.every((m) => m.even) ? "linear" : "log"; // as in figures
 

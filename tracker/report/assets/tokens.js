@@ -25,7 +25,7 @@ figures.token_curves = {
   draw() {
     const layers = tokenLayers(),
       curve = (m) => tokensOf(m).curves[baseMeasure()][state.k],
-      name = (m) => labelled(m, "mean over prompts") + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
+      name = (m) => labelled(m, `mean over ${INPUTS}`) + (layers.length > 1 ? `, ${m.token_layers.said}` : "");
     return { traces: shown(hasTokens).flatMap(([m, i]) => withNull(m, curve(m), name(m), i)),
       layout: { xaxis: stepAxis(), yaxis: { rangemode: "tozero" } },
       table: () => shown(hasTokens).flatMap(([m]) => curveRows(m, acrossTokens(), curve(m))),

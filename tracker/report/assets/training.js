@@ -13,7 +13,7 @@ figures.coupling = {
   title: () => `How coupled blocks are over training: ${chosen()}, ${PAIRS[state.pairs]}`,
   draw() {
     const curve = (m) => m.curves[state.measure][state.k][state.pairs];
-    const lines = shown(coupled).flatMap(([m, i]) => withNull(m, curve(m), labelled(m, "mean over prompts"), i));
+    const lines = shown(coupled).flatMap(([m, i]) => withNull(m, curve(m), labelled(m, `mean over ${INPUTS}`), i));
     const scored = state.score ? shown((m) => m.score[state.score]).map(([m, i]) =>
       traces.training(m, m.score[state.score], several ? `${m.name}, ${state.score}` : state.score, several ? i
         : i + 1, { yaxis: "y2", line: { width: 1.5, dash: "dashdot" }, marker: { symbol: "diamond-open",
