@@ -319,7 +319,7 @@ def test_12_shows_the_first_and_the_last_token(one):
     first, *_ = figure_of("12", one)[0].axes
     shown = {text.get_text() for text in first.get_legend().get_texts()}
     drawn_as = {line.get_label(): line.get_xydata() for line in first.lines}
-    assert shown == {"first token", "last token"}
+    assert shown == {"first token; the later, the lighter", "last token"}
     at = open_results(one).pca.isel(step=0, prompt=0, position=-1)
     close(drawn_as["last token"], at.transpose("depth", "component"))
 

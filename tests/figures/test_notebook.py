@@ -10,7 +10,7 @@ from tests.support.refused import refused
 from tests.support.stores import stored
 from tracker.analysis.curves import curves
 from tracker.analysis.null_levels import null_level
-from tracker.figures.drawing import colour_map
+from tracker.figures.drawing import colour_map, definition
 from tracker.figures.matrices import coupling_pictures
 from tracker.figures.registry import FIGURES
 from tracker.figures.selection import lack
@@ -138,7 +138,7 @@ def test_several_results_stand_beside_each_other_with_a_warning_of_what_differs(
     coupling, lss, _ = figure.axes
     lines = {line.get_label(): line for line in coupling.lines}
     for name, ds in zip(names, (course, shorter), strict=True):
-        expected = curves(course).miscoupling.sel(k=2, pairs="mean_offdiag") * (
+        expected = curves(course).miscoupling_coupling.sel(k=2, pairs="mean_offdiag") * (
             1 if ds is course else 0.5
         )
         np.testing.assert_allclose(lines[name].get_ydata(), expected, rtol=1e-6)
@@ -159,10 +159,10 @@ def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
     (line,) = [
         line
         for line in tracker.plot(course, measure=measure, k=4, step=100).axes[0].lines
-        if line.get_label() == BY_NAME[measure].label
+        if line.get_label() == f"by {definition(measure)}"
     ]
-    points = curves(course, [measure])[measure].sel(k=4, pairs="mean_offdiag")
-    np.testing.assert_allclose(line.get_ydata(), points)
+    points = curves(course, [measure])[f"{measure}_coupling"].sel(k=4, pairs="mean_offdiag")
+    np.testing.assert_allclose(line.get_ydata(), points, rtol=1e-6, atol=1e-9)
     assert BY_NAME[measure].label in tracker.plot(course, "1b", measure=measure).axes[
         0
     ].get_ylabel().replace("\n", " ")

@@ -66,10 +66,10 @@ HALF = 0.5  # of the largest coupling
 
 
 def training_curves(results: Results, choices: Choices) -> "Plotted":
-    """Draw mis-coupling with its null level, LSS and expodistance over training, with quartile bands.
+    """Draw coupling, LSS and expodistance over training, with quartile bands.
 
-    Several results are drawn over each other, each in its colour. Unless a measure is chosen, mis-coupling m_K is shown and, of a
-    single result, that of the paper's equation 14 too.
+    Several results are drawn over each other, each in its colour. Unless a measure is chosen, coupling by m_K is shown and, of a
+    single result, that by the paper's equation 14 too.
     """
     figure, axes = panels(1 + len(TRAJECTORY), choices.ax, size=(3.3, 3.2))
     coupling, lss, expodistance = axes
@@ -85,19 +85,17 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
         columns: dict[str, Any] = {"result": name, "step": points["step"].values}
         of_result = None if single else SERIES["light"][i % len(SERIES["light"])]
         for measure in measures:
-            label = BY_NAME[measure].label if single else name
+            label = f"by {definition(measure)}" if single else name
             colour = of_result or colours.get(measure, BLUE)
             columns |= _draw_curve(coupling, points, measure, choices, colour, label)
-            null = "its null level" if single else "null level" if i == 0 else None
-            level = columns[f"{measure}_null"]
-            coupling.plot(columns["step"], level, color=colour, ls=":", label=null)
         for panel, path in zip((lss, expodistance), paths, strict=True):
             columns |= _draw_curve(panel, points, path, choices, of_result or GREEN, None)
         tables.append(pd.DataFrame(columns))
         any_suspect |= (by_step(points, "suspect") != "").any()
     title = f"Pairs of blocks, {PAIR_WORDS[choices.pairs]}, K = {choices.k}"
-    title += "" if single else f"\n{BY_NAME[measures[0]].label}"
-    coupling.set(title=title, ylabel="Mis-coupling", ylim=(0, None))
+    title += "" if single else f"\nby {definition(measures[0])}"
+    coupling.axhline(0, color=GREY, ls=":", label="unrelated blocks")
+    coupling.set(title=title, ylabel="Coupling\n(0: unrelated blocks)")
     for panel, (path, heading) in zip((lss, expodistance), paths.items(), strict=True):
         norm = WITH_NORM if BY_NAME[path].variant == "normed" else ""
         panel.set(ylabel=heading, title=norm)
@@ -121,18 +119,21 @@ def _draw_curve(
     colour: str,
     label: str | None,
 ) -> dict[str, np.ndarray]:
-    """Draw a variable of `curves` with its quartiles and suspect steps, and return it as columns, with its null level, if any."""
+    """Draw a variable of `curves`, of a mis-coupling the coupling, with quartiles and suspect steps; return columns."""
     steps, marked = points["step"].values, by_step(points, "suspect") != ""
     if "statistic" in points[variable].dims:
         q25, middle, q75 = points[variable].transpose("statistic", "step").values
         columns = {variable: middle, f"{variable}_q25": q25, f"{variable}_q75": q75}
     else:
         at = points.sel(k=choices.k, pairs=choices.pairs)
-        names = [f"{variable}{end}" for end in ("", "_q25", "_q75", "_null")]
-        columns = {name: at[name].values for name in names}
+        ends = ("", "_q25", "_q75", "_null")
+        value, q25, q75, null = (at[f"{variable}{end}"].values for end in ends)
+        middle, name = null - value, f"{variable}_coupling"
+        columns = {name: middle, f"{name}_q25": null - q75, f"{name}_q75": null - q25}
+        columns |= {variable: value, f"{variable}_null": null}
     banded_line(panel, {"step": steps, **columns}, colour, label)
     if marked.any():
-        values = columns[variable][marked]
+        values = middle[marked]
         panel.plot(steps[marked], values, "x", color=ORANGE, ms=9, label="suspect checkpoint")
     return columns
 

@@ -70,7 +70,7 @@ def _of_matrices(number: str, title: str, variable: str, **options: Any) -> Figu
 _DECLARATIONS = (
     FigureSpec(
         "curves",
-        "Mis-coupling, line-shape score and expodistance over training",
+        "Coupling, line-shape score and expodistance over training",
         coupling.training_curves,
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         steps=2,

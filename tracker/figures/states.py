@@ -168,7 +168,7 @@ def principal_planes(results: Results, choices: Choices) -> "Plotted":
             )
         last = len(positions) - 1
         colours = [*shades(last), ORANGE]
-        labels = {0: "first token", last: "last token"}
+        labels = {0: "first token; the later, the lighter", last: "last token"}
         for token, (position, colour) in enumerate(zip(positions, colours, strict=True)):
             first, second = plane.sel(position=position).transpose("component", "depth").values
             style = {"color": colour, "lw": 0.8, "marker": ".", "ms": 2.5}

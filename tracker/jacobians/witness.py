@@ -496,8 +496,10 @@ class Witness:
         found = error(answer.difference[rows])
         rounding = ROUNDINGS * EPSILON[answer.bytes] * (norm(x) + norm(y))
         rounding /= norm(Jv * answer.first_step[asked]).clamp_min(TINY)
+        # Else J v, which may be 0, is no measure of an error.
+        seen = rounding <= allowed
         if (found <= allowed + rounding).all():
-            self.findings.note("differences", float(found.max()))
+            self.findings.note("differences", float(found.where(seen, 0.0).max()))
             return
         if not self._repeats:
             self.findings.undecided.add(l)
@@ -520,7 +522,7 @@ class Witness:
         if l in finest and finest[l].bytes > answer.bytes:
             verdict = by_values(self._copy_in(self._finest), finest[l].bytes)
         if verdict.agree.all():
-            self.findings.note("differences", float(verdict.error.max()))
+            self.findings.note("differences", float(verdict.error.where(seen, 0.0).max()))
             return
         if verdict.refuted.any():
             largest = float(verdict.error[verdict.refuted].max())
