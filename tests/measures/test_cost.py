@@ -103,6 +103,6 @@ def test_measuring_after_a_dry_run_gives_the_same_numbers():
 
 def test_a_device_that_is_not_there_is_one_of_the_table():
     machine = named_machine("h100")
-    assert (machine.rate, machine.memory) == DEVICES["h100"] and machine.device.type == "cuda"
-    with refused("--on tpu; choose from a100, h100, h200"):
+    assert (machine.device.type, machine.rate, machine.memory) == DEVICES["h100"]
+    with refused("--on tpu; choose from 2cores, a100, h100, h200"):
         named_machine("tpu")

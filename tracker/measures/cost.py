@@ -34,12 +34,13 @@ from tracker.model.wrappers import unwrap
 
 PASSES = 6  # forward, of the blocks: 5.7 to 8.7 were counted in three small models, recording and questions together
 OVERHEAD = 0.1  # seconds of Python and launches, for each block at each group of rows
-# Float32 operations in a second, and bytes of memory. H200: measured (docs/gpu.md), and the H100 is the same processor; A100: the
-# data sheet's.
+# Float32 operations in a second, and bytes of memory. Two cores of an AMD EPYC: measured (docs/cost.md). H200: measured
+# (docs/gpu.md), and the H100 is the same processor; A100: the data sheet's.
 DEVICES = {
-    "a100": (19.5e12, 80_000_000_000),
-    "h100": (51.2e12, 80_000_000_000),
-    "h200": (51.2e12, 141_000_000_000),
+    "2cores": ("cpu", 0.18e12, None),
+    "a100": ("cuda", 19.5e12, 80_000_000_000),
+    "h100": ("cuda", 51.2e12, 80_000_000_000),
+    "h200": ("cuda", 51.2e12, 141_000_000_000),
 }
 SVD_COPIES = 4  # arrays of the size of a Jacobian that its decomposition takes
 PRODUCT = 2048  # width of the matrices of the product that is timed
@@ -70,8 +71,8 @@ def named_machine(name: str) -> Machine:
     """
     if name not in DEVICES:
         raise UsageError(f"--on {name}; choose from {', '.join(DEVICES)}")
-    rate, memory = DEVICES[name]
-    return Machine(name.upper(), torch.device("cuda"), rate, memory)
+    device, rate, memory = DEVICES[name]
+    return Machine(name.upper(), torch.device(device), rate, memory)
 
 
 def this_machine(device: torch.device, dtype: torch.dtype = torch.float32) -> Machine:

@@ -90,7 +90,7 @@ class Walk:
         wandb: auto is online where a key is set up, else offline; off logs nothing.
         project: W&B project.
         dry_run: print what would be measured, fetched and kept, and the expected time and memory, and do none of it.
-        on: of a dry run, a GPU that need not be there: a100, h100 or h200. Default: this machine.
+        on: of a dry run, a machine that need not be there: 2cores (of a CPU), a100, h100 or h200. Default: this machine.
         debug: print the traceback of each revision that fails.
         options: measurement options, as `tracker.measure` takes them.
     """
