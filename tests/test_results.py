@@ -44,9 +44,13 @@ def test_units_are_read_as_written(store):
     assert store.has(3) and not store.has(4) and store.steps() == [3]
 
 
-def test_units_are_joined_in_ascending_steps_with_ragged_positions(store):
-    for step in (100, 3, 20):
-        store.write(step, unit(step, positions=3 if step > 3 else 2, seconds=float(step)))
+def test_units_are_joined_in_ascending_steps_with_ragged_positions(store, tmp_path):
+    """Also one that another machine has written into a directory of its own."""
+    other = Store(tmp_path / "other")
+    other.check_settings({})
+    for step, of in ((100, store), (3, store), (20, other)):
+        of.write(step, unit(step, positions=3 if step > 3 else 2, seconds=float(step)))
+    shutil.copy(other.file(20), store.file(20))
     ds = tracker.open_results(store.path)
     assert list(ds.step.values) == [3, 20, 100] and list(ds.commit.values) == ["c3", "c20", "c100"]
     np.testing.assert_array_equal(ds.lss.sel(step=100).values, unit(100).lss.values)

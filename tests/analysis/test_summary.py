@@ -103,18 +103,18 @@ def test_numbers_and_intervals_of_one_measurement():
     assert "<table" in table._repr_html_() and type(table.loc["miscoupling"]) is pd.DataFrame
 
 
-def test_a_store_is_summarised_at_its_first_best_and_last_step(store):
+def test_a_store_is_summarised_at_its_first_and_last_step(store):
     table = tracker.summary(store)
-    assert table.loc["miscoupling", "all pairs"].index.tolist() == ["0", "512", "4,096"]
+    assert table.loc["miscoupling", "all pairs"].index.tolist() == ["0", "4,096"]
     ds = open_results(store)
-    for step in ("0", "512", "4,096"):
+    for step in ("0", "4,096"):
         unit = ds.sel(step=int(step.replace(",", "")))
         expected = coupling(unit, "miscoupling", 4, unit.layer != unit.layer_other).mean()
         assert table.loc["miscoupling", "all pairs", step].coupling == pytest.approx(
             expected, rel=1e-6
         )
     assert contents(reduced(ds))["most_coupled"]["miscoupling"][4] == (2, 4)
-    assert "the first, the most coupled and the last of 4 steps" in table.attrs["title"]
+    assert "the first and the last of 4 steps" in table.attrs["title"]
     for other in (
         tracker.summary(ds),
         tracker.summary(Store(store)),
@@ -312,7 +312,7 @@ def test_a_median_moves_with_the_shares_below_it_by_the_slope_of_the_quantiles()
 def test_an_untrained_store_and_a_coupled_one_have_an_answer_for_each_definition(store):
     table = tracker.summary(store)
     answers = table.xs("all pairs", level="of").answer
-    assert answers["miscoupling"].tolist() == ["above 0"] * 3
+    assert answers["miscoupling"].tolist() == ["above 0"] * 2
     unit = open_results(store).isel(step=0)
     noise = 1 + 0.1 * xr.DataArray(
         np.random.default_rng(0).standard_normal((5, 5)), dims=("layer", "layer_other")
@@ -365,25 +365,11 @@ def test_where_there_is_no_test():
     assert table.loc["miscoupling", "all pairs"].over == ""
 
 
-def test_the_level_of_a_test_is_one_sided_and_shared_by_the_steps(store, monkeypatch):
-    asked = []
-
-    def coupled(pairs, prompts, clusters, level=1.0):
-        asked.append(round(level, 9))
-        return [True]
-
-    monkeypatch.setattr("tracker.analysis.summary.coupled", coupled)
-    tracker.summary(store)
-    # Of each definition at the first step, at that of the largest coupling of four, and at the last
-    assert {*asked} == {0.025, 0.025 / 4, 1.0}, "1.0: its default, for the last line"
-    assert asked.count(0.025) == 2 * asked.count(0.025 / 4)
-
-
 def test_steps_may_be_parts_of_epochs(store):
     ds = open_results(store)
     whole = tracker.summary(ds)
     parts = tracker.summary(ds.assign_coords(step=ds.step / 8192))
-    labels = {"0": "0.0", "512": "0.0625", "4,096": "0.5"}
+    labels = {"0": "0.0", "4,096": "0.5"}
     pd.testing.assert_frame_equal(whole.rename(labels), pd.DataFrame(parts))
 
 

@@ -4,7 +4,7 @@
     all pairs    mean over pairs of different blocks
     neighbours   mean over pairs of blocks that follow each other
 
-A store is summarised at its first and last step and at the one where the coupling of all pairs is largest; several results
+A store is summarised at its first and last step: a step that is chosen for its coupling has no interval. Several results
 stand side by side, with the difference of each from the first. Intervals of results are over their prompts, which share the
 weights. Where a recipe has several runs, intervals are over runs: that of its mean, and Welch's of the difference of two means.
 """
@@ -19,9 +19,8 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.curves import curves, sources
+from tracker.analysis.curves import sources
 from tracker.analysis.doubts import OF_RECIPE, describe_differences, doubts
-from tracker.analysis.null_levels import level_variable
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
     describe_equal_blocks,
@@ -31,8 +30,8 @@ from tracker.analysis.pairs import (
     is_one_module,
 )
 from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
-from tracker.analysis.regression import CONFIDENCE, clustered_mean, error_of_sum, t_margin
-from tracker.analysis.selections import LABELLED, opened, with_steps
+from tracker.analysis.regression import clustered_mean, error_of_sum, t_margin
+from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError
 from tracker.common.text import at_tokens, capitalised, counted, find_repeats
 from tracker.measures.declaration import POSITION
@@ -127,13 +126,11 @@ class _Result:
     Attributes:
         steps: ascending.
         curve: returns some steps, `reduced`.
-        points: returns the points of all steps of one measure, as `curves` does.
         skipped: the steps without results, and why.
     """
 
     steps: list[int]
     curve: Callable[[list[int]], xr.Dataset]
-    points: Callable[[str], xr.Dataset]
     skipped: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -141,23 +138,16 @@ Recipes = Mapping[str, Mapping[str, _Result]]  # the runs of each, by name
 
 
 def _of_curve(curve: xr.Dataset) -> _Result:
-    steps = curve["step"].values.tolist()
-    return _Result(steps, lambda steps: curve.sel(step=steps), lambda _: curve)
+    return _Result(curve["step"].values.tolist(), lambda steps: curve.sel(step=steps))
 
 
 def _result(result: Result) -> _Result:
     if isinstance(result, xr.Dataset):
         ds = with_steps(opened(result), 0)
-        steps = ds["step"].values.tolist()
-        return _Result(steps, lambda at: reduced(ds.sel(step=at)), lambda name: curves(ds, name))
+        return _Result(ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps)))
     store = Store(result)
     steps = require_steps(store)
-
-    def points(name: str) -> xr.Dataset:
-        needed = {name, level_variable(name), "prompt_text", *LABELLED}
-        return curves(store.curve(steps, needed), name)
-
-    return _Result(steps, lambda at: reduced(store.curve(at)), points, store.skipped())
+    return _Result(steps, lambda steps: reduced(store.curve(steps)), store.skipped())
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
@@ -269,12 +259,8 @@ class Cell:
 Cells = dict[tuple[str, str], Cell]  # by measure and of what
 
 
-def _cells(unit: xr.Dataset, k: int | None, tests: int = 1) -> Cells:
-    """Return the values of a unit.
-
-    Args:
-        tests: the number of steps of which this one was chosen for its coupling.
-    """
+def _cells(unit: xr.Dataset, k: int | None) -> Cells:
+    """Return the values of a unit."""
     clusters, kind, cells = sources(unit), kind_of_inputs(unit), {}
     # A block alone has matrices of one entry, which is no pair.
     with_pairs = [name for name in SHOWN if f"{name}_matrix" in unit and unit.sizes["layer"] > 1]
@@ -282,7 +268,7 @@ def _cells(unit: xr.Dataset, k: int | None, tests: int = 1) -> Cells:
         at = unit.sel(k=k)
         for pairs, words in PAIRS.items():
             value, null = (float(at[part].sel(pairs=pairs)) for part in (name, f"{name}_null"))
-            answer = _answer(unit, k, name, tests) if pairs == "mean_offdiag" else ""
+            answer = _answer(unit, k, name) if pairs == "mean_offdiag" else ""
             by_prompt = at[f"{name}_coupling_by_prompt"].sel(pairs=pairs).values
             cells[name, words] = Cell(value, null, by_prompt, clusters, kind, answer=answer)
     for name in (name for name in IN_SUMMARY if f"{name}_below" in unit):
@@ -293,7 +279,7 @@ def _cells(unit: xr.Dataset, k: int | None, tests: int = 1) -> Cells:
     return cells
 
 
-def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
+def _answer(unit: xr.Dataset, k: int | None, name: str) -> str:
     """Say whether the coupling is above 0, or why that is not tested."""
     # Whatever their weights are, one module is coupled with itself.
     if is_one_module(unit):
@@ -304,8 +290,7 @@ def _answer(unit: xr.Dataset, k: int | None, name: str, tests: int) -> str:
     if (count := np.isfinite(pairs).sum()) < FEWEST_PAIRS:
         return f"no test: {counted(int(count), 'pair')} of blocks"
     prompts = unit[f"{name}_coupling_by_prompt"].sel(k=k, pairs="mean_offdiag").values
-    # One-sided, so half of what intervals leave out, and Bonferroni's share of it
-    above = coupled(pairs[None], prompts[None], sources(unit), (1 - CONFIDENCE) / 2 / tests)
+    above = coupled(pairs[None], prompts[None], sources(unit))
     return ABOVE if above[0] else f"not {ABOVE}"
 
 
@@ -321,31 +306,21 @@ def _of_recipes(recipes: Recipes, k: int | None) -> Summary:
 
 def _of_steps(result: _Result, k: int | None) -> Summary:
     steps = result.steps
-    k, name = _chosen(result.curve(steps[-1:]), k)
-    best = steps[0]
-    if name:
-        coupling = result.points(name)[f"{name}_coupling"].sel(k=k, pairs="mean_offdiag")
-        best = steps[np.nan_to_num(coupling.values, nan=-np.inf).argmax()]
-    # One reading of a store for the three steps, of which some may be the same
-    curve = result.curve(sorted({steps[0], best, steps[-1]}))
-    units = {step: curve.sel(step=step) for step in curve["step"].values.tolist()}
-    several = len(units) > 1
-    # The largest of all steps passes a test by chance more often; both ends are shown whatever their coupling is.
-    tests = {best: len(steps), steps[0]: 1, steps[-1]: 1}
+    several = len(steps) > 1
+    curve = result.curve([steps[0], steps[-1]] if several else steps)
+    units = [curve.isel(step=i) for i in range(curve.sizes["step"])]
+    k, _ = _chosen(units[-1], k)
+    cells = [_cells(unit, k) for unit in units]
     columns = {
-        f"{step:,}" if several else "": _cells(unit, k, tests[step]) for step, unit in units.items()
+        f"{unit['step'].item():,}" if several else "": of
+        for unit, of in zip(units, cells, strict=True)
     }
     rows = _rows(columns)
-    title = _title(units[steps[-1]], k)
+    title = _title(units[-1], k)
     if several:
-        ends = ["the first", *["the most coupled"] * (len(units) > 2), "the last"]
-        title += f"; {', '.join(ends[:-1])} and {ends[-1]} of {counted(len(steps), 'step')}"
-    notes = [*_of_rows(list(units.values()), rows, k), *doubts(curve, result.skipped)]
-    finding = ""
-    if several:
-        first_and_last = steps[0], steps[-1]
-        cells = [columns[f"{step:,}"] for step in first_and_last]
-        finding = _of_change([units[step] for step in first_and_last], cells, k)
+        title += f"; the first and the last of {counted(len(steps), 'step')}"
+    notes = [*_of_rows(units, rows, k), *doubts(curve, result.skipped)]
+    finding = _of_change(units, cells, k) if several else ""
     return _table(rows, "step" if several else "", title, notes, finding)
 
 
