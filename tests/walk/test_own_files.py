@@ -562,7 +562,7 @@ def test_an_untrained_model_beside_files(tmp_path, capsys):
     assert Store(tmp_path / "own" / "out").steps() == [1]
 
 
-NAMED = ("BertForSequenceClassification", "ElectraForTokenClassification", "LlamaModel")
+NAMED = ("BertForSequenceClassification", "GPT2DoubleHeadsModel", "LlamaModel")
 
 
 @pytest.mark.parametrize("name", [*NAMED, "ViTForImageClassification"])

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import GPTNeoXForCausalLM
 
 from checkpoints.configuration import require_size, weights_in
 from checkpoints.fetch import fetch, snapshot_dir
@@ -203,7 +203,7 @@ def _model(
         return _from_config(directory, listed or weights_in(directory))
     if suite.shape:
         config = suite.shape.config()
-        model = _without_memory(config, AutoModelForCausalLM, torch.float16)
+        model = _without_memory(config, GPTNeoXForCausalLM, torch.float16)
         return model, config, f"from the shape in {SHIPPED}, as the cache has no configuration"
     if listing is None:
         why = selection.unlisted.get(checkpoint.name, selection.offline or "it is trained first")
@@ -221,12 +221,12 @@ def _model(
 def _from_config(directory: Path, stored: int) -> tuple[nn.Module, Any, str]:
     """Build the model of a directory's configuration; `stored` is the number of bytes of its weight files."""
     with readable(directory, f"the configuration in {directory}", "no model can be built from it"):
-        config, auto = read_architecture(directory)
-        model = _without_memory(config, auto, config.dtype or torch.float32)
+        config, architecture = read_architecture(directory)
+        model = _without_memory(config, architecture, config.dtype or torch.float32)
         require_size(directory, model, stored)
     return model, config, "from the checkpoint's configuration"
 
 
-def _without_memory(config: Any, auto: Any, dtype: Any) -> nn.Module:
+def _without_memory(config: Any, architecture: type[nn.Module], dtype: Any) -> nn.Module:
     with torch.device("meta"):
-        return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        return architecture(config).to(dtype).eval()
