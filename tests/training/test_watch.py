@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.demos import Transformer
 from torch import nn
 
 import tracker
@@ -103,15 +104,19 @@ def test_bad_arguments(options, message):
         tracker.Watch(**options)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_that_fabric_has_set_up(compiled):
-    model = neox()
-    wrapped = torch.compile(model, backend="eager") if compiled else model
-    wrapped = Fabric(accelerator="cpu", devices=1).setup(wrapped)
-    unit = tracker.Watch(1, k=K, probe=tokens())(0, wrapped)
-    np.testing.assert_array_equal(
-        unit.miscoupling, tracker.measure(model, tokens(), k=K).miscoupling
-    )
+DEMO = dict.fromkeys(("inputs", "target"), tokens())
+
+
+@pytest.mark.parametrize(
+    "model, probe, blocks",
+    [(neox(), tokens(), None), (Transformer(ninp=16), DEMO, "transformer.decoder.layers")],
+)
+def test_a_model_that_fabric_has_set_up(model, probe, blocks):
+    """Compiled; one is a model that Lightning itself defines, with a forward."""
+    wrapped = Fabric(accelerator="cpu", devices=1).setup(torch.compile(model, backend="eager"))
+    unit = tracker.Watch(1, k=K, probe=probe, blocks=blocks)(0, wrapped)
+    expected = tracker.measure(model, probe, k=K, blocks=blocks)
+    np.testing.assert_array_equal(unit.miscoupling, expected.miscoupling)
 
 
 def test_a_model_without_blocks():

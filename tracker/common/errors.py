@@ -102,11 +102,11 @@ def require_own(package: str) -> None:
 
 WITHIN = str(Path(__file__).parents[1]) + "/"
 COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
-# Begins of the names of modules
-LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
-# contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
+# Begins of the names of modules. contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
 FRAMEWORKS = (
-    *LIGHTNING,
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
     "transformers.",
     "accelerate.",
     "torch.",

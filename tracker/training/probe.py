@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import LIGHTNING, UsageError, warn_caller
+from tracker.common.errors import UsageError, warn_caller
+from tracker.loggers.lightning import classes
 from tracker.model.boundaries import Boundary
 from tracker.model.description import Blocks, Named
 from tracker.model.guard import SCALARS
@@ -106,7 +107,8 @@ def find_target(
 
 def runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
-    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
+    empty = (base.forward for base in (nn.Module, *classes("LightningModule")))
+    return type(module).forward not in empty
 
 
 def plain(batch: Any) -> Any:
