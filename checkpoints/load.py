@@ -53,17 +53,9 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """
     if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
         raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
-    return load_model(directory), load_own_tokenizer(directory)
-
-
-def load_own_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer in a checkpoint's directory.
-
-    Raises:
-        CheckpointError: if there is none, it is damaged, or it needs code of its own.
-    """
+    model = load_model(directory)
     with readable(directory, f"the tokenizer in {directory}", TOKENIZER_REMEDY):
-        return _tokenizer(directory)
+        return model, _tokenizer(directory)
 
 
 def load_model(directory: Path) -> "PreTrainedModel":

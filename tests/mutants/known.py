@@ -207,11 +207,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_doubling: step > 0 -> step <= 0",
         "find_files: suite.checkpoints[0] -> suite.checkpoints[1]",
     ),
-    "tracker/__init__.py": (
-        "__getattr__: _MODULES.get(name) or _SUBMODULES.get(name) -> _MODULES.get(name) and _SUBMODULES.get(name)",
-        "__getattr__: module is None -> module is not None",
-        "__getattr__: name in _MODULES -> name not in _MODULES",
-    ),
+    "tracker/__init__.py": ("__getattr__: module is None -> module is not None",),
     "tracker/analysis/across_models.py": (
         "_intervals: ds[f'{measure}_coupling_by_prompt'].sel(k=k, pairs='mean_offdiag').isel(step=-1) -> ds[f'{measure}_coupling_by_prompt'].sel(k=k, pairs='mean_offdiag').isel(step=-2)",
         "final_couplings: not ks or not names -> not ks and (not names)",

@@ -264,10 +264,11 @@ def _offloaded(module: nn.Module, name: str) -> Tensor:
     )
 
 
-def weights_memory(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int:
+def weights_memory(model: nn.Module, blocks: Blocks | None, dtype: torch.dtype) -> int:
     """Return the bytes that a model's weights take on an accelerator.
 
-    Counted are all weights as they are stored, and in the measuring dtype those outside the blocks and of the largest block.
+    Counted are all weights as they are stored, and in the measuring dtype those outside the blocks and of the largest block; of
+    blocks that are not known, all.
     """
     stored, converted = bytes_of(unwrap(model), dtype)
     of_blocks = _converted_blocks(model, blocks, dtype)
@@ -279,8 +280,8 @@ def converted_block(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int
     return max(_converted_blocks(model, blocks, dtype), default=0)
 
 
-def _converted_blocks(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> Sequence[int]:
-    names = [] if blocks.spans else blocks.names
+def _converted_blocks(model: nn.Module, blocks: Blocks | None, dtype: torch.dtype) -> Sequence[int]:
+    names = [] if blocks is None or blocks.spans else blocks.names
     return [bytes_of(unwrap(model).get_submodule(name), dtype)[1] for name in names]
 
 

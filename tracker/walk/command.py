@@ -38,6 +38,7 @@ GROUPS = {
     ),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
     "measurement": (
+        "blocks",
         "tokens",
         "final_norm",
         "svd",
@@ -78,6 +79,8 @@ class Walk:
         module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
         tokenizer: tokenizer of the prompts, a directory or a repository, in place of each checkpoint's own. --files and
             Lightning checkpoints need one, or --inputs; the model's forward takes its output.
+        blocks: the blocks, where an error asks for them or proposes them: the name of the list that holds them, or names or
+            boundaries with commas between them; from Python also a list.
         inputs: .pt file with the inputs of the model's forward, instead of prompts; from Python also the inputs themselves.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
             gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with
@@ -107,6 +110,7 @@ class Walk:
     scores: Path | None = None
     module: str | None = None
     tokenizer: str | None = None
+    blocks: str | list[str] | None = None
     inputs: Path | Any | None = None
     prompts: str = "builtin"
     suffix: str = ""
@@ -122,6 +126,8 @@ class Walk:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.blocks, str) and "," in self.blocks:
+            self.blocks = self.blocks.split(",")
         if not self.model and not self.files:
             raise ValueError("the following arguments are required: --model, or --files and --load")
         if self.files and (self.model or self.module or not self.load):

@@ -8,7 +8,7 @@ the hub is not asked. Prompts are not tokenized: their lengths are estimated, a 
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from tracker.model.description import Blocks
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
 from tracker.walk.command import Walk
-from tracker.walk.display import reason
+from tracker.walk.display import main_input, reason
 from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget
 
 BYTES_PER_TOKEN = 4  # the built-in prompts have 4.2 with Pythia's tokenizer
@@ -134,13 +134,14 @@ def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) 
     machine = named_machine(walk.on) if walk.on else this_machine(measurement.device, dtype)
     if measurement.own_code:  # the user's code makes the model with its weights
         model, tokenizer = measurement.load(Path(missing[0].source))
-        settings = _with_budget(measurement, model, find_blocks(model), machine)
+        blocks = find_blocks(model, measurement.blocks)
+        settings = _with_budget(measurement, model, blocks, machine)
         calls = batches(model, measurement.inputs, tokenizer, measurement.max_tokens)
-        with prepared(model, None, calls, settings, measurement.device) as replica:
+        with prepared(model, blocks, calls, settings, measurement.device) as replica:
             cost = cost_of_calls(replica, calls, settings, machine)
         return f"loaded from {missing[0].source}", cost
     model, config, source = _model(plan.selection, missing)
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, measurement.blocks)
     settings = _with_budget(measurement, model, blocks, machine)
     lengths = _lengths(measurement, config)
     chosen = settings.chosen_tokens(blocks)
@@ -169,12 +170,10 @@ def _with_budget(
 
 def _lengths(measurement: Measurement, config: Any) -> list[int]:
     """Return the number of tokens of each sample: of prompts estimated, of images that of their patches."""
-    inputs, most = measurement.inputs, measurement.max_tokens
+    inputs, most = main_input(measurement.inputs), measurement.max_tokens
     if isinstance(inputs, list):
         estimated = [max(1, len(prompt.encode()) // BYTES_PER_TOKEN) for prompt in inputs]
         return [min(length, most or length) for length in estimated]
-    if isinstance(inputs, Mapping):
-        inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0) > 1)
     length = inputs.shape[1]
     if inputs.ndim == 4:
         length = inputs.shape[2] * inputs.shape[3] // config.patch_size**2

@@ -5,9 +5,10 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,11 +112,14 @@ def _measure(
     from tracker.blocks.find import find_blocks
     from tracker.devices import is_allocation_failure
     from tracker.measurement import measure_with
+    from tracker.model.proposals import TRIED, BlocksNotFound
     from tracker.model.records import describe, is_texts
     from tracker.model.weights import fails_in_forward, weights_memory
 
     device = measurement.device
-    blocks = find_blocks(model)
+    blocks = None
+    with suppress(BlocksNotFound):  # a forward pass shows them, or which of its lines work
+        blocks = find_blocks(model, measurement.blocks)
     budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
         # Otherwise the weights stay memory-mapped in their files and are loaded block by block
@@ -131,6 +135,11 @@ def _measure(
             measurement.max_tokens,
             progress=False,  # the walk shows its own
         )
+    except BlocksNotFound as error:
+        lines = "".join(
+            f"\n  --blocks {quote(line.names)}  # {line.description}" for line in error.proposals
+        )
+        raise UsageError(f"{error.finding}\n{TRIED}{lines}" if lines else str(error)) from error
     except Exception as error:  # a model's code may raise errors of any type
         if fails_in_forward(error):
             cut = ", which --max_tokens can cut" if is_texts(measurement.inputs) else ""
