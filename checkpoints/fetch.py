@@ -86,7 +86,6 @@ def fetch(
         if read_ref(reference) != listing.commit:
             # A cache that can't be written to may lack nothing
             with nullcontext() if missing else suppress(OSError):
-                reference.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(reference, listing.commit.encode())
     except OSError as error:
         raise CheckpointError(

@@ -227,7 +227,6 @@ def _request_listing(
         return None
     # A cache that can't be written to: the listing is requested again next time
     with suppress(OSError):
-        _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(
             _listing_file(repo, commit),
             json.dumps([asdict(file) for file in listing.files]).encode(),

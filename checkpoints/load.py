@@ -12,6 +12,7 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_configuration, check_index, require_size, weights_in
@@ -224,6 +225,8 @@ def _reporting(
             raise
         except Exception as error:  # the user's code may raise errors of any type
             cure = next((cure for part, cure in CURES.items() if part in str(error)), "")
+            if isinstance(error, KeyError) and path.is_file():
+                cure = f"the file holds {_keys(path)}"
             text, cure = printable(str(error), 80 if cure else 500), cure or remedy
             raise UsageError(
                 f"{path} can't be loaded by {name} ({type(error).__name__}: {text})"
@@ -237,6 +240,17 @@ def _reporting(
         return model
 
     return load_file
+
+
+def _keys(path: Path) -> str:
+    """Say which entries a file of `torch.save` has, if they can be read without running code."""
+    import torch
+
+    try:
+        kept = torch.load(path, map_location="meta", weights_only=True)
+    except (UnpicklingError, RuntimeError):
+        return "other objects than tensors"
+    return shortened(list(kept)) if isinstance(kept, dict) else f"a {type(kept).__name__}"
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ DELAY = 3.0  # seconds after which the bar appears; a shorter measurement shows 
 FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 
+@dataclass
 class Progress:
     """Count the steps of a measurement: one for each token row, block and stage (Jacobian, singular vectors).
 
@@ -19,10 +21,9 @@ class Progress:
         bar: shows the share of the steps that are done; None: nothing is shown.
     """
 
-    def __init__(self, bar: "tqdm | None" = None):
-        self.bar = bar
-        self.done = 0.0
-        self.expected = 0.0
+    bar: "tqdm | None" = None
+    done: float = 0.0
+    expected: float = 0.0
 
     def expect(self, steps: float) -> None:
         """Set the number of steps of the whole measurement, as far as it is known."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from tracker.common.files import read_json, write_atomic
-from tracker.loggers.protocol import LoggedRun, Opener, Row
+from tracker.loggers.protocol import LoggedRun, Logger, Opener, Row
 from tracker.measures.registry import MEAN_OFFDIAG
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def define_metrics(
 measured_steps: "WeakKeyDictionary[wandb.Run, dict[int, int]]" = WeakKeyDictionary()
 
 
-class OpenRun:
+class OpenRun(Logger):
     """A run that the training program has opened, and closes. A step is one of W&B's rows, together with what the program logs.
 
     A measured step joins the row that is open, so that W&B numbers the program's own rows as it would without; a second one
@@ -173,10 +173,6 @@ class OpenRun:
         )
         self.defined |= row.scalars.keys()
         self._add(row.step, {AXIS: row.step, **row.numbers(self.prefix)})
-
-    def finish(self) -> str:
-        """Do nothing: who opened the run closes it."""
-        return ""
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
         row = self.run.step

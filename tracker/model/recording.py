@@ -31,11 +31,11 @@ from tracker.model.state_maps import StateMap
 from tracker.model.tail import Tail
 
 
+@dataclass
 class Spill:
     """A budget of `memory` bytes: tensors within it stay where they are, the others go to files (on the CPU)."""
 
-    def __init__(self, memory: int) -> None:
-        self.memory = memory  # bytes left
+    memory: int  # bytes left
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return the same values in a storage of their own size, in memory or in a file.

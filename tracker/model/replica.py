@@ -478,7 +478,9 @@ class Replica:
         self.generators.seed(seed)
         with (
             self.guard(),
-            noting_forward(type(self.module).__name__),
+            noting_forward(
+                f"{type(self.module).__name__}, whose weights and tables are converted to dtype={self.dtype}"
+            ),
             self._copier.refusing_originals(),
         ):
             try:

@@ -74,7 +74,6 @@ def write_page(curves: "Mapping[Path, xr.Dataset]", out: Path, clusters: str | N
     summaries = assign_clusters(
         {name: curves[directory] for name, directory in directories.items()}, clusters
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, _page(summaries, directories).encode())
     return out
 

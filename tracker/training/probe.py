@@ -22,7 +22,7 @@ from tracker.loggers.lightning import classes
 from tracker.model.boundaries import Boundary
 from tracker.model.description import Blocks, Named
 from tracker.model.guard import SCALARS
-from tracker.model.huggingface import huggingface_owner
+from tracker.model.huggingface import huggingface_owner, is_encoder_decoder
 from tracker.model.inputs import Batch, batches, check_tokenizer
 from tracker.model.records import ARRAYS, describe, is_record, is_texts, named_parts
 from tracker.model.wrappers import names_by_id, unwrap
@@ -249,7 +249,7 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
     """Return the forward calls that measure a plain batch.
 
     The model receives a tensor as it is; the first entry of a tuple or list, as the rest are training targets; and
-    those entries of a dictionary that its forward takes by name, except labels.
+    those entries of a dictionary that its forward takes by name, except labels from which it makes no inputs.
 
     Raises:
         UsageError: if the model's forward takes no entry of the batch.
@@ -262,11 +262,13 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
         return forward_calls(model, batch[0], tokenizer)
     if not isinstance(batch, dict):
         return batches(model, batch, tokenizer, None)
-    known = inspect.signature(model.forward).parameters
+    known, owner = inspect.signature(model.forward).parameters, huggingface_owner(model)
+    # Of labels alone, an encoder-decoder makes the inputs of its decoder.
+    shifted = owner is not None and is_encoder_decoder(owner) and "decoder_input_ids" not in batch
     taken = {
         name: value
         for name, value in batch.items()
-        if name in known and not name.startswith("label")
+        if name in known and (shifted or not name.startswith("label"))
     }
     if not any(isinstance(value, Tensor) for value in taken.values()):
         raise UsageError(
