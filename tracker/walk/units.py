@@ -18,7 +18,7 @@ from checkpoints import integrity, scores
 from checkpoints.copies import load_copy
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
-from tracker.common.text import UNTRAINED, first_line
+from tracker.common.text import UNTRAINED, first_line, size
 from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
@@ -150,10 +150,10 @@ def _measure(
         if not is_allocation_failure(error):
             raise
         raise UsageError(
-            f"memory runs out with a budget of {budget / 1e9:.3g} GB beside the weights ({first_line(error)}); give a "
+            f"memory runs out with a budget of {size(budget)} beside the weights ({first_line(error)}); give a "
             "smaller --memory_budget"
         ) from error
-    return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
+    return unit.assign_attrs(memory_budget=size(budget)), resident
 
 
 def with_scores(unit: xr.Dataset, scored: Mapping[str, float], source: str) -> xr.Dataset:
