@@ -329,7 +329,7 @@ def describe_cache(path: Path, flag: str) -> str:
     ]
     return (
         f"{path} belongs to a cache of the hub, which has {', '.join(names)}: set HF_HUB_CACHE and give the name of a "
-        f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {names[0]}"
+        f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {quote(names[0])}"
     )
 
 

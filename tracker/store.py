@@ -148,6 +148,12 @@ class Store:
             raise ValueError(
                 f"{error}; results are never mixed: choose another directory"
             ) from error
+        of_training = "weights" in stored
+        if of_training != ("weights" in settings):
+            kind = "a training run" if of_training else "a walk"
+            raise ValueError(
+                f"{self.path} holds results of {kind}; results are never mixed: choose another directory"
+            )
         require_same_settings(self.path, stored, settings)
 
     def file(self, step: int) -> Path:

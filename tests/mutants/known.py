@@ -254,7 +254,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "positions: name == 'all' -> name != 'all'",
         "positions: name == 'last' -> name != 'last'",
     ),
-    "tracker/commands.py": ("main: sys.argv[1:] -> sys.argv[2:]",),
     "tracker/common/command_line.py": (
         ": OK, FAILED, USAGE, INTERRUPTED = (0, 1, 2, 130) -> OK, FAILED, USAGE, INTERRUPTED = (0, 1, 3, 130)",
         "_brief_warnings.show: category not in (UserWarning, Note) or not filename.startswith(OWN) -> category not in (UserWarning, Note) and (not filename.startswith(OWN))",

@@ -35,9 +35,7 @@ def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measur
         for step in range(3):
             watch(step, model)
     printed = capsys.readouterr().out
-    stored = (
-        f'stored in {tmp_path}: tracker.plot("{tmp_path}"), python -m tracker.report {tmp_path}\n'
-    )
+    stored = f"stored in {tmp_path}: tracker.plot({str(tmp_path)!r}), python -m tracker.report {tmp_path}\n"
     assert printed == (f"{tracker.summary(tmp_path)!r}\n{stored}" if measures == "coupling" else "")
 
 

@@ -31,7 +31,7 @@ from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import CONFIDENCE, clustered_mean, t_margin
 from tracker.analysis.selections import LABELLED, opened, with_steps
 from tracker.common.errors import UsageError
-from tracker.common.text import at_tokens, capitalised, counted
+from tracker.common.text import at_tokens, capitalised, counted, escaped
 from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import Result, Store, by_name, require_steps, short_name
@@ -62,7 +62,7 @@ class Summary(pd.DataFrame):
         """Return the title, the table and the notes."""
         table = self.to_string(float_format=lambda value: f"{value:z.3f}", na_rep="")
         lines = [self.attrs["title"], "", table, "", *self.attrs["notes"], self.attrs["finding"]]
-        return "\n".join(lines).rstrip("\n")
+        return escaped("\n".join(lines).rstrip("\n"))
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.attrs["notes"])

@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -242,9 +243,9 @@ class WandbRun:
         directory = Path(self.run.dir).parent
         missing = finish(self.run)
         if self.mode == "offline":
-            return f"W&B offline: {directory} (send it with: wandb sync {directory})"
+            return f"W&B offline: {directory} (send it with: wandb sync {quote(str(directory))})"
         if missing:
-            return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
+            return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {quote(str(directory))}"
         # Only now has everything been sent; a killed run is replaced by a complete one
         if self.memory:
             content = {"id": self.run.id, "logged": self.logged, "log": self.chosen}

@@ -240,6 +240,10 @@ def check_whole(module: nn.Module) -> None:
                 f"{named} is TorchScript, whose code can't run with copies of its weights: measure the model with the Python "
                 "module from which it was scripted or traced"
             )
+        if type(part).__module__.startswith("torch.ao.nn.quantized"):
+            raise UsageError(
+                f"{named} computes with whole numbers, which have no derivative: measure it as it was before quantization"
+            )
         if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
             raise UsageError(
                 f"the weights of {named} have no values yet: run the model on one batch, then measure"

@@ -288,6 +288,8 @@ def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
     elif is_prompts(probe):
         remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
     failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"
+    if isinstance(error, FloatingPointError):
+        return failed  # it is no matter of what the model is given
     return f"{failed.rstrip('.')}. {remedy} forward=lambda module, batch: ..."
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError
-from tracker.common.text import at_tokens, counted, describe_repeat, find_repeats, size
+from tracker.common.text import at_tokens, counted, describe_repeat, escaped, find_repeats, size
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:
@@ -138,13 +138,13 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
     count, inputs = len(selection.checkpoints), main_input(measurement.inputs)
     kind = "prompt" if isinstance(inputs[0], str) else "sample"
     print(
-        f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
+        f"{escaped(selection.suite.name)}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
         f"{counted(len(inputs), kind)}, {_measured_at(plan)}; {measurement.device}, "
-        f"{measurement.settings.dtype}; results in {plan.output.store.path}",
+        f"{measurement.settings.dtype}; results in {escaped(str(plan.output.store.path))}",
         flush=True,
     )
     for notice in plan.notices:
-        print(f"note: {notice}", flush=True)
+        print(f"note: {escaped(notice)}", flush=True)
     if selection.offline:
         print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
     if selection.suspect:
