@@ -171,7 +171,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoints/disk.py": (
         "DiskBudget._evict: repository / 'snapshots' -> repository * 'snapshots' (2)",
-        "DiskBudget._free_space: used + size -> used - size",
+        "DiskBudget._free_space: used + needed -> used - needed",
         "missing_files: not path.is_file() or path.stat().st_size != file.size -> path.is_file() or path.stat().st_size != file.size",
     ),
     "checkpoints/hub.py": (
@@ -350,9 +350,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "opened.attempt: print(f'{type(logger).__name__} failed and gets no more steps ({reason})', file=sys.stderr, flush=True) -> print(f'{type(logger).__name__} failed and gets no more steps ({reason})', file=sys.stderr, flush=False)",
         "opened.send: row is not None and loggers -> row is not None or loggers",
     ),
-    "tracker/loggers/lightning.py": (
-        "LightningAdapter.images: self.prefix + name -> self.prefix - name",
-    ),
     "tracker/loggers/protocol.py": (
         "parse_log: '*' not in name -> '*' in name",
         "select_metrics: any((fnmatchcase(name, pattern) for name in (*row.scalars, *others))) -> all((fnmatchcase(name, pattern) for name in (*row.scalars, *others)))",
@@ -507,7 +504,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/report/write.py": (
         "_json: json.dumps(value, allow_nan=False, separators=(',', ':')) -> json.dumps(value, allow_nan=True, separators=(',', ':'))",
         "main: len(parsed.results) > 1 -> len(parsed.results) > 2",
-        "write_page: out.parent.mkdir(parents=True, exist_ok=True) -> out.parent.mkdir(parents=False, exist_ok=True)",
     ),
     "tracker/skipped.py": (
         "Skipped.alike: len(self._first) == 1 -> len(self._first) != 1",
@@ -536,7 +532,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "RunOptions: class RunOptions(Options, total=False): -> class RunOptions(Options, total=True):",
     ),
     "tracker/training/probe.py": (
-        "forward_calls: name in known and (not name.startswith('label')) -> name in known or not name.startswith('label')",
+        "forward_calls: name in known and (shifted or not name.startswith('label')) -> name in known or (shifted or not name.startswith('label'))",
     ),
     "tracker/training/ranks.py": (
         "Ranks._worst: self.group is None -> self.group is not None",

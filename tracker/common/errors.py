@@ -64,7 +64,7 @@ EXTRAS = {
 
 
 class MissingExtraError(ImportError):
-    """A package that can't be imported: one of an extra that is not installed, or one that a user's file hides."""
+    """A package that can't be imported, because its extra is not installed."""
 
 
 def missing_extra(error: ImportError, feature: str) -> ImportError:
@@ -89,14 +89,13 @@ def require(package: str, feature: str) -> None:
 
 
 def require_own(package: str) -> None:
-    """Raise MissingExtraError, which names the file, if a user's module hides a top-level package of this distribution."""
+    """Exit with status 1 and the file's name if a user's module hides a top-level package of this distribution."""
     spec = find_spec(package)
     file = spec and spec.origin
     if file != str(ROOT / package / "__init__.py"):
-        raise MissingExtraError(
-            f"this command needs its own package {package!r}, but Python finds {file or 'another folder'}: rename that, or run "
-            "the command in another directory",
-            name=package,
+        sys.exit(
+            f"error: this command needs its own package {package!r}, but Python finds {file or 'another folder'}: rename that, "
+            "or run the command in another directory"
         )
 
 

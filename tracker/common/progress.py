@@ -43,7 +43,10 @@ def progress_bar(shown: bool | None) -> Iterator[Progress]:
     Args:
         shown: whether to show it. None: on a terminal and in a notebook.
     """
-    if _rank() > 0 or not (is_interactive() if shown is None else shown):
+    import torch.distributed as ranks
+
+    first = not (ranks.is_available() and ranks.is_initialized()) or ranks.get_rank() == 0
+    if not first or not (is_interactive() if shown is None else shown):
         yield Progress()
         return
     from tqdm.auto import tqdm
@@ -60,14 +63,4 @@ def is_interactive() -> bool:
     stream = sys.stderr
     return stream is not None and (
         stream.isatty() or type(stream).__module__.startswith("ipykernel")
-    )
-
-
-def _rank() -> int:
-    import torch
-
-    return (
-        torch.distributed.get_rank()
-        if torch.distributed.is_available() and torch.distributed.is_initialized()
-        else 0
     )

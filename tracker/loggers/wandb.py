@@ -139,6 +139,12 @@ def define_metrics(
 measured_steps: "WeakKeyDictionary[wandb.Run, dict[int, int]]" = WeakKeyDictionary()
 
 
+def _pictures(row: Row, prefix: str = "") -> "dict[str, wandb.Image]":
+    import wandb
+
+    return {prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
+
+
 class OpenRun(Logger):
     """A run that the training program has opened, and closes. A step is one of W&B's rows, together with what the program logs.
 
@@ -157,11 +163,7 @@ class OpenRun(Logger):
 
     def images(self, row: Row) -> None:
         """Add the heat maps of a step."""
-        import wandb
-
-        pictures = {
-            self.prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()
-        }
+        pictures = _pictures(row, self.prefix)
         for name in sorted(pictures.keys() - self.defined):
             self.run.define_metric(name, step_metric=AXIS)
         self.defined |= pictures.keys()
@@ -217,13 +219,8 @@ class WandbRun:
 
     def images(self, row: Row) -> None:
         """Add the heat maps to the step that `log` sends, unless it has it."""
-        import wandb
-
         if row.step not in self.logged:
-            self.run.log(
-                {name: wandb.Image(picture) for name, picture in row.heatmaps().items()},
-                commit=False,
-            )
+            self.run.log(_pictures(row), commit=False)
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""

@@ -172,7 +172,11 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     if isinstance(inputs, Tensor):
         calls = [_batch(model, (inputs,), {}, inputs, None)]
     elif isinstance(inputs, Mapping):
-        inputs = {name: _as_dict(value) for name, value in inputs.items()}
+        # Of what a tokenizer returns, a dictionary, whose tensors divide into samples
+        inputs = {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in inputs.items()
+        }
         tensors = _named_tensors(inputs)
         # The mask counts tokens and is none; what else comes first is what the batch axis is read from.
         given = [name for name in tensors if name != "attention_mask"]
@@ -202,11 +206,6 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     if not calls or not all(call.labels for call in calls):
         raise UsageError("no inputs: give at least one prompt or sample")
     return calls
-
-
-def _as_dict(value: Any) -> Any:
-    """Return a mapping, such as what a tokenizer returns, as a dict, whose tensors divide into samples; others as they are."""
-    return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
 def _named_tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:

@@ -3,19 +3,15 @@
 It is what a walk imports first, so a user's file that hides the package `checkpoints` is named here.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.common.errors import MissingExtraError, require_own
+from tracker.common.errors import require_own
 from tracker.common.values import BYTE_SIZE, LOG, PROJECT
 
-try:
-    require_own("checkpoints")
-except MissingExtraError as error:
-    sys.exit(f"error: {error}")
+require_own("checkpoints")
 
 # The memory budget is taken from the machine, and a store states whether measures were given.
 LEFT_OUT = {"memory_budget": None, "measures": None}

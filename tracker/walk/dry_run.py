@@ -28,14 +28,11 @@ from tracker.measurement import prepared
 from tracker.measures.cost import (
     Case,
     Cost,
-    Machine,
     cost_of,
     cost_of_calls,
     named_machine,
     this_machine,
 )
-from tracker.measures.settings import Settings
-from tracker.model.description import Blocks
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
 from tracker.walk.command import Walk
@@ -129,20 +126,22 @@ def _download_lines(
 
 def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> tuple[str, Cost]:
     """Return where the model's shape is from, in words, and the cost of measuring one checkpoint."""
-    measurement = plan.measurement
-    dtype = measurement.settings.torch_dtype
+    measurement, settings = plan.measurement, plan.measurement.settings
+    dtype = settings.torch_dtype
     machine = named_machine(walk.on) if walk.on else this_machine(measurement.device, dtype)
+    config = tokenizer = None
     if measurement.own_code:  # the user's code makes the model with its weights
+        source = f"loaded from {missing[0].source}"
         model, tokenizer = measurement.load(Path(missing[0].source))
-        blocks = find_blocks(model, measurement.blocks)
-        settings = _with_budget(measurement, model, blocks, machine)
+    else:
+        model, config, source = _model(plan.selection, missing)
+    blocks = find_blocks(model, measurement.blocks)
+    default = default_budget(machine.device, weights_memory(model, blocks, dtype), machine.memory)
+    settings = replace(settings, memory_budget=measurement.memory_budget or default)
+    if config is None:
         calls = batches(model, measurement.inputs, tokenizer, measurement.max_tokens)
         with prepared(model, blocks, calls, settings, measurement.device) as replica:
-            cost = cost_of_calls(replica, calls, settings, machine)
-        return f"loaded from {missing[0].source}", cost
-    model, config, source = _model(plan.selection, missing)
-    blocks = find_blocks(model, measurement.blocks)
-    settings = _with_budget(measurement, model, blocks, machine)
+            return source, cost_of_calls(replica, calls, settings, machine)
     lengths = _lengths(measurement, config)
     chosen = settings.chosen_tokens(blocks)
     of_sample = len(chosen) if isinstance(chosen, tuple) else 1
@@ -156,16 +155,6 @@ def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) 
         normed=settings.final_norm != "exclude" and bool(blocks.include_final_norm),
     )
     return source, cost_of(case, settings, machine)
-
-
-def _with_budget(
-    measurement: Measurement, model: nn.Module, blocks: Blocks, machine: Machine
-) -> Settings:
-    """Return the settings with the memory budget of a measurement on the machine."""
-    settings = measurement.settings
-    weights = weights_memory(model, blocks, settings.torch_dtype)
-    default = default_budget(machine.device, weights, machine.memory)
-    return replace(settings, memory_budget=measurement.memory_budget or default)
 
 
 def _lengths(measurement: Measurement, config: Any) -> list[int]:
