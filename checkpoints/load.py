@@ -102,8 +102,8 @@ def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrain
         named = getattr(transformers, name, None)
         if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
             return config, named
-    language: Any = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    models = language if type(config) in language else modeling_auto.MODEL_MAPPING
+    language = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    models: Any = language if type(config) in language else modeling_auto.MODEL_MAPPING
     return config, models[type(config)]
 
 

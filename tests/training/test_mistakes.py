@@ -33,7 +33,6 @@ ERRORS = [
     RuntimeError("planted"),
     ValueError("planted"),
     KeyError("planted"),
-    FloatingPointError("planted"),
 ]
 
 
@@ -43,11 +42,8 @@ def test_an_error_of_the_forward_pass_ends_the_run_at_first(tmp_path, error):
         fit(
             trainer([Watch(2, save_dir=tmp_path)]), lambda: Failing(error, range(9)), validate=False
         )
-    said = f"{type(error).__name__}: {error}. If the training step"
-    # Values that are not finite are no matter of what the model is given
-    of_inputs = not isinstance(error, FloatingPointError)
-    assert (said in str(raised.value)) == of_inputs
-    assert str(raised.value).endswith("forward=lambda module, batch: ...") == of_inputs
+    assert f"{type(error).__name__}: {error}. If the training step" in str(raised.value)
+    assert str(raised.value).endswith("forward=lambda module, batch: ...")
     assert type(raised.value.__cause__) is type(error)
     assert raised.value.__notes__ == [
         "while CouplingCallback measured step 0; the training can't continue"
@@ -116,7 +112,8 @@ def test_mistakes_of_other_kinds(options, message):
 
 
 def test_a_probe_that_is_not_finite():
-    with refused(r"float32 \(5, 6, 8\): FloatingPointError: .*not finite"):
+    """What the model is given is not the cause."""
+    with refused(r"float32 \(5, 6, 8\): FloatingPointError: (?!.*forward=).*not finite"):
         fit(trainer([Watch(2, probe=PROBE * float("nan"))]))
 
 

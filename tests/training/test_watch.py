@@ -30,13 +30,14 @@ def test_what_a_call_returns():
 @pytest.mark.slow
 @pytest.mark.parametrize("measures", ["coupling", "entropy"])
 def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measures):
-    model = neox()
-    with tracker.Watch(1, probe=tokens(3), k=K, save_dir=str(tmp_path), measures=measures) as watch:
+    """With what can be pasted, and without colours that a name might set."""
+    model, path = neox(), f"{tmp_path}/my run\x1b[31m (2)"
+    with tracker.Watch(1, probe=tokens(3), k=K, save_dir=path, measures=measures) as watch:
         for step in range(3):
             watch(step, model)
-    printed = capsys.readouterr().out
-    stored = f"stored in {tmp_path}: tracker.plot({str(tmp_path)!r}), python -m tracker.report {tmp_path}\n"
-    assert printed == (f"{tracker.summary(tmp_path)!r}\n{stored}" if measures == "coupling" else "")
+    printed, shown = capsys.readouterr().out, path.replace("\x1b", r"\x1b")
+    stored = f"stored in {shown}: tracker.plot('{shown}'), python -m tracker.report '{shown}'\n"
+    assert printed == (f"{tracker.summary(path)!r}\n{stored}" if measures == "coupling" else "")
 
 
 def test_a_store_that_is_damaged_meanwhile_does_not_stop_the_end_of_a_training(tmp_path):

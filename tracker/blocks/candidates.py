@@ -228,7 +228,7 @@ def _runs_of_several_classes(model: nn.Module) -> Iterator[Run]:
             at
             for at, (_, _, child) in enumerate(stretch)
             if counts[type(child)] > 1
-            or any(_is_attention(*part) for part in child.named_modules())
+            or any(_is_attention(name, part) for name, part in child.named_modules())
         ]
         if certain:
             run = _run(path, stretch[certain[0] : certain[-1] + 1])

@@ -332,10 +332,8 @@ class TrainingRun:
             with isolate_rng(), suppress(UsageError):
                 path = str(store.path)
                 print(summary(store))
-                print(
-                    f"stored in {escaped(path)}: tracker.plot({path!r}), python -m tracker.report {quote(path)}",
-                    flush=True,
-                )
+                line = f"stored in {path}: tracker.plot({path!r}), python -m tracker.report {quote(path)}"
+                print(escaped(line), flush=True)
 
     # Measuring.
 
