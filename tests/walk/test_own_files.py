@@ -593,10 +593,9 @@ def test_blocks_that_a_walk_proposes_are_measured(tmp_path, capsys):
     )
 
 
-NAMED = ("BertForSequenceClassification", "GPT2DoubleHeadsModel", "LlamaModel")
-
-
-@pytest.mark.parametrize("name", [*NAMED, "ViTForImageClassification"])
+@pytest.mark.parametrize(
+    "name", "BertForSequenceClassification GPT2DoubleHeadsModel LlamaModel ViTModel".split()
+)
 def test_a_checkpoint_is_loaded_as_the_model_that_its_configuration_names(name, tmp_path):
     saved = (vision if name.startswith("ViT") else language)(name)(Size())
     saved.save_pretrained(tmp_path)
