@@ -151,7 +151,6 @@ def _run(
         if result.exists():
             outcome["result"] = json.loads(result.read_text())
         record["steps"][name] = {"commit": git.stdout.strip(), "command": command, **outcome}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(options.out, (json.dumps(record, indent=1) + "\n").encode())
     print(f"\n{table(record['steps'])}\n\n{options.out}")
     return 0 if done else 1

@@ -146,7 +146,6 @@ def settings_of(command: Any) -> dict[str, Any]:
 def save(result: dict[str, Any], file: Path | None) -> None:
     """Write a result, completely or not at all, if there is a file for it."""
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(file, (json.dumps(result, indent=1) + "\n").encode())
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tracker.common.text import size
+
 STREAMED, IN_MEMORY = "streamed", "in memory"
 K = 10  # top singular vectors
 INTERVAL = 0.01  # seconds between samples of the memory in use
@@ -139,7 +141,7 @@ def table(result: dict[str, Any]) -> str:
     import pandas as pd
 
     ways = pd.DataFrame(result["ways"]).to_string(float_format="{:.4g}".format)
-    return f"{result['weights_bytes'] / 1e9:.2f} GB of weights\n{ways}"
+    return f"{size(result['weights_bytes'])} of weights\n{ways}"
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from checkpoints.load import TOKENIZER_FILES
 from tracker.common import files
 from tracker.common.errors import CheckpointError, UsageError
 from tracker.common.files import Lock
-from tracker.common.text import first_line
+from tracker.common.text import first_line, size
 
 PREFIX = ".block-coupling-copy-"
 LOCK = ".lock"
@@ -123,7 +123,7 @@ def _beside(source: Path) -> Path:
     return Path(os.path.realpath(source)).parent  # Path.resolve raises for a link to itself
 
 
-def _place(source: Path, size: int) -> Path:
+def _place(source: Path, needed: int) -> Path:
     """Choose where a copy of so many bytes goes: `TMPDIR`, or beside the checkpoint; preferably not where files are in memory.
 
     Raises:
@@ -132,12 +132,12 @@ def _place(source: Path, size: int) -> Path:
     temporary = Path(tempfile.gettempdir())
     places = [temporary, *(place for place in [_beside(source)] if os.access(place, os.W_OK))]
     free = {place: shutil.disk_usage(place).free for place in places}
-    fitting = sorted((place for place in places if size <= free[place]), key=_is_in_memory)
+    fitting = sorted((place for place in places if needed <= free[place]), key=_is_in_memory)
     if not fitting:
-        has = " and ".join(f"{place} ({free[place] / 1e9:.3g} GB are free)" for place in free)
+        has = " and ".join(f"{place} ({size(free[place])} are free)" for place in free)
         raise CheckpointError(
             f"{source} is copied before it is measured, so that nobody changes it meanwhile, and there is no space for its "
-            f"{size / 1e9:.3g} GB in {has}; set TMPDIR to a directory with more space"
+            f"{size(needed)} in {has}; set TMPDIR to a directory with more space"
         )
     if _is_in_memory(fitting[0]):
         warnings.warn(

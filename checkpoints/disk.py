@@ -19,6 +19,7 @@ from pathlib import Path
 from checkpoints.hub import File, Listing, read_ref, repo_dir
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock, cache_root, read_json, write_atomic
+from tracker.common.text import size
 
 # Size in bytes and name of the blob of files, by path within the cache
 Files = dict[str, tuple[int, str]]
@@ -74,14 +75,14 @@ class DiskBudget:
             record = self.records / f"{listing.commit}.json"
             use = Lock.wait(record.with_suffix(".lock"), shared=True)
             files = self._to_fetch(repo, listing) | _read(record)
-            size = _bytes(files)
-            if self.budget is not None and size > self.budget:
+            needed = _bytes(files)
+            if self.budget is not None and needed > self.budget:
                 use.release()
                 raise CheckpointError(
-                    f"its files take {size / 1e9:.3g} GB, more than the whole --disk_budget of {self.budget / 1e9:.3g} GB; raise "
+                    f"its files take {size(needed)}, more than the whole --disk_budget of {size(self.budget)}; raise "
                     "the budget"
                 )
-            if not self._free_space(size, record, upcoming):
+            if not self._free_space(needed, record, upcoming):
                 use.release()
                 return None
             if files:
@@ -103,8 +104,8 @@ class DiskBudget:
             if not pointer.exists()
         }
 
-    def _free_space(self, size: int, record: Path, upcoming: Collection[str]) -> bool:
-        """Evict other revisions, oldest first, until `size` bytes fit; return False if they do not."""
+    def _free_space(self, needed: int, record: Path, upcoming: Collection[str]) -> bool:
+        """Evict other revisions, oldest first, until `needed` bytes fit; return False if they do not."""
         if self.budget is None:
             return True
         others = {other: _read(other) for other in self.records.glob("*.json") if other != record}
@@ -112,11 +113,11 @@ class DiskBudget:
         for other in sorted(
             others, key=lambda other: (other.stem in upcoming, other.stat().st_mtime)
         ):
-            if used + size <= self.budget:
+            if used + needed <= self.budget:
                 break
             if self._evict(other):
                 used -= _bytes(others[other])
-        return used + size <= self.budget
+        return used + needed <= self.budget
 
     def _evict(self, record: Path) -> bool:
         """Remove the downloaded files of a revision; return False if it is in use."""
@@ -155,10 +156,10 @@ def _remove(snapshot: Path) -> None:
 def _read(record: Path) -> Files:
     try:
         kept = read_json(record, dict)
-        return {name: (size, str(blob)) for name, (size, blob) in kept.items()}
+        return {name: (count, str(blob)) for name, (count, blob) in kept.items()}
     except FileNotFoundError:
         return {}
 
 
 def _bytes(files: Files) -> int:
-    return sum(size for size, _ in files.values())
+    return sum(needed for needed, _ in files.values())

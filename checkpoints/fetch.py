@@ -21,7 +21,7 @@ from checkpoints.hub import File, Listing, read_ref, repo_dir
 from checkpoints.retries import TIMEOUT, Attempts, Notify, unexpected
 from tracker.common.errors import NO_SPACE, NOT_ALLOWED, CheckpointError, Unreachable
 from tracker.common.files import write_atomic
-from tracker.common.text import first_line
+from tracker.common.text import first_line, size
 
 BLOCK = 1 << 20  # bytes
 # Bytes a second, over so many seconds, below which a download has stalled
@@ -86,7 +86,6 @@ def fetch(
         if read_ref(reference) != listing.commit:
             # A cache that can't be written to may lack nothing
             with nullcontext() if missing else suppress(OSError):
-                reference.parent.mkdir(parents=True, exist_ok=True)
                 write_atomic(reference, listing.commit.encode())
     except OSError as error:
         raise CheckpointError(
@@ -158,15 +157,13 @@ def _receive(
             sha.update(block)
             have += len(block)
         if have:
-            attempts.notify(
-                f"{attempts.subject}: resuming after {have / 1e9:.3g} of {file.size / 1e9:.3g} GB"
-            )
+            attempts.notify(f"{attempts.subject}: resuming after {size(have)} of {size(file.size)}")
         count(have)
         free = shutil.disk_usage(target.parent).free
         if file.size - have > free:
             raise OSError(
                 errno.ENOSPC,
-                f"{(file.size - have) / 1e9:.3g} GB are needed and {free / 1e9:.3g} GB are free",
+                f"{size(file.size - have)} are needed and {size(free)} are free",
             )
         furthest = have
         while have < file.size:

@@ -227,7 +227,6 @@ def _request_listing(
         return None
     # A cache that can't be written to: the listing is requested again next time
     with suppress(OSError):
-        _listing_file(repo, commit).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(
             _listing_file(repo, commit),
             json.dumps([asdict(file) for file in listing.files]).encode(),
@@ -330,7 +329,7 @@ def describe_cache(path: Path, flag: str) -> str:
     ]
     return (
         f"{path} belongs to a cache of the hub, which has {', '.join(names)}: set HF_HUB_CACHE and give the name of a "
-        f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {names[0]}"
+        f"repository, HF_HUB_CACHE={cache} python -m tracker.pythia {flag} {quote(names[0])}"
     )
 
 

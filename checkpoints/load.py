@@ -1,6 +1,6 @@
 """Load a downloaded checkpoint as a model and tokenizer; an error states in one sentence what is wrong with its weights.
 
-Without `trust_remote_code=False`, transformers runs a checkpoint's Python files, or asks on the terminal whether to.
+Without `trust_remote_code=False`, transformers' automatic classes run a checkpoint's Python files, or ask on the terminal.
 """
 
 import importlib
@@ -12,12 +12,13 @@ from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from pickle import UnpicklingError
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 from checkpoints.configuration import check_configuration, check_index, require_size, weights_in
 from checkpoints.hub import describe_cache, list_branches
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
-from tracker.common.text import first_line, printable
+from tracker.common.text import first_line, join_names, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,17 +54,9 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """
     if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
         raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
-    return load_model(directory), load_own_tokenizer(directory)
-
-
-def load_own_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer in a checkpoint's directory.
-
-    Raises:
-        CheckpointError: if there is none, it is damaged, or it needs code of its own.
-    """
+    model = load_model(directory)
     with readable(directory, f"the tokenizer in {directory}", TOKENIZER_REMEDY):
-        return _tokenizer(directory)
+        return model, _tokenizer(directory)
 
 
 def load_model(directory: Path) -> "PreTrainedModel":
@@ -78,41 +71,40 @@ def load_model(directory: Path) -> "PreTrainedModel":
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     with readable(directory, str(directory), DAMAGED), without_progress_bars():
         check_index(directory)
-        config, auto = read_architecture(directory)
+        config, architecture = read_architecture(directory)
         with torch.device("meta"):
-            model = auto.from_config(config, trust_remote_code=False)
+            model = architecture(config)
         require_size(directory, model, weights_in(directory))
-        loaded: Any = auto.from_pretrained(
+        loaded: Any = architecture.from_pretrained(
             directory,
             config=config,
             dtype="auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            trust_remote_code=False,
         )
     model, info = loaded
-    _check_tensors(directory, info)
+    _check_tensors(directory, model, info)
     return model
 
 
-def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, Any]":
+def read_architecture(directory: Path) -> "tuple[PreTrainedConfig, type[PreTrainedModel]]":
     """Return a checkpoint's configuration, and the class of transformers that builds its model.
 
-    It is the model that the configuration names; where it names none, a language model if there is one of the kind.
+    It is the class that the configuration names; if transformers has none of that name, a language model if there is one of the
+    kind.
     """
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    import transformers
     from transformers.models.auto import modeling_auto
 
     check_configuration(directory)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    kind, named = type(config), config.architectures or ()
-    for auto in vars(modeling_auto).values():
-        models: Any = getattr(auto, "_model_mapping", None)
-        if isinstance(auto, type) and models is not None and kind in models:
-            if getattr(models[kind], "__name__", "") in named:
-                return config, auto
-    language = kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    return config, AutoModelForCausalLM if language else AutoModel
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    for name in config.architectures or ():
+        named = getattr(transformers, name, None)
+        if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
+            return config, named
+    language = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    models: Any = language if type(config) in language else modeling_auto.MODEL_MAPPING
+    return config, models[type(config)]
 
 
 def init_untrained(model: "nn.Module", seed: int) -> "nn.Module":
@@ -233,6 +225,8 @@ def _reporting(
             raise
         except Exception as error:  # the user's code may raise errors of any type
             cure = next((cure for part, cure in CURES.items() if part in str(error)), "")
+            if isinstance(error, KeyError) and path.is_file():
+                cure = f"the file holds {_keys(path)}"
             text, cure = printable(str(error), 80 if cure else 500), cure or remedy
             raise UsageError(
                 f"{path} can't be loaded by {name} ({type(error).__name__}: {text})"
@@ -246,6 +240,17 @@ def _reporting(
         return model
 
     return load_file
+
+
+def _keys(path: Path) -> str:
+    """Say which entries a file of `torch.save` has, if they can be read without running code."""
+    import torch
+
+    try:
+        kept = torch.load(path, map_location="meta", weights_only=True)
+    except (UnpicklingError, RuntimeError):
+        return "other objects than tensors"
+    return shortened(list(kept)) if isinstance(kept, dict) else f"a {type(kept).__name__}"
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
@@ -307,7 +312,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _check_tensors(directory: Path, info: dict[str, Any]) -> None:
+def _check_tensors(directory: Path, model: "PreTrainedModel", info: dict[str, Any]) -> None:
     faults = {
         "missing": sorted(info["missing_keys"]),
         "unexpected": sorted(k for k in info["unexpected_keys"] if not k.endswith(REBUILT)),
@@ -318,8 +323,15 @@ def _check_tensors(directory: Path, info: dict[str, Any]) -> None:
         for fault, names in faults.items()
         if names
     ]
-    if described:
-        raise CheckpointError(
-            f"the weights in {directory} do not fit the model: {'; '.join(described)} tensors. transformers would "
-            "initialise missing ones at random, so this checkpoint is not measured; restore its files"
+    if not described:
+        return
+    named, built = model.config.architectures or [], type(model).__name__
+    remedy = "transformers would initialise missing ones at random, so this checkpoint is not measured; restore its files"
+    if named and built not in named:
+        remedy = (
+            f"config.json names {join_names(named)}, of which transformers has no class: walk the directories with a function of "
+            "yours, --files 'PATTERN' --load my_module:load"
         )
+    raise CheckpointError(
+        f"the weights in {directory} do not fit {built}: {'; '.join(described)} tensors. {remedy}"
+    )

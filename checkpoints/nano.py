@@ -290,7 +290,6 @@ def _module(recipe: NanoRecipe, tokenizer: "PreTrainedTokenizerFast", held_out, 
 def _save(model, tokenizer, step: int, scores: dict[str, float], directory: Path) -> str:
     """Write a revision (the snapshot, named by a hash of its content, then the reference to it) and return the hash."""
     repository = repo_dir(REPO, directory)
-    (repository / "refs").mkdir(parents=True, exist_ok=True)
     unfinished = repository / "snapshots" / f".step{step}.tmp"
     shutil.rmtree(unfinished, ignore_errors=True)
     model.save_pretrained(unfinished)

@@ -370,13 +370,10 @@ def _pythia(model: str) -> str | None:
         return f"pythia-{size}{suffix}"
     if "/" in prefix:
         return None  # a repository like any other, such as EleutherAI/pythia-160m-v0
+    variants = ", ".join(f"{name} for {', '.join(has)}" for name, has in PYTHIA_VARIANTS.values())
     raise ValueError(
-        f"no model {model!r}: Pythia has {_variants()}; give any other repository by its whole id, EleutherAI/pythia-..."
+        f"no model {model!r}: Pythia has {variants}; give any other repository by its whole id, EleutherAI/pythia-..."
     )
-
-
-def _variants() -> str:
-    return ", ".join(f"{name} for {', '.join(sizes)}" for name, sizes in PYTHIA_VARIANTS.values())
 
 
 def _directory(path: Path, pattern: re.Pattern[str], stage: str | None, lightning: bool) -> Suite:

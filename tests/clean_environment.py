@@ -17,10 +17,10 @@ from tracker.common.errors import DISTRIBUTION, EXTRAS
 
 CALLBACKS = {"CouplingCallback": "train", "TransformersCallback": "walk", "Watch": "train"}
 COMMANDS = {
-    "walk --model 70m": "all",
-    "report results": "all",
-    "figures all results": "all",
-    "vit-train": "all",
+    "tracker.pythia --model 70m": "all",
+    "tracker.report results": "all",
+    "tracker.figures all results": "all",
+    "vit.train": "all",
 }
 
 
@@ -73,11 +73,9 @@ def main() -> None:
         else:
             raise AssertionError(f"tracker.{name} works without its extra")
     for command, extra in COMMANDS.items():
-        arguments = [Path(sys.executable).parent / "block-coupling", *command.split()]
+        arguments = [sys.executable, "-m", *command.split()]
         process = subprocess.run(arguments, capture_output=True, text=True)
-        assert process.returncode == 2 and f"{DISTRIBUTION}[{extra}]" in process.stderr, (
-            process.stderr
-        )
+        assert process.returncode and f"{DISTRIBUTION}[{extra}]" in process.stderr, process.stderr
         print(process.stderr.strip())
     assert "py.typed" in {file.name for file in importlib.metadata.files(DISTRIBUTION) or ()}
 

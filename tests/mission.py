@@ -205,7 +205,7 @@ def walk_published_checkpoints(directory: Path) -> None:
         "--out",
         "both.html",
     )
-    run("tracker.commands", "replay", "out", "--wandb", "offline", "--log", "all")
+    run("tracker.replay", "out", "--wandb", "offline", "--log", "all")
     run("tracker.pythia", "--model", "70m", "--dry_run")
     print(tracker.summary(tracker.open_results("out")))
 

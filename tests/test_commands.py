@@ -1,6 +1,5 @@
-"""`block-coupling COMMAND`: every subcommand is a module with a `main`, and wrong names list them."""
+"""Command lines: their help is quick, and a package that is missing or hidden is named."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -9,16 +8,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.support import processes
-from tracker.commands import COMMANDS, main
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_each_subcommand_prints_its_own_help(name, capsys):
-    with pytest.raises(SystemExit) as left:
-        main([name, "--help"])
-    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: python -m ")
-    assert callable(importlib.import_module(COMMANDS[name][0]).main)
-
 
 HEAVY = {  # packages that take a tenth of a second or more to import
     *("torch", "numpy", "xarray", "pandas", "scipy", "matplotlib", "plotly"),
@@ -34,9 +23,7 @@ COMMAND_LINES = sorted(
 
 
 def test_every_command_is_among_those_whose_help_is_quick():
-    modules = {module.removesuffix(".__main__") for module, _ in COMMANDS.values()}
-    assert modules - {*COMMAND_LINES} == {"tracker.report.write"}  # which tracker.report runs
-    assert {"tracker.commands", "tracker.report", "benchmarks.callback"} < {*COMMAND_LINES}
+    assert {"tracker.pythia", "tracker.report", "benchmarks.callback"} < {*COMMAND_LINES}
 
 
 @pytest.mark.parametrize("module", COMMAND_LINES)
@@ -63,17 +50,6 @@ def test_help_takes_less_than_half_a_second(module):
         return processes.children_seconds() - before
 
     assert any(0 < seconds() < 0.5 for _ in range(3))
-
-
-def test_without_a_command_all_are_listed(capsys):
-    assert main([]) == main(["--help"]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in COMMANDS)
-
-
-def test_an_unknown_command_is_refused(capsys):
-    assert main(["wlak"]) == 2
-    assert "error: wlak; choose from" in capsys.readouterr().err
 
 
 def test_the_extras_of_missing_packages_exist():
@@ -122,11 +98,6 @@ def test_measurements_and_callbacks_do_not_need_the_packages_that_a_users_files_
     assert "\nprompt token k layer" in f"\n{ran.stdout}", ran.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("tracker.commands", "walk"), ("tracker.commands", "vit-grid"), ("tracker.pythia",)],
-)
-def test_a_command_names_the_users_file_that_hides_its_package(hidden, arguments):
-    ran = python(hidden, "-m", *arguments, "--help")
-    package = "vit" if "vit-grid" in arguments else "checkpoints"
-    assert ran.returncode and f"Python finds {hidden / package}.py: rename that" in ran.stderr
+def test_a_walk_names_the_users_file_that_hides_its_package(hidden):
+    ran = python(hidden, "-m", "tracker.pythia", "--help")
+    assert ran.returncode and f"Python finds {hidden}/checkpoints.py: rename that" in ran.stderr

@@ -34,6 +34,7 @@ from tests.support.unchanged import assert_unchanged, snapshot
 from tests.support.units import assert_same
 from tests.support.words import tokenizer
 from tracker.blocks.find import find_blocks
+from tracker.common.errors import Note
 
 
 def test_padding_in_a_mapping_changes_nothing():
@@ -411,8 +412,12 @@ def test_inputs_that_the_forward_does_not_accept_are_refused():
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, depth=2, embed_dim=24, num_heads=2
     )
+    images = torch.randn(1, 3, 32, 32)
     with refused("forward of VisionTransformer does not take these inputs: missing.*'x'"):
-        tracker.measure(model, {"pixels": torch.randn(1, 3, 32, 32)})
+        tracker.measure(model, {"pixels": images})
+    with pytest.warns(Note, match="a batch of a training, .float32 .1, 3.*first entry"):
+        of_loader = tracker.measure(model, [images, torch.zeros(1)])
+    assert_same(of_loader, tracker.measure(model, images), ["miscoupling"])
 
 
 def test_prompts_for_a_forward_that_calls_its_tokens_something_else():

@@ -70,6 +70,8 @@ def test_other_settings_are_refused_once_results_exist(store):
     store.check_settings({"k": [5], "dtype": "float32"})
     with pytest.raises(ValueError, match=r"k was \[5\], now \[6\].*never mixed"):
         store.check_settings({"k": [6], "dtype": "float32"})
+    with pytest.raises(ValueError, match="holds results of a walk; results are never mixed"):
+        store.check_settings({"weights": "raw"})
 
 
 def test_other_settings_are_refused_while_a_walk_holds_the_store(store):

@@ -101,11 +101,15 @@ class Fused(nn.Module):
         return x + rest
 
 
+def assert_wrong(model, blocks, message):
+    built = catalogue.Built(model.double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
+    graph = oracle.run(built.fresh(), built.inputs, blocks)
+    with pytest.raises(judge.Wrong, match=message):
+        judge.tower(built, built.inputs, graph, judge.Outcome("any", "causal", "right"))
+
+
 def test_ignored_second_stream_is_detected():
-    built = catalogue.Built(Fused().double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
-    graph = oracle.run(built.fresh(), built.inputs, [f"layers.{l}" for l in range(3)])
-    with pytest.raises(judge.Wrong, match="second tensor"):
-        judge.tower(built, built.inputs, graph, judge.Outcome("Fused", "causal", "right"))
+    assert_wrong(Fused(), [f"layers.{l}" for l in range(3)], "second tensor")
 
 
 class Towers(nn.Module):
@@ -130,10 +134,7 @@ class Towers(nn.Module):
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_wrong_tower_is_detected(behind):
-    built = catalogue.Built(Towers(behind).double(), {"ids": torch.arange(10).reshape(2, 5)}, True)
-    graph = oracle.run(built.fresh(), built.inputs, ["first.0", "first.1"])
-    with pytest.raises(judge.Wrong, match="between" if behind else "beside"):
-        judge.tower(built, built.inputs, graph, judge.Outcome("Towers", "causal", "right"))
+    assert_wrong(Towers(behind), ["first.0", "first.1"], "between" if behind else "beside")
 
 
 def test_oracle_returns_jacobians_of_single_blocks():

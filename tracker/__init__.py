@@ -25,8 +25,6 @@ _MODULES = {
     "scalars": "analysis.curves",
     "summary": "analysis.summary",
     "prompts": "walk.prompts",
-}
-_SUBMODULES = {
     "figures": "figures",
     "report": "report",
 }
@@ -62,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULES.get(name) or _SUBMODULES.get(name)
+    module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'tracker' has no attribute {name!r}")
     try:
@@ -71,9 +69,9 @@ def __getattr__(name: str) -> Any:
         from tracker.common.errors import missing_extra
 
         raise missing_extra(error, f"tracker.{name}") from error
-    return getattr(imported, name) if name in _MODULES else imported
+    return getattr(imported, name, imported)  # a module is named as itself
 
 
 def __dir__() -> list[str]:
     """Return the public names, which are imported on first use."""
-    return sorted({*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))})
+    return sorted({*_MODULES, *(name for name in globals() if name.startswith("__"))})

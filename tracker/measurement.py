@@ -21,7 +21,6 @@ from tracker.blocks.find import check_model
 from tracker.blocks.prepare import prepare
 from tracker.blocks.reachability import check_reachability
 from tracker.blocks.tokens import LAST_WORD
-from tracker.common.errors import UsageError
 from tracker.common.progress import Progress, progress_bar
 from tracker.devices import is_allocation_failure, raise_device_errors, release_memory
 from tracker.jacobians.checks import require_derivative
@@ -36,7 +35,7 @@ from tracker.measures.options import accepts_options, settings_from
 from tracker.measures.settings import LEAST_MEMORY_BUDGET, Options, Settings
 from tracker.model.description import Blocks, Named
 from tracker.model.inputs import Batch, batches
-from tracker.model.proposals import BlocksNotFound, reason
+from tracker.model.proposals import TRIED, BlocksNotFound, reason
 from tracker.model.replica import Replica
 from tracker.model.wrappers import unwrap
 from tracker.provenance import describe, digest, has_float64, usable_device
@@ -212,10 +211,10 @@ def prepared(
 
 def _tried(
     error: BlocksNotFound, model: nn.Module, batch: Batch, settings: Settings, device: torch.device
-) -> UsageError:
+) -> BlocksNotFound:
     """Return the error after trying every proposal, and those of their errors instead of them."""
     lines = {proposal.argument: proposal for proposal in error.proposals}
-    pending, work, failed = list(lines), "", ""
+    pending, work, failed = list(lines), [], ""
     # It grows: the error of a proposal may propose what comes closer.
     for line in pending:
         proposal = lines[line]
@@ -225,7 +224,7 @@ def _tried(
         lines |= {other.argument: other for other in closer}
         pending += [other.argument for other in closer]
         if failure is None:
-            work += str(proposal)
+            work.append(proposal)
         elif not closer:
             failed += proposal.failed(reason(failure))
     finding = (
@@ -233,12 +232,7 @@ def _tried(
         if failed
         else error.finding
     )
-    remedy = (
-        f"Name the blocks to measure; each line was tried on these inputs:{work}"
-        if work
-        else error.remedy
-    )
-    return UsageError(f"{finding}\n{remedy}".rstrip())
+    return BlocksNotFound(finding, work, error.remedy, TRIED)
 
 
 def _why_not_measurable(

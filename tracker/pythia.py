@@ -26,7 +26,7 @@ from tracker.common.command_line import (
     reports_errors,
 )
 from tracker.common.errors import Unreachable, UsageError
-from tracker.common.text import UNTRAINED, first_line, join_names, printable
+from tracker.common.text import UNTRAINED, escaped, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
 from tracker.walk.display import (
     WalkProgress,
@@ -331,7 +331,7 @@ def _write_page(units: "Units") -> list[str]:
             page = write_page({store.path: curve}, store.path / "report.html")
         except ValueError as error:  # a unit of another walk, or settings that cannot be read
             return [f"no page: {error}"]
-    print(f"page: {page}", flush=True)
+    print(f"page: {escaped(str(page))}", flush=True)
     with suppress(UsageError):  # neither mis-couplings nor paths were asked for
         print(summary_of_reduced({"": curve}), flush=True)
     return []

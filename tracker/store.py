@@ -154,6 +154,12 @@ class Store:
             raise ValueError(
                 f"{error}; results are never mixed: choose another directory"
             ) from error
+        of_training = "weights" in stored
+        if of_training != ("weights" in settings):
+            kind = "a training run" if of_training else "a walk"
+            raise ValueError(
+                f"{self.path} holds results of {kind}; results are never mixed: choose another directory"
+            )
         require_same_settings(self.path, stored, settings)
 
     def file(self, step: int) -> Path:
@@ -204,17 +210,14 @@ class Store:
     def write_content(self, step: int, content: bytes | memoryview) -> Path:
         """Write the `file_content` of one unit atomically; a damaged file in its place moves to DIR/damaged."""
         # A whole unit gives way to an equal one, or to itself with more scores.
-        damaged = self.has(step) and self._is_damaged(step)
-        aside = self._aside("damaged", step) if damaged else None
+        aside = None
+        if self.has(step):
+            try:
+                self._content(step)
+            except DamagedFile:
+                aside = self._aside("damaged", step)
         write_atomic(self.file(step), content, seal(content), aside=aside)
         return self.file(step)
-
-    def _is_damaged(self, step: int) -> bool:
-        try:
-            self._content(step)
-        except DamagedFile:
-            return True
-        return False
 
     def _aside(self, name: str, step: int) -> Path:
         """Return a new file for a unit, in a directory of units that no longer count."""

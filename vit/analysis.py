@@ -66,7 +66,6 @@ def write_analysis(grid: "xr.Dataset", at: dict[str, Any], out: Path) -> Path:
 
     cells, tests = cell_table(grid), named_tests(grid)
     pictures = _drawn(grid, at)
-    out.mkdir(parents=True, exist_ok=True)
     write_grid(grid, out / GRID_FILE)
     for name, table in {"cells": cells, "tests": tests}.items():
         write_atomic(out / f"{name}.csv", table.to_csv(index=False).encode())

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from tracker.common.command_line import FAILED, OK, reports_errors
@@ -126,7 +127,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     ]
     for cell in bad:
         print(f"{cell.cell}: {state_of(cell)}", file=sys.stderr)
-    print(f"analysis: python -m vit.analysis {out}")
+    print(f"analysis: python -m vit.analysis {quote(str(out))}")
     return FAILED if bad else OK
 
 

@@ -282,7 +282,6 @@ class AtomicCheckpoints(TorchCheckpointIO):
         """Write a checkpoint completely or not at all."""
         content = io.BytesIO()
         torch.save(checkpoint, content)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(path), content.getbuffer())
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:

@@ -181,6 +181,7 @@ class Several:
 
 
 T5 = {
+    "decoder_start_token_id": 0,
     "vocab_size": VOCABULARY,
     "d_model": WIDTH,
     "d_kv": 8,
@@ -293,6 +294,8 @@ def test_the_encoders_states_have_no_logits():
     model = made(lambda: of("T5ForConditionalGeneration", **T5))
     assert find_blocks(model, "encoder.block").unembedding is None
     assert find_blocks(model, "decoder.block").unembedding == "lm_head"
+    probe = {"input_ids": IDS, "labels": IDS}  # of which it makes the decoder's input
+    assert tracker.Watch(probe=probe, k=K, blocks="decoder.block")(0, model) is not None
 
 
 def test_padding_beside_a_decoders_input_is_refused():

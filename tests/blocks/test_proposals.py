@@ -103,7 +103,7 @@ def test_a_line_whose_derivative_fails_is_not_proposed():
 def test_a_line_that_needs_more_memory_than_the_budget_is_not_proposed():
     model, x = TwoTowers(home_made.Torch), torch.randn(2, 300, WIDTH)
     assert "second" in lines(refusal(model, x))
-    with refused(r"second \(3 x Torch.*needs more than 0\.0001 GB of memory") as error:
+    with refused(r"second \(3 x Torch.*needs more than 0\.1 MB of memory") as error:
         tracker.measure(model, x, k=K, memory_budget=400_000)
     assert not lines(str(error.value))
 

@@ -155,7 +155,7 @@ def test_a_copy_without_space_is_refused(run, temporary):
         file.truncate(1 << 43)
     with pytest.raises(
         CheckpointError,
-        match=r"no space for its 8.8e\+03 GB in .*temporary .* and .*/runs .* set TMPDIR",
+        match=r"no space for its 8.8 TB in .*temporary .* and .*/runs .* set TMPDIR",
     ):
         load_copy(Path.iterdir, run)
 

@@ -165,7 +165,7 @@ def test_stopped_download_is_resumed_by_the_next_call(fetcher):
     have = left.stat().st_size
     assert 0 < have < SIZE
     fetcher.fetch_whole(1)
-    assert f"resuming after {have / 1e9:.3g}" in fetcher.messages[-1]
+    assert f"resuming after {have / 1e6:.3g} MB" in fetcher.messages[-1]
     assert fetcher.server.requests[-1].startswith("GET")
     assert "model.safetensors" in fetcher.server.requests[-1]
 
@@ -307,7 +307,7 @@ def test_a_file_larger_than_the_free_space_is_not_requested(fetcher):
     path, fault = in_listing(size=10**18)
     fetcher.server.fail(path, **fault)
     with pytest.raises(
-        CheckpointError, match=r"step1 does not fit on the disk of .*1e\+09 GB are needed"
+        CheckpointError, match=r"step1 does not fit on the disk of .*1e\+06 TB are needed"
     ):
         fetcher.fetch(1)
     assert not fetcher.server.requested("GET .*model.safetensors")
@@ -674,6 +674,6 @@ def test_eviction_keeps_what_others_added_or_need(fetcher):
 
 def test_revision_larger_than_the_budget_is_refused(fetcher):
     _, found = fetcher.listings()
-    with pytest.raises(CheckpointError, match="more than the whole --disk_budget of 0.0001 GB"):
+    with pytest.raises(CheckpointError, match="more than the whole --disk_budget of 0.1 MB"):
         DiskBudget(fetcher.cache, budget=100_000).try_reserve(REPO, found["step1"])
     assert missing_files(fetcher.cache, found["step1"])

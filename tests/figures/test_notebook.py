@@ -32,13 +32,19 @@ def course(measured):
     ).assign_attrs(measured.attrs)
 
 
+def entries_beside_the_diagonal(image, expected, left_out=True):
+    """Check that these are drawn; the diagonal, which is 0, is left out."""
+    drawn, others = image.get_array(), ~np.eye(len(expected), dtype=bool)
+    np.testing.assert_allclose(drawn[others], expected[others])
+    assert np.ma.getmaskarray(drawn).diagonal().all() == left_out
+    return expected[others]
+
+
 def test_a_measurement_is_a_heat_map(measured):
     axes, bar = tracker.plot(measured, k=4).axes
     expected = measured.miscoupling.sel(k=4).mean(("prompt", "token")).values
     (image,) = axes.images
-    drawn, others = image.get_array(), ~np.eye(len(expected), dtype=bool)
-    np.testing.assert_allclose(drawn[others], expected[others])
-    assert np.ma.getmaskarray(drawn).diagonal().all()
+    others = entries_beside_the_diagonal(image, expected)
     null = (
         null_level(measured, "miscoupling")
         .sel(k=4)
@@ -47,8 +53,8 @@ def test_a_measurement_is_a_heat_map(measured):
         .item()
     )
     low, high = image.get_clim()
-    assert low == pytest.approx(min(expected[others].min(), null)) and low > 0
-    assert high == pytest.approx(max(expected[others].max(), null))
+    assert low == pytest.approx(min(others.min(), null)) and low > 0
+    assert high == pytest.approx(max(others.max(), null))
     assert "K = 4" in axes.get_title() and bar.get_ylabel() == "Mis-coupling (0: coupled)"
     assert bar.lines[0].get_ydata() == pytest.approx([null, null])
     explained = [text.get_text() for text in axes.get_legend().get_texts()]
@@ -150,9 +156,8 @@ def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
     """Of another step and K."""
     figure = tracker.plot(course, "heatmap", measure=measure, k=4, step=0)
     expected = course[measure].sel(k=4, step=0).mean(("prompt", "token")).values
-    drawn, others = figure.axes[0].images[0].get_array(), ~np.eye(len(expected), dtype=bool)
-    np.testing.assert_allclose(drawn[others], expected[others])
-    assert np.ma.getmaskarray(drawn).diagonal().all() == (not measure.endswith("_vju"))
+    left_out = not measure.endswith("_vju")
+    entries_beside_the_diagonal(figure.axes[0].images[0], expected, left_out)
     assert (
         figure.axes[0].get_title().endswith(f"step 0\n{course[measure].attrs['long_name']}, K = 4")
     )

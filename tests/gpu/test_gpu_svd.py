@@ -8,8 +8,8 @@ import torch
 import tracker
 from tests.support.accelerators import DEVICES, on_each
 from tests.support.models import Size, build
-from tests.support.spectra import FALLING, FLAT, flat, planted
-from tracker.linalg.svd import TOLERANCE, top_singular_triplets
+from tests.support.spectra import FALLING, FLAT, flat, planted, top_singular_triplets
+from tracker.linalg.svd import TOLERANCE
 from tracker.measures.registry import MISCOUPLINGS
 
 SPECTRA = {"falling": FALLING, "flat": FLAT, "wide": flat(600)}

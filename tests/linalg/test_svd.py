@@ -17,10 +17,11 @@ from tests.support.spectra import (
     assert_same_span,
     flat,
     planted,
+    top_singular_triplets,
 )
 from tracker.linalg import costs, krylov, svd
 from tracker.linalg.costs import eigenvectors_are_cheaper, krylov_is_cheaper
-from tracker.linalg.svd import PANEL, is_complete, residual, top_singular_triplets
+from tracker.linalg.svd import PANEL, is_complete, residual
 
 RESIDUAL = dict(svd.TOLERANCE)  # promised; a test changes the original
 

@@ -8,12 +8,19 @@ import torch
 
 from tests.support.draws import normal
 from tests.support.rounding import rounding
-from tests.support.spectra import FLAT, SPECTRA, assert_right, assert_same_span, planted
+from tests.support.spectra import (
+    FLAT,
+    SPECTRA,
+    assert_right,
+    assert_same_span,
+    planted,
+    top_singular_triplets,
+)
 from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import basis_size
 from tracker.linalg.orthonormal import Orthonormaliser
-from tracker.linalg.svd import top_singular_triplets, triplets_of_each
+from tracker.linalg.svd import triplets_of_each
 
 ALL_SPECTRA = {name: torch.tensor(s, dtype=torch.float64) for name, s in SPECTRA.items()}
 ALL_SPECTRA |= {"flat": FLAT, "falling": FLAT * torch.logspace(0, -3, 160, dtype=torch.float64)}

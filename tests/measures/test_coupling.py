@@ -4,7 +4,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.support.models import random
-from tracker.linalg.svd import top_singular_triplets
+from tests.support.spectra import top_singular_triplets
 from tracker.measures.coupling import DEFINITIONS, depth_means, in_bases, miscouplings, side_by_side
 
 

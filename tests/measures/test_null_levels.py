@@ -149,7 +149,7 @@ def test_singular_values_of_all_ranks_are_needed():
     xr.testing.assert_equal(few, null_level(ds, of_trace).isel(k=[0]))
 
 
-def test_what_a_level_is_read_from_is_named():
+def test_what_a_level_is_read_from_is_named_and_names_that_have_none():
     model, inputs = build("gpt_neox")
     ds = tracker.measure(model, inputs, k=3)
     for name in ("miscoupling_release", "miscoupling_release_trace"):
@@ -161,11 +161,6 @@ def test_what_a_level_is_read_from_is_named():
             null_level(ds[[name]], name)
     with refused("needs miscoupling_level, which this part"):
         null_level(ds[["miscoupling", "singular_value", "isotropic"]], "miscoupling")
-
-
-def test_names_that_have_no_level():
-    model, inputs = build("gpt_neox")
-    ds = tracker.measure(model, inputs, k=3)
     for name in ("lss", "miscoupling_vju", "nothing"):
         with refused(f"'{name}' has no null level that can be computed here; choose from miscoup"):
             null_level(ds, name)

@@ -7,7 +7,7 @@ import torch
 import tracker
 from tests.support.draws import seeded
 from tests.support.models import Size, build
-from tracker.linalg.svd import top_singular_triplets
+from tests.support.spectra import top_singular_triplets
 from tracker.measures import block_products, coupling, single_blocks, trajectory
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -103,7 +103,7 @@ def test_a_file_keeps_every_tensor(directory):
 
 def test_a_full_disk(directory):
     file = JacobianFile()
-    said = f"{directory} has no space for another 4e-06 GB"
+    said = f"{directory} has no space for another 0.004 MB"
     with processes.files_of_at_most(1000), refused(said):
         file.keep(torch.randn(1, 1000, 1))
 

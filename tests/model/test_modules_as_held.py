@@ -38,6 +38,10 @@ REFUSED = {
         r"blocks\.0\.mlp \(RecursiveScriptModule\) is TorchScript.*measure the model with the Python",
     ),
     "traced": (traced, r"blocks\.0\.mlp \(TopLevelTracedModule\) is TorchScript"),
+    "quantized": (
+        lambda: torch.ao.nn.quantized.dynamic.Linear(D, D),
+        r"mlp \(Linear\) computes with whole numbers",
+    ),
     "lazy": (
         lambda: nn.LazyLinear(D),
         r"blocks\.0\.mlp \(LazyLinear\) have no values yet: run the model on one batch",

@@ -134,7 +134,7 @@ def test_memory_in_use_does_not_grow_with_the_recording():
 
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
 def test_a_full_disk(directory, entries, room):
-    said = f"{directory} has no space for another {4e-9 * entries:.3g} GB; set TMPDIR to a directory with more space"
+    said = f"{directory} has no space for another {4e-6 * entries:.3g} MB; set TMPDIR to a directory with more space"
     with processes.files_of_at_most(room), refused(said):
         Spill(0).keep(torch.randn(entries))
     assert not any(directory.iterdir())

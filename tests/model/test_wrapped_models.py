@@ -41,10 +41,14 @@ def compiled_in_place(model, inputs):
     return model
 
 
-def compiled_blocks(model, inputs):
+def with_each_block(model, wrap):
     for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = torch.compile(layer, backend="eager")
+        model.model.layers[i] = wrap(layer)
     return model
+
+
+def compiled_blocks(model, inputs):
+    return with_each_block(model, lambda layer: compiled_whole(layer, inputs))
 
 
 def compiled_blocks_in_place(model, inputs):
@@ -72,9 +76,7 @@ def compiled_parts(model, inputs):
 
 
 def activation_checkpoint_wrappers(model, inputs):
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = checkpoint_wrapper(layer)
-    return model.train()
+    return with_each_block(model, checkpoint_wrapper).train()
 
 
 def wrapped_at_every_depth(model, inputs):

@@ -171,7 +171,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "checkpoints/disk.py": (
         "DiskBudget._evict: repository / 'snapshots' -> repository * 'snapshots' (2)",
-        "DiskBudget._free_space: used + size -> used - size",
+        "DiskBudget._free_space: used + needed -> used - needed",
         "missing_files: not path.is_file() or path.stat().st_size != file.size -> path.is_file() or path.stat().st_size != file.size",
     ),
     "checkpoints/hub.py": (
@@ -207,11 +207,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_doubling: step > 0 -> step <= 0",
         "find_files: suite.checkpoints[0] -> suite.checkpoints[1]",
     ),
-    "tracker/__init__.py": (
-        "__getattr__: _MODULES.get(name) or _SUBMODULES.get(name) -> _MODULES.get(name) and _SUBMODULES.get(name)",
-        "__getattr__: module is None -> module is not None",
-        "__getattr__: name in _MODULES -> name not in _MODULES",
-    ),
+    "tracker/__init__.py": ("__getattr__: module is None -> module is not None",),
     "tracker/analysis/across_models.py": (
         "_intervals: ds[f'{measure}_coupling_by_prompt'].sel(k=k, pairs='mean_offdiag').isel(step=-1) -> ds[f'{measure}_coupling_by_prompt'].sel(k=k, pairs='mean_offdiag').isel(step=-2)",
         "final_couplings: not ks or not names -> not ks and (not names)",
@@ -258,7 +254,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "positions: name == 'all' -> name != 'all'",
         "positions: name == 'last' -> name != 'last'",
     ),
-    "tracker/commands.py": ("main: sys.argv[1:] -> sys.argv[2:]",),
     "tracker/common/command_line.py": (
         ": OK, FAILED, USAGE, INTERRUPTED = (0, 1, 2, 130) -> OK, FAILED, USAGE, INTERRUPTED = (0, 1, 3, 130)",
         "_brief_warnings.show: category not in (UserWarning, Note) or not filename.startswith(OWN) -> category not in (UserWarning, Note) and (not filename.startswith(OWN))",
@@ -354,9 +349,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "announce: print(line, flush=True) -> print(line, flush=False)",
         "opened.attempt: print(f'{type(logger).__name__} failed and gets no more steps ({reason})', file=sys.stderr, flush=True) -> print(f'{type(logger).__name__} failed and gets no more steps ({reason})', file=sys.stderr, flush=False)",
         "opened.send: row is not None and loggers -> row is not None or loggers",
-    ),
-    "tracker/loggers/lightning.py": (
-        "LightningAdapter.images: self.prefix + name -> self.prefix - name",
     ),
     "tracker/loggers/protocol.py": (
         "parse_log: '*' not in name -> '*' in name",
@@ -512,7 +504,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/report/write.py": (
         "_json: json.dumps(value, allow_nan=False, separators=(',', ':')) -> json.dumps(value, allow_nan=True, separators=(',', ':'))",
         "main: len(parsed.results) > 1 -> len(parsed.results) > 2",
-        "write_page: out.parent.mkdir(parents=True, exist_ok=True) -> out.parent.mkdir(parents=False, exist_ok=True)",
     ),
     "tracker/skipped.py": (
         "Skipped.alike: len(self._first) == 1 -> len(self._first) != 1",
@@ -541,7 +532,7 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "RunOptions: class RunOptions(Options, total=False): -> class RunOptions(Options, total=True):",
     ),
     "tracker/training/probe.py": (
-        "forward_calls: name in known and (not name.startswith('label')) -> name in known or not name.startswith('label')",
+        "forward_calls: name in known and (shifted or not name.startswith('label')) -> name in known or (shifted or not name.startswith('label'))",
     ),
     "tracker/training/ranks.py": (
         "Ranks._worst: self.group is None -> self.group is not None",

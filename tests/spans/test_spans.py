@@ -3,7 +3,6 @@
 import re
 from itertools import pairwise
 
-import lightning
 import pytest
 import torch
 from torch import Tensor, nn
@@ -503,18 +502,13 @@ def test_the_callback_measures_spans():
 
 
 def test_boundaries_are_named_as_they_are_in_the_training_module():
-    class Holder(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = loop()
-
+    holder = nn.ModuleDict({"net": loop()})  # which has no forward
     named = [boundary.replace(" of ", " of net.") for boundary in STARTS]
-    subject = find_target(Holder(), named, None)
+    subject = find_target(holder, named, None)
     assert subject.part == "net" and isinstance(subject.blocks, Blocks)
     assert [str(boundary) for boundary in subject.blocks.spans[0]] == STARTS[:2]
-    subject = find_target(Holder(), named, lambda module, batch: module.net(batch))
+    subject = find_target(holder, named, lambda module, batch: module["net"](batch))
     assert str(subject.blocks.spans[0][0]) == "input of module.net.layers.0.0"
     with refused("outside 'net'"):
-        holder = Holder()
         holder.other = nn.Linear(2, 2)
         find_target(holder, [*named[:-1], "input of other"], None)

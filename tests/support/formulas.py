@@ -284,19 +284,14 @@ def entries(b: Block, basis: Block, K: int) -> tuple[np.ndarray, np.ndarray]:
     return np.trace(b.J) / d * G, variance + antisymmetric(b) ** 2 * (1 - G**2) / (d * (d - 1))
 
 
-def page_of_formula(b: Block, basis: Block, K: int) -> float:
-    """Return the mean of m_K squared."""
-    (mean, variance), s = entries(b, basis, K), b.s[:K]
-    return float((mean**2 + variance).sum() - 2 * s @ np.diagonal(mean) + s @ s) / norm(s) ** 2
-
-
-def release_of_formula(b: Block, basis: Block, K: int) -> float:
-    """Return the mean of the release's square for A_kk that are normal."""
+def of_formula(b: Block, basis: Block, K: int) -> tuple[float, ...]:
+    """Return the mean of m_K squared, and that of the release's square for A_kk that are normal."""
     (mean, variance), s = entries(b, basis, K), b.s[:K]
     m, v = np.diagonal(mean), np.diagonal(variance)
     # E|A_kk|
     size = np.sqrt(2 * v / math.pi) * np.exp(-(m**2) / (2 * v)) + m * erf(m / np.sqrt(2 * v))
-    return float((mean**2 + variance).sum() - 2 * s @ size + s @ s) / norm(s) ** 2
+    total = (mean**2 + variance).sum() + s @ s
+    return tuple((total - 2 * s @ along) / norm(s) ** 2 for along in (m, size))
 
 
 def completed(X: np.ndarray) -> np.ndarray:
@@ -339,10 +334,7 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
     expected, diagonal, size = mean**2 + variance, np.diagonal(A, axis1=1, axis2=2), norm(s)
     expected_diagonal, expected_off = np.diagonal(expected), expected.sum() - np.trace(expected)
     total, off = (A**2).sum((1, 2)), (A**2).sum((1, 2)) - (diagonal**2).sum(1)
-    page, release = (
-        math.sqrt(max(0, one))
-        for one in (page_of_formula(b, basis, K), release_of_formula(b, basis, K))
-    )
+    page, release = (math.sqrt(max(0, one)) for one in of_formula(b, basis, K))
     share, weights = expected_off / expected.sum(), 0.4 * s / np.sqrt(expected_diagonal)
     of_page = (total - expected.sum() - 2 * (diagonal - np.diagonal(mean)) @ s) / size**2
     of_release = (

@@ -252,15 +252,21 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
+def serving(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Yield the address of a server of this machine."""
+    server = Server(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
 def serve(root: Path) -> Iterator[Hub]:
     """Serve the repositories below `root`."""
     hub = Hub(root=root)
     handler = type("BoundHandler", (Handler,), {"root": root, "hub": hub})
-    server = Server(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with serving(handler) as hub.endpoint:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

@@ -4,6 +4,7 @@ import torch
 
 from tests.support.models import random
 from tests.support.rounding import rounding
+from tracker.common.values import Method
 from tracker.linalg import svd
 
 
@@ -20,6 +21,10 @@ def flat(d: int) -> torch.Tensor:
 
 
 FLAT = flat(160)
+
+
+def top_singular_triplets(J: torch.Tensor, K: int, method: Method = "auto") -> svd.Triplets:
+    return svd.triplets_of_each([J], K, method, memory=1 << 30)[0]
 
 
 def planted(s: torch.Tensor, seed: int = 0) -> torch.Tensor:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import wandb
 from torch.utils.data import DataLoader
+from torch.utils.tensorboard import SummaryWriter
 
 import tracker
-from tests.support.lightning_runs import trainer
+from tests.support.lightning_runs import fit, trainer
 from tests.support.models import neox, tokens
 from tests.support.ranks import assert_store_is_like_any_other
 from tests.support.refused import refused
@@ -101,6 +102,15 @@ def trained(request, tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(directory=directory, units=units, model=runner.model)
 
 
+def test_a_callback_of_the_other_trainer_names_its_own(tmp_path):
+    with refused("Lightning takes tracker.CouplingCallback"):
+        fit(trainer([tracker.TransformersCallback()]))
+    runner = make(tmp_path)
+    runner.add_callback(tracker.CouplingCallback)
+    with refused("transformers' Trainer takes tracker.TransformersCallback"):
+        runner.train()
+
+
 @pytest.mark.slow
 def test_units_are_those_of_measure(trained, tmp_path):
     store = Store(trained.directory / "store")
@@ -153,14 +163,16 @@ def test_the_prefix_of_a_logger_of_lightning(tmp_path):
     )
 
 
-def test_a_logger_of_lightning_in_a_loop(tmp_path):
-    logger = lightning.fabric.loggers.TensorBoardLogger(tmp_path)
+@pytest.mark.parametrize("kind", [lightning.fabric.loggers.TensorBoardLogger, SummaryWriter])
+def test_tensorboard_in_a_loop(kind, tmp_path):
+    logger = kind(tmp_path)
     with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
         watch(0, neox())
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger.finalize("success")
-    events = EventAccumulator(logger.log_dir).Reload().Tags()
+    writer = getattr(logger, "experiment", logger)
+    writer.close()
+    events = EventAccumulator(str(writer.log_dir)).Reload().Tags()
     assert events["images"] == ["miscoupling/heatmap/k2"]
     assert "miscoupling/mean_offdiag" in events["scalars"]
 

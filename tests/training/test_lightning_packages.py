@@ -14,7 +14,7 @@ from tests.support.lightning_runs import Classifier, fit
 from tests.support.refused import refused
 from tests.support.units import assert_same_units
 from tests.support.watch import Watch
-from tracker.loggers.lightning import LightningAdapter, classes, logger_of
+from tracker.loggers.lightning import LightningAdapter, TensorBoard, classes, logger_of
 from tracker.loggers.wandb import OpenRun
 from tracker.store import Store
 
@@ -107,11 +107,12 @@ def test_a_module_that_builds_its_blocks_later():
 
 def test_loggers_of_both_packages_are_known(tmp_path):
     for package in PACKAGES.values():
-        assert LightningAdapter(package.loggers.TensorBoardLogger(tmp_path)).to_tensorboard
-        assert not LightningAdapter(package.loggers.CSVLogger(tmp_path)).to_tensorboard
-        assert isinstance(
-            logger_of(package.loggers.WandbLogger(save_dir=tmp_path, offline=True)), OpenRun
-        )
+        made = {
+            TensorBoard: package.loggers.TensorBoardLogger(tmp_path),
+            LightningAdapter: package.loggers.CSVLogger(tmp_path),
+            OpenRun: package.loggers.WandbLogger(save_dir=tmp_path, offline=True),
+        }
+        assert [type(logger_of(logger)) for logger in made.values()] == [*made]
     wandb.finish()
     assert classes("Callback") == (lightning.pytorch.Callback, pytorch_lightning.Callback)
     assert classes("callbacks.NoSuchClass", "no_such_module.Callback") == ()

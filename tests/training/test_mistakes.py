@@ -33,7 +33,6 @@ ERRORS = [
     RuntimeError("planted"),
     ValueError("planted"),
     KeyError("planted"),
-    FloatingPointError("planted"),
 ]
 
 
@@ -113,7 +112,8 @@ def test_mistakes_of_other_kinds(options, message):
 
 
 def test_a_probe_that_is_not_finite():
-    with refused(r"float32 \(5, 6, 8\): FloatingPointError: .*not finite"):
+    """What the model is given is not the cause."""
+    with refused(r"float32 \(5, 6, 8\): FloatingPointError: (?!.*forward=).*not finite"):
         fit(trainer([Watch(2, probe=PROBE * float("nan"))]))
 
 

@@ -34,7 +34,7 @@ import tracker
 from tests.support import plain_loop
 from tests.support.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
 from tests.support.models import tokens
-from tests.support.trainer import make
+from tests.support.trainer import Recorder, make
 from tests.support.wandb_runs import of, records
 from tracker.store import Store
 
@@ -57,18 +57,13 @@ class Lines(TrainerCallback):
             csv.writer(file).writerows((name, state.global_step, logs[name]) for name in logs)
 
 
-class Buffering(Trainer):
+class Buffering(Recorder):
     """Adds to each row what it has collected since the last one, as the trainers of TRL do."""
 
-    def training_step(self, *arguments, **options):
-        loss = super().training_step(*arguments, **options)
-        self.__dict__.setdefault("collected", []).append(loss.item())
-        return loss
-
     def log(self, logs, start_time=None):
-        logs["collected"] = sum(self.collected)
+        logs["collected"] = sum(self.losses)
         super().log(logs, start_time)
-        self.collected.clear()
+        self.losses.clear()
 
 
 def in_transformers(watched: bool, kind: type[Trainer] = Trainer, resumed: bool = False, **options):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch.demos import Transformer
 from torch import nn
 
 import tracker
@@ -29,15 +30,14 @@ def test_what_a_call_returns():
 @pytest.mark.slow
 @pytest.mark.parametrize("measures", ["coupling", "entropy"])
 def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measures):
-    model = neox()
-    with tracker.Watch(1, probe=tokens(3), k=K, save_dir=str(tmp_path), measures=measures) as watch:
+    """With what can be pasted, and without colours that a name might set."""
+    model, path = neox(), f"{tmp_path}/my run\x1b[31m (2)"
+    with tracker.Watch(1, probe=tokens(3), k=K, save_dir=path, measures=measures) as watch:
         for step in range(3):
             watch(step, model)
-    printed = capsys.readouterr().out
-    stored = (
-        f'stored in {tmp_path}: tracker.plot("{tmp_path}"), python -m tracker.report {tmp_path}\n'
-    )
-    assert printed == (f"{tracker.summary(tmp_path)!r}\n{stored}" if measures == "coupling" else "")
+    printed, shown = capsys.readouterr().out, path.replace("\x1b", r"\x1b")
+    stored = f"stored in {shown}: tracker.plot('{shown}'), python -m tracker.report '{shown}'\n"
+    assert printed == (f"{tracker.summary(path)!r}\n{stored}" if measures == "coupling" else "")
 
 
 def test_a_store_that_is_damaged_meanwhile_does_not_stop_the_end_of_a_training(tmp_path):
@@ -103,15 +103,19 @@ def test_bad_arguments(options, message):
         tracker.Watch(**options)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_model_that_fabric_has_set_up(compiled):
-    model = neox()
-    wrapped = torch.compile(model, backend="eager") if compiled else model
-    wrapped = Fabric(accelerator="cpu", devices=1).setup(wrapped)
-    unit = tracker.Watch(1, k=K, probe=tokens())(0, wrapped)
-    np.testing.assert_array_equal(
-        unit.miscoupling, tracker.measure(model, tokens(), k=K).miscoupling
-    )
+DEMO = dict.fromkeys(("inputs", "target"), tokens())
+
+
+@pytest.mark.parametrize(
+    "model, probe, blocks",
+    [(neox(), tokens(), None), (Transformer(ninp=16), DEMO, "transformer.decoder.layers")],
+)
+def test_a_model_that_fabric_has_set_up(model, probe, blocks):
+    """Compiled; one is a model that Lightning itself defines, with a forward."""
+    wrapped = Fabric(accelerator="cpu", devices=1).setup(torch.compile(model, backend="eager"))
+    unit = tracker.Watch(1, k=K, probe=probe, blocks=blocks)(0, wrapped)
+    expected = tracker.measure(model, probe, k=K, blocks=blocks)
+    np.testing.assert_array_equal(unit.miscoupling, expected.miscoupling)
 
 
 def test_a_model_without_blocks():

@@ -5,10 +5,9 @@ import pickle
 import subprocess
 import sys
 import tarfile
-import threading
 from dataclasses import replace
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 
 import lightning
 import numpy as np
@@ -18,6 +17,7 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from tests.conftest import ROOT
+from tests.support.hub_server import serving
 from vit import data as data_module
 from vit.data import DataError, balanced, load
 from vit.loaders import Batches, Order
@@ -48,20 +48,17 @@ def tiny_cifar10(tmp_path, monkeypatch):
         tar.add(source, CIFAR10.base_folder)
     meta = {**CIFAR10.meta, "md5": hashlib.md5((source / "batches.meta").read_bytes()).hexdigest()}
     handler = partial(SilentHandler, directory=archive.parent)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     members = {
-        "url": f"http://127.0.0.1:{server.server_port}/{archive.name}",
         "tgz_md5": hashlib.md5(archive.read_bytes()).hexdigest(),
         "train_list": lists["data_batch_1"],
         "test_list": lists["test_batch"],
         "meta": meta,
     }
-    monkeypatch.setattr(data_module, "CIFAR10", type("Tiny", (CIFAR10,), members))
-    yield archive
-    server.shutdown()
-    server.server_close()
+    with serving(handler) as address:
+        members["url"] = f"{address}/{archive.name}"
+        monkeypatch.setattr(data_module, "CIFAR10", type("Tiny", (CIFAR10,), members))
+        yield archive
 
 
 def cifar10(root) -> Recipe:

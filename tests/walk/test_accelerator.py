@@ -57,7 +57,7 @@ def test_walk_on_a_device_that_holds_all_weights_and_on_one_that_does_not(
             flags = (*FLAGS, "--device", str(pretend.device), "--out", str(out))
             assert walker.main(*flags, model=str(runs)) == 0
         found = stored[where] = tracker.open_results(out).load()
-        assert found.attrs["weights_kept"] == where and found.attrs["memory_budget"] == "0.05 GB"
+        assert found.attrs["weights_kept"] == where and found.attrs["memory_budget"] == "50 MB"
         assert found.attrs["device"] == "pretend" and counts.launches > 0
         np.testing.assert_array_equal(found.fingerprint, on_cpu.fingerprint)
         assert_same(found, on_cpu, names, rtol=2e-4, atol=1e-5)

@@ -74,6 +74,11 @@ def fewer_blocks(directory: Path) -> None:
     configured(num_hidden_layers=depth)(directory)
 
 
+def of_own_class(directory: Path) -> None:
+    configured(architectures=["Mine"])(directory)
+    WITH_MORE(directory)
+
+
 def with_code(file: str, **entries: Any) -> Callable[[Path], None]:
     """Return a function that adds a Python module, which creates `executed` when imported, and its entries in a file."""
 
@@ -86,6 +91,7 @@ def with_code(file: str, **entries: Any) -> Callable[[Path], None]:
     return change
 
 
+WITH_MORE = reweighted(lambda w: w | {"gpt_neox.extra": torch.ones(1)})
 OWN_CODE = (
     r"needs Python code of its own, .* load the model yourself and call tracker\.measure\(model"
 )
@@ -119,7 +125,8 @@ REFUSED = {
         "a library panicked",
     ),
     "tensors: missing": (reweighted(lambda w: dict(list(w.items())[1:])), r"do not fit.* 1 missing \(.* at random"),
-    "tensors: unexpected": (reweighted(lambda w: w | {"gpt_neox.extra": torch.ones(1)}), r"1 unexpected \(gpt_neox\.extra\)"),
+    "tensors: unexpected": (WITH_MORE, r"1 unexpected \(gpt_neox\.extra\).*restore its files"),
+    "tensors of a class of the user's": (of_own_class, "do not fit GPTNeoXForCausalLM.*names Mine.* --files .* --load"),
     "tensors: mis-shaped": (
         reweighted(lambda w: {name: value[:3].clone() if "final_" in name else value for name, value in w.items()}),
         r"2 mis-shaped \(gpt_neox\.final_layer_norm\.bias",

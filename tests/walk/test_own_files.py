@@ -21,8 +21,9 @@ import transformers
 import tracker
 from checkpoints.load import lightning_loader, load_model, name_of_loader, users_loader
 from checkpoints.suites import find_files, find_suite
+from tests.support import home_made
 from tests.support.files import holding
-from tests.support.models import Size, images, language, timm_vit, vision
+from tests.support.models import Size, images, language, timm_vit, tokens, vision
 from tests.support.plain import gpt2
 from tests.support.processes import ROOT
 from tests.support.refused import refused
@@ -313,7 +314,7 @@ FAULTS = {
     "key": (
         lambda path, loading: torch.load(path)["model"],
         "compiled/step1.pth",
-        r"\(KeyError: 'model'\)$",
+        r"\(KeyError: 'model'\); the file holds .*words",
     ),
     "tensors": (
         lambda path, loading: torch.load(path),
@@ -562,10 +563,39 @@ def test_an_untrained_model_beside_files(tmp_path, capsys):
     assert Store(tmp_path / "own" / "out").steps() == [1]
 
 
-NAMED = ("BertForSequenceClassification", "ElectraForTokenClassification", "LlamaModel")
+class Halved(home_made.LM):
+    """Adds half of what its blocks add."""
+
+    def states(self, x):
+        for block in self.blocks:
+            x = x + (block(x) - x) / 2
+        return self.norm(x)
 
 
-@pytest.mark.parametrize("name", [*NAMED, "ViTForImageClassification"])
+def halved(path: Path) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return Halved(home_made.Torch)
+
+
+def test_blocks_that_a_walk_proposes_are_measured(tmp_path, capsys):
+    """They are those of a model whose blocks halve what they add."""
+    assert walk(tmp_path, halved, "s1.pt", inputs=tokens()) == 2
+    _, blocks = shlex.split(re.search("--blocks .*?  #", capsys.readouterr().err)[0], True)
+    assert walk(tmp_path, halved, "s1.pt", inputs=tokens(), blocks=blocks) == 0
+    expected = home_made.LM(home_made.Torch)
+    expected.load_state_dict(halved(tmp_path).state_dict())
+    for block in expected.blocks:
+        block.register_forward_hook(lambda _, x, y: (x[0] + y) / 2)
+    np.testing.assert_allclose(
+        tracker.open_results(tmp_path / "out").miscoupling[0],
+        tracker.measure(expected, tokens(), k=2).miscoupling,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize(
+    "name", "BertForSequenceClassification GPT2DoubleHeadsModel LlamaModel ViTModel".split()
+)
 def test_a_checkpoint_is_loaded_as_the_model_that_its_configuration_names(name, tmp_path):
     saved = (vision if name.startswith("ViT") else language)(name)(Size())
     saved.save_pretrained(tmp_path)

@@ -81,7 +81,7 @@ def test_a_revision_that_fails_leaves_its_memory_to_the_next(pretend, walker, mo
     finally:
         gc.enable()
     assert capsys.readouterr().err == (
-        "failed: step 2: memory runs out with a budget of 0.05 GB beside the weights (CUDA out of memory. Tried to allocate "
+        "failed: step 2: memory runs out with a budget of 50 MB beside the weights (CUDA out of memory. Tried to allocate "
         "2.00 GiB); give a smaller --memory_budget\n"
     )
     assert walker.store.steps() == [0, 1, 4]
@@ -99,6 +99,6 @@ def test_a_walk_ends_if_memory_runs_out_for_the_first_three_revisions(walker, mo
     assert walker.main("--steps", "0,1,2,4", "--memory_budget", "50MB") == 2
     assert calls == [50_000_000] * 3
     assert capsys.readouterr().err == (
-        "error: memory runs out with a budget of 0.05 GB beside the weights (Unable to allocate 8.00 GiB); give a smaller "
+        "error: memory runs out with a budget of 50 MB beside the weights (Unable to allocate 8.00 GiB); give a smaller "
         "--memory_budget\n"
     )

@@ -7,8 +7,6 @@
 Where no other pair exists, as in ALBERT, the pairs of one module count, and are named.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import xarray as xr
 from jaxtyping import Float
@@ -120,8 +118,9 @@ def _sentences(text: str, L: int) -> list[str]:
             "All blocks are one module: they are coupled by construction, trained or not."
         )
     elif one:
+        listed = "; ".join(map(join_names, one))
         sentences.append(
-            f"Some blocks are one module ({_listed(one)}): they are coupled by construction, trained or not, and their pairs "
+            f"Some blocks are one module ({listed}): they are coupled by construction, trained or not, and their pairs "
             "are left out of means and tests."
         )
     sentences += [
@@ -131,10 +130,6 @@ def _sentences(text: str, L: int) -> list[str]:
         if not group.one_module
     ]
     return sentences
-
-
-def _listed(groups: Sequence[Sequence[int]]) -> str:
-    return "; ".join(join_names(group) for group in groups)
 
 
 def _groups(results: xr.Dataset) -> list[Group]:

@@ -33,7 +33,7 @@ from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import clustered_mean, error_of_sum, t_margin
 from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError
-from tracker.common.text import at_tokens, capitalised, counted, find_repeats
+from tracker.common.text import at_tokens, capitalised, counted, escaped, find_repeats
 from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import (
@@ -45,7 +45,6 @@ from tracker.store import (
     short_name,
 )
 
-# The first that was measured chooses the most coupled step
 SHOWN = ("miscoupling", "offdiag_normalized")
 BY_DEFINITION = {"miscoupling": "coupling", "offdiag_normalized": "coupling by eq. 14"}
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
@@ -72,7 +71,7 @@ class Summary(pd.DataFrame):
         """Return the title, the table and the notes."""
         table = self.to_string(float_format=lambda value: f"{value:z.3f}", na_rep="")
         lines = [self.attrs["title"], "", table, "", *self.attrs["notes"], self.attrs["finding"]]
-        return "\n".join(lines).rstrip("\n")
+        return escaped("\n".join(lines).rstrip("\n"))
 
     def _repr_html_(self) -> str:
         notes = "".join(f"<li>{escape(note)}</li>" for note in self.attrs["notes"])

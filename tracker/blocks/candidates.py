@@ -227,7 +227,8 @@ def _runs_of_several_classes(model: nn.Module) -> Iterator[Run]:
         certain = [
             at
             for at, (_, _, child) in enumerate(stretch)
-            if counts[type(child)] > 1 or _holds_attention(child)
+            if counts[type(child)] > 1
+            or any(_is_attention(name, part) for name, part in child.named_modules())
         ]
         if certain:
             run = _run(path, stretch[certain[0] : certain[-1] + 1])
@@ -241,7 +242,3 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     return named_attention(type(module).__name__) or (
         called and any(isinstance(m, nn.Linear) for m in module.modules())
     )
-
-
-def _holds_attention(module: nn.Module) -> bool:
-    return any(_is_attention(name, part) for name, part in module.named_modules())

@@ -12,12 +12,12 @@ more.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from tracker.blocks.candidates import LISTS, parent, proposal
 from tracker.blocks.judge import TOKENS, first_calls, mixed_axes
 from tracker.common.errors import UsageError, warn_caller
+from tracker.model.hidden_state import same_state
 from tracker.model.inputs import Batch
 from tracker.model.proposals import BlocksNotFound
 from tracker.model.recording import Recording
@@ -38,7 +38,7 @@ def check_chain(replica: Replica, recording: Recording, batch: Batch) -> None:
     if not blocks.assumed:
         return
     # Dropout and identities lead from a state to itself.
-    maps = [m for m in recording.state_maps if not _equal(m.before, m.after)]
+    maps = [m for m in recording.state_maps if not same_state(m.before, m.after)]
     backward = [StateMap(m.name, m.after, m.before) for m in maps]
     first, last = ends(recording.calls[0].x), ends(recording.calls[-1].y)
     around = _Surroundings(replica, batch.of_first_sample())
@@ -82,7 +82,7 @@ class _Surroundings:
         """
         names: list[str] = []
         while True:
-            following = [s for s in steps if s.name not in names and _equal(s.before, state)]
+            following = [s for s in steps if s.name not in names and same_state(s.before, state)]
             following.sort(key=self.order)
             step = next((s for s in following if self.adds(s.name, chain([*names, s.name]))), None)
             if step is None:
@@ -117,7 +117,3 @@ class _Surroundings:
             if belongs:
                 self.moving[name] = TOKENS in mixed_axes(call)
         return belongs
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.to(b), b)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from tracker.common.errors import CheckpointError, MissingExtraError, Note, missing_extra
+from tracker.common.text import escaped
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 INPUT_ERRORS = (ValueError, OSError, CheckpointError)
@@ -76,10 +77,10 @@ def reports_errors(
                 print(f"\n{interrupted}", file=sys.stderr)
                 return INTERRUPTED
             except CommandFailure as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {escaped(str(error))}", file=sys.stderr)
                 return FAILED
             except usage as error:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {escaped(str(error))}", file=sys.stderr)
                 return USAGE
             except ImportError as error:
                 named = missing_extra(error, "this command")
@@ -109,7 +110,7 @@ def _brief_warnings() -> Iterator[None]:
         elif str(message) not in printed:
             printed.add(str(message))
             print(
-                f"{'note' if category is Note else 'warning'}: {message}",
+                f"{'note' if category is Note else 'warning'}: {escaped(str(message))}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -64,7 +64,7 @@ EXTRAS = {
 
 
 class MissingExtraError(ImportError):
-    """A package that can't be imported: one of an extra that is not installed, or one that a user's file hides."""
+    """A package that can't be imported, because its extra is not installed."""
 
 
 def missing_extra(error: ImportError, feature: str) -> ImportError:
@@ -89,24 +89,23 @@ def require(package: str, feature: str) -> None:
 
 
 def require_own(package: str) -> None:
-    """Raise MissingExtraError, which names the file, if a user's module hides a top-level package of this distribution."""
+    """Exit with status 1 and the file's name if a user's module hides a top-level package of this distribution."""
     spec = find_spec(package)
     file = spec and spec.origin
     if file != str(ROOT / package / "__init__.py"):
-        raise MissingExtraError(
-            f"this command needs its own package {package!r}, but Python finds {file or 'another folder'}: rename that, or run "
-            "the command in another directory",
-            name=package,
+        sys.exit(
+            f"error: this command needs its own package {package!r}, but Python finds {file or 'another folder'}: rename that, "
+            "or run the command in another directory"
         )
 
 
 WITHIN = str(Path(__file__).parents[1]) + "/"
 COMMAND = str(Path(__file__).with_name("command_line.py"))  # where a command runs, it is the caller
-# Begins of the names of modules
-LIGHTNING = ("lightning.", "lightning_fabric.", "pytorch_lightning.")
-# contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
+# Begins of the names of modules. contextlib runs decorators of the package; jaxtyping and beartype check types in its tests.
 FRAMEWORKS = (
-    *LIGHTNING,
+    "lightning.",
+    "lightning_fabric.",
+    "pytorch_lightning.",
     "transformers.",
     "accelerate.",
     "torch.",

@@ -58,12 +58,15 @@ def naming(file: Path) -> Iterator[None]:
 def write_atomic(file: Path, *parts: bytes | memoryview, aside: Path | None = None) -> None:
     """Write a file completely or not at all, even with concurrent writers, a full disk or a killed process.
 
-    The content of the last writer wins. Temporary files that killed writers of the same file left behind are removed.
+    The content of the last writer wins. Temporary files that killed writers of the same file left behind are removed. Missing
+    directories are made.
 
     Args:
         parts: the content, one after the other.
         aside: where the file that is replaced is kept.
     """
+    if not file.parent.is_dir():
+        file.parent.mkdir(parents=True, exist_ok=True)
     while not _try_write(file, parts, aside):
         pass
     remove_stale_temporaries(file.parent, file.name)
@@ -301,7 +304,6 @@ def note_sha256(file: Path, noted: tuple[int, ...], digest: str) -> None:
     """Keep the SHA-256 that a file had while its `identity` was this one."""
     note = _note_of(file)
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(note, json.dumps([str(file.resolve()), *noted, digest]).encode())
     except OSError:
         pass  # a cache that can't be written: the file is hashed again next time

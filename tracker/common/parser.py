@@ -10,9 +10,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from jsonargparse import ArgumentParser
-
 from tracker.common.command_line import USAGE
+from tracker.common.errors import missing_extra
+
+try:
+    from jsonargparse import ArgumentParser
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {missing_extra(error, 'this command')}")
 
 CLUSTERS_HELP = (
     "results that are not independent, as NAME=CLUSTER,NAME=CLUSTER: each fit is repeated with one point per cluster, its "

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ DELAY = 3.0  # seconds after which the bar appears; a shorter measurement shows 
 FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 
 
+@dataclass
 class Progress:
     """Count the steps of a measurement: one for each token row, block and stage (Jacobian, singular vectors).
 
@@ -19,10 +21,9 @@ class Progress:
         bar: shows the share of the steps that are done; None: nothing is shown.
     """
 
-    def __init__(self, bar: "tqdm | None" = None):
-        self.bar = bar
-        self.done = 0.0
-        self.expected = 0.0
+    bar: "tqdm | None" = None
+    done: float = 0.0
+    expected: float = 0.0
 
     def expect(self, steps: float) -> None:
         """Set the number of steps of the whole measurement, as far as it is known."""
@@ -42,7 +43,10 @@ def progress_bar(shown: bool | None) -> Iterator[Progress]:
     Args:
         shown: whether to show it. None: on a terminal and in a notebook.
     """
-    if _rank() > 0 or not (is_interactive() if shown is None else shown):
+    import torch.distributed as ranks
+
+    first = not (ranks.is_available() and ranks.is_initialized()) or ranks.get_rank() == 0
+    if not first or not (is_interactive() if shown is None else shown):
         yield Progress()
         return
     from tqdm.auto import tqdm
@@ -59,14 +63,4 @@ def is_interactive() -> bool:
     stream = sys.stderr
     return stream is not None and (
         stream.isatty() or type(stream).__module__.startswith("ipykernel")
-    )
-
-
-def _rank() -> int:
-    import torch
-
-    return (
-        torch.distributed.get_rank()
-        if torch.distributed.is_available() and torch.distributed.is_initialized()
-        else 0
     )

@@ -73,8 +73,14 @@ def printable(text: str, most: int = 2000) -> str:
     no such type: \x1b[31m\ud800
     """
     words = " ".join(text.split())
-    words = words if len(words) <= most else f"{words[:most]} …"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return escaped(words if len(words) <= most else f"{words[:most]} …")
+
+
+def escaped(text: str) -> str:
+    r"""Return a text with its control characters, other than ends of lines, as escapes: a terminal would obey them."""
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def entry(label: str, text: str) -> str:

@@ -552,11 +552,6 @@ class Witness:
             "block's forward"
         )
 
-    def require_all_values(self) -> None:
-        """Raise UsageError if a block of the model gives another output than the recorded one."""
-        for l in self.wrong:
-            self.require_values(l)
-
     def _other_derivative(self, call: BlockCall, difference: str) -> BlocksNotFound:
         finding = (
             f"block {call.layer} ({call.name}): the Jacobian of its call is not the derivative of what the model computes there: "

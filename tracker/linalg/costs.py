@@ -17,7 +17,6 @@ import torch
 
 from tracker.linalg.krylov import basis_fits, basis_size, expected_columns
 
-MEMORY = 1 << 30  # default bytes for the arrays of an accelerator's batch
 NARROWEST = 128  # width below which a full decomposition costs next to nothing
 GROUP = 1 << 24  # scalars of the matrices that a CPU decomposes together: 64 MB in float32
 # Arrays alive while a matrix is decomposed on an accelerator, counted: of its own size (copies, J J^T, the certificate's), and

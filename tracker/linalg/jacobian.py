@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from tracker.common.errors import UsageError
+from tracker.common.text import size
 from tracker.devices import raise_device_errors
 from tracker.linalg.linear import identity_matrix
 
@@ -60,11 +61,11 @@ class GradientsStayOn(TorchFunctionMode):
 
 
 @contextmanager
-def keeping_at_most(size: int) -> Iterator[None]:
+def keeping_at_most(most: int) -> Iterator[None]:
     """Limit the memory that linearizations in this context keep for their products.
 
     Args:
-        size: in bytes. Memory that is given back and used again counts once.
+        most: in bytes. Memory that is given back and used again counts once.
 
     Raises:
         UsageError: from the operation that exceeds it.
@@ -74,9 +75,9 @@ def keeping_at_most(size: int) -> Iterator[None]:
     def keep(tensor: Tensor) -> Tensor:
         # By storage: views of one tensor are saved many times, and take its memory once.
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        if sum(kept.values()) > size:
+        if sum(kept.values()) > most:
             raise UsageError(
-                f"its derivative needs more than {size / 1e9:.3g} GB of memory; give a larger memory_budget"
+                f"its derivative needs more than {size(most)} of memory; give a larger memory_budget"
             )
         return tensor.detach()  # the tensor itself would keep the graph alive
 

@@ -33,7 +33,6 @@ from torch import Tensor
 from tracker.common.values import Method
 from tracker.linalg.cores import batch_on_cores, map_on_cores
 from tracker.linalg.costs import (
-    MEMORY,
     eigenvectors_are_cheaper,
     krylov_is_cheaper,
     matrices_at_once,
@@ -153,21 +152,6 @@ def above_rounding(S: Float[Tensor, "*B K"], d: int) -> Bool[Tensor, "*B K"]:
     return S > d * torch.finfo(S.dtype).eps * S[..., :1]
 
 
-def top_singular_triplets(J: Float[Tensor, "B d d"], K: int, method: Method = "auto") -> Triplets:
-    """Return the K largest singular triplets of each matrix.
-
-    Args:
-        J: the matrices.
-        K: number of triplets.
-        method: "full" decomposition; "krylov", iteration, with full decomposition only of matrices without a certificate
-            or too small for K triplets; "auto", the one that is expected to cost less.
-
-    Raises:
-        ValueError: if an entry of J is not finite (LAPACK would return wrong numbers without an error).
-    """
-    return triplets_of_each([J], K, method, MEMORY)[0]
-
-
 def triplets_of_each(
     Js: Sequence[Float[Tensor, "_ d d"]],
     K: int,
@@ -175,14 +159,19 @@ def triplets_of_each(
     memory: int,
     advance: Advance = lambda _: None,
 ) -> list[Triplets]:
-    """Return the same for several batches of matrices of one size.
+    """Return the K largest singular triplets of each matrix, for each of several batches of matrices of one size.
 
     On the CPU in parallel on separate cores, as small products do not share cores well; on an accelerator all batches as one,
     as far as `memory` allows.
 
     Args:
+        method: "full" decomposition; "krylov", iteration, with full decomposition only of matrices without a certificate
+            or too small for K triplets; "auto", the one that is expected to cost less.
         memory: bytes that a batch and its temporary arrays may take on an accelerator.
         advance: called with numbers of matrices as they are decomposed.
+
+    Raises:
+        ValueError: if an entry is not finite (LAPACK would return wrong numbers without an error).
     """
     device = Js[0].device
     at_once = matrices_at_once(Js[0].shape[-1], K, Js[0].dtype, device, memory)

@@ -6,6 +6,7 @@ imported, so that the package that it does not use is not imported.
 
 import sys
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from tracker.common.errors import UsageError
@@ -31,8 +32,30 @@ def classes(*names: str) -> tuple[type, ...]:
     return tuple(kind for kind in kinds if kind is not None)
 
 
-class LightningAdapter:
-    """A Lightning logger other than that of W&B: scalars in every logger, pictures in TensorBoard.
+@dataclass
+class TensorBoard(Logger):
+    """Writes to a `SummaryWriter`.
+
+    Args:
+        prefix: put before the name of each metric, such as "val/".
+    """
+
+    writer: Any
+    prefix: str = ""
+
+    def images(self, row: Row) -> None:
+        """Write the heat maps of a step."""
+        for name, picture in row.heatmaps().items():
+            self.writer.add_image(self.prefix + name, picture, row.step, dataformats="HWC")
+
+    def log(self, row: Row) -> None:
+        """Write the scalars of a step."""
+        for name, value in row.numbers(self.prefix).items():
+            self.writer.add_scalar(name, value, row.step)
+
+
+class LightningAdapter(Logger):
+    """A Lightning logger that takes numbers and no pictures: any but those of W&B and TensorBoard.
 
     Args:
         logger: of either package of Lightning, or of Fabric.
@@ -41,16 +64,7 @@ class LightningAdapter:
 
     def __init__(self, logger: Any, prefix: str = ""):
         self.logger, self.prefix = logger, prefix
-        self.to_tensorboard = is_lightning(logger, "loggers.TensorBoardLogger")
         self.to_csv = is_lightning(logger, "loggers.CSVLogger")
-
-    def images(self, row: Row) -> None:
-        """Log the heat maps of a step, if the logger takes pictures."""
-        if self.to_tensorboard:
-            for name, picture in row.heatmaps().items():
-                self.logger.experiment.add_image(
-                    self.prefix + name, picture, row.step, dataformats="HWC"
-                )
 
     def log(self, row: Row) -> None:
         """Log the scalars of a step."""
@@ -65,18 +79,15 @@ class LightningAdapter:
         if self.to_csv:
             logger.save()
 
-    def finish(self) -> str:
-        """Do nothing: who opened the logger closes it."""
-        return ""
-
 
 def logger_of(target: Any, prefix: str = "") -> Logger:
-    """Return the logger that sends rows to what a training program has: a W&B run, a logger of Lightning, or a function.
+    """Return the logger that sends rows to what a training program has: a W&B run, a logger of Lightning, a writer of
+    TensorBoard, or a function.
 
     Raises:
         UsageError: for anything else.
     """
-    if is_lightning(target, "loggers.WandbLogger"):
+    if is_lightning(target, "loggers.WandbLogger", "loggers.TensorBoardLogger"):
         # Lightning has no public access
         own = f"{target._prefix}{target.LOGGER_JOIN_CHAR}" if target._prefix else ""
         target, prefix = target.experiment, own + prefix
@@ -85,8 +96,11 @@ def logger_of(target: Any, prefix: str = "") -> Logger:
         return OpenRun(target, prefix)
     if hasattr(target, "log_metrics"):
         return LightningAdapter(target, prefix)
+    if hasattr(target, "add_scalar"):
+        return TensorBoard(target, prefix)
     if callable(target):
         return FunctionLogger(target, prefix)
     raise UsageError(
-        f"log_to={target!r}; give the run that wandb.init returns, a logger of Lightning, or a function (metrics, step)"
+        f"log_to={target!r}; give the run that wandb.init returns, a logger of Lightning, a SummaryWriter of TensorBoard, or a "
+        "function (metrics, step)"
     )

@@ -113,8 +113,8 @@ class Logger(Protocol):
         """Log the scalars of a step."""
 
     def finish(self) -> str:
-        """Close the log; return a line that states where it is, or ""."""
-        ...
+        """Close the log; return a line that states where it is, or "". What the caller has opened stays open."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -153,26 +153,20 @@ class Opener:
 LogTo = Callable[[dict[str, float], int], object]
 
 
-class FunctionLogger:
+@dataclass
+class FunctionLogger(Logger):
     """Passes the scalars of each step to a function, `function(metrics, step)`.
 
     Args:
         prefix: put before the name of each metric, such as "val/".
     """
 
-    def __init__(self, function: LogTo, prefix: str = ""):
-        self.function, self.prefix = function, prefix
-
-    def images(self, row: Row) -> None:
-        """Do nothing: a function takes no pictures."""
+    function: LogTo
+    prefix: str = ""
 
     def log(self, row: Row) -> None:
         """Pass the scalars on."""
         self.function(row.numbers(self.prefix), row.step)
-
-    def finish(self) -> str:
-        """Do nothing: the caller closes what the function writes to."""
-        return ""
 
 
 def check_log(log: Log) -> Log:

@@ -10,11 +10,12 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 from tracker.common.files import read_json, write_atomic
-from tracker.loggers.protocol import LoggedRun, Opener, Row
+from tracker.loggers.protocol import LoggedRun, Logger, Opener, Row
 from tracker.measures.registry import MEAN_OFFDIAG
 
 if TYPE_CHECKING:
@@ -138,7 +139,13 @@ def define_metrics(
 measured_steps: "WeakKeyDictionary[wandb.Run, dict[int, int]]" = WeakKeyDictionary()
 
 
-class OpenRun:
+def _pictures(row: Row, prefix: str = "") -> "dict[str, wandb.Image]":
+    import wandb
+
+    return {prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()}
+
+
+class OpenRun(Logger):
     """A run that the training program has opened, and closes. A step is one of W&B's rows, together with what the program logs.
 
     A measured step joins the row that is open, so that W&B numbers the program's own rows as it would without; a second one
@@ -156,11 +163,7 @@ class OpenRun:
 
     def images(self, row: Row) -> None:
         """Add the heat maps of a step."""
-        import wandb
-
-        pictures = {
-            self.prefix + name: wandb.Image(picture) for name, picture in row.heatmaps().items()
-        }
+        pictures = _pictures(row, self.prefix)
         for name in sorted(pictures.keys() - self.defined):
             self.run.define_metric(name, step_metric=AXIS)
         self.defined |= pictures.keys()
@@ -173,10 +176,6 @@ class OpenRun:
         )
         self.defined |= row.scalars.keys()
         self._add(row.step, {AXIS: row.step, **row.numbers(self.prefix)})
-
-    def finish(self) -> str:
-        """Do nothing: who opened the run closes it."""
-        return ""
 
     def _add(self, step: int, values: Mapping[str, Any]) -> None:
         row = self.run.step
@@ -220,13 +219,8 @@ class WandbRun:
 
     def images(self, row: Row) -> None:
         """Add the heat maps to the step that `log` sends, unless it has it."""
-        import wandb
-
         if row.step not in self.logged:
-            self.run.log(
-                {name: wandb.Image(picture) for name, picture in row.heatmaps().items()},
-                commit=False,
-            )
+            self.run.log(_pictures(row), commit=False)
 
     def log(self, row: Row) -> None:
         """Send the scalars of one step, unless this run has it."""
@@ -246,9 +240,9 @@ class WandbRun:
         directory = Path(self.run.dir).parent
         missing = finish(self.run)
         if self.mode == "offline":
-            return f"W&B offline: {directory} (send it with: wandb sync {directory})"
+            return f"W&B offline: {directory} (send it with: wandb sync {quote(str(directory))})"
         if missing:
-            return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {directory}"
+            return f"W&B {missing}. The whole run is in {directory}; send it with: wandb sync {quote(str(directory))}"
         # Only now has everything been sent; a killed run is replaced by a complete one
         if self.memory:
             content = {"id": self.run.id, "logged": self.logged, "log": self.chosen}

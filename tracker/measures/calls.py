@@ -242,7 +242,8 @@ def measure_calls(
         jacobians.witnesses.append(witness)
         # Else its answers are judged when Jacobians are formed.
         if not settings.includes("coupling"):
-            witness.require_all_values()
+            for l in witness.wrong:
+                witness.require_values(l)
         samples += of_batch
         steps += _steps(rows, of_batch, settings, plan)
         progress.expect(steps * sum(len(call.labels) for call in calls) / len(samples))

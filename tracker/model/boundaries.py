@@ -47,11 +47,16 @@ def as_python(spans: Sequence[Span]) -> str:
     """Return a Python expression of spans, as `read_spans` takes it; places that differ in a number are counted in it."""
     if any(before != start for (_, before), (start, _) in pairwise(spans)):
         return repr([(str(start), str(end)) for start, end in spans])
-    places = [str(spans[0][0]), *(str(end) for _, end in spans)]
-    if starts := _counted(places[:-1]):
-        return f"{starts} + {places[-1:]}"
-    ends = _counted(places[1:])
-    return f"{places[:1]} + {ends}" if ends else repr(places)
+    named = places(spans)
+    if starts := _counted(named[:-1]):
+        return f"{starts} + {named[-1:]}"
+    ends = _counted(named[1:])
+    return f"{named[:1]} + {ends}" if ends else repr(named)
+
+
+def places(spans: Sequence[Span]) -> list[str]:
+    """Return the boundaries of spans, each of which begins where the one before ended."""
+    return [str(spans[0][0]), *(str(end) for _, end in spans)]
 
 
 def _counted(places: Sequence[str]) -> str:

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
 
-from tracker.common.errors import UsageError, warn_caller
+from tracker.common.errors import Note, UsageError, warn_caller
 from tracker.model.huggingface import huggingface_owner, token_embedding
 from tracker.model.random_numbers import seed_of
+from tracker.model.records import describe
 from tracker.model.wrappers import unwrap
 from tracker.provenance import digest
 
@@ -145,7 +146,8 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     Args:
         model: the model whose forward takes them.
         inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments, which may hold tensors or
-            mappings and lists of them; NumPy arrays that the forward does not take are left out.
+            mappings and lists of them; NumPy arrays that the forward does not take are left out. Of a tuple or list that a
+            loader yields, the first entry is taken, with a notice.
         tokenizer: of the prompts, a function of a text; it is checked.
         max_tokens: length to which prompts are cut, with a warning; None: prompts are not cut.
 
@@ -158,11 +160,23 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     check_tokenizer(tokenizer)
     if isinstance(inputs, str):
         inputs = [inputs]
+    if isinstance(inputs, (tuple, list)) and isinstance(
+        next(iter(inputs), None), (Tensor, Mapping)
+    ):
+        warn_caller(
+            f"the inputs are a batch of a training, {describe(inputs)}: its first entry is measured",
+            Note,
+        )
+        inputs = inputs[0]
     max_tokens = _checked_max_tokens(max_tokens, inputs)
     if isinstance(inputs, Tensor):
         calls = [_batch(model, (inputs,), {}, inputs, None)]
     elif isinstance(inputs, Mapping):
-        inputs = {name: _as_dict(value) for name, value in inputs.items()}
+        # Of what a tokenizer returns, a dictionary, whose tensors divide into samples
+        inputs = {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in inputs.items()
+        }
         tensors = _named_tensors(inputs)
         # The mask counts tokens and is none; what else comes first is what the batch axis is read from.
         given = [name for name in tensors if name != "attention_mask"]
@@ -192,11 +206,6 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
     if not calls or not all(call.labels for call in calls):
         raise UsageError("no inputs: give at least one prompt or sample")
     return calls
-
-
-def _as_dict(value: Any) -> Any:
-    """Return a mapping, such as what a tokenizer returns, as a dict, whose tensors divide into samples; others as they are."""
-    return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
 def _named_tensors(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -303,9 +312,10 @@ def _batch(
     except TypeError as error:
         first = next((name for name in signature.parameters if name not in keywords), "")
         nested = f"{{{first!r}: {{{next(iter(keywords), '')!r}: ...}}}}"
-        remedy = f"; if {first} is one mapping of them, give {nested}" if keywords and first else ""
+        remedy = f"if {first} is one mapping of them, give {nested}; " if keywords and first else ""
         raise UsageError(
-            f"the forward of {type(model).__name__} does not take these inputs: {error}{remedy}"
+            f"the forward of {type(model).__name__} does not take these inputs: {error}; {remedy}give a mapping of what it takes "
+            f"({', '.join(signature.parameters)}) or, in a training, forward=lambda module, batch: ..."
         ) from error
     _check_batch_axis(model, main)
     if not main.is_floating_point():

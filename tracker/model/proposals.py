@@ -1,21 +1,28 @@
 """The error for a model without blocks, or with several lists of them; it proposes a line for `blocks=` for each (`Proposal`).
 
 A line from the module tree is a guess: only a forward pass shows whether the blocks form a chain. Where inputs are known
-(`tracker.measure`), each line is tried, and those that fail are listed with the reason instead.
+(`tracker.measure`, walks), each line is tried, and those that fail are listed with the reason instead.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tracker.common.errors import UsageError
-from tracker.model.boundaries import Span, as_python, chain, read_spans
+from tracker.model.boundaries import Boundary, Span, as_python, chain, places, read_spans
 from tracker.model.description import Blocks
 
 HOW_TO_NAME = (
     "Name the blocks, if the model has any: blocks='path.to.list', or a list of modules, or, if no module is a block, the "
     "boundaries between them, blocks=[('input of A', 'output of B'), ...]"
 )
+
+UNTRIED = (
+    "Name the blocks to measure. These lines were not tried, which takes inputs; tracker.measure(model, inputs) tries them and "
+    "says which work:"
+)
+TRIED = "Name the blocks to measure; each line was tried on these inputs:"
 
 
 @dataclass(frozen=True)
@@ -30,23 +37,33 @@ class Proposal:
     def __str__(self) -> str:
         return f"\n  blocks={self.argument}  # {self.description}"
 
+    @property
+    def names(self) -> str:
+        """What a walk's --blocks takes: names or boundaries with commas between them."""
+        named = places(self.blocks.spans) if isinstance(self.blocks, Blocks) else self.blocks
+        return named if isinstance(named, str) else ",".join(named)
+
     def failed(self, reason: str) -> str:
         """Return the line that says why these can't be measured."""
         return f"\n  {self.where} ({self.description}): {reason}"
 
 
-def between(places: Sequence[str], description: str) -> Proposal:
+def between(named: Sequence[str], description: str) -> Proposal:
     """Propose the spans between boundaries."""
-    where = f"{places[0]} to {places[-1]}"
-    return Proposal(as_python(read_spans(places) or ()), list(places), where, description)
+    where = f"{named[0]} to {named[-1]}"
+    return Proposal(as_python(read_spans(named) or ()), list(named), where, description)
 
 
 def chained(blocks: Blocks) -> list[Proposal]:
-    """Propose spans in the place of blocks that are modules, each from where the one before ended; of spans, nothing.
+    """Propose spans in the place of blocks that are modules; of spans, nothing.
 
-    What the model does before a block belongs to its span.
+    What the model does before a block belongs to its span or, if it is done where the state is added to, after a block.
     """
-    return [] if blocks.spans else [in_spans(blocks, chain(blocks.names))]
+    if blocks.spans:
+        return []
+    starts = [Boundary("input", name) for name in (*blocks.names, *blocks.final_norms[:1])]
+    by_inputs = [list(pairwise(starts))] if blocks.final_norms else []
+    return [in_spans(blocks, spans) for spans in (chain(blocks.names), *by_inputs)]
 
 
 def in_spans(blocks: Blocks, spans: Sequence[Span]) -> Proposal:
@@ -55,7 +72,7 @@ def in_spans(blocks: Blocks, spans: Sequence[Span]) -> Proposal:
         as_python(spans),
         blocks.between_boundaries(spans),
         f"spans from the {spans[0][0]} to the {spans[-1][1]}",
-        f"{len(spans)} spans, each with all that the model does after the one before",
+        f"{len(spans)} spans, each with all that the model does between its boundaries",
     )
 
 
@@ -64,21 +81,23 @@ class BlocksNotFound(UsageError):
 
     Args:
         finding: what was found instead, and what blocks need.
-        proposals: blocks that the caller may mean. They have not been tried.
+        proposals: blocks that the caller may mean.
         remedy: what to do if there are none.
+        heading: of the proposals.
     """
 
     def __init__(
-        self, finding: str, proposals: Sequence[Proposal] = (), remedy: str = HOW_TO_NAME
+        self,
+        finding: str,
+        proposals: Sequence[Proposal] = (),
+        remedy: str = HOW_TO_NAME,
+        heading: str = UNTRIED,
     ) -> None:
         self.finding = finding
         self.proposals = proposals
         self.remedy = remedy
-        untried = (
-            "Name the blocks to measure. These lines were not tried, which takes inputs; tracker.measure(model, inputs) tries "
-            f"them and says which work:{''.join(map(str, proposals))}"
-        )
-        super().__init__(f"{finding}\n{untried if proposals else remedy}".rstrip())
+        lines = f"{heading}{''.join(map(str, proposals))}"
+        super().__init__(f"{finding}\n{lines if proposals else remedy}".rstrip())
 
     def __reduce__(self) -> tuple[type[UsageError], tuple[str]]:
         return UsageError, (str(self),)

@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tracker.common.errors import NO_SPACE, UsageError
+from tracker.common.text import size
 from tracker.linalg.linear import FrozenLinear
 from tracker.linalg.transfer import copies_beside_work
 from tracker.model.guard import clone_if_tensor, copy_nested
@@ -31,11 +32,11 @@ from tracker.model.state_maps import StateMap
 from tracker.model.tail import Tail
 
 
+@dataclass
 class Spill:
     """A budget of `memory` bytes: tensors within it stay where they are, the others go to files (on the CPU)."""
 
-    def __init__(self, memory: int) -> None:
-        self.memory = memory  # bytes left
+    memory: int  # bytes left
 
     def keep(self, tensor: Tensor) -> Tensor:
         """Return the same values in a storage of their own size, in memory or in a file.
@@ -72,7 +73,7 @@ def _in_file(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def space_for(size: int) -> Iterator[None]:
+def space_for(needed: int) -> Iterator[None]:
     """Say what to do if the directory of temporary files has no space for so many bytes.
 
     Raises:
@@ -85,7 +86,7 @@ def space_for(size: int) -> Iterator[None]:
             raise
         raise UsageError(
             f"what is recorded and measured exceeds the memory budget, and {tempfile.gettempdir()} has no space for another "
-            f"{size / 1e9:.3g} GB; set TMPDIR to a directory with more space, raise the budget, or give shorter inputs"
+            f"{size(needed)}; set TMPDIR to a directory with more space, raise the budget, or give shorter inputs"
         ) from error
 
 

@@ -216,7 +216,10 @@ def irreproducible(observation: str, description: Blocks) -> BlocksNotFound:
 
     A block may read what the model leaves for it in a global variable. A span runs that part of the model, too.
     """
-    finding = f"{observation}: it is random or keeps state between calls, so by itself it has no Jacobian to measure"
+    finding = (
+        f"{observation}: it is random, keeps state between calls, or is given other weights at each "
+        "(torch.func.functional_call), so by itself it has no Jacobian to measure"
+    )
     return BlocksNotFound(finding, chained(description), remedy="")
 
 
@@ -478,7 +481,9 @@ class Replica:
         self.generators.seed(seed)
         with (
             self.guard(),
-            noting_forward(type(self.module).__name__),
+            noting_forward(
+                f"{type(self.module).__name__}, whose weights and tables are converted to dtype={self.dtype}"
+            ),
             self._copier.refusing_originals(),
         ):
             try:

@@ -240,6 +240,10 @@ def check_whole(module: nn.Module) -> None:
                 f"{named} is TorchScript, whose code can't run with copies of its weights: measure the model with the Python "
                 "module from which it was scripted or traced"
             )
+        if type(part).__module__.startswith("torch.ao.nn.quantized"):
+            raise UsageError(
+                f"{named} computes with whole numbers, which have no derivative: measure it as it was before quantization"
+            )
         if any(map(is_lazy, (*part.parameters(recurse=False), *part.buffers(recurse=False)))):
             raise UsageError(
                 f"the weights of {named} have no values yet: run the model on one batch, then measure"
@@ -264,10 +268,11 @@ def _offloaded(module: nn.Module, name: str) -> Tensor:
     )
 
 
-def weights_memory(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int:
+def weights_memory(model: nn.Module, blocks: Blocks | None, dtype: torch.dtype) -> int:
     """Return the bytes that a model's weights take on an accelerator.
 
-    Counted are all weights as they are stored, and in the measuring dtype those outside the blocks and of the largest block.
+    Counted are all weights as they are stored, and in the measuring dtype those outside the blocks and of the largest block; of
+    blocks that are not known, all.
     """
     stored, converted = bytes_of(unwrap(model), dtype)
     of_blocks = _converted_blocks(model, blocks, dtype)
@@ -279,8 +284,8 @@ def converted_block(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> int
     return max(_converted_blocks(model, blocks, dtype), default=0)
 
 
-def _converted_blocks(model: nn.Module, blocks: Blocks, dtype: torch.dtype) -> Sequence[int]:
-    names = [] if blocks.spans else blocks.names
+def _converted_blocks(model: nn.Module, blocks: Blocks | None, dtype: torch.dtype) -> Sequence[int]:
+    names = [] if blocks is None or blocks.spans else blocks.names
     return [bytes_of(unwrap(model).get_submodule(name), dtype)[1] for name in names]
 
 

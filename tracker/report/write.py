@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from shlex import quote
 from string import Template
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,6 @@ def write_page(curves: "Mapping[Path, xr.Dataset]", out: Path, clusters: str | N
     summaries = assign_clusters(
         {name: curves[directory] for name, directory in directories.items()}, clusters
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(out, _page(summaries, directories).encode())
     return out
 
@@ -263,6 +263,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     out = parsed.out or parsed.results[0] / "report.html"
     if out.is_dir():
-        raise ValueError(f"--out {out} is a directory; name the file: --out {out / 'page.html'}")
+        raise ValueError(
+            f"--out {out} is a directory; name the file: --out {quote(str(out / 'page.html'))}"
+        )
     print(write_report(parsed.results, out, parsed.clusters))
     return OK

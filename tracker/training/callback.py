@@ -187,6 +187,18 @@ class CouplingCallback(Callback):
         if self.trains and isinstance(exception, Exception):
             self.run.fail()
 
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        """Refuse transformers' Trainer, which calls this.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "CouplingCallback is for Lightning; transformers' Trainer takes tracker.TransformersCallback"
+        )
+
+    on_train_begin = on_init_end
+
     def check_readable(self, trainer: Trainer) -> None:
         """Check that the weights can be read during the training.
 

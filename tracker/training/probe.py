@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tracker.blocks.find import find_blocks
-from tracker.common.errors import LIGHTNING, UsageError, warn_caller
+from tracker.common.errors import UsageError, warn_caller
+from tracker.loggers.lightning import classes
 from tracker.model.boundaries import Boundary
 from tracker.model.description import Blocks, Named
 from tracker.model.guard import SCALARS
-from tracker.model.huggingface import huggingface_owner
+from tracker.model.huggingface import huggingface_owner, is_encoder_decoder
 from tracker.model.inputs import Batch, batches, check_tokenizer
 from tracker.model.records import ARRAYS, describe, is_record, is_texts, named_parts
 from tracker.model.wrappers import names_by_id, unwrap
@@ -106,7 +107,8 @@ def find_target(
 
 def runs(module: nn.Module) -> bool:
     """Whether the module's class defines a forward instead of inheriting the empty one of torch or Lightning."""
-    return not type(module).forward.__module__.startswith(("torch.nn.modules.module", *LIGHTNING))
+    empty = (base.forward for base in (nn.Module, *classes("LightningModule")))
+    return type(module).forward not in empty
 
 
 def plain(batch: Any) -> Any:
@@ -247,7 +249,7 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
     """Return the forward calls that measure a plain batch.
 
     The model receives a tensor as it is; the first entry of a tuple or list, as the rest are training targets; and
-    those entries of a dictionary that its forward takes by name, except labels.
+    those entries of a dictionary that its forward takes by name, except labels from which it makes no inputs.
 
     Raises:
         UsageError: if the model's forward takes no entry of the batch.
@@ -260,11 +262,13 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
         return forward_calls(model, batch[0], tokenizer)
     if not isinstance(batch, dict):
         return batches(model, batch, tokenizer, None)
-    known = inspect.signature(model.forward).parameters
+    known, owner = inspect.signature(model.forward).parameters, huggingface_owner(model)
+    # Of labels alone, an encoder-decoder makes the inputs of its decoder.
+    shifted = owner is not None and is_encoder_decoder(owner) and "decoder_input_ids" not in batch
     taken = {
         name: value
         for name, value in batch.items()
-        if name in known and not name.startswith("label")
+        if name in known and (shifted or not name.startswith("label"))
     }
     if not any(isinstance(value, Tensor) for value in taken.values()):
         raise UsageError(
@@ -284,6 +288,8 @@ def refusal(model: nn.Module, probe: Any, error: Exception) -> str:
     elif is_prompts(probe):
         remedy = "If the model does not take what the tokenizer returns, give a batch as probe=, and run it as the training does:"
     failed = f"{runs} fails on the probe, {describe(probe)}: {type(error).__name__}: {error}"
+    if isinstance(error, FloatingPointError):
+        return failed  # it is no matter of what the model is given
     return f"{failed.rstrip('.')}. {remedy} forward=lambda module, batch: ..."
 
 

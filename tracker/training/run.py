@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import signature
+from shlex import quote
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from tracker.analysis.summary import summary
 from tracker.common.errors import UsageError, warn_caller
+from tracker.common.text import escaped
 from tracker.devices import release_memory
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
 from tracker.measurement import measure_with_less_memory, prepared, to_dataset
@@ -328,11 +330,10 @@ class TrainingRun:
         if self.ranks.rank == 0 and store is not None and store.steps():
             # Neither mis-couplings nor paths were asked for
             with isolate_rng(), suppress(UsageError):
+                path = str(store.path)
                 print(summary(store))
-                print(
-                    f'stored in {store.path}: tracker.plot("{store.path}"), python -m tracker.report {store.path}',
-                    flush=True,
-                )
+                line = f"stored in {path}: tracker.plot({path!r}), python -m tracker.report {quote(path)}"
+                print(escaped(line), flush=True)
 
     # Measuring.
 

@@ -76,6 +76,19 @@ class TransformersCallback(TrainerCallback):
         """Return what a copy, or another process, has of this object: all but the Trainer, which can't be pickled."""
         return vars(self) | {"trainer": None}
 
+    @property
+    def setup(self) -> None:
+        """Refuse the Trainer of Lightning, which asks for this.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "TransformersCallback is for transformers' Trainer; that of Lightning takes tracker.CouplingCallback"
+        )
+
+    on_exception = setup
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **context: Any
     ) -> None:

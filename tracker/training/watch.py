@@ -34,7 +34,8 @@ class Watch:
         probe: the samples to measure: prompts (with `tokenizer`), a tensor or mapping that the model's forward takes, a
             training batch, or a function model -> any of these.
         log_to: what receives the metrics of each measured step on rank 0: a W&B run (`log_to=wandb.init(...)`) or a logger of
-            Lightning, with heat maps as in `CouplingCallback`, or a function (metrics, step) of a dictionary of numbers.
+            Lightning or a SummaryWriter of TensorBoard, with heat maps as in `CouplingCallback`, or a function (metrics, step)
+            of a dictionary of numbers.
         **options: options of the run and of its measurements.
 
     Raises:

@@ -3,19 +3,15 @@
 It is what a walk imports first, so a user's file that hides the package `checkpoints` is named here.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from tracker.common.errors import MissingExtraError, require_own
+from tracker.common.errors import require_own
 from tracker.common.values import BYTE_SIZE, LOG, PROJECT
 
-try:
-    require_own("checkpoints")
-except MissingExtraError as error:
-    sys.exit(f"error: {error}")
+require_own("checkpoints")
 
 # The memory budget is taken from the machine, and a store states whether measures were given.
 LEFT_OUT = {"memory_budget": None, "measures": None}
@@ -38,6 +34,7 @@ GROUPS = {
     ),
     "prompts": ("prompts", "suffix", "max_tokens", "tokenizer", "inputs"),
     "measurement": (
+        "blocks",
         "tokens",
         "final_norm",
         "svd",
@@ -78,6 +75,8 @@ class Walk:
         module: class of Lightning checkpoints, as package.module:Class; MODEL is then a .ckpt file or a directory.
         tokenizer: tokenizer of the prompts, a directory or a repository, in place of each checkpoint's own. --files and
             Lightning checkpoints need one, or --inputs; the model's forward takes its output.
+        blocks: the blocks, where an error asks for them or proposes them: the name of the list that holds them, or names or
+            boundaries with commas between them; from Python also a list.
         inputs: .pt file with the inputs of the model's forward, instead of prompts; from Python also the inputs themselves.
         prompts: builtin; openllm (1,200 from the leaderboard's six benchmarks) or wikitext (100 paragraphs), fetched once;
             gsm8k (200 of them); easy2hard (200, rated by difficulty); or a file: text with one prompt a line, or JSONL with
@@ -107,6 +106,7 @@ class Walk:
     scores: Path | None = None
     module: str | None = None
     tokenizer: str | None = None
+    blocks: str | list[str] | None = None
     inputs: Path | Any | None = None
     prompts: str = "builtin"
     suffix: str = ""
@@ -122,6 +122,8 @@ class Walk:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.blocks, str) and "," in self.blocks:
+            self.blocks = self.blocks.split(",")
         if not self.model and not self.files:
             raise ValueError("the following arguments are required: --model, or --files and --load")
         if self.files and (self.model or self.module or not self.load):

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from checkpoints.hub import repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError
-from tracker.common.text import at_tokens, counted, describe_repeat, find_repeats, size
+from tracker.common.text import at_tokens, counted, describe_repeat, escaped, find_repeats, size
 from tracker.walk.plan import SelectedCheckpoints, WalkPlan
 
 if TYPE_CHECKING:
@@ -135,19 +135,16 @@ def progress(total: int) -> Iterator[WalkProgress]:
 def print_overview(plan: WalkPlan, missing: int) -> None:
     """Print what is measured, and which checkpoints are suspect."""
     selection, measurement = plan.selection, plan.measurement
-    count, inputs = len(selection.checkpoints), measurement.inputs
-    if isinstance(inputs, Mapping):
-        # Single numbers may stand beside the tensors, which are batch first.
-        inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0))
+    count, inputs = len(selection.checkpoints), main_input(measurement.inputs)
     kind = "prompt" if isinstance(inputs[0], str) else "sample"
     print(
-        f"{selection.suite.name}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
+        f"{escaped(selection.suite.name)}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
         f"{counted(len(inputs), kind)}, {_measured_at(plan)}; {measurement.device}, "
-        f"{measurement.settings.dtype}; results in {plan.output.store.path}",
+        f"{measurement.settings.dtype}; results in {escaped(str(plan.output.store.path))}",
         flush=True,
     )
     for notice in plan.notices:
-        print(f"note: {notice}", flush=True)
+        print(f"note: {escaped(notice)}", flush=True)
     if selection.offline:
         print(f"note: {selection.offline}; what the cache holds is measured", flush=True)
     if selection.suspect:
@@ -161,6 +158,13 @@ def print_overview(plan: WalkPlan, missing: int) -> None:
         print(f"{len(selection.suspect)} of the selected revisions are suspect; they are {action}:")
         for step, reason in selection.suspect.items():
             print(f"  step {step:>7}  {reason}", flush=True)
+
+
+def main_input(inputs: Any) -> Any:
+    """Return the prompts or the tensor; of a mapping, in which single numbers and labels may stand too, that of most axes."""
+    if isinstance(inputs, Mapping):
+        return max(inputs.values(), key=lambda value: getattr(value, "ndim", 0))
+    return inputs
 
 
 def _measured_at(plan: WalkPlan) -> str:

@@ -8,14 +8,14 @@ the hub is not asked. Prompts are not tokenized: their lengths are estimated, a 
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import GPTNeoXForCausalLM
 
 from checkpoints.configuration import require_size, weights_in
 from checkpoints.fetch import fetch, snapshot_dir
@@ -28,18 +28,15 @@ from tracker.measurement import prepared
 from tracker.measures.cost import (
     Case,
     Cost,
-    Machine,
     cost_of,
     cost_of_calls,
     named_machine,
     this_machine,
 )
-from tracker.measures.settings import Settings
-from tracker.model.description import Blocks
 from tracker.model.inputs import batches
 from tracker.model.weights import weights_memory
 from tracker.walk.command import Walk
-from tracker.walk.display import reason
+from tracker.walk.display import main_input, reason
 from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, default_budget
 
 BYTES_PER_TOKEN = 4  # the built-in prompts have 4.2 with Pythia's tokenizer
@@ -129,19 +126,22 @@ def _download_lines(
 
 def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) -> tuple[str, Cost]:
     """Return where the model's shape is from, in words, and the cost of measuring one checkpoint."""
-    measurement = plan.measurement
-    dtype = measurement.settings.torch_dtype
+    measurement, settings = plan.measurement, plan.measurement.settings
+    dtype = settings.torch_dtype
     machine = named_machine(walk.on) if walk.on else this_machine(measurement.device, dtype)
+    config = tokenizer = None
     if measurement.own_code:  # the user's code makes the model with its weights
+        source = f"loaded from {missing[0].source}"
         model, tokenizer = measurement.load(Path(missing[0].source))
-        settings = _with_budget(measurement, model, find_blocks(model), machine)
+    else:
+        model, config, source = _model(plan.selection, missing)
+    blocks = find_blocks(model, measurement.blocks)
+    default = default_budget(machine.device, weights_memory(model, blocks, dtype), machine.memory)
+    settings = replace(settings, memory_budget=measurement.memory_budget or default)
+    if config is None:
         calls = batches(model, measurement.inputs, tokenizer, measurement.max_tokens)
-        with prepared(model, None, calls, settings, measurement.device) as replica:
-            cost = cost_of_calls(replica, calls, settings, machine)
-        return f"loaded from {missing[0].source}", cost
-    model, config, source = _model(plan.selection, missing)
-    blocks = find_blocks(model)
-    settings = _with_budget(measurement, model, blocks, machine)
+        with prepared(model, blocks, calls, settings, measurement.device) as replica:
+            return source, cost_of_calls(replica, calls, settings, machine)
     lengths = _lengths(measurement, config)
     chosen = settings.chosen_tokens(blocks)
     of_sample = len(chosen) if isinstance(chosen, tuple) else 1
@@ -157,24 +157,12 @@ def _checkpoint_cost(plan: WalkPlan, missing: Sequence[Checkpoint], walk: Walk) 
     return source, cost_of(case, settings, machine)
 
 
-def _with_budget(
-    measurement: Measurement, model: nn.Module, blocks: Blocks, machine: Machine
-) -> Settings:
-    """Return the settings with the memory budget of a measurement on the machine."""
-    settings = measurement.settings
-    weights = weights_memory(model, blocks, settings.torch_dtype)
-    default = default_budget(machine.device, weights, machine.memory)
-    return replace(settings, memory_budget=measurement.memory_budget or default)
-
-
 def _lengths(measurement: Measurement, config: Any) -> list[int]:
     """Return the number of tokens of each sample: of prompts estimated, of images that of their patches."""
-    inputs, most = measurement.inputs, measurement.max_tokens
+    inputs, most = main_input(measurement.inputs), measurement.max_tokens
     if isinstance(inputs, list):
         estimated = [max(1, len(prompt.encode()) // BYTES_PER_TOKEN) for prompt in inputs]
         return [min(length, most or length) for length in estimated]
-    if isinstance(inputs, Mapping):
-        inputs = next(value for value in inputs.values() if getattr(value, "ndim", 0) > 1)
     length = inputs.shape[1]
     if inputs.ndim == 4:
         length = inputs.shape[2] * inputs.shape[3] // config.patch_size**2
@@ -203,7 +191,7 @@ def _model(
         return _from_config(directory, listed or weights_in(directory))
     if suite.shape:
         config = suite.shape.config()
-        model = _without_memory(config, AutoModelForCausalLM, torch.float16)
+        model = _without_memory(config, GPTNeoXForCausalLM, torch.float16)
         return model, config, f"from the shape in {SHIPPED}, as the cache has no configuration"
     if listing is None:
         why = selection.unlisted.get(checkpoint.name, selection.offline or "it is trained first")
@@ -221,12 +209,12 @@ def _model(
 def _from_config(directory: Path, stored: int) -> tuple[nn.Module, Any, str]:
     """Build the model of a directory's configuration; `stored` is the number of bytes of its weight files."""
     with readable(directory, f"the configuration in {directory}", "no model can be built from it"):
-        config, auto = read_architecture(directory)
-        model = _without_memory(config, auto, config.dtype or torch.float32)
+        config, architecture = read_architecture(directory)
+        model = _without_memory(config, architecture, config.dtype or torch.float32)
         require_size(directory, model, stored)
     return model, config, "from the checkpoint's configuration"
 
 
-def _without_memory(config: Any, auto: Any, dtype: Any) -> nn.Module:
+def _without_memory(config: Any, architecture: type[nn.Module], dtype: Any) -> nn.Module:
     with torch.device("meta"):
-        return auto.from_config(config, dtype=dtype, trust_remote_code=False).eval()
+        return architecture(config).to(dtype).eval()

@@ -121,6 +121,7 @@ class Measurement:
     max_tokens: int | None
     device: "torch.device"
     own_code: bool  # whether the user's code loads
+    blocks: str | list[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -194,6 +195,7 @@ def _measurement(walk: Walk) -> Measurement:
         walk.max_tokens,
         device,
         bool(walk.own_code),
+        walk.blocks,
     )
 
 
@@ -244,6 +246,7 @@ def _identity(walk: Walk, suite: Suite, measurement: Measurement) -> dict[str, A
         always.append("measures")
     identity = {"schema": SCHEMA, "model": suite.source, "prompts": measurement.inputs_digest}
     identity |= measurement.settings.identity(always) | {"max_tokens": walk.max_tokens}
+    identity |= {"blocks": walk.blocks} if walk.blocks else {}
     # In any order they give the same results.
     if identity["k"]:
         identity["k"] = sorted(set(identity["k"]))

@@ -128,7 +128,6 @@ def hub_prompts(name: str) -> list[Prompt]:
     except (OSError, ValueError, KeyError):
         pass  # not drawn yet, or not readable: draw it
     prompts = [prompt for source in SETS[name] for prompt in _drawn(name, source)]
-    file.parent.mkdir(parents=True, exist_ok=True)
     texts, difficulty, sources = zip(*prompts, strict=True)
     content = {"prompts": texts, "difficulty": difficulty, "source": sources, "seed": SEED}
     write_atomic(file, json.dumps(content).encode())

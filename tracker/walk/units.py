@@ -5,9 +5,10 @@
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from checkpoints import integrity, scores
 from checkpoints.copies import load_copy
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError, UsageError, panics_as_errors
-from tracker.common.text import UNTRAINED, first_line
+from tracker.common.text import UNTRAINED, first_line, size
 from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
@@ -111,11 +112,14 @@ def _measure(
     from tracker.blocks.find import find_blocks
     from tracker.devices import is_allocation_failure
     from tracker.measurement import measure_with
+    from tracker.model.proposals import TRIED, BlocksNotFound
     from tracker.model.records import describe, is_texts
     from tracker.model.weights import fails_in_forward, weights_memory
 
     device = measurement.device
-    blocks = find_blocks(model)
+    blocks = None
+    with suppress(BlocksNotFound):  # a forward pass shows them, or which of its lines work
+        blocks = find_blocks(model, measurement.blocks)
     budget, resident = placement(measurement, weights_memory(model, blocks, settings.torch_dtype))
     try:
         # Otherwise the weights stay memory-mapped in their files and are loaded block by block
@@ -131,6 +135,11 @@ def _measure(
             measurement.max_tokens,
             progress=False,  # the walk shows its own
         )
+    except BlocksNotFound as error:
+        lines = "".join(
+            f"\n  --blocks {quote(line.names)}  # {line.description}" for line in error.proposals
+        )
+        raise UsageError(f"{error.finding}\n{TRIED}{lines}" if lines else str(error)) from error
     except Exception as error:  # a model's code may raise errors of any type
         if fails_in_forward(error):
             cut = ", which --max_tokens can cut" if is_texts(measurement.inputs) else ""
@@ -141,10 +150,10 @@ def _measure(
         if not is_allocation_failure(error):
             raise
         raise UsageError(
-            f"memory runs out with a budget of {budget / 1e9:.3g} GB beside the weights ({first_line(error)}); give a "
+            f"memory runs out with a budget of {size(budget)} beside the weights ({first_line(error)}); give a "
             "smaller --memory_budget"
         ) from error
-    return unit.assign_attrs(memory_budget=f"{budget / 1e9:.3g} GB"), resident
+    return unit.assign_attrs(memory_budget=size(budget)), resident
 
 
 def with_scores(unit: xr.Dataset, scored: Mapping[str, float], source: str) -> xr.Dataset:
