@@ -149,23 +149,22 @@ def _result(result: Result) -> _Result:
     return _Result(steps, lambda steps: reduced(store.curve(steps)), store.skipped())
 
 
-def _chosen(ds: xr.Dataset, k: int | None) -> tuple[int | None, str]:
-    """Return K and the first of `SHOWN` that was measured; None and "" without mis-couplings.
+def _chosen(ds: xr.Dataset, k: int | None) -> int | None:
+    """Return K; None without mis-couplings.
 
     Raises:
         UsageError: if that K was not measured, or there is nothing to summarise.
     """
-    name = next((name for name in SHOWN if name in ds or f"{name}_matrix" in ds), "")
-    if not name:
+    if not any(f"{name}_matrix" in ds for name in SHOWN):
         if not any(path in ds for path in IN_SUMMARY):
             raise UsageError(
                 "the results hold no mis-couplings and no paths; measure 'coupling' or 'trajectory'"
             )
-        return None, ""
+        return None
     known = [int(other) for other in np.atleast_1d(ds["k"].values)]
     if k is not None and k not in known:
         raise UsageError(f"K = {k} was not measured; choose from {', '.join(map(str, known))}")
-    return k or min(known), name
+    return k or min(known)
 
 
 Row = list[float | str]
@@ -308,7 +307,7 @@ def _of_steps(result: _Result, k: int | None) -> Summary:
     several = len(steps) > 1
     curve = result.curve([steps[0], steps[-1]] if several else steps)
     units = [curve.isel(step=i) for i in range(curve.sizes["step"])]
-    k, _ = _chosen(units[-1], k)
+    k = _chosen(units[-1], k)
     cells = [_cells(unit, k) for unit in units]
     columns = {
         f"{unit['step'].item():,}" if several else "": of
@@ -384,7 +383,7 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
         for name, of_recipe in recipes.items()
     }
     every = [unit for of_recipe in units.values() for unit in of_recipe.values()]
-    ks = list(dict.fromkeys(_chosen(unit, k)[0] for unit in every))
+    ks = list(dict.fromkeys(_chosen(unit, k) for unit in every))
     if len(ks) > 1:
         listed = ", ".join(map(str, ks))
         raise UsageError(
