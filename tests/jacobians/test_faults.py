@@ -37,7 +37,7 @@ CLOSE = {SINGLE: 1e-4, DOUBLE: 1e-7}
 MIXES = "mixes the samples of a batch"
 OTHER_WAY = "is not the derivative of what the model computes there"
 NOT_GIVEN = "autograd does not give"
-UNSTEADY = "it is random or keeps state between calls"
+UNSTEADY = "it is random, keeps state between calls"
 # Why the full sequence is used
 OWN_CODE = "depends on the rest of the sequence by code of its own"
 VALUES, DERIVATIVES = "failed its value check", "failed its derivative check"
