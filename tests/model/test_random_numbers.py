@@ -125,7 +125,7 @@ DRAWN = [("blocks", source) for source in SOURCES] + [(SPANS, "torch")]
 def test_a_block_that_draws_random_numbers_is_refused(blocks, source):
     model = Masked()
     model.blocks[1] = Dropped(source)
-    with refused("draws random numbers: it is random or keeps state"):
+    with refused("draws random numbers: it is random, keeps state"):
         measured(model, blocks=blocks)
 
 
