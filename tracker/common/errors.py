@@ -71,13 +71,13 @@ def missing_extra(error: ImportError, feature: str) -> ImportError:
     """Return an error that names the extra for what could not be imported, or the same error if no extra brings it.
 
     >>> print(missing_extra(ModuleNotFoundError(name="lightning.pytorch"), "tracker.CouplingCallback"))
-    tracker.CouplingCallback needs lightning, which is not installed: pip install 'block-coupling-tracker[train]'
+    tracker.CouplingCallback needs lightning, which is not installed: pip install '.[train]' in a clone of block-coupling-tracker
     """
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
         return error
     return MissingExtraError(
-        f"{feature} needs {package}, which is not installed: pip install '{DISTRIBUTION}[{EXTRAS[package]}]'",
+        f"{feature} needs {package}, which is not installed: pip install '.[{EXTRAS[package]}]' in a clone of {DISTRIBUTION}",
         name=package,
     )
 

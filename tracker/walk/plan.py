@@ -181,7 +181,8 @@ def _measurement(walk: Walk) -> Measurement:
 
     digest, inputs, labels = read_inputs(walk)
     load = _loader(walk)
-    device = walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    # On another machine's device nothing runs here.
+    device = "cpu" if walk.on else walk.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = usable_device(device, f"--device {device}")
     settings = settings_from(walk.options, "walk")
     budget = walk.options.get("memory_budget")

@@ -139,7 +139,7 @@ def _drawn(name: str, source: PromptSource) -> list[Prompt]:
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"--prompts {name} needs the package datasets: pip install 'block-coupling-tracker[prompts]'"
+            f"--prompts {name} needs the package datasets: pip install datasets"
         ) from error
     from datasets.exceptions import DatasetNotFoundError
 
