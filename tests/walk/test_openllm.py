@@ -126,5 +126,5 @@ def test_missing_network_is_reported_in_one_sentence(tmp_path):
 def test_missing_package_is_reported_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'block-coupling-tracker\[prompts\]'"):
+    with pytest.raises(ValueError, match=r"pip install datasets"):
         load_prompts("wikitext")
