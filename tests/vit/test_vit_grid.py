@@ -1,9 +1,6 @@
 """Tests of the grid: trained in turn in this process, and by Ray in processes that are killed."""
 
 import json
-import os
-import re
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -14,13 +11,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import processes
 from tests.support.vit_trainings import (
     GRID_STEPS,
     STAYS,
     TINY,
     assert_same_training,
     grid_arguments,
-    start,
 )
 from tracker.common.files import Lock
 from vit import cells, grid, overview
@@ -80,16 +77,15 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
-# Workers stay in mid-training of two cells: in the first epoch, after two measurements.
+# Workers stay in mid-training: in the first epoch, after two measurements.
 STAYING = (
     STAYS.format(step=2)
-    + f"""
+    + """
 from vit import grid
 train = grid.train_on_ray
 
 def stay(recipe):
-    if recipe.cell in ({CELLS[0]!r}, {CELLS[3]!r}):
-        Classifier.training_step = step_or_stay
+    Classifier.training_step = step_or_stay
     train(recipe)
 
 grid.train_on_ray = stay
@@ -105,35 +101,23 @@ def wait_until(happens: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow(60)
-def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
-    trained_grid, tmp_path, capsys
-):
-    first, *others, last = [tmp_path / "grid" / name for name in CELLS]
-    process = start(
-        STAYING,
-        *grid_arguments(tmp_path, "--retries", "0", jobs=2),
-        module="tests.support.statements",
-        cold=True,
-    )
-    wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
-    (worker,) = re.findall(r"process (\d+)", Lock.holder(first / ".lock"))
-    os.kill(int(worker), signal.SIGKILL)
-    wait_until(lambda: cells.read(first, "failed"))
-    assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
-    wait_until(
-        lambda: (
-            (last / "coupling" / "units" / "step00000001.nc").exists()
-            and all(map(cells.is_done, others))
-        )
-    )
+@pytest.mark.slow(30)
+def test_a_killed_driver_leaves_a_grid_that_trains_each_cell_once(trained_grid, tmp_path, capsys):
+    """A worker that is killed alone: test_vit_cluster."""
+    arguments, two = ("--drop_paths", "0"), CELLS[::2]
+    given = grid_arguments(tmp_path, *arguments, jobs=2)
+    process = processes.start("tests.support.statements", STAYING, *given)
+    for name in two:
+        measured = tmp_path / "grid" / name / "coupling" / "units" / "step00000001.nc"
+        wait_until(measured.exists)
     process.kill()
     process.communicate()
-    # Every worker ends with its driver
-    wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])
-    assert grid.main(grid_arguments(tmp_path)) == 0
-    assert "4 cells, 2 already done" in capsys.readouterr().out
-    for name in CELLS:
+    for name in two:  # every worker ends with its driver
+        lock = tmp_path / "grid" / name / ".lock"
+        wait_until(lambda lock=lock: (taken := Lock.take(lock)) and [taken.release()])
+    assert grid.main(grid_arguments(tmp_path, *arguments)) == 0
+    assert "2 cells, 0 already done" in capsys.readouterr().out
+    for name in two:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
 
