@@ -141,16 +141,19 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
 def test_terminated_while_measuring_and_resumed(tmp_path):
     """The step is measured to its end; an undisturbed run has the same results."""
 
-    def forward(module, batch):
+    def plain(module, batch):
+        return module(batch)
+
+    def terminated(module, batch):
         if module.__dict__.get("_trainer") and module.trainer.global_step == 2:
             signal.raise_signal(signal.SIGTERM)
         return module(batch)
 
     with pytest.raises(SystemExit):
-        in_lightning(tmp_path, 4, forward=forward)
+        in_lightning(tmp_path, 4, forward=terminated)
     assert Store(tmp_path / "store").steps() == [0, 1, 2]
-    in_lightning(tmp_path, 4, resume=2)
-    in_lightning(tmp_path / "undisturbed", 4)
+    in_lightning(tmp_path, 4, resume=2, forward=plain)
+    in_lightning(tmp_path / "undisturbed", 4, forward=plain)
     assert Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]
     assert_same_results(tmp_path / "store", tmp_path / "undisturbed" / "store")
 

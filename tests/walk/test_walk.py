@@ -239,7 +239,7 @@ def test_a_walk_that_a_signal_ends_is_resumed(walker, suite, tmp_path, monkeypat
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
     assert walker.main(model=runs) == 0
     assert walker.store.steps() == STEPS[:3]
-    assert not any(temporary.iterdir()) and not list(walker.store.units.glob(".*"))
+    assert not [*temporary.glob(f"{PREFIX}*"), *walker.store.units.glob(".*")]
 
 
 def test_a_walk_that_ignores_hang_ups_goes_on(walker, monkeypatch):
