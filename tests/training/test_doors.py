@@ -153,18 +153,6 @@ def test_the_prefix_of_a_logger_of_lightning(tmp_path):
     )
 
 
-def test_a_logger_of_lightning_in_a_loop(tmp_path):
-    logger = lightning.fabric.loggers.TensorBoardLogger(tmp_path)
-    with tracker.Watch(1, k=2, probe=tokens(1), log_to=logger) as watch:
-        watch(0, neox())
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    logger.finalize("success")
-    events = EventAccumulator(logger.log_dir).Reload().Tags()
-    assert events["images"] == ["miscoupling/heatmap/k2"]
-    assert "miscoupling/mean_offdiag" in events["scalars"]
-
-
 @pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])
 def test_what_takes_no_metrics_is_refused(target):
     with refused(r"log_to=.*give the run that wandb.init returns"):

@@ -2,8 +2,6 @@
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -94,13 +92,6 @@ sys.exit(grid.main(sys.argv[2:]))
 )
 
 
-def wait_until(happens: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.slow(30)
 def test_a_killed_driver_leaves_a_grid_that_trains_each_cell_once(trained_grid, tmp_path, capsys):
     """A worker that is killed alone: test_vit_cluster."""
@@ -109,12 +100,12 @@ def test_a_killed_driver_leaves_a_grid_that_trains_each_cell_once(trained_grid, 
     process = processes.start("tests.support.statements", STAYING, *given)
     for name in two:
         measured = tmp_path / "grid" / name / "coupling" / "units" / "step00000001.nc"
-        wait_until(measured.exists)
+        processes.wait_until(measured.exists)
     process.kill()
     process.communicate()
     for name in two:  # every worker ends with its driver
         lock = tmp_path / "grid" / name / ".lock"
-        wait_until(lambda lock=lock: (taken := Lock.take(lock)) and [taken.release()])
+        processes.wait_until(lambda lock=lock: (taken := Lock.take(lock)) and [taken.release()])
     assert grid.main(grid_arguments(tmp_path, *arguments)) == 0
     assert "2 cells, 0 already done" in capsys.readouterr().out
     for name in two:
@@ -170,13 +161,12 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     driver = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0)))
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
-        deadline, printed = time.monotonic() + 300, ""
-        while "waiting for it" not in printed and time.monotonic() < deadline:
-            time.sleep(0.01)
-            printed += capsys.readouterr().out
-        assert cells.is_done(recipes[1].directory) and printed.startswith(
-            f"{recipes[0].cell}: trained by another process"
+        printed = []
+        processes.wait_until(
+            lambda: printed.append(capsys.readouterr().out) or "waiting for it" in "".join(printed)
         )
+        assert cells.is_done(recipes[1].directory)
+        assert "".join(printed).startswith(f"{recipes[0].cell}: trained by another process")
     driver.join(300)
     assert (
         cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None

@@ -23,6 +23,7 @@ from tracker import store as results
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import read_reduced, reduced
 from tracker.common.errors import CheckpointError
+from tracker.common.text import UNTRAINED
 from tracker.loggers.protocol import Row
 from tracker.measures.options import settings_from
 from tracker.report import write_report
@@ -247,6 +248,15 @@ def test_row_has_the_values_of_the_whole_unit():
     assert row.miscoupling.nbytes < whole.nbytes / 20 and row.miscoupling.name == "miscoupling"
     expected = whole["miscoupling"].astype(float).mean(("prompt", "token"))
     xr.testing.assert_equal(row.miscoupling, expected)
+
+
+def test_scores_join_those_of_a_unit_and_an_untrained_model_has_none():
+    scored = units.with_scores(small_unit(1), {"arc": 0.5, "piqa": 0.1}, "a.csv")
+    scored = units.with_scores(scored, {"piqa": 0.25}, "b.csv")
+    assert scored.score.to_series().to_dict() == {"arc": 0.5, "piqa": 0.25}
+    assert scored.attrs["scores_from"] == "a.csv; b.csv"
+    untrained = small_unit(0).assign_coords(revision=f"{UNTRAINED}3")
+    assert "score" not in units.with_scores(untrained, {"arc": 0.5}, "a.csv")
 
 
 def add_scores(ready, path: Path, task: str) -> None:
