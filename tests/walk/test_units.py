@@ -14,6 +14,7 @@ import torch
 import xarray as xr
 
 import tracker
+from checkpoints.suites import Checkpoint
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tests.support.stores import stored, unit
@@ -257,6 +258,17 @@ def test_scores_join_those_of_a_unit_and_an_untrained_model_has_none():
     assert scored.attrs["scores_from"] == "a.csv; b.csv"
     untrained = small_unit(0).assign_coords(revision=f"{UNTRAINED}3")
     assert "score" not in units.with_scores(untrained, {"arc": 0.5}, "a.csv")
+
+
+def test_changed_are_weights_of_another_hash_where_both_are_known(tmp_path):
+    measured = Units(Store(tmp_path))
+    for step, digest in enumerate(("a", "a", "a", "")):
+        measured.known[step] = SimpleNamespace(files_sha256=digest)
+    now = dict(enumerate(("a", "b", "", "b", "b")))
+    selection = SimpleNamespace(
+        checkpoints=[Checkpoint(step, "runs", None) for step in now], digest=lambda c: now[c.step]
+    )
+    assert measured.changed(selection) == [1]
 
 
 def add_scores(ready, path: Path, task: str) -> None:
