@@ -9,8 +9,8 @@ import torch
 BUDGET = 108 << 20
 OPTIONS = {"k": 4, "final_norm": "exclude"}
 CASES = {  # with more bytes of Jacobians than the budget
-    "wide": {"width": 768, "blocks": 2, "prompts": 29, "n": 16},
-    "narrow": {"width": 96, "blocks": 8, "prompts": 12, "n": 48, "tokens": "all"},
+    "wide": {"width": 768, "blocks": 2, "prompts": 25, "n": 16},
+    "narrow": {"width": 96, "blocks": 8, "prompts": 9, "n": 48, "tokens": "all"},
     "in a file": {"width": 768, "blocks": 26, "prompts": 2, "n": 16},
     "across tokens": {"width": 192, "blocks": 3, "prompts": 14, "n": 24, "measures": "tokenwise"},
 }

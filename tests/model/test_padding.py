@@ -81,14 +81,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, x, visible=None, memory=None):
-        q, k, v = (
-            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)
-        )
+        q, *kv = self.qkv(x).chunk(3, -1)
         if memory is not None:
-            k, v = (
-                part.unflatten(-1, (HEADS, -1)).transpose(1, 2)
-                for part in self.qkv(memory)[..., WIDTH:].chunk(2, -1)
-            )
+            _, *kv = self.qkv(memory).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (q, *kv))
         if self.by_hand:
             scores = q @ k.mT / math.sqrt(q.shape[-1])
             scores = scores if visible is None else scores.masked_fill(~visible, -math.inf)

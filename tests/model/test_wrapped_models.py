@@ -1,6 +1,7 @@
 """Models as people hold them: compiled, frozen, adapted, offloaded, quantised. The numbers do not change."""
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -277,42 +278,32 @@ def test_adapters_count_as_part_of_the_model(plain):
 def test_quantised_blocks_are_measured_dequantised(plain, bits):
     import bitsandbytes as bnb
 
+    make, weight_of = {
+        4: (
+            partial(bnb.nn.Linear4bit, quant_type="nf4", compute_dtype=torch.float32),
+            lambda kept: bnb.functional.dequantize_4bit(kept.data, kept.quant_state),
+        ),
+        8: (
+            partial(bnb.nn.Linear8bitLt, has_fp16_weights=False),
+            lambda kept: kept.data.float() * kept.SCB[:, None] / 127,
+        ),
+    }[bits]
     model, inputs, _ = plain
     quantised, dequantised = copy.deepcopy(model), copy.deepcopy(model)
-    for layer in range(3):
-        mlp = quantised.model.layers[layer].mlp
+    for layer, other in zip(quantised.model.layers, dequantised.model.layers, strict=True):
         for name in ("gate_proj", "up_proj", "down_proj"):
-            linear = getattr(mlp, name)
-            shape = (linear.in_features, linear.out_features)
-            if bits == 4:
-                swapped = bnb.nn.Linear4bit(
-                    *shape, bias=False, quant_type="nf4", compute_dtype=torch.float32
-                )
-            else:
-                swapped = bnb.nn.Linear8bitLt(*shape, bias=False, has_fp16_weights=False)
+            linear = getattr(layer.mlp, name)
+            swapped = make(linear.in_features, linear.out_features, bias=False)
             swapped.load_state_dict(linear.state_dict())
-            swapped = swapped.to("cpu")
-            setattr(mlp, name, swapped)
-            plain_weight = getattr(dequantised.model.layers[layer].mlp, name).weight
-            with torch.no_grad():
-                if bits == 4:
-                    plain_weight.copy_(
-                        bnb.functional.dequantize_4bit(
-                            swapped.weight.data, swapped.weight.quant_state
-                        )
-                    )
-                else:
-                    plain_weight.copy_(
-                        swapped.weight.data.float() * swapped.weight.SCB[:, None] / 127
-                    )
+            setattr(layer.mlp, name, swapped := swapped.to("cpu"))
+            getattr(other.mlp, name).weight.data.copy_(weight_of(swapped.weight))
     kinds = {type(m) for m in quantised.modules()}
     seen, expected = (measured(model, inputs) for model in (quantised, dequantised))
     np.testing.assert_allclose(
         seen.miscoupling, expected.miscoupling, atol=of_miscouplings(expected)
     )
-    assert {type(m) for m in quantised.modules()} == kinds and quantised.model.layers[
-        0
-    ].mlp.up_proj.weight.dtype != torch.float32
+    assert {type(m) for m in quantised.modules()} == kinds
+    assert swapped.weight.dtype != torch.float32
 
 
 def test_what_was_assumed_can_be_corrected():

@@ -573,10 +573,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     "tracker/walk/prompts.py": (
         ": PromptSource('Rowan/hellaswag', None, 'validation', _activity, 200) -> PromptSource('Rowan/hellaswag', None, 'validation', _activity, 201)",
     ),
-    "tracker/walk/units.py": (
-        "with_scores: has | dict(scored) -> has & dict(scored)",
-        "with_scores: not scored or str(unit.coords['revision'].item()).startswith(UNTRAINED) -> scored or str(unit.coords['revision'].item()).startswith(UNTRAINED)",
-    ),
     "vit/analysis.py": (": __name__ == '__main__' -> __name__ != '__main__'",),
     "vit/augment.py": ("_grey: red + green + blue + 2 ** 15 -> red + green + blue - 2 ** 15",),
     "vit/cells.py": (

@@ -103,6 +103,7 @@ def become(request: dict, files: list[int]) -> None:
     """Give this process what a fresh interpreter would have: signals, session, standard streams, environment, random state."""
     import huggingface_hub.constants
     import numpy
+    from lightning.fabric.utilities import rank_zero
     from wandb.sdk.data_types._private import MEDIA_TMP
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -117,6 +118,7 @@ def become(request: dict, files: list[int]) -> None:
     # one that copies a value, transformers' HF_MODULES_CACHE, is among the variables that `processes.py` does not accept.
     importlib.reload(huggingface_hub.constants)
     tempfile.tempdir = None  # it has read TMPDIR
+    rank_zero.rank_zero_only.rank = rank_zero._get_rank() or 0
     # W&B has made a directory for pictures on import, which the first child to exit would remove.
     MEDIA_TMP.name = tempfile.mkdtemp("wandb-media")
     # As torch's and Python's: the first is a constant, the second is renewed by os.fork

@@ -1,9 +1,6 @@
 """Small training runs of Lightning, and modules, for the tests of the callback."""
 
 import random
-import signal
-from functools import partial
-from pathlib import Path
 
 import lightning
 import numpy as np
@@ -14,9 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, StrategyRegistry
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-import tracker
 from checkpoints import nano
-from tests.support.draws import normal, seeded
+from tests.support.draws import seeded
 
 
 class Noisy(Dataset):
@@ -231,31 +227,6 @@ def fit(
     )
     trainer.fit(module, training, DataLoader(data, 8) if validate else None, **options)
     return module
-
-
-def run(out: Path | str, terminate_at: int | None = None, resume: Path | None = None) -> None:
-    """Train with a store and checkpoints, nothing being random, since Lightning does not restore the random state of a run.
-
-    Args:
-        terminate_at: a step during whose measurement SIGTERM is sent to this process.
-    """
-
-    def forward(module, batch):
-        if module.__dict__.get("_trainer") and module.trainer.global_step == terminate_at:
-            signal.raise_signal(signal.SIGTERM)
-        return module(batch)
-
-    watch = tracker.CouplingCallback(
-        every_n_steps=2,
-        probe=normal(5, 6, 8),
-        forward=forward,
-        k=(2, 4),
-        dtype=torch.float64,
-        save_dir=Path(out) / "store",
-    )
-    # One batch is the whole data
-    options = {"data": Noisy(noise=0.0), "batch": 64, "shuffle": False, "ckpt_path": resume}
-    fit(trainer([watch], keep=out), partial(Classifier, drop=0.0), **options)
 
 
 class Toy(lightning.LightningModule):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -86,6 +86,14 @@ def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
         raise AssertionError(
             f"the process ended with {process.returncode} before it printed {line!r}: {err}"
         )
+
+
+def wait_until(happens: Callable[[], object], seconds: float = 300) -> None:
+    """Wait until a function returns something true, which only a fault delays for so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @contextmanager

@@ -91,11 +91,11 @@ def state(losses: list[float], module: torch.nn.Module, *optimizers: torch.optim
     return [losses, *(tensor.tolist() for tensor in tensors)]
 
 
-def in_lightning(directory: Path, faults: Faults | None, probe: Tensor = PROBE) -> dict:
-    """Train with the callback and faults, or without if they are None; return what a rank has at the end."""
+def in_lightning(directory: Path, faults: Faults | None, probe: Tensor, every: int) -> dict:
+    """Train, measuring with faults unless they are None, every so many steps; return what a rank has at the end."""
     sharded, seen, logger = "sharded" in directory.name, [], CSVLogger(directory, "logs")
     strategy = ModelParallelStrategy(2, 1) if sharded else "ddp"
-    watch = CouplingCallback(1, k=2, dtype="float64", save_dir=str(directory / "store"))
+    watch = CouplingCallback(every, k=2, dtype="float64", save_dir=str(directory / "store"))
     found: dict[str, Any] = {"error": None, "state": None, "on_measure": seen}
     with ExitStack() as patches:
         if faults is not None:
@@ -168,16 +168,16 @@ def main() -> None:
     for way, train in (("transformers", in_transformers), ("watch", in_a_loop)):
         options = {"k": 2, "probe": TOKENS, "save_dir": directory / way / "store"}
         results |= {f"{way}, plain": train(rank), way: train(rank, **options)}
-    for way, faults, probe in (
-        ("lightning, plain", None, PROBE),
-        ("lightning", CONTINUED, PROBE),
-        ("one sample", {}, PROBE[:1]),
-        ("sharded, plain", None, PROBE),
-        ("sharded", {4: ("forward", 1, PLANTED)}, PROBE),
-        *((name, faults, PROBE) for name, faults in ENDED.items()),
+    for way, faults, probe, every in (
+        ("lightning, plain", None, PROBE, 1),
+        ("lightning", CONTINUED, PROBE, 1),
+        ("one sample", {}, PROBE[:1], STEPS),
+        ("sharded, plain", None, PROBE, 1),
+        ("sharded", {4: ("forward", 1, PLANTED)}, PROBE, 4),
+        *((name, faults, PROBE, 1) for name, faults in ENDED.items()),
     ):
-        results[way] = in_lightning(directory / way, faults, probe)
-        (directory / f"rank{rank}.json").write_text(json.dumps(results))
+        results[way] = in_lightning(directory / way, faults, probe, every)
+    (directory / f"rank{rank}.json").write_text(json.dumps(results))
     torch.distributed.destroy_process_group()
 
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-import subprocess
 from pathlib import Path
 
 import tracker
@@ -10,8 +9,8 @@ from tests.support import processes
 from tracker.report import write_report
 
 
-def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400) -> None:
-    """Run `python -m MODULE ARGUMENTS` as two ranks, which must succeed; a rank that waits for another one is killed."""
+def start_two_ranks(module: str, *arguments: object) -> list[processes.Forked]:
+    """Start `python -m MODULE ARGUMENTS` as two ranks."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -20,8 +19,13 @@ def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400) -> N
     for number in ("0", "1"):
         # Lightning reads LOCAL_RANK, others read RANK
         own = {"RANK": number, "LOCAL_RANK": number, "GLOO_SOCKET_IFNAME": "lo"}
-        env = {**os.environ, **common, **own}
-        ranks.append(processes.start(module, *arguments, env=env, stdout=subprocess.DEVNULL))
+        ranks.append(processes.start(module, *arguments, env={**os.environ, **common, **own}))
+    return ranks
+
+
+def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400) -> None:
+    """Run a module as two ranks, which must succeed; a rank that waits for another one is killed."""
+    ranks = start_two_ranks(module, *arguments)
     try:
         for process in ranks:
             _, err = process.communicate(timeout=seconds)

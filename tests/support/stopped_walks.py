@@ -4,22 +4,22 @@ from tests.support import processes
 
 STAYS_AT_THE_SECOND = """
 import time
-from tracker.walk import units
-measure, measured = units.measure_checkpoint, []
+from checkpoints import load
+load_checkpoint, loaded = load.load, []
 
-def measure_or_stay(plan, checkpoint, directory):
-    if measured:
+def load_or_stay(directory):
+    if loaded:
         print("at the second", flush=True)
         time.sleep(600)
-    measured.append(checkpoint)
-    return measure(plan, checkpoint, directory)
+    loaded.append(directory)
+    return load_checkpoint(directory)
 
-units.measure_checkpoint = measure_or_stay
+load.load = load_or_stay
 """
 
 
-def start_and_stay_at_the_second(walker):
-    """Start a walk that measures its first checkpoint and stays at its second until it is stopped; return it there."""
-    process = walker.start(before=STAYS_AT_THE_SECOND)
+def start_and_stay_at_the_second(walker, **options):
+    """Start a walk that measures its first checkpoint and stays where it loads its second; return it there."""
+    process = walker.start(before=STAYS_AT_THE_SECOND, **options)
     processes.wait_for_line(process, "at the second")
     return process

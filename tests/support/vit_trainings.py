@@ -1,7 +1,6 @@
 """Small trainings of vision transformers: recipes, processes that stay in mid-training, and what makes two the same."""
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.support import processes
 from tests.support.stores import lasting
 from vit import cells
 from vit.recipe import Recipe
@@ -66,14 +64,6 @@ def grid_arguments(directory: Path, *more: str, jobs: int = 1, **recipe) -> list
     varied = ["--weight_decays", "0.01,0.1", "--drop_paths", "0,0.1"]
     place = ["--out", str(directory / "grid"), "--jobs", str(jobs)]
     return ["--config", write_config(directory, **recipe), *varied, *place, *more]
-
-
-def start(*arguments: str, module: str = "vit.train", cold: bool = False, **environment: str):
-    """Start a training or another command; `cold` is as in `processes.start`."""
-    settings = {**os.environ, **environment}
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        settings.pop(name, None)
-    return processes.start(module, *arguments, env=settings, start_new_session=True, cold=cold)
 
 
 # The training stays before this step until it is stopped.

@@ -1,6 +1,7 @@
 """Tests of the callback in real Lightning runs: its steps, probes, weights and ranks; units equal those of `tracker.measure`."""
 
 import re
+import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,9 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from checkpoints.load import load
 from tests.conftest import TINY, USUAL
-from tests.support import processes
 from tests.support.draws import normal
-from tests.support.lightning_runs import Classifier, EncoderModule, TwoOptimizers, fit, run, trainer
+from tests.support.drivers import in_lightning
+from tests.support.lightning_runs import Classifier, EncoderModule, TwoOptimizers, fit, trainer
 from tests.support.refused import refused
 from tests.support.stores import assert_same_results
 from tests.support.units import assert_same_units
@@ -51,7 +52,7 @@ def test_live_equals_the_checkpoint(tmp_path, precision):
 @pytest.mark.slow
 def test_live_equals_walked(suite, walker, tmp_path, monkeypatch):
     """Train the suite again, with the callback: the weights are the same, and the units are those of the walk."""
-    assert walker.run(*USUAL, OMP_NUM_THREADS=str(torch.get_num_threads()))[0] == 0
+    assert walker.main(*USUAL) == 0
     walked = walker.store
     prompts = [line.replace("\\n", "\n") for line in walker.prompts.read_text().splitlines()]
     _, tokenizer = load(cached_snapshot(nano.REPO, "step0", suite))
@@ -138,16 +139,22 @@ def test_the_state_in_a_checkpoint_keeps_its_keys():
 
 @pytest.mark.slow
 def test_terminated_while_measuring_and_resumed(tmp_path):
-    """An undisturbed run has the same results."""
-    code = (
-        "import sys; from tests.support.lightning_runs import run; run(sys.argv[2], terminate_at=4)"
-    )
-    processes.run("tests.support.statements", code, tmp_path)
-    assert Store(tmp_path / "store").steps() == [0, 2, 4]
-    (last,) = tmp_path.glob("*step=4.ckpt")
-    run(tmp_path, resume=last)
-    run(tmp_path / "undisturbed")
-    assert Store(tmp_path / "store").steps() == [0, 2, 4, 6, 8]
+    """The step is measured to its end; an undisturbed run has the same results."""
+
+    def plain(module, batch):
+        return module(batch)
+
+    def terminated(module, batch):
+        if module.__dict__.get("_trainer") and module.trainer.global_step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return module(batch)
+
+    with pytest.raises(SystemExit):
+        in_lightning(tmp_path, 4, forward=terminated)
+    assert Store(tmp_path / "store").steps() == [0, 1, 2]
+    in_lightning(tmp_path, 4, resume=2, forward=plain)
+    in_lightning(tmp_path / "undisturbed", 4, forward=plain)
+    assert Store(tmp_path / "store").steps() == [0, 1, 2, 3, 4]
     assert_same_results(tmp_path / "store", tmp_path / "undisturbed" / "store")
 
 

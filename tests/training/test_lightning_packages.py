@@ -39,12 +39,12 @@ class OtherClassifier(pytorch_lightning.LightningModule):
 MODULES = {"lightning": Classifier, "pytorch_lightning": OtherClassifier}
 
 
-def train(package: str, callbacks, **options):
+def train(package: str, callbacks, make=None, **options):
     quiet = dict.fromkeys(
         ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
     )
     options = {"accelerator": "cpu", "max_steps": 8, **quiet, **options}
-    return fit(PACKAGES[package].Trainer(callbacks=callbacks, **options), MODULES[package])
+    return fit(PACKAGES[package].Trainer(callbacks=callbacks, **options), make or MODULES[package])
 
 
 @pytest.mark.slow
@@ -93,15 +93,7 @@ def test_a_module_that_builds_its_blocks_later():
             self.stages = self.built
 
     watch = Watch(1)
-    train_late = pytorch_lightning.Trainer(
-        callbacks=[watch],
-        max_steps=1,
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    fit(train_late, Late)
+    train("pytorch_lightning", [watch], Late, max_steps=1)
     assert list(watch.units) == [0, 1]
 
 

@@ -85,7 +85,7 @@ def test_a_failure_on_one_rank_is_recorded_on_both(ranks, directory):
     # Rank 1 does not call on_measure
     assert {int(step) for step in reasons} == CONTINUED.keys() - {4}
     stored = Store(directory / "sharded" / "store")
-    assert stored.steps() == [0, 1, 2, 3, *range(5, STEPS + 1)]
+    assert stored.steps() == [0, 8, STEPS]
     assert stored.skipped() == {4: "RuntimeError on rank 1: planted"}
 
 

@@ -96,7 +96,6 @@ def test_the_same_watch_again(tmp_path):
 
 
 REFUSED = {
-    "finished": lambda directory: loop(directory, 2, MemoryError()),
     "stopped by the user": lambda directory: loop(directory, 8, KeyboardInterrupt()),
     "dropped": lambda directory: tracker.Watch(1, **CHEAP, probe=tokens(), save_dir=directory)(
         0, neox()

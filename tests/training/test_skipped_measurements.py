@@ -13,7 +13,6 @@ from tests.support.models import neox, tokens
 from tests.support.watch import Watch
 from tracker import measurement
 from tracker.jacobians.rows import Jacobians
-from tracker.report import write_report
 from tracker.skipped import Skipped
 from tracker.store import Store
 from tracker.training.claim import claim
@@ -186,30 +185,15 @@ def test_what_a_run_says_of_skipped_steps(case, monkeypatch, tmp_path):
         return real(*arguments)
 
     monkeypatch.setattr(place, name, planted)
+    options, logged = {"k": 2, "probe": tokens(), "save_dir": str(tmp_path)}, []
     with warnings.catch_warnings(record=True, action="always") as caught:
-        with tracker.Watch(1, k=2, probe=tokens(), save_dir=str(tmp_path)) as watch:
+        with tracker.Watch(1, log_to=lambda row, _: logged.append(row), **options) as watch:
             for step in range(3):
                 watch(step, model)
     assert [str(w.message) for w in caught if "step" in str(w.message)] == expected
     assert list(watch.skipped.reasons) == failing == list(Store(tmp_path).skipped())
+    assert logged[-1]["diagnostics/skipped"] == len(failing)
     assert Store(tmp_path).steps() == [step for step in range(3) if step not in failing]
-
-
-@pytest.mark.slow
-def test_skipped_steps_are_logged_and_on_the_page(monkeypatch, tmp_path):
-    import lightning
-
-    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
-    watch = Watch(2, save_dir=tmp_path / "store")
-    failing_at(monkeypatch, 4, RuntimeError("no kernel for this shape"), watch)
-    with pytest.warns(UserWarning, match="step 4 is not measured"):
-        fit(trainer([watch], logger=logger))
-    assert (
-        "diagnostics/skipped"
-        in (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[0]
-    )
-    page = write_report(tmp_path / "store", tmp_path / "page.html").read_text()
-    assert "No results of step 4: RuntimeError: no kernel for this shape" in page
 
 
 def test_a_resumed_run_forgets_later_skips_and_units(tmp_path):

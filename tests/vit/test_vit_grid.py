@@ -1,12 +1,7 @@
 """Tests of the grid: trained in turn in this process, and by Ray in processes that are killed."""
 
 import json
-import os
-import re
-import signal
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,13 +9,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import processes
 from tests.support.vit_trainings import (
     GRID_STEPS,
     STAYS,
     TINY,
     assert_same_training,
     grid_arguments,
-    start,
 )
 from tracker.common.files import Lock
 from vit import cells, grid, overview
@@ -80,16 +75,15 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
-# Workers stay in mid-training of two cells: in the first epoch, after two measurements.
+# Workers stay in mid-training: in the first epoch, after two measurements.
 STAYING = (
     STAYS.format(step=2)
-    + f"""
+    + """
 from vit import grid
 train = grid.train_on_ray
 
 def stay(recipe):
-    if recipe.cell in ({CELLS[0]!r}, {CELLS[3]!r}):
-        Classifier.training_step = step_or_stay
+    Classifier.training_step = step_or_stay
     train(recipe)
 
 grid.train_on_ray = stay
@@ -98,42 +92,23 @@ sys.exit(grid.main(sys.argv[2:]))
 )
 
 
-def wait_until(happens: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 300
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.mark.slow(60)
-def test_killed_workers_and_drivers_leave_a_grid_that_trains_each_cell_once(
-    trained_grid, tmp_path, capsys
-):
-    first, *others, last = [tmp_path / "grid" / name for name in CELLS]
-    process = start(
-        STAYING,
-        *grid_arguments(tmp_path, "--retries", "0", jobs=2),
-        module="tests.support.statements",
-        cold=True,
-    )
-    wait_until(lambda: (first / "coupling" / "units" / "step00000001.nc").exists())
-    (worker,) = re.findall(r"process (\d+)", Lock.holder(first / ".lock"))
-    os.kill(int(worker), signal.SIGKILL)
-    wait_until(lambda: cells.read(first, "failed"))
-    assert cells.read(first, "failed")["reason"] == "its process died, often for lack of memory"
-    wait_until(
-        lambda: (
-            (last / "coupling" / "units" / "step00000001.nc").exists()
-            and all(map(cells.is_done, others))
-        )
-    )
+@pytest.mark.slow(30)
+def test_a_killed_driver_leaves_a_grid_that_trains_each_cell_once(trained_grid, tmp_path, capsys):
+    """A worker that is killed alone: test_vit_cluster."""
+    arguments, two = ("--drop_paths", "0"), CELLS[::2]
+    given = grid_arguments(tmp_path, *arguments, jobs=2)
+    process = processes.start("tests.support.statements", STAYING, *given)
+    for name in two:
+        measured = tmp_path / "grid" / name / "coupling" / "units" / "step00000001.nc"
+        processes.wait_until(measured.exists)
     process.kill()
     process.communicate()
-    # Every worker ends with its driver
-    wait_until(lambda: (lock := Lock.take(last / ".lock")) and [lock.release()])
-    assert grid.main(grid_arguments(tmp_path)) == 0
-    assert "4 cells, 2 already done" in capsys.readouterr().out
-    for name in CELLS:
+    for name in two:  # every worker ends with its driver
+        lock = tmp_path / "grid" / name / ".lock"
+        processes.wait_until(lambda lock=lock: (taken := Lock.take(lock)) and [taken.release()])
+    assert grid.main(grid_arguments(tmp_path, *arguments)) == 0
+    assert "2 cells, 0 already done" in capsys.readouterr().out
+    for name in two:
         assert_same_training(trained_grid / "grid" / name, tmp_path / "grid" / name)
 
 
@@ -186,13 +161,12 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     driver = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0)))
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
-        deadline, printed = time.monotonic() + 300, ""
-        while "waiting for it" not in printed and time.monotonic() < deadline:
-            time.sleep(0.01)
-            printed += capsys.readouterr().out
-        assert cells.is_done(recipes[1].directory) and printed.startswith(
-            f"{recipes[0].cell}: trained by another process"
+        printed = []
+        processes.wait_until(
+            lambda: printed.append(capsys.readouterr().out) or "waiting for it" in "".join(printed)
         )
+        assert cells.is_done(recipes[1].directory)
+        assert "".join(printed).startswith(f"{recipes[0].cell}: trained by another process")
     driver.join(300)
     assert (
         cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None

@@ -2,12 +2,12 @@
 
 import io
 import re
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from tests.support import processes
 from tests.support.vit_trainings import TINY, grid_arguments
 from tracker.common.text import duration
 from vit import cells, grid, overview, training
@@ -110,13 +110,11 @@ def test_lines_of_a_grid_state_the_time_left_once_an_epoch_is_trained(
     monkeypatch.setattr(overview, "SECONDS", 0.01)
     with overview.shown(six):
         fail(six[5])  # before it trained anything
-        printed, deadline = "", time.monotonic() + 300
-        while not printed and time.monotonic() < deadline:
-            time.sleep(0.01)
-            printed += capsys.readouterr().out
+        printed = []
+        processes.wait_until(lambda: printed.append(capsys.readouterr().out) or "".join(printed))
         clock.now += 60.0
         finish(six[0])
-    assert (printed + capsys.readouterr().out).splitlines() == [
+    assert ("".join(printed) + capsys.readouterr().out).splitlines() == [
         f"[1/6] {six[5].cell}: crashed: no memory",
         f"[2/6] {six[0].cell}: 0.5000  about 7.6 min left",  # 8 + 3 * 10 epochs of 12 s
     ]

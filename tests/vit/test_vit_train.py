@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +12,13 @@ import wandb
 
 import tracker
 from tests.support import processes
+from tests.support.ranks import run_on_two_ranks, start_two_ranks
 from tests.support.vit_trainings import (
     AUGMENTED,
     STAYS,
     TINY,
     assert_same_training,
     assert_same_weights,
-    start,
     weights,
     write_config,
 )
@@ -194,9 +193,7 @@ class TestCommandLine:
     @pytest.mark.slow
     def test_interrupted_run_is_resumed(self, trained, tmp_path):
         arguments = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
-        process = start(
-            STAYS_IN_MID_EPOCH, *arguments, module="tests.support.statements", cold=True
-        )
+        process = processes.start("tests.support.statements", STAYS_IN_MID_EPOCH, *arguments)
         processes.wait_for_line(process, "staying")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
@@ -214,31 +211,24 @@ class TestCommandLine:
 def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     """After SIGKILL, the same command gives the same result as an uninterrupted run, with every random operation enabled."""
     config = write_config(tmp_path, **AUGMENTED, drop_path=0.3, keep_checkpoint=True)
-    parallel = ["--devices", "2"]
     directories = [tmp_path / "whole", tmp_path / "killed"]
-    whole, killed = (["--config", config, "--out", str(cell), *parallel] for cell in directories)
-    finish(start(*whole))
-    process = start(STAYS_IN_MID_EPOCH, *killed, module="tests.support.statements")
-    processes.wait_for_line(process, "staying")
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    whole, killed = (
+        ["--config", config, "--out", str(cell), "--devices", "2"] for cell in directories
+    )
+    ran = processes.run("vit.train", *whole, timeout=900)  # Lightning starts the second rank
+    assert ran.returncode == 0, ran.stderr
+    ranks = start_two_ranks("tests.support.statements", STAYS_IN_MID_EPOCH, *killed)
+    processes.wait_for_line(ranks[0], "staying")
+    for process in ranks:
+        process.kill()
+        process.communicate()
     assert Store(tmp_path / "killed" / "coupling").steps() == [0, 1, 2, 4]
     assert (
         not cells.is_done(tmp_path / "killed")
         and len(cells.read(tmp_path / "killed", "history")) == 1
     )
-    finish(start(*killed))
+    run_on_two_ranks("vit.train", *killed)
     assert_same_training(*directories)
-
-
-def finish(process: "subprocess.Popen[str] | processes.Forked") -> None:
-    """Wait for a process that must succeed; if it takes too long, end it with its children."""
-    try:
-        _, err = process.communicate(timeout=900)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    assert process.returncode == 0, err
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import lightning
 import numpy as np
 import peft
 import pytest
@@ -23,10 +24,12 @@ from checkpoints.load import lightning_loader, load_model, name_of_loader, users
 from checkpoints.suites import find_files, find_suite
 from tests.support import home_made
 from tests.support.files import holding
+from tests.support.lightning_runs import Toy
 from tests.support.models import Size, images, language, timm_vit, tokens, vision
 from tests.support.plain import gpt2
 from tests.support.processes import ROOT
 from tests.support.refused import refused
+from tests.support.suite import checkpoint_of
 from tracker import pythia
 from tracker.figures.__main__ import main as figures
 from tracker.store import Store
@@ -471,6 +474,29 @@ def test_adapters_are_walked_by_the_lines_that_the_refusal_shows(tmp_path, monke
     model = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "checkpoint-4")
     measured = tracker.measure(model, torch.load(tmp_path / "FILE"), k=4)
     np.testing.assert_allclose(store.miscoupling.sel(step=4), measured.miscoupling, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_lightning_are_walked_with_inputs_or_with_a_tokenizer(
+    walker, suite, tmp_path
+):
+    """By a module of the user."""
+    trainer = lightning.Trainer(
+        logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
+    )
+    run, ids = tmp_path / "run", tmp_path / "inputs.pt"
+    for step in (10, 200):
+        trainer.strategy.connect(Toy(32))
+        trainer.save_checkpoint(run / f"step={step}.ckpt", weights_only=True)
+    torch.save(torch.randint(320, (2, 8)), ids)
+    measured = {"--inputs": ids, "--tokenizer": checkpoint_of(suite, 0)}
+    for (option, value), samples in zip(measured.items(), (2, 3), strict=True):
+        out = str(tmp_path / option)
+        module = ("--module", "tests.support.lightning_runs:Toy", option, str(value), "--out", out)
+        assert walker.main(*module, model=str(run)) == 0
+        ds = tracker.open_results(out)
+        assert ds.step.values.tolist() == [10, 200] and ds.sizes["prompt"] == samples
+        assert len(set(ds.fingerprint.values)) == 2
 
 
 class Scales(torch.nn.Module):

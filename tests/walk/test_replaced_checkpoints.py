@@ -5,20 +5,15 @@ import os
 import shutil
 from pathlib import Path
 
-import lightning
 import pytest
-import torch
 
 import tracker
-from tests.support.lightning_runs import Toy
-from tests.support.suite import checkpoint_of, copied
+from tests.support.suite import copied
 from tests.support.units import assert_same
 from tracker.store import Store
 from tracker.walk import units
 
 pytestmark = pytest.mark.slow
-
-TOY = "tests.support.lightning_runs:Toy"
 
 
 @pytest.fixture
@@ -104,41 +99,6 @@ def test_replaced_weights_of_equal_size_and_time_are_other_weights(walker, runs,
     assert "the weights of step 8 of" in capsys.readouterr().err
     replace(file, runs / "kept.safetensors")
     assert walker.main(model=str(runs)) == 0
-
-
-def test_a_lightning_checkpoint_that_is_saved_again_is_measured_as_it_was(
-    walker, suite, tmp_path, monkeypatch
-):
-    """And by a user's module, with inputs or with a tokenizer."""
-    trainer = lightning.Trainer(
-        logger=False, enable_checkpointing=False, accelerator="cpu", barebones=True
-    )
-    run = tmp_path / "run"
-    for step in (10, 200, 3):
-        trainer.strategy.connect(Toy(32))
-        trainer.save_checkpoint(run / f"step={step}.ckpt", weights_only=True)
-    (other := run / "step=3.ckpt").rename(tmp_path / "other")
-    torch.save(torch.randint(320, (2, 8)), tmp_path / "inputs.pt")
-    flags = (
-        "--module",
-        TOY,
-        "--inputs",
-        str(tmp_path / "inputs.pt"),
-    )
-    undisturbed = ("--out", str(tmp_path / "undisturbed"))
-    assert walker.main(*flags, *undisturbed, model=str(run)) == 0
-    before_the_first_measurement(
-        monkeypatch, lambda: shutil.copyfile(tmp_path / "other", run / "step=10.ckpt")
-    )
-    assert not other.exists() and walker.main(*flags, model=str(run)) == 0
-    for step in (10, 200):
-        assert_equal_units(walker.store.read(step), Store(undisturbed[1]).read(step))
-    ds = tracker.open_results(walker.out)
-    assert ds.sizes["prompt"] == 2 and len(set(ds.fingerprint.values)) == 2
-    prompts = ("--module", TOY, "--tokenizer", str(checkpoint_of(suite, 0)))
-    out = tmp_path / "prompts"
-    assert walker.main(*prompts, "--out", str(out), model=str(run)) == 0
-    assert tracker.open_results(out).sizes["prompt"] == 3
 
 
 @pytest.mark.parametrize(

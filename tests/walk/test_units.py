@@ -14,6 +14,7 @@ import torch
 import xarray as xr
 
 import tracker
+from checkpoints.suites import Checkpoint
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tests.support.stores import stored, unit
@@ -23,6 +24,7 @@ from tracker import store as results
 from tracker.analysis.curves import scalars
 from tracker.analysis.reduction import read_reduced, reduced
 from tracker.common.errors import CheckpointError
+from tracker.common.text import UNTRAINED
 from tracker.loggers.protocol import Row
 from tracker.measures.options import settings_from
 from tracker.report import write_report
@@ -247,6 +249,26 @@ def test_row_has_the_values_of_the_whole_unit():
     assert row.miscoupling.nbytes < whole.nbytes / 20 and row.miscoupling.name == "miscoupling"
     expected = whole["miscoupling"].astype(float).mean(("prompt", "token"))
     xr.testing.assert_equal(row.miscoupling, expected)
+
+
+def test_scores_join_those_of_a_unit_and_an_untrained_model_has_none():
+    scored = units.with_scores(small_unit(1), {"arc": 0.5, "piqa": 0.1}, "a.csv")
+    scored = units.with_scores(scored, {"piqa": 0.25}, "b.csv")
+    assert scored.score.to_series().to_dict() == {"arc": 0.5, "piqa": 0.25}
+    assert scored.attrs["scores_from"] == "a.csv; b.csv"
+    untrained = small_unit(0).assign_coords(revision=f"{UNTRAINED}3")
+    assert "score" not in units.with_scores(untrained, {"arc": 0.5}, "a.csv")
+
+
+def test_changed_are_weights_of_another_hash_where_both_are_known(tmp_path):
+    measured = Units(Store(tmp_path))
+    for step, digest in enumerate(("a", "a", "a", "")):
+        measured.known[step] = SimpleNamespace(files_sha256=digest)
+    now = dict(enumerate(("a", "b", "", "b", "b")))
+    selection = SimpleNamespace(
+        checkpoints=[Checkpoint(step, "runs", None) for step in now], digest=lambda c: now[c.step]
+    )
+    assert measured.changed(selection) == [1]
 
 
 def add_scores(ready, path: Path, task: str) -> None:

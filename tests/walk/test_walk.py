@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tracker
+from checkpoints.copies import PREFIX
 from checkpoints.load import load
 from tests.conftest import USUAL
 from tests.support.stopped_walks import start_and_stay_at_the_second
@@ -218,17 +219,43 @@ def test_interrupted_start_is_reported(walker, package):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+    "number",
+    [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL],
+    ids=lambda number: number.name,
 )
-def test_interrupted_walk_is_resumed(walker, number):
-    process = start_and_stay_at_the_second(walker)
+def test_a_walk_that_a_signal_ends_is_resumed(walker, suite, tmp_path, monkeypatch, number):
+    """A killed one leaves its copy of a checkpoint and its claim, which the next walk removes; others leave nothing."""
+    (temporary := tmp_path / "temporary").mkdir()
+    runs, killed = str(tmp_path / "runs"), number == signal.SIGKILL
+    for step in STEPS[:3]:
+        copied(suite, step, tmp_path / "runs" / f"step{step}")
+    process = start_and_stay_at_the_second(walker, model=runs, TMPDIR=str(temporary))
     process.send_signal(number)
     _, err = process.communicate(timeout=300)
-    assert process.returncode == 130
-    assert "the same command continues with the rest" in err and "Traceback" not in err
+    assert process.returncode == (-number if killed else 130)
+    assert killed or "the same command continues with the rest" in err and "Traceback" not in err
+    assert bool([*temporary.glob(f"{PREFIX}*")]) == killed
     assert walker.store.steps() == STEPS[:1]
-    assert walker.run()[0] == 0
-    assert walker.store.steps() == STEPS
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    assert walker.main(model=runs) == 0
+    assert walker.store.steps() == STEPS[:3]
+    assert not [*temporary.glob(f"{PREFIX}*"), *walker.store.units.glob(".*")]
+
+
+def test_a_walk_that_ignores_hang_ups_goes_on(walker, monkeypatch):
+    """As after `nohup`."""
+    show = pythia.print_overview
+
+    def hang_up(*arguments):
+        signal.raise_signal(signal.SIGHUP)
+        show(*arguments)
+
+    monkeypatch.setattr(pythia, "print_overview", hang_up)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert walker.main("--steps", "0") == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_can_not_be_written_is_named():
