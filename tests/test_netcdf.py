@@ -25,11 +25,12 @@ def dataset(step: int = 7) -> xr.Dataset:
     found["lss"][0, 0] = np.nan
     return found.assign(
         flag=(("layer",), np.arange(6) > 2),
-        counts=(("odd", "even"), np.eye(3, dtype=int)),
+        counts=(("odd", "even"), 2**40 * np.eye(3, dtype=int)),
     ).assign_coords(
         token_text=(("prompt", "position"), np.array([["a", "ü", ""] * 4] * 3, dtype=object)),
         difficulty=("prompt", [np.nan, 1.0, 2.0]),
         revision=f"step{step}",
+        letter=("layer", [*"abcdef"]),
         grown=("layer", np.arange(6) + step),
     )
 
