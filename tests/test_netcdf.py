@@ -30,7 +30,6 @@ def dataset(step: int = 7) -> xr.Dataset:
         token_text=(("prompt", "position"), np.array([["a", "ü", ""] * 4] * 3, dtype=object)),
         difficulty=("prompt", [np.nan, 1.0, 2.0]),
         revision=f"step{step}",
-        letter=("layer", [*"abcdef"]),
         grown=("layer", np.arange(6) + step),
     )
 

@@ -211,9 +211,7 @@ def _array(stored: netCDF4.Variable) -> np.ndarray:
     values = np.asarray(stored[...], object if stored.dtype is str else None)
     if values.dtype != "S1":
         return values
-    # At least two characters: xarray would join texts of one.
-    length = values.shape[-1]
-    return values.view(f"S{length}")[..., 0].astype(f"S{max(2, length)}")
+    return values.view(f"S{values.shape[-1]}")[..., 0]
 
 
 def _form(name: str, dims: tuple[str, ...], values: np.ndarray) -> tuple[Any, ...]:
