@@ -90,7 +90,7 @@ def file_content(dataset: xr.Dataset) -> memoryview:
     form = "NETCDF4" if 0 in dataset.sizes.values() else "NETCDF3_64BIT_DATA"
     # `Dataset.to_netcdf` takes the lock for the values alone, and not for names, dimensions and attributes.
     with FIRST, SECOND:
-        file = netCDF4.Dataset("in memory", "w", memory=0, format=form)
+        file = netCDF4.Dataset("in memory", "w", memory=dataset.nbytes, format=form)
         try:
             store = NetCDF4DataStore(file, lock=threading.Lock())
             store.format = "NETCDF4"  # xarray would write whole numbers of 64 bits as 32 in others
