@@ -16,17 +16,16 @@ from tests.support.failing_files import unreadable
 from tests.support.refused import refused
 from tests.support.stores import unit
 from tracker.common.files import Lock
-from tracker.netcdf import DamagedFile, decoded, file_content, read_content, stacked
+from tracker.netcdf import DamagedFile, decoded, file_content, read_content, seal, stacked
 
 
 def dataset(step: int = 7) -> xr.Dataset:
-    """Return a unit with texts, a scalar, an empty variable, NaN, and dimensions without coordinates."""
+    """Return a unit with texts, a scalar, NaN, and dimensions without coordinates."""
     found = unit(step, layers=6, ks=(4, 8), prompts=3, matrices=True, seed=0, created=f"at {step}")
     found["lss"][0, 0] = np.nan
     return found.assign(
-        empty=(("nothing",), np.zeros(0)),
         flag=(("layer",), np.arange(6) > 2),
-        counts=(("odd", "even"), np.eye(3, dtype=int)),
+        counts=(("odd", "even"), 2**40 * np.eye(3, dtype=int)),
     ).assign_coords(
         token_text=(("prompt", "position"), np.array([["a", "ü", ""] * 4] * 3, dtype=object)),
         difficulty=("prompt", [np.nan, 1.0, 2.0]),
@@ -36,13 +35,16 @@ def dataset(step: int = 7) -> xr.Dataset:
 
 
 def written(path, *datasets):
-    for i, ds in enumerate(datasets):
-        (path / f"{i}.nc").write_bytes(file_content(ds))
+    for i, content in enumerate(map(file_content, datasets)):
+        (path / f"{i}.nc").write_bytes(bytes(content) + seal(content))
     return [path / f"{i}.nc" for i in range(len(datasets))]
 
 
-def test_one_file_is_read_as_xarray_reads_it(tmp_path):
-    (file,) = written(tmp_path, dataset())
+@pytest.mark.parametrize("size", [0, 3])
+def test_one_file_is_read_as_xarray_reads_it(tmp_path, size):
+    """Files with an empty variable are in HDF5. Other programs read a file with its hash."""
+    (file,) = written(tmp_path, dataset().isel(odd=slice(size)))
+    assert file.read_bytes().startswith(b"CDF" if size else b"\x89HDF")
     theirs = xr.load_dataset(file, engine="netcdf4")
     ours = stacked([read_content(file)]).isel(step=0)
     xr.testing.assert_identical(ours, theirs)
@@ -165,7 +167,7 @@ def test_ctrl_c_leaves_the_c_library_unlocked(tmp_path):
 READERS = """
 import faulthandler, sys, threading
 from tests.test_netcdf import dataset
-from tracker.netcdf import decoded, file_content, read_content
+from tracker.netcdf import decoded, file_content, read_content, seal
 from pathlib import Path
 
 faulthandler.enable()
@@ -178,7 +180,8 @@ def read():
 
 def write(name):
     for _ in range(10):
-        file.with_name(name).write_bytes(file_content(dataset()))
+        content = file_content(dataset())
+        file.with_name(name).write_bytes(bytes(content) + seal(content))
         wrong.extend([3] * (not decoded(read_content(file.with_name(name))).identical(expected)))
 
 works = (read, read, read, lambda: write("a.nc"), lambda: write("b.nc"))

@@ -38,7 +38,16 @@ from tracker.common.files import (
 from tracker.common.text import find_repeats
 from tracker.measures.dataset import labelled, unlabelled
 from tracker.measures.settings import Settings
-from tracker.netcdf import Content, DamagedFile, common, file_content, read_content, seal, stacked
+from tracker.netcdf import (
+    Content,
+    DamagedFile,
+    common,
+    decoded,
+    file_content,
+    read_content,
+    seal,
+    stacked,
+)
 from tracker.version import SCHEMA
 
 # What a curve has one value of, and how messages call it
@@ -91,7 +100,7 @@ ONE_DIRECTORY = (
 )
 REMEDY = "move it away, or, if a walk measured it, repeat the walk, which measures its step again"
 INTEGRITY, UNCHECKED = "integrity", "unchecked"  # the attribute of a unit without a hash
-AT_ONCE = 2**28  # bytes of files that are read together where all would be too much
+AT_ONCE = 2**26  # bytes of files that are read together where all would be too much
 
 
 def whole_step(step: Any) -> int:
@@ -235,7 +244,7 @@ class Store:
             DamagedFile: if the file is damaged, or not one of ours.
             UsageError: if another version of the package wrote it.
         """
-        return labelled(stacked([self._content(step)]).isel(step=0))
+        return labelled(decoded(self._content(step)))
 
     def attributes(self, step: int) -> dict[str, Any]:
         """Read the attributes of a unit."""

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import xarray as xr
-from scipy import stats
+from scipy.special import ndtri
 
 from tracker.analysis.regression import (
     CONFIDENCE,
@@ -91,7 +91,7 @@ def at_chance(grid: xr.Dataset) -> np.ndarray:
     """Return whether the accuracy of each cell is within 1.96 standard errors of chance, or below; False if that is unknown."""
     chance = grid.attrs.get("chance", CHANCE.get(grid.attrs["data"], np.nan))
     error = np.sqrt(chance * (1 - chance) / grid.attrs["images"])
-    return grid["accuracy"].values <= chance + stats.norm.ppf((1 + CONFIDENCE) / 2) * error
+    return grid["accuracy"].values <= chance + ndtri((1 + CONFIDENCE) / 2) * error
 
 
 def coupling_at_equal_loss(grid: xr.Dataset, at: dict[str, Any]) -> np.ndarray:

@@ -481,7 +481,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
         "_held: held is None -> held is not None",
         "names_by_id.visit: id(module) in names -> id(module) not in names",
     ),
-    "tracker/netcdf.py": ("file_content: v.dtype.kind in 'biuf' -> v.dtype.kind not in 'biuf'",),
     "tracker/provenance.py": (
         "describe: getattr(config, '_attn_implementation', '') or '' -> getattr(config, '_attn_implementation', '') and ''",
         "usable_device: torch.zeros(1, device=device) -> torch.zeros(2, device=device)",

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 from numpy import ndarray
-from scipy import stats
+from scipy.special import stdtrit
 
 from tracker.analysis.regression import CONFIDENCE, clustered_mean, error_of_sum
 
@@ -66,7 +66,7 @@ def coupled(
         t = mean / error
         skewness = _third_cumulant_of_mean(pairs, mean) / error**3
         transformed = t + skewness * (t**2 / 3 + 1 / 6) + skewness**2 * t**3 / 27
-    return enough & (np.fmin(t, transformed) > stats.t.isf(level, df))
+    return enough & (np.fmin(t, transformed) > -stdtrit(df, level))
 
 
 def _third_cumulant_of_mean(
@@ -154,8 +154,8 @@ def onset(
         return Onset(earlier, later, earlier, later, words)
     # By prompt, so that what its curve has in common with its peak cancels
     above, error, df = clustered_mean(departure - SHARE * departure[peak], clusters)
-    significantly_below = above < -stats.t.isf((1 - CONFIDENCE) / 2, df) * error
-    significantly_above = above > stats.t.isf((1 - CONFIDENCE) / 2 / (len(steps) - 1), df) * error
+    significantly_below = above < stdtrit(df, (1 - CONFIDENCE) / 2) * error
+    significantly_above = above > -stdtrit(df, (1 - CONFIDENCE) / 2 / (len(steps) - 1)) * error
     # At an earlier step: the count up to a step exceeds its own
     departed_before = np.cumsum(significantly_above) > significantly_above
     index = np.arange(len(steps))

@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 from numpy import ndarray
-from scipy import optimize, stats
+from scipy import optimize, special
 
 FEWEST_POINTS = 8  # of a statistic that figures and pages print
 MIN_POINTS = 4  # of a linear fit: R^2 of two points is 1, of three often close to 1
@@ -112,7 +112,7 @@ def _fit_centred(x: ndarray, y: ndarray, df: int) -> dict[str, float]:
     r = float(np.clip(xy / np.sqrt(xx * yy), -1, 1))
     # On a line 1 - r^2 is 0: the least number in its place makes p 0.
     t = np.sqrt(r * r * df / max(1 - r * r, 1e-300))
-    p = 2 * stats.t.sf(t, df)
+    p = 2 * special.stdtr(df, -t)
     low, high = _correlation_interval(r, df)
     squares = sorted((low * low, high * high))
     ends = {
@@ -130,7 +130,7 @@ def _correlation_interval(r: float, df: int) -> tuple[float, float]:
         return -1.0, 1.0
     if abs(r) == 1:
         return r, r
-    margin = stats.norm.ppf((1 + CONFIDENCE) / 2) / np.sqrt(df - 1)
+    margin = special.ndtri((1 + CONFIDENCE) / 2) / np.sqrt(df - 1)
     return float(np.tanh(np.arctanh(r) - margin)), float(np.tanh(np.arctanh(r) + margin))
 
 
@@ -144,10 +144,10 @@ def power_of_correlation(r: float, df: int) -> float:
     """
     if df < 2:
         return float("nan")
-    t = stats.t.ppf((1 + CONFIDENCE) / 2, df)
+    t = special.stdtrit(df, (1 + CONFIDENCE) / 2)
     critical = np.arctanh(t / np.sqrt(t * t + df))
     shift, scale = np.arctanh(r) + r / (2 * (df + 1)), 1 / np.sqrt(df - 1)
-    return float(stats.norm.sf(critical, shift, scale) + stats.norm.cdf(-critical, shift, scale))
+    return float(special.ndtr(np.array([-critical + shift, -critical - shift]) / scale).sum())
 
 
 def detectable_correlation(df: int) -> float:
@@ -248,7 +248,7 @@ def mean_interval(
 
 def t_margin(error: ndarray, df: ndarray) -> ndarray:
     """Return half the width of the t interval of a value with this standard error."""
-    return stats.t.ppf((1 + CONFIDENCE) / 2, df) * error
+    return special.stdtrit(df, (1 + CONFIDENCE) / 2) * error
 
 
 def holm(p: ndarray) -> ndarray:

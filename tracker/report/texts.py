@@ -29,7 +29,7 @@ from tracker.measures.registry import (
 )
 from tracker.measures.settings import CHOICES, USUAL
 from tracker.report.contents import carried
-from tracker.store import Store
+from tracker.store import Store, by_step
 
 PAIRS = {
     "mean": "all pairs of blocks",
@@ -214,9 +214,7 @@ def provenance(ds: xr.Dataset, store: Store) -> list[tuple[str, str]]:
         ("undefined values", ", ".join(f"{q}: {n:,}" for q, n in totals.items() if n) or "none")
     )
     if "commit" in ds.coords:
-        commits = zip(
-            ds["step"].values, np.broadcast_to(ds["commit"].values, ds.sizes["step"]), strict=True
-        )
+        commits = zip(ds["step"].values, by_step(ds, "commit"), strict=True)
         rows.append(
             (
                 "commits",

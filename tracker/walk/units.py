@@ -11,7 +11,6 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import xarray as xr
 
 from checkpoints import integrity, scores
@@ -23,7 +22,7 @@ from tracker.loggers.protocol import Row
 from tracker.measures.dataset import unlabelled
 from tracker.measures.settings import Settings
 from tracker.netcdf import DamagedFile, file_content
-from tracker.store import Store, likeness, require_one_curve
+from tracker.store import Store, by_step, likeness, require_one_curve
 from tracker.walk.plan import Measurement, SelectedCheckpoints, WalkPlan, placement
 
 if TYPE_CHECKING:
@@ -249,12 +248,6 @@ class Units:
 
 def _known(ds: xr.Dataset, row: Row, i: int = 0) -> Known:
     """Return what is known of a unit with this row, or of the i-th of a curve."""
-
-    def of(name: str) -> str:
-        values = ds.coords[name].values if name in ds.coords else np.asarray(ds.attrs.get(name, ""))
-        return str(values if values.ndim == 0 else values[i])
-
-    named = {
-        name: of(name) for name in ("revision", "files_sha256", "fingerprint", "token_ids_sha256")
-    }
+    names = ("revision", "files_sha256", "fingerprint", "token_ids_sha256")
+    named = {name: str(by_step(ds, name)[i]) for name in names}
     return Known(likeness(ds), row=row, **named)
