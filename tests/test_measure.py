@@ -327,7 +327,7 @@ BAD_INPUTS = {
         [[1, 2, 3]],
         r"inputs of type list.*a tensor .*of token ids.*torch.as_tensor\(inputs\)",
     ),
-    "a list of tensors": ([torch.tensor([1, 2])], "inputs of type list"),
+    "a list of tensors": ([torch.tensor([1, 2])], r"inputs of shape \(2,\)"),
     "a number": (3, "inputs of type int"),
     "empty mapping": ({}, "holds no tensor"),
     "a mask alone": (

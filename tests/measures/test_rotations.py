@@ -210,7 +210,7 @@ def test_rows_and_frames_in_parts(monkeypatch):
         [torch.stack([planted("random", D, 0.5, L * r + i) for i in range(L)]) for r in range(4)]
     )
     whole = levels_of(J, (2, 8))
-    monkeypatch.setattr(rotations, "AT_ONCE", {True: 1})
+    monkeypatch.setattr(rotations, "AT_ONCE", 1)
     for name, values in levels_of(J, (2, 8)).items():
         torch.testing.assert_close(values, whole[name], rtol=1e-12, atol=0)
 

@@ -356,18 +356,18 @@ def by_distance(matrix):
 
 # The lines of charts, and the columns that they show
 LINES = {
-    "coupling": {"mean over prompts": "mean", "null level": "null_level"},
+    "coupling": {"mean over samples": "mean", "null level": "null_level"},
     "scatter": {"a point a step": "coupling"},
     "lss": {"median": "median"},
     "matrix": {"miscoupling": "mean"},
-    "history": {"mean over prompts": "mean", "null level": "null_level"},
+    "history": {"mean over samples": "mean", "null level": "null_level"},
     "absolute": {"|A|": "absolute"},
     "distance": {"step 2,000": "mean", "null level": "null_level"},
     "layers": {"its Jacobian in the others' bases": "in_bases_of_others"},
     "singular": {"s1": "s1", "s5": "s5"},
     "norm": {"step 2,000": "median"},
     "prompts": {"prompts": "coupling"},
-    "token_curves": {"mean over prompts": "mean", "null level": "null_level"},
+    "token_curves": {"mean over samples": "mean", "null level": "null_level"},
     "token_matrix": {"fixed_output": "mean"},
 }
 
@@ -462,7 +462,7 @@ class TestNumbers:
         (band,) = [line for line in charts["lss"].traces if line.get("fill") == "toself"]
         # A piece of two steps before the gap, and one of one step after it
         assert band["x"].count(None) == 2 and len(band["x"]) == 8
-        drawn = named(charts["coupling"].traces, "mean over prompts")
+        drawn = named(charts["coupling"].traces, "mean over samples")
         assert drawn["marker"]["symbol"] == ["circle", "x-open", "circle", "circle"]
         assert not [line for line in charts["singular"].traces if line["name"] == "fit of 1 / s₁"]
         assert (

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from tracker.common.values import Method
-from tracker.measures.rotations import COLUMNS
+from tracker.measures.rotations import COLUMNS, entries_of_pair
 from tracker.measures.settings import CHOICES, Settings
 from tracker.model.recording import BlockCall, Recording, host_memory
 
@@ -68,10 +68,12 @@ class Plan:
     def bytes_of_pairs(self) -> int:
         """The bytes of what pairs of blocks need at one row.
 
-        These are the matrices A, each block's and all together, the overlaps, and three copies of the Jacobians in frames.
+        These are the matrices A, each block's, all together and of all frames, the overlaps, and three copies of the Jacobians in
+        frames.
         """
-        of_block = 4 * self.K**2 + 3 * COLUMNS**2
-        return (2 * (self.of_row * self.K) ** 2 + self.of_row * of_block) * self.itemsize
+        of_block = 4 * self.K**2 + 3 * COLUMNS * min(self.d, COLUMNS)
+        of_pair = 2 * (self.K**2 + entries_of_pair(self.K))
+        return (self.of_row**2 * of_pair + self.of_row * of_block) * self.itemsize
 
     @property
     def steps(self) -> int:

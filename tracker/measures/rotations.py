@@ -56,8 +56,7 @@ from tracker.measures.coupling import (
 
 COLUMNS = 128  # at most, that each J is multiplied with
 ENTRIES = 1 << 12  # of A in all frames of one K: ENTRIES / K^2 frames, but two at least
-# Entries of A at once: on a CPU as many as its caches hold, on an accelerator as many as keep it busy
-AT_ONCE = {True: 1 << 17, False: 1 << 22}
+AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold, and small budgets
 SLOPE = 0.4
 ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
 SMALLEST = 0.05  # of a weight's denominator: any fixed weight leaves the mean as it is
@@ -82,9 +81,14 @@ def drawn(d: int, K: int) -> tuple[Int[Tensor, " m"], Int[Tensor, "m r"]]:
     """Return which of the `frames` each frame for K singular vectors is drawn from, and which of its columns it takes."""
     generator = torch.Generator().manual_seed(0)
     n, _, columns = frames(d).shape
-    m = max(2, ENTRIES // K**2)
+    m = entries_of_pair(K) // K**2
     orders = torch.rand(m, columns, generator=generator).argsort(-1)
     return torch.arange(m) % n, orders[:, : min(2 * K, d)]
+
+
+def entries_of_pair(K: int) -> int:
+    """Return how many entries of A all frames for K singular vectors have at most."""
+    return max(2 * K**2, ENTRIES)
 
 
 def turned(J: Float[Tensor, "R d d"], F: Float[Tensor, "n d c"]) -> Float[Tensor, "R n c c"]:
@@ -110,8 +114,7 @@ def mean_levels(
         U, V: singular vectors of the bases.
     """
     of_row = T.shape[1] * U.shape[1] * max(ks) ** 2
-    # An accelerator takes all rows at once, some frames after others.
-    at_once = max(1, AT_ONCE[True] // of_row) if T.is_cpu else len(T)
+    at_once = max(1, AT_ONCE // of_row) if T.is_cpu else len(T)
     rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
     parts = [
         _of_rows(
@@ -141,17 +144,17 @@ def _of_rows(
     products = signed_U.mT @ signed_V
     of_ks: list[Tensor] = []
     for k in ks:
-        of_k, left, right = (
-            _of_frames(unit_T, d, k),
-            *_coordinates(signed_U[..., :k], signed_V[..., :k]),
-        )
+        left, right = _coordinates(signed_U[..., :k], signed_V[..., :k])
         controls = _Controls(unit_s[..., :k], unit_of, overlap(products[..., :k, :k]), d)
-        at_once = max(1, AT_ONCE[T.is_cpu] // (len(T) * T.shape[1] * U.shape[1] * k**2))
+        of_frame = len(T) * T.shape[1] * U.shape[1]
+        entries = _entries(d, k).to(T.device)
+        # An accelerator takes all at once.
+        at_once = max(1, AT_ONCE // (of_frame * k**2)) if T.is_cpu else len(entries)
         sums = [
-            controls.sums(_matrices(frames_at_once, left, right))
-            for frames_at_once in of_k.split(at_once, 2)
+            controls.sums(_matrices(_at(unit_T, some), left, right))
+            for some in entries.split(at_once)
         ]
-        of_ks.append(torch.stack(sums).sum(0) / of_k.shape[2])
+        of_ks.append(torch.stack(sums).sum(0) / len(entries))
     levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
     return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
 
@@ -207,12 +210,16 @@ class _Controls:
         return torch.stack([of_definition.sum(2) for of_definition in values])
 
 
-def _of_frames(T: Turned, d: int, K: int) -> Float[Tensor, "R L m rows r"]:
-    """Return F_1^T J [F_1, F_2] of every frame for K singular vectors, or F^T J F of whole rotations."""
+def _entries(d: int, K: int) -> Int[Tensor, "m rows r"]:
+    """Return which entries of F^T J F each frame for K singular vectors takes: F_1^T J [F_1, F_2], or all of a whole rotation."""
     which, columns = drawn(d, K)
+    c = frames(d).shape[-1]
     rows = columns[:, :K] if 2 * K <= d else columns
-    at = (which[:, None, None] * T.shape[-2] + rows[..., None]) * T.shape[-1] + columns[:, None]
-    return T.flatten(2).index_select(-1, at.flatten().to(T.device)).unflatten(-1, at.shape)
+    return (which[:, None, None] * c + rows[..., None]) * c + columns[:, None]
+
+
+def _at(T: Turned, entries: Int[Tensor, "m rows r"]) -> Float[Tensor, "R L m rows r"]:
+    return T.flatten(2).index_select(-1, entries.flatten()).unflatten(-1, entries.shape)
 
 
 def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p K"]]:
