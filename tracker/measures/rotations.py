@@ -55,7 +55,7 @@ from tracker.measures.coupling import (
 )
 
 COLUMNS = 128  # at most, that each J is multiplied with
-ENTRIES = 1 << 12  # of A in all frames of one K: ENTRIES / K^2 frames, but two at least
+ENTRIES = 1 << 11  # of A in all frames of one K: ENTRIES / K^2 frames, but three at least
 AT_ONCE = 1 << 17  # entries of A, which a CPU's caches hold, and small budgets
 SLOPE = 0.4
 ROUNDINGS = 16  # of an entry of G: singular vectors are orthonormal to some roundings
@@ -88,7 +88,7 @@ def drawn(d: int, K: int) -> tuple[Int[Tensor, " m"], Int[Tensor, "m r"]]:
 
 def entries_of_pair(K: int) -> int:
     """Return how many entries of A all frames for K singular vectors have at most."""
-    return max(2 * K**2, ENTRIES)
+    return max(3 * K**2, ENTRIES)
 
 
 def turned(J: Float[Tensor, "R d d"], F: Float[Tensor, "n d c"]) -> Float[Tensor, "R n c c"]:
