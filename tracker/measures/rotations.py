@@ -235,7 +235,9 @@ def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p
     return None, torch.cat([G, H.to(G)], -2)
 
 
-def _matrices(T: Turned, left: Bases | None, right: Bases) -> Float[Tensor, "R L n K M K"]:
+def _matrices(
+    T: Float[Tensor, "R L n rows r"], left: Bases | None, right: Bases
+) -> Float[Tensor, "R L n K M K"]:
     """Return A of every pair and frame."""
     products = (T.flatten(1, 3) @ side_by_side(right)).unflatten(1, T.shape[1:4])
     products = products.unflatten(-1, (right.shape[1], -1))  # (R, L, n, rows, M, K)
