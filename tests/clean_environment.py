@@ -66,16 +66,14 @@ def main() -> None:
         try:
             use()
         except ImportError as error:
-            assert f"tracker.{name} needs" in str(error) and f"'{DISTRIBUTION}[{extra}]'" in str(
-                error
-            ), error
+            assert f"tracker.{name} needs" in str(error) and f"'.[{extra}]'" in str(error), error
             print(error)
         else:
             raise AssertionError(f"tracker.{name} works without its extra")
     for command, extra in COMMANDS.items():
         arguments = [sys.executable, "-m", *command.split()]
         process = subprocess.run(arguments, capture_output=True, text=True)
-        assert process.returncode and f"{DISTRIBUTION}[{extra}]" in process.stderr, process.stderr
+        assert process.returncode and f"'.[{extra}]'" in process.stderr, process.stderr
         print(process.stderr.strip())
     assert "py.typed" in {file.name for file in importlib.metadata.files(DISTRIBUTION) or ()}
 
