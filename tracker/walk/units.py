@@ -3,7 +3,7 @@
 `measure_checkpoint` makes a unit. `Units` keeps what the walk must know of each unit.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -205,8 +205,7 @@ class Units:
         """
         left_out: dict[int, OSError | ValueError] = {}
         for curve in self.store.curves(steps, left_out.__setitem__):
-            for i, row in enumerate(Row.from_curve(curve)):
-                self.known[row.step] = _known(curve, row, i)
+            self.known |= {of.row.step: of for of in _known(curve, Row.from_curve(curve))}
         return [step for step, error in left_out.items() if isinstance(error, DamagedFile)]
 
     def prepare(self, unit: xr.Dataset) -> tuple[memoryview, Known]:
@@ -215,7 +214,7 @@ class Units:
         Raises:
             CheckpointError: if it makes no curve with the units of the store.
         """
-        known = _known(unit, Row.from_unit(unit))
+        (known,) = _known(unit, [Row.from_unit(unit)])
         for step, other in self.known.items():
             try:
                 require_one_curve([other.likeness, known.likeness], self.store.path)
@@ -246,8 +245,9 @@ class Units:
         ]
 
 
-def _known(ds: xr.Dataset, row: Row, i: int = 0) -> Known:
-    """Return what is known of a unit with this row, or of the i-th of a curve."""
+def _known(ds: xr.Dataset, rows: Iterable[Row]) -> list[Known]:
+    """Return what is known of a unit or of the units of a curve, which have these rows."""
+    alike = likeness(ds)
     names = ("revision", "files_sha256", "fingerprint", "token_ids_sha256")
-    named = {name: str(by_step(ds, name)[i]) for name in names}
-    return Known(likeness(ds), row=row, **named)
+    of_steps = zip(*(map(str, by_step(ds, name)) for name in names), strict=True)
+    return [Known(alike, *named, row=row) for row, named in zip(rows, of_steps, strict=True)]
