@@ -162,4 +162,4 @@ def _read(record: Path) -> Files:
 
 
 def _bytes(files: Files) -> int:
-    return sum(needed for needed, _ in files.values())
+    return sum(count for count, _ in files.values())

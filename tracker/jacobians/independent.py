@@ -60,7 +60,7 @@ from tracker.model.recording import BlockCall
 
 PROBES = 4  # cotangents
 # By how many roundings states are moved: sums may round by several, which take a state at a kink to its other side
-ROUNDINGS = (1, 1, 1, 1, 4, 8)
+MOVED_BY = (1, 1, 1, 1, 4, 8)
 Method = Literal["differences", "differences, detached", "forward mode", "none"]
 DETACHED: Method = "differences, detached"
 
@@ -266,7 +266,7 @@ def _amplified_rounding(
     with _in(call.x.dtype, call) as own:
         function, x = function_of(own), rows.select_sources(own.x)
         with function.running():
-            for times in ROUNDINGS:
+            for times in MOVED_BY:
                 move_weights(call.block.modules(), x.itemsize, generator)
                 block = linearize(function.f, x.lerp(moved(x, x.itemsize, generator), times))
                 # As it is formed: products with random vectors round more than those with unit vectors.
