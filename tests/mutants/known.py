@@ -393,7 +393,6 @@ SURVIVORS: dict[str, tuple[str, ...]] = {
     ),
     "tracker/measures/plan.py": (
         "Plan.blocks_together: self.kept == 'device' -> self.kept != 'device'",
-        "Plan.bytes_of_pairs: 2 * (self.of_row * self.K) ** 2 -> 2 / (self.of_row * self.K) ** 2",
         "make_plan: max(1, plan.memory // (forming + beside)) -> min(1, plan.memory // (forming + beside))",
     ),
     "tracker/measures/settings.py": (
