@@ -1,0 +1,163 @@
+"""Train small models, each with one change from a base, and measure when their blocks couple: python -m examples.when
+
+The plan, written before the first training, and what came out are in docs/studies/when.md. Nothing is downloaded. What is done is
+kept: the same command goes on. With --images folder:PATH, vision transformers are trained on these images, too.
+"""
+
+import argparse
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+
+from checkpoints import nano
+from checkpoints.fetch import cached_snapshot
+from tracker import curves, open_results
+from tracker.analysis.regression import mean_interval
+from tracker.pythia import run
+from tracker.walk.command import Walk
+from vit import grid
+
+SEEDS = (0, 1, 2)
+STEPS = (0, 8, 32, 128, 512)
+# Pythia-70m's rate, decay and schedule
+BASE = nano.NanoRecipe(layers=8, rate=1e-3, embedding_rate=1.0, weight_decay=0.1, steps=STEPS)
+RECIPES = {
+    "base": BASE,
+    "4 blocks": replace(BASE, layers=4),
+    "16 blocks": replace(BASE, layers=16),
+    "width 64": replace(BASE, width=64),
+    "width 256": replace(BASE, width=256),
+    "128 steps": replace(BASE, steps=STEPS[:-1]),
+    "2048 steps": replace(BASE, steps=(*STEPS, 2048)),
+    "decay 0": replace(BASE, weight_decay=0.0),
+    "decay 3": replace(BASE, weight_decay=3.0),
+    "rate 3e-4": replace(BASE, rate=3e-4),
+    "rate 3e-3": replace(BASE, rate=3e-3),
+    "embeddings at 20 times the rate": replace(BASE, embedding_rate=20.0),
+}
+DEPTHS_OF_IMAGES = (4, 12)
+# What a table shows: the variable of `tracker.curves`, and where
+SHOWN = {
+    "coupling": ("miscoupling_coupling", {"pairs": "mean_offdiag"}),
+    "coupling of neighbours": ("miscoupling_coupling", {"pairs": "mean_adjacent"}),
+    "by eq. 14": ("offdiag_normalized_coupling", {"pairs": "mean_offdiag"}),
+    "of neighbours by eq. 14": ("offdiag_normalized_coupling", {"pairs": "mean_adjacent"}),
+    "line-shape score": ("lss", {"statistic": "median"}),
+    "expodistance": ("expodistance", {"statistic": "median"}),
+}
+
+
+def measure_text(name: str, seed: int, out: Path) -> None:
+    """Train a recipe and measure its checkpoints into a store below `out`; what is there is not done again."""
+    # The weights depend on the number of threads.
+    torch.set_num_threads(1)
+    recipe = RECIPES[name]
+    nano.train(seed, recipe)
+    checkpoints = out / name / f"seed{seed}" / "checkpoints"
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    for step in recipe.steps:
+        link = checkpoints / f"step{step}"
+        if not link.exists():
+            link.symlink_to(snapshot(name, seed, step))
+    walk = Walk(model=str(checkpoints), out=store(name, seed, out), wandb="off", options={"k": 10})
+    if status := run(walk):
+        raise SystemExit(status)
+
+
+def store(name: str, seed: int, out: Path) -> Path:
+    """Return the directory of a run's results."""
+    return out / name / f"seed{seed}" / "results"
+
+
+def snapshot(name: str, seed: int, step: int) -> Path:
+    """Return the directory of a checkpoint."""
+    return Path(cached_snapshot(nano.REPO, f"step{step}", nano.cache_dir(seed, RECIPES[name])))
+
+
+def measure_images(images: str, depth: int, out: Path, jobs: int) -> None:
+    """Train vision transformers of so many blocks, one for each seed, which measure themselves."""
+    options = {
+        "config": "cifar10_small",
+        "data": images,
+        "depth": depth,
+        "seeds": ",".join(map(str, SEEDS)),
+        "weight_decays": 0.43,  # DeiT's 0.05, scaled as docs/vit.md says
+        "drop_paths": 0,
+        "jobs": jobs,
+        "threads": 1,
+        "keep_checkpoint": "false",
+        "wandb": "off",
+        "out": out,
+    }
+    if status := grid.main([f"--{option}={value}" for option, value in options.items()]):
+        raise SystemExit(status)
+
+
+def values(out: Path) -> pd.DataFrame:
+    """Return the numbers of all steps of all runs below `out`: means over prompts and pairs of blocks, medians over tokens."""
+    stores = {
+        (name, seed): open_results(store(name, seed, out)) for name in RECIPES for seed in SEEDS
+    }
+    for cell in sorted(out.glob("ViT*/*/coupling")):
+        seed = int(cell.parent.name.partition("seed")[2])
+        # The last patch, as in docs/vit.md
+        stores[cell.parents[1].name, seed] = open_results(cell).isel(token=[-1])
+    rows = []
+    for (name, seed), results in stores.items():
+        reduced = curves(results).isel(k=0)
+        for step in results.step.values.tolist():
+            at = reduced.sel(step=step)
+            loss = float(at.score.squeeze()) if "score" in at else float("nan")
+            numbers = {shown: float(at[of].sel(place)) for shown, (of, place) in SHOWN.items()}
+            rows.append({"recipe": name, "seed": seed, "step": step, "loss": loss, **numbers})
+    return pd.DataFrame(rows)
+
+
+def table(numbers: pd.DataFrame) -> str:
+    """Return the last step of each recipe as a Markdown table: means over seeds with t intervals of 95 %."""
+    columns = ["loss", *SHOWN]
+    lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    for recipe, of_recipe in numbers.groupby("recipe", sort=False):
+        last = of_recipe[of_recipe.step == of_recipe.step.max()]
+        cells = []
+        for column in columns:
+            of_runs = np.array(last[column])
+            low, high = mean_interval(of_runs)
+            cells.append(f"{of_runs.mean():z.3f} [{low:z.3f}, {high:z.3f}]")
+        lines.append(f"| {recipe} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(out: Path, images: str | None, jobs: int) -> None:
+    # The longest first, so that no process is left with one of them at the end; each seed is complete before the next.
+    names = sorted(
+        RECIPES,
+        key=lambda name: RECIPES[name].layers * RECIPES[name].width * RECIPES[name].steps[-1],
+        reverse=True,
+    )
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        done = [pool.submit(measure_text, name, seed, out) for seed in SEEDS for name in names]
+        for run_done in done:
+            run_done.result()
+    if images:
+        for depth in DEPTHS_OF_IMAGES:
+            measure_images(images, depth, out / f"ViT, {depth} blocks", jobs)
+    numbers = values(out)
+    numbers.to_csv(out / "values.csv", index=False)
+    print(table(numbers))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("results/when"), help="the stores")
+    parser.add_argument("--images", help="folder:PATH, as of vit.train")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    given = parser.parse_args()
+    main(given.out, given.images, given.jobs)
