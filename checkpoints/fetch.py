@@ -94,6 +94,23 @@ def fetch(
     return directory
 
 
+def remove_damaged(repo: str, listing: Listing, cache_dir: Path | None = None) -> list[str]:
+    """Remove the files of a cached revision whose content does not match the listed hash; return their names."""
+    repo_cache = repo_dir(repo, cache_dir)
+    damaged = []
+    for file in listing.needed:
+        pointer = repo_cache / "snapshots" / listing.commit / file.name
+        sha = _new_hash(file)
+        with pointer.open("rb") as handle:
+            while block := handle.read(BLOCK):
+                sha.update(block)
+        if sha.hexdigest() != file.blob:
+            pointer.unlink()
+            (repo_cache / "blobs" / str(file.blob)).unlink(missing_ok=True)
+            damaged.append(file.name)
+    return damaged
+
+
 def _link(pointer: Path, blob: Path) -> None:
     """Make a file of a snapshot a link to its blob, as the hub's client does, or a copy where links are not supported."""
     # Another process has made it

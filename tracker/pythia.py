@@ -25,7 +25,7 @@ from tracker.common.command_line import (
     leaving_at_once,
     reports_errors,
 )
-from tracker.common.errors import Unreachable, UsageError
+from tracker.common.errors import CheckpointError, Unreachable, UsageError
 from tracker.common.text import UNTRAINED, escaped, first_line, join_names, printable
 from tracker.walk.command import Walk, parse
 from tracker.walk.display import (
@@ -264,9 +264,14 @@ def _measure_missing(
                 raise KeyboardInterrupt
             checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                prepared = units.prepare(
-                    measure_checkpoint(plan, checkpoint, prefetched.arrival.result())
-                )
+                directory = prefetched.arrival.result()
+                try:
+                    unit = measure_checkpoint(plan, checkpoint, directory)
+                except CheckpointError:
+                    if not prefetched.is_fetched_again():
+                        raise
+                    unit = measure_checkpoint(plan, checkpoint, directory)
+                prepared = units.prepare(unit)
             # Whatever is wrong with this revision, the others are measured
             except Exception as error:
                 if is_device_error(error):

@@ -110,6 +110,28 @@ def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(
     assert "no checkpoint is complete in the cache" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_files_that_are_damaged_in_the_cache_are_downloaded_again(
+    walker, served, capsys, monkeypatch
+):
+    assert walker.main("--steps", "0,1") == 0
+    asked, directory = len(served.requested("resolve")), walker.directory
+    for step, name in ((0, "config.json"), (1, SHARDS[1])):
+        file = checkpoint_of(directory / "cache", step) / name
+        file.write_bytes(file.read_bytes()[::-1])
+    again = ("--steps", "0,1", "--out", str(directory / "again"))
+    with monkeypatch.context() as offline:
+        offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert walker.main(*again) == 1
+    capsys.readouterr()
+    assert walker.main(*again) == 0
+    out = capsys.readouterr().out
+    assert "step 0: config.json is damaged in the cache" in out
+    assert f"step 1: {SHARDS[1]} is damaged in the cache" in out
+    assert len(served.requested("resolve")) == asked + 2
+    assert_same_results(walker.out, directory / "again")
+
+
 def test_a_hub_that_does_not_answer_is_stated_once(walker, served, capsys, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     assert walker.main(model="70m") == 1

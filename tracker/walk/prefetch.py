@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
-from checkpoints.fetch import cached_snapshot, fetch
-from checkpoints.hub import repo_dir
+from checkpoints.fetch import cached_snapshot, fetch, remove_damaged
+from checkpoints.hub import Listing, repo_dir
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -52,6 +52,26 @@ class Prefetched:
         if self.use is not None and self.arrival.done():
             self.use.release()
 
+    def is_fetched_again(self) -> bool:
+        """Whether the cache held files whose content is not the hub's; they are downloaded again.
+
+        Raises:
+            CheckpointError: if they can't be downloaded.
+        """
+        selection, checkpoint = self.selection, self.checkpoint
+        listing = selection.listings.get(checkpoint.name)
+        if listing is None or selection.offline:
+            return False
+        damaged = remove_damaged(checkpoint.source, listing, selection.suite.cache_dir)
+        for name in damaged:
+            self.shown.notify(
+                f"step {checkpoint.step}: {name} is damaged in the cache: its hash is not the one that the hub lists; "
+                "downloading it again"
+            )
+        if damaged:
+            self._download(listing)
+        return bool(damaged)
+
     def _fetch(self) -> None:
         try:
             self.arrival.set_result(self._directory())
@@ -71,13 +91,19 @@ class Prefetched:
         if listing is None:
             missing = f"{repo} has no revision {revision}; see its branches on the hub"
             raise CheckpointError(selection.unlisted.get(revision, missing))
-        snapshot = repo_dir(repo, cache_dir) / "snapshots" / listing.commit
         if selection.offline:  # its files are in the cache: those that lack some are not asked for
-            return snapshot
+            return repo_dir(repo, cache_dir) / "snapshots" / listing.commit
         while (use := self.disk.try_reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
         self.use = use
+        return self._download(listing)
+
+    def _download(self, listing: Listing) -> Path:
+        """Download what the cache lacks of a listed revision; return its directory."""
+        repo, revision = self.checkpoint.source, self.checkpoint.name
+        cache_dir = self.selection.suite.cache_dir
+        snapshot = repo_dir(repo, cache_dir) / "snapshots" / listing.commit
         lacking = missing_files(snapshot, listing)
         count = (
             self.shown.downloading(revision, sum(file.size for file in lacking))
