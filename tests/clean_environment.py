@@ -15,7 +15,7 @@ from torch import nn
 import tracker
 from tracker.common.errors import DISTRIBUTION, EXTRAS
 
-CALLBACKS = {"CouplingCallback": "train", "TransformersCallback": "walk", "Watch": "train"}
+CALLBACKS = {"CouplingCallback": "train", "TransformersCallback": "walk"}
 COMMANDS = {
     "tracker.pythia --model 70m": "all",
     "tracker.report results": "all",
@@ -54,6 +54,11 @@ def main() -> None:
     assert ds.miscoupling.shape == (2, 1, 1, 3, 3)
     with tempfile.TemporaryDirectory() as directory:
         ds.to_netcdf(Path(directory) / "one.nc", engine="netcdf4")
+        with tracker.Watch(
+            every_n_steps=1, probe=torch.randint(50, (2, 9)), k=4, save_dir=directory + "/run"
+        ) as watch:
+            watch(0, model)
+        assert tracker.open_results(directory + "/run").step.values.tolist() == [0]
     print(
         f"measured: mis-coupling {float(ds.miscoupling.where(ds.layer != ds.layer_other).mean()):.3f}"
     )

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from tracker.linalg.transfer import SEED
 from tracker.provenance import digest
 
+CPU = torch.device("cpu")
 DRAWS = 150  # seeds that a call is tried with: they miss what happens in 5 % of calls with a probability of 0.0005
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -93,7 +94,9 @@ class Generators:
 
 
 @contextmanager
-def preserve_random_state(device: torch.device, held: Sequence[Generator] = ()) -> Iterator[None]:
+def preserve_random_state(
+    device: torch.device = CPU, held: Sequence[Generator] = ()
+) -> Iterator[None]:
     """Restore on exit the process's random states: Python's, NumPy's, torch's of the CPU and of the accelerators of one type.
 
     The type is that of `device`; if that is the CPU, the machine's, whose random state a training may be using.

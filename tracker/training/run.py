@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import xarray as xr
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -35,6 +34,7 @@ from tracker.measures.dataset import Sample
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.model.proposals import BlocksNotFound
+from tracker.model.random_numbers import preserve_random_state
 from tracker.model.weights import check_whole, fails_in_forward, noting_forward
 from tracker.model.wrappers import unwrap
 from tracker.provenance import has_float64, settings_digest
@@ -205,7 +205,7 @@ class TrainingRun:
             known = self.given_probe is not None and (arguments or not callable(self.given_probe))
             if self.forward is not None or not probes.runs(unwrap(module)) or not (known or take):
                 raise
-            with isolate_rng():
+            with preserve_random_state():
                 batch = self._given(*arguments)() if known else take()  # type: ignore[reportOptionalCall]
                 calls = probes.forward_calls(unwrap(module), plain(batch), self.tokenizer)
                 device = _measuring_device(device)
@@ -244,7 +244,7 @@ class TrainingRun:
         self.skipped = Skipped(store, warn_caller)
         self.any_tried = self.any_measured = False
         self.loggers, self.metrics = loggers, metrics
-        with isolate_rng():
+        with preserve_random_state():
             shared, resumed = self._identity(), self.last_checked >= 0
             claim = partial(open_for_run, store, self.settings, shared, step, resumed, self)
             settings, self.held = self.ranks.together(claim, during="opened save_dir", fatal=FAILED)
@@ -260,7 +260,9 @@ class TrainingRun:
         given = self._given(*arguments)
 
         def resolve() -> Any:
-            with isolate_rng():  # the function, the data or their collator may draw numbers
+            with (
+                preserve_random_state()
+            ):  # the function, the data or their collator may draw numbers
                 return probes.resolve(given(), self.probe, take)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)
@@ -289,7 +291,7 @@ class TrainingRun:
         self.last_checked = step
         if not due or self.last_measured == step:
             return None
-        with isolate_rng():
+        with preserve_random_state():
             with self.overhead:
                 unit = self._measure_and_publish(step, module, device)
             self._attempt(step, "not logged", self._log_cost, step)
@@ -329,7 +331,7 @@ class TrainingRun:
         store = self.open_store
         if self.ranks.rank == 0 and store is not None and store.steps():
             # Neither mis-couplings nor paths were asked for
-            with isolate_rng(), suppress(UsageError):
+            with preserve_random_state(), suppress(UsageError):
                 path = str(store.path)
                 print(summary(store))
                 line = f"stored in {path}: tracker.plot({path!r}), python -m tracker.report {quote(path)}"
