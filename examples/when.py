@@ -1,12 +1,13 @@
 """Train small models, each with one change from a base, and measure when their blocks couple: python -m examples.when
 
 The plan, written before the first training, and what came out are in docs/studies/when.md. Nothing is downloaded. What is done is
-kept: the same command goes on. With --images folder:PATH, vision transformers are trained on these images, too.
+kept: the same command goes on.
 """
 
 import argparse
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from tracker import curves, open_results
 from tracker.analysis.regression import mean_interval
+from tracker.figures.drawing import banded_line, panels, shades, training_axis
 from tracker.pythia import run
 from tracker.walk.command import Walk
-from vit import grid
 
 SEEDS = (0, 1, 2)
 STEPS = (0, 8, 32, 128, 512)
@@ -40,7 +41,17 @@ RECIPES = {
     "rate 3e-3": replace(BASE, rate=3e-3),
     "embeddings at 20 times the rate": replace(BASE, embedding_rate=20.0),
 }
-DEPTHS_OF_IMAGES = (4, 12)
+# What is varied, and the recipes that show it
+VARIED = {
+    "Blocks": ("4 blocks", "base", "16 blocks"),
+    "Width": ("width 64", "base", "width 256"),
+    "Length of the training": ("128 steps", "base", "2048 steps"),
+    "Weight decay": ("decay 0", "base", "decay 3"),
+    "Learning rate": ("rate 3e-4", "base", "rate 3e-3"),
+    "Rate of the embeddings": ("base", "embeddings at 20 times the rate"),
+    "ViTs on CIFAR10": ("ViT, 4 blocks", "ViT, 12 blocks"),
+}
+DRAWN = ("coupling", "by eq. 14", "line-shape score", "expodistance")
 # What a table shows: the variable of `tracker.curves`, and where
 SHOWN = {
     "coupling": ("miscoupling_coupling", {"pairs": "mean_offdiag"}),
@@ -79,25 +90,6 @@ def snapshot(name: str, seed: int, step: int) -> Path:
     return Path(cached_snapshot(nano.REPO, f"step{step}", nano.cache_dir(seed, RECIPES[name])))
 
 
-def measure_images(images: str, depth: int, out: Path, jobs: int) -> None:
-    """Train vision transformers of so many blocks, one for each seed, which measure themselves."""
-    options = {
-        "config": "cifar10_small",
-        "data": images,
-        "depth": depth,
-        "seeds": ",".join(map(str, SEEDS)),
-        "weight_decays": 0.43,  # DeiT's 0.05, scaled as docs/vit.md says
-        "drop_paths": 0,
-        "jobs": jobs,
-        "threads": 1,
-        "keep_checkpoint": "false",
-        "wandb": "off",
-        "out": out,
-    }
-    if status := grid.main([f"--{option}={value}" for option, value in options.items()]):
-        raise SystemExit(status)
-
-
 def values(out: Path) -> pd.DataFrame:
     """Return the numbers of all steps of all runs below `out`: means over prompts and pairs of blocks, medians over tokens."""
     stores = {
@@ -133,7 +125,35 @@ def table(numbers: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
-def main(out: Path, images: str | None, jobs: int) -> None:
+def draw(numbers: pd.DataFrame, file: Path) -> None:
+    """Draw what is varied as columns of panels and what is measured as rows: means over seeds, bands from least to largest."""
+    runs = numbers.groupby(["recipe", "step"])[list(DRAWN)].agg(["mean", "min", "max"])
+    columns = {
+        title: [name for name in names if name in runs.index] for title, names in VARIED.items()
+    }
+    columns = {title: names for title, names in columns.items() if names}
+    figure, axes = panels(
+        len(DRAWN) * len(columns), per_row=len(columns), size=(2.5, 2.0), sharey="row"
+    )
+    for panel, (measured, (title, names)) in zip(
+        axes, product(DRAWN, columns.items()), strict=True
+    ):
+        for name, colour in zip(names, shades(len(names)), strict=True):
+            of_recipe = runs.loc[name][measured].reset_index()
+            banded_line(panel, of_recipe.to_dict("series"), colour, name)
+        training_axis(panel, *(runs.loc[name].index for name in names), scale="log")
+        panel.set_xlabel("")
+        if measured == DRAWN[0]:
+            panel.set_title(title)
+        if measured == DRAWN[-1]:
+            panel.set_xlabel("Training step (log scale)")
+            panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+    for measured, panel in zip(DRAWN, axes[:: len(columns)], strict=True):
+        panel.set_ylabel(measured)
+    figure.savefig(file, dpi=100)
+
+
+def main(out: Path, jobs: int) -> None:
     # The longest first, so that no process is left with one of them at the end; each seed is complete before the next.
     names = sorted(
         RECIPES,
@@ -144,11 +164,9 @@ def main(out: Path, images: str | None, jobs: int) -> None:
         done = [pool.submit(measure_text, name, seed, out) for seed in SEEDS for name in names]
         for run_done in done:
             run_done.result()
-    if images:
-        for depth in DEPTHS_OF_IMAGES:
-            measure_images(images, depth, out / f"ViT, {depth} blocks", jobs)
     numbers = values(out)
     numbers.to_csv(out / "values.csv", index=False)
+    draw(numbers, out / "when.png")
     print(table(numbers))
 
 
@@ -157,7 +175,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("results/when"), help="the stores")
-    parser.add_argument("--images", help="folder:PATH, as of vit.train")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
     given = parser.parse_args()
-    main(given.out, given.images, given.jobs)
+    main(given.out, given.jobs)
