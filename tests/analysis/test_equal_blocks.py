@@ -169,6 +169,13 @@ def negated(block: nn.Module) -> nn.Module:
     return block
 
 
+def with_mean(block: nn.Module) -> nn.Module:
+    """Add the same vector to all rows of a matrix, as training does."""
+    with torch.no_grad():
+        block.linear1.weight += torch.linspace(-1, 1, WIDTH)
+    return block
+
+
 def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
     torch.manual_seed(0)
     a, b, c, d, again, tied = (layer() for _ in range(6))
@@ -185,6 +192,7 @@ def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
         "a copy that has moved far": ([a, b, changed(a, 30)], "none"),
         "opposite weights": ([a, negated(a), b], "none"),
         "tied weights": ([c, a, tied], "one module: 1 3"),
+        "a common mean": ([with_mean(layer()) for _ in range(3)], "none"),
         "one matrix": ([a, b, with_part_of(d, a)], "alike weights (25%): 1 3"),
         "two groups": (
             [a, b, changed(a, 1), changed(b, 1)],

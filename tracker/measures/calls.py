@@ -266,6 +266,8 @@ def measure_calls(
         of_blocks["post_norm"] = int(jacobians.through_norms)
     if jacobians.through_norms:
         warn_of_norms()
+    elif settings.final_norm == "auto":  # a norm that ends the last block is no final norm
+        warn_of_missing_norm(recording, replica.description)
     for sample in samples:
         sample.attributes |= of_blocks
         sample.notes = notes
@@ -285,8 +287,6 @@ def _plan_of_first(
     plan = make_plan(settings, d, L, normed, replica.device)
     check_kept(settings, d, L, rows)
     warn_of_missing_logits(recording, settings)
-    if settings.final_norm == "auto":
-        warn_of_missing_norm(recording, replica.description)
     # After recording, whose errors are clearer.
     check_reachability(replica, batch, class_token_by_default=settings.tokens is None)
     check_chain(replica, recording, batch)

@@ -6,8 +6,8 @@ The attribute `equal_blocks` names their layers, each group with spaces between,
 
 *One module* is also said of modules of one class that share all their weights (tied): they stay equal however long they are
 trained. Matrices of one name are *alike* in two modules if they are one tensor, or if their cosine is far above what two
-independent draws have, 1 / sqrt(numbers): `nn.TransformerEncoder` makes its layers as copies of one, which training moves
-apart slowly. A group is the layers that share such matrices, one with the next.
+independent draws have, 1 / sqrt(numbers), once the means of rows and columns, which training may give to all blocks, are taken
+off: `nn.TransformerEncoder` makes its layers as copies of one, which training moves apart slowly. A group is the layers that share such matrices, one with the next.
 Weights are compared where a model holds them whole: those that are sharded over ranks, offloaded or quantized are not, and
 neither are blocks between boundaries.
 
@@ -34,7 +34,7 @@ ATTRIBUTE, NONE = "equal_blocks", "none"
 ONE_MODULE, ALIKE_WEIGHTS = "one module", "alike weights"
 Groups = list[list[int]]  # of layers, from 1
 
-COMPARED = 4096  # numbers of a matrix
+SIDE = 64  # rows and columns of a matrix that are compared, at most
 ALIKE = 0.2  # cosine; in a model that trained, such as `nano`, it was at most 0.05
 STANDARD_DEVIATIONS = 6  # of the cosine of independent draws, for matrices with fewer numbers
 LEAST = 0.01  # of the parameters
@@ -142,9 +142,14 @@ def _matrices(module: nn.Module) -> dict[str, Tensor]:
 
 def _are_alike(matrices: Sequence[Tensor]) -> Bool[Tensor, "M M"]:
     """Whether each two matrices have a cosine that independent draws do not have, by some of their numbers."""
-    # Odd, so that it does not go down one column
-    step = matrices[0].numel() // COMPARED | 1
-    rows = torch.stack([matrix.flatten()[::step].float() for matrix in matrices])
-    rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-    chance = STANDARD_DEVIATIONS / rows.shape[-1] ** 0.5
-    return rows @ rows.mT > max(ALIKE, chance)
+    rows, columns = matrices[0].squeeze().flatten(1).shape
+    thinned = [
+        matrix.squeeze().flatten(1)[:: -(-rows // SIDE), :: -(-columns // SIDE)].float()
+        for matrix in matrices
+    ]
+    parts = torch.stack(thinned)
+    parts = parts - parts.mean(-1, keepdim=True)
+    parts = (parts - parts.mean(-2, keepdim=True)).flatten(1)
+    parts = parts / torch.linalg.vector_norm(parts, dim=-1, keepdim=True)
+    chance = STANDARD_DEVIATIONS / parts.shape[-1] ** 0.5
+    return parts @ parts.mT > max(ALIKE, chance)
