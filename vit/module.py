@@ -69,10 +69,8 @@ class Classifier(lightning.LightningModule):
         What this draws and the gradients are of no effect: every epoch is seeded.
         """
         torch.compiler.reset()  # what an earlier training of this process compiled
-        side = self.recipe.image_size
-        images = torch.zeros(
-            self.recipe.batch_size, 3, side, side, dtype=self.dtype, device=self.device
-        )
+        size = self.recipe.batch_size, 3, *[self.recipe.image_size] * 2
+        images = next(self.parameters()).new_zeros(size)
         try:
             compiled = torch.compile(self.model.forward, dynamic=False, options=GRAPHS)
             for _ in range(3):  # graphs are compiled, recorded and replayed
