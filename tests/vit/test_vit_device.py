@@ -231,9 +231,6 @@ def test_the_graphs_of_a_step_have_at_most_500_launches(pretend, tmp_path):
     call = r"^ +(?:\w+ = )?(?:cpp_fused|extern_kernels|torch\.ops\.aten)[\w.]*\("
     launches = re.findall(call, forward + backward, re.MULTILINE)
     assert 10 < len(launches) < 500 / 6
-    assert (
-        forward.count("aten.bernoulli_") == 2
-    )  # as uncompiled, of both branches of the second block
 
 
 @pytest.mark.slow
