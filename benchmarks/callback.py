@@ -1,11 +1,12 @@
 """Time the callback in a training run: `python -m benchmarks.callback`.
 
-A ViT trains on images of noise in runs of `every` steps, with a CouplingCallback that measures after each run on a probe of 16
-images (and before it, which is not counted). The benchmark reports the median share of a run that measuring takes, and the
-seconds of one measurement. The images are on the device from the start, so that loading them hides nothing.
+A ViT of `vit` trains on images of noise in runs of `every` steps, with a CouplingCallback that measures after each run on a probe
+of 16 images (and before it, which is not counted). The benchmark reports the median share of a run that measuring takes, and the
+seconds of one measurement and of one step. The images are on the device from the start, so that loading them hides nothing.
 """
 
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ class Run:
         repeats: number of runs, after one to warm up.
         device: cpu or cuda.
         precision: precision of the training, as in Lightning.
+        compile: as of vit.train.
         out: JSON file for the result.
     """
 
@@ -39,6 +41,7 @@ class Run:
     repeats: int = 5
     device: str = "cpu"
     precision: str = "32-true"
+    compile: bool | None = None
     out: Path | None = None
 
 
@@ -46,34 +49,17 @@ def time_run(run: Run) -> dict:
     """Return the seconds of each run and measurement, and the share of measuring."""
     import lightning
     import torch
-    from timm import create_model
 
     from benchmarks.machine import environment, now, settings_of, synchronize
     from tracker import CouplingCallback
+    from vit.module import Classifier
+    from vit.recipe import Recipe
 
-    class Training(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = create_model(
-                "deit_tiny_patch16_224",
-                img_size=32,
-                patch_size=4,
-                embed_dim=run.width,
-                depth=run.depth,
-                num_heads=run.heads,
-                num_classes=10,
-                drop_path_rate=0.1,
-            )
+    class Clock(lightning.Callback):
+        """Notes when the steps begin; waits before a measurement for those that are queued, whose time is not its own."""
 
-        def training_step(self, batch, index):
-            images, labels = batch
-            return torch.nn.functional.cross_entropy(self.model(images), labels)
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), 1e-4)
-
-    class Drain(lightning.Callback):
-        """Waits before a measurement for the training steps that are still queued, whose time is not its own."""
+        def on_train_epoch_start(self, *_: object) -> None:
+            self.started = now(run.device)
 
         def on_train_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
             if trainer.global_step == run.every:
@@ -82,13 +68,16 @@ def time_run(run: Run) -> dict:
     lightning.seed_everything(0, verbose=False)
     images = torch.randn(run.batch, 3, 32, 32).to(run.device)
     labels = torch.randint(10, (run.batch,)).to(run.device)
-    module = Training()
+    sizes = {name: getattr(run, name) for name in ("width", "depth", "heads", "compile")}
+    place = tempfile.TemporaryDirectory()
+    recipe = Recipe(**sizes, batch_size=run.batch, out=Path(place.name))
+    module = Classifier(recipe, 10, run.every)
     stretches, measurements = [], []
     for repeat in range(run.repeats + 1):
         watch = CouplingCallback(run.every, probe=torch.randn(run.probe, 3, 32, 32))
         trainer = lightning.Trainer(
             max_steps=run.every,
-            callbacks=[Drain(), watch],
+            callbacks=[clock := Clock(), watch],
             accelerator=run.device,
             devices=1,
             precision=run.precision,  # type: ignore[arg-type]
@@ -97,19 +86,19 @@ def time_run(run: Run) -> dict:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        started = now(run.device)
         loader = torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None)  # type: ignore[arg-type]
         trainer.fit(module, loader)
         if repeat:  # the first run warms up
-            overhead = watch.run.overhead
-            stretches.append(now(run.device) - started - overhead.first)
-            measurements.append(overhead.last)
+            stretches.append(now(run.device) - clock.started)
+            measurements.append(watch.run.overhead.last)
     measurement = median(measurements)
     training = (median(stretches) - measurement) / run.every  # of a step
     return {
         "run": settings_of(run),
         "share": measurement / median(stretches),
         "share_every_1000_steps": measurement / (measurement + training * 1000),
+        "milliseconds_of_a_step": 1000 * training,
+        "images_per_second": run.batch / training,
         "seconds_of_a_measurement": measurement,
         "seconds_of_a_stretch": stretches,
         "environment": environment(run.device),

@@ -36,14 +36,15 @@ _COUPLING = "benchmarks.coupling --k 10 --published false"
 # As in a walk on 80 GB
 _12B = f"{_COUPLING} --shape 12b --weights float16 --memory_budget 40000000000"
 _160M = "benchmarks.coupling --shape 160m --blocks 2 --repeats 2"
-_VIT = "--width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed"
+_VIT = "benchmarks.callback --width 192 --depth 12 --heads 3 --batch 512 --every 200 --repeats 2 --precision bf16-mixed"
 STEPS = {  # seconds after which it is stopped, and what `python -m` runs, the important ones first
     "machine": (45, "benchmarks.gpu --run machine"),
     "12b-float32": (120, f"{_12B} --repeats 2"),
     "tests": (240, "benchmarks.gpu --run tests"),
     "12b-tf32": (60, f"{_12B} --precision tf32 --repeats 2"),
     "deit-ti": (45, f"{_COUPLING} --shape deit-ti --prompts 64 --repeats 3"),
-    "callback": (100, f"benchmarks.callback {_VIT}"),
+    "callback": (200, _VIT),
+    "callback-uncompiled": (100, f"{_VIT} --compile false"),
     "12b-float32-8": (100, f"{_12B} --prompts 8 --repeats 1"),
     "12b-tf32-8": (70, f"{_12B} --precision tf32 --prompts 8 --repeats 1"),
     "410m": (60, "benchmarks.coupling --shape 410m --blocks 4 --repeats 2"),
@@ -307,6 +308,7 @@ _ERRORS = (
     "`miscoupling` {published[errors][miscoupling]:.1e}"
 )
 _OF_RATE = "{ours[fraction_of_gemm_rate][jacobian]:.0%}"
+_STEP = "{milliseconds_of_a_step:.1f} ms, {images_per_second:,.0f} images/s"
 _SECONDS, _EACH = "{ours[seconds]:.2f} s", "{ours[seconds_per_prompt]:.2f} s each"
 ROWS = (  # what is measured, the target, the step, and the format of its result
     (
@@ -349,6 +351,8 @@ ROWS = (  # what is measured, the target, the step, and the format of its result
         "callback",
         "{share_every_1000_steps:.1%}",
     ),
+    ("a step of that run, 512 images, no augmentation", "", "callback", _STEP),
+    ("the same without torch.compile", "", "callback-uncompiled", _STEP),
     (
         "published algorithm against this package, 410m's shape, 128 tokens, K = 50",
         "",

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import lightning
@@ -13,11 +14,21 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from tracker.common.text import duration
+from tracker.common.text import duration, first_line
 from vit.cells import write
 from vit.loaders import derived_seed
 from vit.model import build
 from vit.recipe import Recipe
+
+# Graphs of CUDA, whose stochastic depth draws what the model draws uncompiled. Casts of weights share kernels, and no kernel is
+# chosen by its time if its rounding depends on that choice.
+GRAPHS: dict[str, Any] = {
+    "triton.cudagraphs": True,
+    "fallback_random": True,
+    "combo_kernels": True,
+    "combo_kernels_pointwise_only": True,
+    "deterministic": True,
+}
 
 
 class DivergedError(FloatingPointError):
@@ -38,6 +49,7 @@ class Classifier(lightning.LightningModule):
         self.accuracy = MulticlassAccuracy(classes, average="micro", validate_args=False)
         self.history: list[dict[str, float]] = []
         self.started = 0.0
+        self.compiled: Callable[[Tensor], Tensor] | None = None
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits."""
@@ -47,6 +59,31 @@ class Classifier(lightning.LightningModule):
         """Write the settings, after which the directory is theirs: data and model are known to fit, and to be measurable."""
         if self.trainer.is_global_zero:
             write(self.recipe.directory, "recipe", self.recipe.identity)
+        on_one_gpu = self.device.type == "cuda" and self.trainer.world_size == 1
+        if on_one_gpu if self.recipe.compile is None else self.recipe.compile:
+            self._compile()
+
+    def _compile(self) -> None:
+        """Compile the model in training, or print why that is impossible; its modules and weights stay as they are.
+
+        What this draws and the gradients are of no effect: every epoch is seeded.
+        """
+        torch.compiler.reset()  # what an earlier training of this process compiled
+        size = self.recipe.batch_size, 3, *[self.recipe.image_size] * 2
+        images = next(self.parameters()).new_zeros(size)
+        try:
+            compiled = torch.compile(self.model.forward, dynamic=False, options=GRAPHS)
+            for _ in range(3):  # graphs are compiled, recorded and replayed
+                with self.trainer.precision_plugin.train_step_context():
+                    logits = compiled(images)
+                self.zero_grad()  # whose memory the next graph takes
+                logits.sum().backward()
+            self.compiled = compiled
+        except RuntimeError as error:
+            print(
+                f"the training goes on without torch.compile: {first_line(error)}", file=sys.stderr
+            )
+        self.zero_grad()
 
     def on_train_epoch_start(self) -> None:
         """Seed the random numbers of this epoch from seed, epoch and rank."""
@@ -57,7 +94,7 @@ class Classifier(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         """Compute the cross-entropy with class indices, or with the mixed distributions of mixup and cutmix."""
         images, targets = batch
-        logits = self(images)
+        logits = (self.compiled or self)(images)
         loss = torch.nn.functional.cross_entropy(
             logits, targets, label_smoothing=self.recipe.label_smoothing
         )
@@ -111,6 +148,8 @@ class Classifier(lightning.LightningModule):
             "adamw",
             lr=recipe.lr * recipe.batch_size / 512,
             weight_decay=recipe.weight_decay,
+            # With clipping Lightning refuses it
+            fused=(self.device.type == "cuda" and not recipe.clip) or None,
         )
         scheduler, _ = create_scheduler_v2(
             optimizer,

@@ -19,7 +19,7 @@ DEFAULTS = {"tokens": (0, -1)}
 SETTINGS = ("weight_decay", "drop_path", "seed")  # that a grid varies
 # Settings that don't affect the numbers: a run may be resumed with other values of these.
 INCIDENTAL = (
-    "data_dir", "out", "accelerator", "devices", "threads", "keep_checkpoint", "test_every", "wandb", "project",
+    "data_dir", "out", "accelerator", "compile", "devices", "threads", "keep_checkpoint", "test_every", "wandb", "project",
     "options",
 )  # fmt: skip
 
@@ -63,6 +63,7 @@ class Recipe:
         seed: random seed of initial weights, order of images, augmentation and stochastic depth.
         precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
         accelerator: Lightning's accelerator.
+        compile: whether torch.compile makes graphs of the model in training, on one device. Default: on a CUDA GPU.
         devices: number of devices.
         threads: number of CPU threads; results are reproducible for the same number. Default: torch's choice.
         measure_at: steps at which coupling is measured: log2 (1, 2, 4, ...), numbers such as 100,1000, or off.
@@ -105,6 +106,7 @@ class Recipe:
     seed: int = 0
     precision: str | None = None
     accelerator: str = "auto"
+    compile: bool | None = None
     devices: int = 1
     threads: int | None = None
     measure_at: int | str = "log2"
@@ -232,6 +234,8 @@ def check(recipe: Recipe) -> None:
     devices = recipe.devices
     if recipe.batch_size % devices:
         refuse("batch_size", f"it is split over {devices} devices: give a multiple of {devices}")
+    if recipe.compile and devices > 1:
+        refuse("compile", f"--devices {devices} takes --compile false")
     if (recipe.mixup or recipe.cutmix) and recipe.batch_size // devices % 2:
         refuse(
             "batch_size",

@@ -1,11 +1,16 @@
 """Training on the device is bit for bit the same with the callback."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import tracker
 from tests.support.accelerators import on_each
-from tests.support.lightning_runs import Classifier, fit, trainer
+from tests.support.lightning_runs import fit, trainer
+from tests.support.vit_trainings import HARD
+from vit.training import train
 
 
 @pytest.fixture(autouse=True)
@@ -45,12 +50,11 @@ def test_training_is_bit_identical(accelerator, precision):
 
 @pytest.mark.slow  # compiles kernels
 @pytest.mark.parametrize("accelerator", on_each(pretend=()), indirect=True)
-def test_a_compiled_model_is_measured_and_trains_on(accelerator):
-    module = Classifier(drop=0.0).to(accelerator.device)
-    x = torch.randn(4, 6, 8)
-    expected = tracker.measure(module, x, k=2)
-    compiled = torch.compile(module)
-    y = compiled(x.to(accelerator.device))
-    seen = tracker.measure(compiled, x, k=2)
-    assert float(abs(seen.miscoupling - expected.miscoupling).max()) < 1e-5
-    assert torch.equal(compiled(x.to(accelerator.device)), y)
+def test_a_compiled_vit_is_measured_and_trains_as_uncompiled(accelerator, tmp_path):
+    recipe, losses = replace(HARD, accelerator="cuda", precision="32-true"), []
+    counters.clear()
+    for compile in (True, False):
+        result = train(replace(recipe, compile=compile, out=tmp_path / str(compile)))
+        losses += [[row["train/loss"] for row in result["history"]]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["inductor"]["cudagraph_skips"]

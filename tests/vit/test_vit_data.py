@@ -5,7 +5,6 @@ import pickle
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
 
@@ -91,8 +90,12 @@ def test_download_with_a_wrong_checksum_is_refused(tiny_cifar10, tmp_path):
         load(cifar10(tmp_path / "here"))
 
 
+def digits(**settings) -> data_module.Data:
+    return load(Recipe(**{"data": "digits", "batch_size": 20} | settings))
+
+
 class TestDigits:
-    data = load(Recipe(data="digits", batch_size=20))
+    data = digits()
 
     def test_splits_are_disjoint_balanced_and_fixed(self):
         train, test = self.data.train, self.data.test
@@ -100,7 +103,7 @@ class TestDigits:
         assert torch.bincount(test.labels).tolist() == [36] * 10
         rows = [row.numpy().tobytes() for part in (train, test) for row in part.images]
         assert len(set(rows)) > 1790  # scikit-learn's digits have few duplicates
-        assert torch.equal(test.images, load(Recipe(data="digits", seed=5)).test.images)
+        assert torch.equal(test.images, digits(seed=5).test.images)
 
     def test_images_and_labels_belong_together(self):
         from sklearn.datasets import load_digits
@@ -117,42 +120,35 @@ class TestDigits:
 
     def test_probe_is_the_same_in_every_run_and_has_all_classes(self):
         probe = self.data.probe(10)
-        other = load(Recipe(data="digits", seed=3, batch_size=2))
+        other = digits(seed=3)
         assert torch.equal(probe, other.probe(10)) and torch.equal(probe[:4], other.probe(4))
-        assert (
-            probe.shape == (10, 3, 32, 32)
-            and len({*self.data.test.labels[balanced(self.data.test.labels, 10)].tolist()}) == 10
-        )
+        labels = self.data.test.labels
+        assert probe.shape == (10, 3, 32, 32) and len(labels[balanced(labels, 10)].unique()) == 10
         with pytest.raises(DataError, match="--probe_size 361"):
             self.data.probe(361)
 
     def test_train_size_selects_a_fixed_balanced_subset(self):
-        few = load(Recipe(data="digits", train_size=25, batch_size=20)).train
+        few = digits(train_size=25).train
         assert sorted(torch.bincount(few.labels).tolist()) == [2] * 5 + [3] * 5
-        again = load(Recipe(data="digits", train_size=25, batch_size=20, seed=9)).train
+        again = digits(train_size=25, seed=9).train
         assert torch.equal(few.images, again.images)
-        more = load(Recipe(data="digits", train_size=50, batch_size=20)).train
+        more = digits(train_size=50).train
         assert torch.equal(more.images[:25], few.images)
 
     def test_unused_images_are_tested_on_request(self):
-        few = load(Recipe(data="digits", train_size=200, batch_size=20, test_unused=True))
-        plain = load(Recipe(data="digits", train_size=200, batch_size=20))
+        few = digits(train_size=200, test_unused=True)
+        plain = digits(train_size=200)
         assert torch.equal(few.train.images, plain.train.images) and len(few.test) == 1797 - 200
         assert torch.equal(few.test.images[:360], plain.test.images)
         drawn = torch.cat([few.train.labels, few.test.labels])
         whole = torch.cat([self.data.train.labels, self.data.test.labels])
         assert torch.equal(torch.bincount(drawn), torch.bincount(whole))
 
-    @pytest.mark.parametrize(
-        "settings, message",
-        [
-            ({"train_size": 1438}, "1437 training images"),
-            ({"batch_size": 2000}, "do not fill a batch; give at most"),
-        ],
-    )
-    def test_requesting_more_images_than_exist_is_refused(self, settings, message):
-        with pytest.raises(DataError, match=message):
-            load(Recipe(data="digits", **settings))
+    def test_requesting_more_images_than_exist_is_refused(self):
+        with pytest.raises(DataError, match="1437 training images"):
+            digits(train_size=1438)
+        with pytest.raises(DataError, match="do not fill a batch; give at most"):
+            digits(batch_size=2000)
 
     def test_epoch_yields_every_image_once(self):
         recipe = Recipe(data="digits", batch_size=100, repeats=1)
@@ -224,8 +220,8 @@ class TestFolder:
                     Image.fromarray(pixels).save(tmp_path / part / name / f"{i}.png")
         return tmp_path
 
-    def load(self, folder):
-        return load(Recipe(data=f"folder:{folder}", batch_size=4))
+    def load(self, folder, **settings):
+        return load(Recipe(data=f"folder:{folder}", batch_size=4, **settings))
 
     def test_images_of_any_size_are_cropped_to_squares(self, folder):
         data = self.load(folder)
@@ -251,19 +247,18 @@ class TestFolder:
         """The selection is that of the whole data set; a damaged image outside of it is not read."""
         train = self.load(folder).train
         whole = train[balanced(train.labels, 6)]
-        recipe = Recipe(data=f"folder:{folder}", batch_size=4, train_size=6)
-        assert torch.equal(load(recipe).train.images, whole.images)
+        assert torch.equal(self.load(folder, train_size=6).train.images, whole.images)
         unused = next(
             file
             for file in sorted((folder / "train").rglob("*.png"))
             if not (whole.images == train.images[_index(folder, file)]).flatten(1).all(1).any()
         )
-        with_unused = load(replace(recipe, test_unused=True))
+        with_unused = self.load(folder, train_size=6, test_unused=True)
         assert (
             torch.equal(with_unused.train.images, whole.images) and len(with_unused.test) == 4 + 2
         )
         unused.write_bytes(b"damaged")
-        assert torch.equal(load(recipe).train.images, whole.images)
+        assert torch.equal(self.load(folder, train_size=6).train.images, whole.images)
 
     def test_damaged_image(self, folder):
         file = folder / "train" / "dog" / "2.png"

@@ -1,20 +1,24 @@
 """The augmentation and the trainer on an accelerator: same results as on the CPU, and no waits of the host."""
 
+import re
 from dataclasses import replace
-from pathlib import Path
+from unittest.mock import patch
 
 import lightning
 import pytest
 import torch
+from torch._dynamo.utils import counters
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import run_and_get_code
 from torch.overrides import TorchFunctionMode
 
 import tracker
 from tests.support.lightning_runs import ON_PRETEND_DEVICE
-from tests.support.photographs import MEAN, POLICY, photographs
-from tests.support.vit_trainings import HARD, TINY, assert_same_training
+from tests.support.photographs import MEAN, photographs
+from tests.support.vit_trainings import HARD, TINY, assert_same_training, weights
 from tracker.linalg.transfer import to_device
 from vit import cells, training
-from vit.augment import apply, augment, erase
+from vit.augment import augment, erase
 from vit.data import load
 from vit.loaders import Batches
 from vit.module import Classifier
@@ -22,6 +26,7 @@ from vit.recipe import Recipe
 from vit.training import train
 
 DEVICE = {"accelerator": "pretend", "precision": "32-true"}
+COMPILED = {"compile": True}
 NUMBERS = [
     torch.arange(5),
     torch.rand(3, 2),
@@ -44,6 +49,14 @@ def strategy(monkeypatch):
         return make(recipe, *arguments, **chosen, **options)
 
     monkeypatch.setattr(training, "make_trainer", with_strategy)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Graphs are traced, differentiated and partitioned, and run by PyTorch's own kernels, which no compiler has to make."""
+    compile = torch.compile
+    backend = {"backend": "aot_eager_decomp_partition", "options": None}
+    monkeypatch.setattr(torch, "compile", lambda f, **more: compile(f, **more | backend))
 
 
 class FromHost(TorchFunctionMode):
@@ -76,20 +89,6 @@ def test_tensors_are_sent_in_one_transfer(pretend):
         assert there.device == pretend.device and there.dtype == here.dtype
         assert torch.equal(there.cpu(), here)
     assert to_device(torch.device("cpu"), *NUMBERS) == tuple(NUMBERS)
-
-
-@pytest.mark.parametrize("name", POLICY.names)
-def test_each_operation_equals_that_on_the_cpu_without_a_wait(pretend, name):
-    images, level = photographs(6), torch.rand(6)
-    signed = torch.where(torch.rand(6) < 0.5, -level, level)
-    choice = torch.tensor([1, -1, 1, 1, -1, 1]) * POLICY.names.index(name)
-    choice[choice < 0] = -1
-    expected = apply(images, POLICY.names, choice, level, signed, MEAN)
-    there, fill = images.to(pretend.device), MEAN.to(pretend.device)
-    with pretend.count() as counts:
-        found = apply(there, POLICY.names, choice, level, signed, fill)
-    assert (counts.syncs, counts.to_device) == (0, 1)
-    assert torch.equal(found.cpu(), expected)
 
 
 def test_augmentation_equals_that_on_the_cpu_without_a_wait(pretend):
@@ -177,10 +176,13 @@ def test_batches_are_pinned_for_an_accelerator_alone(pretend):
 
 
 @pytest.mark.slow
-def test_run_resumed_on_a_device_equals_an_uninterrupted_run(pretend, tmp_path, monkeypatch):
-    recipe = replace(HARD, **DEVICE)
+@pytest.mark.parametrize("options", [DEVICE, COMPILED])
+def test_run_resumed_on_a_device_equals_an_uninterrupted_run(
+    options, pretend, without_kernels, tmp_path, monkeypatch
+):
+    recipe = replace(HARD, **options)
     result = train(replace(recipe, out=tmp_path / "whole"))
-    assert result["environment"]["device"] == "pretend"
+    assert result["environment"]["device"] == options.get("accelerator", "cpu")
     start = Classifier.on_train_epoch_start
 
     def stop_in_the_second_epoch(self):
@@ -199,15 +201,36 @@ def test_run_resumed_on_a_device_equals_an_uninterrupted_run(pretend, tmp_path, 
 
 
 @pytest.mark.slow
-def test_training_on_a_device_equals_training_on_the_cpu(pretend, tmp_path):
-    """Without random numbers on the device, which has its own."""
-    recipe = replace(TINY, drop_path=0.0, epochs=2)
-    here = train(replace(recipe, out=tmp_path / "cpu"))
-    there = train(replace(recipe, **DEVICE, out=tmp_path / "device"))
-    assert (here["environment"]["device"], there["environment"]["device"]) == ("cpu", "pretend")
+@pytest.mark.parametrize(
+    "recipe, options", [(replace(TINY, drop_path=0.0), DEVICE), (HARD, COMPILED)]
+)
+def test_training_on_a_device_equals_training_on_the_cpu(
+    recipe, options, pretend, without_kernels, tmp_path
+):
+    """Without random numbers on the pretend device, which has its own; with those of a step where it is compiled, once."""
+    counters.clear()
+    here = train(replace(recipe, epochs=2, out=tmp_path / "cpu"))
+    assert not counters["stats"]
+    there = train(replace(recipe, epochs=2, **options, out=tmp_path / "device"))
+    assert counters["stats"]["unique_graphs"] == (options is COMPILED)
     for one, other in zip(here["history"], there["history"], strict=True):
         for name in ("train/loss", "test/loss", "test/accuracy"):
             assert one[name] == pytest.approx(other[name], rel=1e-4)
+    assert [*weights(tmp_path / "cpu")] == [*weights(tmp_path / "device")]
+
+
+@pytest.mark.slow
+def test_the_graphs_of_a_step_have_at_most_500_launches(pretend, tmp_path):
+    """Of two blocks, in C++ that is counted and not compiled, so nothing is computed; of twelve less than six times as many."""
+    recipe = replace(TINY, **COMPILED, width=192, heads=3, precision="bf16-mixed", measure_at="off")
+    with (
+        patch.object(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None),
+        torch._inductor.config.patch(force_disable_caches=True),
+    ):
+        _, (forward, backward) = run_and_get_code(train, replace(recipe, out=tmp_path))
+    call = r"^ +(?:\w+ = )?(?:cpp_fused|extern_kernels|torch\.ops\.aten)[\w.]*\("
+    launches = re.findall(call, forward + backward, re.MULTILINE)
+    assert 10 < len(launches) < 500 / 6
 
 
 @pytest.mark.slow
@@ -221,11 +244,18 @@ def test_a_device_without_float64_trains_and_the_cpu_measures(pretend, tmp_path)
     assert [row["step"] for row in cells.read(tmp_path, "progress")] == units.step.values.tolist()
 
 
-def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_recorded_as_such(tmp_path: Path, monkeypatch):
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_recorded_as_such_and_without_a_compiler_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    def refuse(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", refuse)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     # The optimizer would ask the driver, which is not there, whether it captures a graph.
     monkeypatch.setattr(
         torch.optim.Optimizer, "_accelerator_graph_capture_health_check", lambda self: None
     )
-    result = train(replace(TINY, out=tmp_path, epochs=2, measure_at="off"))
-    assert result["environment"]["device"] == "cpu"
+    result = train(replace(TINY, **COMPILED, out=tmp_path, epochs=2, measure_at="off"))
+    assert (result["status"], result["environment"]["device"]) == ("finished", "cpu")
+    assert capsys.readouterr().err.count("goes on without torch.compile: no compiler\n") == 1

@@ -46,32 +46,27 @@ def test_cell_equals_a_single_training(trained_grid, tmp_path):
 
 @pytest.mark.slow
 def test_finished_cells_are_not_run_again(trained_grid, capsys):
-    times = {
-        name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS
-    }
+    files = [trained_grid / "grid" / name / "result.json" for name in CELLS]
+    times = [file.stat().st_mtime_ns for file in files]
     for jobs in (1, 2):
         assert grid.main(grid_arguments(trained_grid, jobs=jobs)) == 0
         assert "4 cells, 4 already done" in capsys.readouterr().out
-    assert times == {
-        name: (trained_grid / "grid" / name / "result.json").stat().st_mtime_ns for name in CELLS
-    }
+    assert times == [file.stat().st_mtime_ns for file in files]
 
 
 @pytest.mark.slow
 def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
-    ds = read_grid(trained_grid / "grid")
-    assert ds.attrs["chance"] == cells.read(trained_grid / "grid" / CELLS[0], "result")["chance"]
+    out = trained_grid / "grid"
+    ds, results = read_grid(out), [cells.read(out / name, "result") for name in sorted(CELLS)]
+    assert ds.attrs["chance"] == results[0]["chance"]
     assert ds.sizes["cell"] == 4 and ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
-    for i, name in enumerate(sorted(CELLS)):
-        assert (
-            float(ds.accuracy[i]) == cells.read(trained_grid / "grid" / name, "result")["accuracy"]
-        )
-    assert analyse([str(trained_grid / "grid"), "--k", "4"]) == 0
-    page = trained_grid / "grid" / "analysis" / "report.html"
+    assert ds.accuracy.values.tolist() == [result["accuracy"] for result in results]
+    assert analyse([str(out), "--k", "4"]) == 0
+    page = out / "analysis" / "report.html"
     assert (
         capsys.readouterr().out.strip() == str(page) and "4 vision transformers" in page.read_text()
     )
-    assert analyse([str(trained_grid / "grid"), "--k", "3"]) == 2
+    assert analyse([str(out), "--k", "3"]) == 2
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
