@@ -3,13 +3,10 @@
 import json
 import multiprocessing
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import xarray as xr
-from safetensors.torch import load_file
 
 from benchmarks import (
     callback,
@@ -17,10 +14,8 @@ from benchmarks import (
     machine,
     shapes,
     stores,
-    streaming,
     timing,
 )
-from checkpoints.configuration import pythia_shapes
 from tests.support.rounding import of_vectors, rounding
 from tests.support.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
@@ -192,48 +187,6 @@ def test_an_unknown_shape_lists_the_shapes(capsys):
     with pytest.raises(SystemExit) as stop:
         coupling.main(["--shape", "3b"])
     assert stop.value.code == 2 and "410m" in capsys.readouterr().err
-
-
-def test_the_streamed_checkpoint_has_the_published_dtype(tmp_path):
-    size = streaming.write_checkpoint(streaming.Streaming("14m", blocks=1), tmp_path)
-    assert size == 2 * replace(pythia_shapes()["14m"], layers=1, vocabulary=50304).parameters
-    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {
-        torch.float16
-    }
-
-
-@pytest.mark.slow
-def test_streaming_agrees_and_reports_memory(tmp_path, capsys):
-    file = tmp_path / "streaming.json"
-    assert (
-        streaming.main(
-            ["--shape", "14m", "--blocks", "2", "--memory_budget", "1000000", "--out", str(file)]
-        )
-        == 0
-    )
-    ways = json.loads(file.read_text())["ways"]
-    assert list(ways) == ["streamed", "in memory"]
-    assert max(way["error"] for way in ways.values()) < 1e-5 and ways["in memory"]["error"] == 0
-    assert all(way["anonymous_bytes"] > 0 and way["seconds"] > 0 for way in ways.values())
-    assert "anonymous_bytes" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_streaming_on_a_device_takes_less_of_its_memory_than_all_weights_on_it(pretend, tmp_path):
-    settings = streaming.Streaming(
-        "31m", blocks=2, prompts=1, tokens=4, memory_budget=1 << 22, device=str(pretend.device)
-    )
-    weights = machine.alone(streaming.write_checkpoint, settings, tmp_path)
-    found = {}
-    for way in (streaming.STREAMED, streaming.IN_MEMORY):
-        pretend.reset_peak()
-        found[way] = streaming.measure(settings, tmp_path, way)
-    streamed, on_device = found.values()
-    assert (
-        0 < streamed["device_bytes"] < on_device["device_bytes"]
-        and on_device["device_bytes"] > weights
-    )
-    xr.testing.assert_allclose(streamed["values"], on_device["values"], rtol=1e-4, atol=1e-5)
 
 
 def test_the_clock_waits_for_the_device(pretend):

@@ -6,8 +6,9 @@ The attribute `equal_blocks` names their layers, each group with spaces between,
 
 *One module* is also said of modules of one class that share all their weights (tied): they stay equal however long they are
 trained. Matrices of one name are *alike* in two modules if they are one tensor, or if their cosine is far above what two
-independent draws have, 1 / sqrt(numbers), once the means of rows and columns, which training may give to all blocks, are taken
-off: `nn.TransformerEncoder` makes its layers as copies of one, which training moves apart slowly. A group is the layers that share such matrices, one with the next.
+independent draws have, 1 / sqrt(numbers). The means of rows and columns, which training may give to all blocks, are taken off
+before. `nn.TransformerEncoder` makes its layers as copies of one, which training moves apart slowly. A group is the layers
+that share such matrices, one with the next.
 Weights are compared where a model holds them whole: those that are sharded over ranks, offloaded or quantized are not, and
 neither are blocks between boundaries.
 
