@@ -59,8 +59,10 @@ class Classifier(lightning.LightningModule):
         """Write the settings, after which the directory is theirs: data and model are known to fit, and to be measurable."""
         if self.trainer.is_global_zero:
             write(self.recipe.directory, "recipe", self.recipe.identity)
-        on_one_gpu = self.device.type == "cuda" and self.trainer.world_size == 1
-        if on_one_gpu if self.recipe.compile is None else self.recipe.compile:
+        wanted = self.recipe.compile
+        if wanted is None:
+            wanted = self.device.type == "cuda" and self.trainer.world_size == 1
+        if wanted:
             self._compile()
 
     def _compile(self) -> None:
