@@ -2,14 +2,20 @@
 
 import os
 import runpy
+import shutil
 import sys
+from dataclasses import replace
+from itertools import product
 
 import pytest
 
 import tracker
+from checkpoints import nano
+from examples import when
 from tests.conftest import ROOT
 from tests.support import processes
 from tracker import curves
+from tracker.analysis.regression import mean_interval
 
 EXAMPLES = ROOT / "examples"
 STEPS = {
@@ -62,3 +68,37 @@ def test_example(name, tmp_path):
         for trajectory in (results.lss, results.expodistance):
             of_step = trajectory.median([d for d in trajectory.dims if d != "step"]).values
             assert of_step[-1] < 0.7 * of_step[0]
+
+
+@pytest.mark.slow
+def test_the_study_of_when_coupling_rises_reports_what_it_measures(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "cache"))
+    base = replace(
+        when.BASE, layers=3, width=32, characters=100_000, vocabulary=300, batch=2, steps=(0, 2)
+    )
+    recipes = {"base": base, "4 blocks": replace(base, layers=4)}
+    monkeypatch.setattr(when, "RECIPES", recipes)
+    monkeypatch.setattr(when, "SEEDS", (0, 1))
+    for name, seed in product(recipes, when.SEEDS):
+        when.measure_text(name, seed, tmp_path)
+    # Stands for a vision transformer's
+    shutil.copytree(
+        when.store("4 blocks", 1, tmp_path), tmp_path / "ViT, 4 blocks/c_seed5/coupling"
+    )
+    numbers = when.values(tmp_path).set_index(["recipe", "seed", "step"])
+    assert len(numbers) == 2 * 2 * 2 + 2
+    model, tokenizer = nano.load(2, 1, base)
+    ds = tracker.measure(model, tracker.prompts(), tokenizer=tokenizer, k=10)
+    null = tracker.null_level(ds, "miscoupling")
+    expected = float((null - ds.miscoupling).where(ds.layer != ds.layer_other).mean())
+    found = numbers.loc["base", 1, 2]
+    assert found["coupling"] == pytest.approx(expected, abs=1e-5)
+    assert found["line-shape score"] == pytest.approx(float(ds.lss.median()), rel=1e-5)
+    vit = numbers.loc["ViT, 4 blocks", 5, 2]
+    assert vit["by eq. 14"] == numbers.loc["4 blocks", 1, 2]["by eq. 14"]
+    when.draw(numbers.reset_index(), tmp_path / "when.png")
+    assert (tmp_path / "when.png").stat().st_size > 10_000
+    rows = when.table(numbers.reset_index()).splitlines()[2:]
+    low, high = mean_interval(numbers.loc["base"].xs(2, level="step")["coupling"].to_numpy())
+    assert [row.split(" | ")[0] for row in rows] == ["| base", "| 4 blocks", "| ViT, 4 blocks"]
+    assert f"[{low:z.3f}, {high:z.3f}]" in rows[0]
