@@ -10,15 +10,17 @@ from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import ttest_ind
 
 from checkpoints import nano
 from checkpoints.fetch import cached_snapshot
 from tracker import curves, open_results
-from tracker.analysis.regression import mean_interval
+from tracker.analysis.regression import holm, mean_interval
 from tracker.figures.drawing import banded_line, panels, shades, training_axis
 from tracker.pythia import run
 from tracker.walk.command import Walk
@@ -51,7 +53,8 @@ VARIED = {
     "Rate of the embeddings": ("base", "embeddings at 20 times the rate"),
     "ViTs on CIFAR10": ("ViT, 4 blocks", "ViT, 12 blocks"),
 }
-DRAWN = ("coupling", "by eq. 14", "line-shape score", "expodistance")
+COUPLINGS = ("coupling", "by eq. 14")
+DRAWN = (*COUPLINGS, "line-shape score", "expodistance")
 # What a table shows: the variable of `tracker.curves`, and where
 SHOWN = {
     "coupling": ("miscoupling_coupling", {"pairs": "mean_offdiag"}),
@@ -111,17 +114,31 @@ def values(out: Path) -> pd.DataFrame:
 
 
 def table(numbers: pd.DataFrame) -> str:
-    """Return the last step of each recipe as a Markdown table: means over seeds with t intervals of 95 %."""
-    columns = ["loss", *SHOWN]
+    """Return what a recipe gives as a Markdown table: means over runs with t intervals of 95 %, in units of the run.
+
+    Coupling is its change from the first step to the last, with p of Welch's test of the last step against that of the base,
+    corrected (Holm) for all recipes and both definitions; and its highest mean with the step of it.
+    """
+    runs: Any = numbers.groupby(["recipe", "seed"], sort=False)
+    last, change = runs.last(), runs.last() - runs.first()
+    tested = [(name, of) for of in COUPLINGS for name in RECIPES if name != "base"]
+    p = [ttest_ind(last[of][name], last[of]["base"], equal_var=False)[1] for name, of in tested]
+    corrected = dict(zip(tested, holm(np.array(p)), strict=True))
+    columns = ["loss", *DRAWN]
     lines = [f"| | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-    for recipe, of_recipe in numbers.groupby("recipe", sort=False):
-        last = of_recipe[of_recipe.step == of_recipe.step.max()]
+    for name in last.index.unique("recipe"):
         cells = []
-        for column in columns:
-            of_runs = np.array(last[column])
+        for of in columns:
+            of_runs = np.array((change if of in COUPLINGS else last)[of][name])
             low, high = mean_interval(of_runs)
-            cells.append(f"{of_runs.mean():z.3f} [{low:z.3f}, {high:z.3f}]")
-        lines.append(f"| {recipe} | {' | '.join(cells)} |")
+            cell = f"{of_runs.mean():z.3f} [{low:z.3f}, {high:z.3f}]"
+            if (name, of) in corrected:
+                cell += f", p = {corrected[name, of]:.2g}"
+            if of in COUPLINGS:
+                by_step: Any = numbers[numbers.recipe == name].groupby("step")[of].mean()
+                cell += f"; highest {by_step.max():.3f} at step {by_step.idxmax()}"
+            cells.append(cell)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -154,14 +171,8 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
 
 
 def main(out: Path, jobs: int) -> None:
-    # The longest first, so that no process is left with one of them at the end; each seed is complete before the next.
-    names = sorted(
-        RECIPES,
-        key=lambda name: RECIPES[name].layers * RECIPES[name].width * RECIPES[name].steps[-1],
-        reverse=True,
-    )
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        done = [pool.submit(measure_text, name, seed, out) for seed in SEEDS for name in names]
+        done = [pool.submit(measure_text, name, seed, out) for seed in SEEDS for name in RECIPES]
         for run_done in done:
             run_done.result()
     numbers = values(out)

@@ -99,6 +99,7 @@ def test_the_study_of_when_coupling_rises_reports_what_it_measures(tmp_path, mon
     when.draw(numbers.reset_index(), tmp_path / "when.png")
     assert (tmp_path / "when.png").stat().st_size > 10_000
     rows = when.table(numbers.reset_index()).splitlines()[2:]
-    low, high = mean_interval(numbers.loc["base"].xs(2, level="step")["coupling"].to_numpy())
+    coupling = numbers["coupling"].unstack("step")
+    low, high = mean_interval((coupling[2] - coupling[0])["base"].to_numpy())
     assert [row.split(" | ")[0] for row in rows] == ["| base", "| 4 blocks", "| ViT, 4 blocks"]
     assert f"[{low:z.3f}, {high:z.3f}]" in rows[0]
