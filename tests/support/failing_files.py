@@ -15,17 +15,7 @@ from typing import Any
 from unittest import mock
 
 READING = ("os.listdir", "os.scandir")  # and opening a file to read it
-WRITING = (
-    "fcntl.flock",
-    "os.fsync",
-    "os.link",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.symlink",
-    "os.truncate",
-)
+WRITING = "fcntl.flock os.fsync os.link os.mkdir os.remove os.rename os.rmdir os.symlink os.truncate".split()
 
 
 def numbered(number: int) -> Callable[..., OSError]:

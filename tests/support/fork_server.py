@@ -18,28 +18,10 @@ import tempfile
 from contextlib import suppress
 
 # What walks and trainings import, without the modules that tests run: those are executed anew, as __main__.
-PRELOADED = (
-    "accelerate",
-    "netCDF4",
-    "lightning",
-    "matplotlib.pyplot",
-    "sklearn.datasets",
-    "timm",
-    "torch._dynamo",
-    "torchvision",
-    "tracker.analysis.across_models",
-    "tracker.loggers.wandb",
-    "tracker.measurement",
-    "tracker.report.write",
-    "tracker.training",
-    "tracker.walk.command",
-    "transformers",
-    "transformers.quantizers.auto",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "vit.training",
-    "wandb",
-)
+PRELOADED = """accelerate netCDF4 lightning matplotlib.pyplot sklearn.datasets timm torch._dynamo torchvision
+    tracker.analysis.across_models tracker.loggers.wandb tracker.measurement tracker.report.write tracker.training
+    tracker.walk.command transformers transformers.quantizers.auto transformers.models.auto.modeling_auto
+    transformers.models.gpt_neox.modeling_gpt_neox vit.training wandb""".split()
 MESSAGE = 1 << 20  # bytes, at most
 
 

@@ -23,17 +23,8 @@ from tests.support.fork_server import MESSAGE, PRELOADED
 
 ROOT = Path(__file__).parents[2]
 # Variables that the server's modules have read for good; those that a child reads anew are in `fork_server.become`.
-READ_ON_IMPORT = (
-    "OMP_",
-    "MKL_",
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "TORCH",
-    "PYTORCH",
-    "MPL",
-    "HF_HOME",
-    "HF_MODULES_CACHE",
+READ_ON_IMPORT = tuple(
+    "OMP_ MKL_ PYTHON LC_ LANG TORCH PYTORCH MPL HF_HOME HF_MODULES_CACHE".split()
 )
 STREAMS = ("stdin", "stdout", "stderr")
 

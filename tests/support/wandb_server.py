@@ -7,8 +7,10 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Literal
+
+from tests.support.hub_server import serving
 
 Fault = Literal["drop", "hang", "refuse"]
 KEY = "a" * 40
@@ -110,18 +112,8 @@ def serve() -> Iterator[WandbServer]:
         def log_message(self, *_) -> None:
             pass
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_) -> None:
-            """Say nothing of clients that do not wait for the answer."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    state.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield state
-    finally:
-        state.closed.set()
-        server.shutdown()
-        server.server_close()
+    with serving(Handler) as state.address:
+        try:
+            yield state
+        finally:
+            state.closed.set()

@@ -9,9 +9,8 @@ from timm.models import _registry
 from torch import nn
 
 from tests.sweep import tiny
-from tests.sweep.catalogue import Built, NotBuilt, finished, last_line
+from tests.sweep.catalogue import PARAMETERS, Built, NotBuilt, finished, last_line
 
-PARAMETERS = 30_000_000
 # Families within these modules differ by pooling, registers, position embeddings: each combination of words is one.
 TRANSFORMERS = """beit cait convit crossvit deepseek_vit deit eva gemma4_vit hiera levit naflexvit pit qwen3_vit tiny_vit tnt
     vision_transformer vision_transformer_hybrid vision_transformer_relpos vision_transformer_sam volo xcit""".split()

@@ -1,18 +1,10 @@
-"""What the names of its entries do not say of a configuration, by its class.
-
-DEPTH overrides the number of layers; DEFAULT is what the default configuration itself needs.
-"""
+"""What the names of its entries do not say of a configuration, by its class."""
 
 from typing import Any
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
-SHARED = {
-    "layer_types": [SLIDING, FULL, SLIDING, FULL],
-    "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 0,
-}
 AXIAL = {"axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 8], "local_attn_chunk_length": 4}
 
 SPECIAL: dict[str, dict[str, Any]] = {
