@@ -376,7 +376,7 @@ class NamedOutput(NamedTuple):
     scores: Any
 
 
-FORMS: dict[str, Callable[[Tensor], Any]] = {
+FORMS = {
     "tensor": lambda scores: scores,
     "dataclass": Output,
     "a dataclass in another": lambda scores: {"nested": [Output({"of": Output(scores)})]},
@@ -384,7 +384,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
     "mapping": lambda scores: UserDict(scores=scores),
     "object": lambda scores: SimpleNamespace(scores={"of": scores}),
 }
-WITHOUT_TENSORS: dict[str, Callable[[Tensor], Any]] = {
+WITHOUT_TENSORS = {
     "generator": lambda scores: (score for score in scores),
     "NoneType": lambda scores: None,
     "Tensor": lambda scores: scores.argmax(-1),

@@ -56,7 +56,7 @@ class Pretended:
     size = Size(width=32, depth=2, tokens=8)
     budgets = (1 << 22, 1 << 18)
 
-    def __init__(self, pretend: Any) -> None:
+    def __init__(self, pretend: Any):
         self.pretend = pretend
         self.device = pretend.device
 

@@ -46,7 +46,7 @@ class Failure:
         self.below, self.error, self.at, self.only = str(below), error, at, only
         self.reading, self.count, self.operation = reading, 0, ""
 
-    def meet(self, operation: str, arguments: tuple) -> None:
+    def meet(self, operation: str, arguments: tuple):
         files = [name for name in map(name_of, arguments) if name.startswith(self.below)]
         if operation not in self.only or not files:
             return
@@ -62,7 +62,7 @@ class Failure:
     def __enter__(self) -> "Failure":
         sync = os.fsync
 
-        def synced(descriptor: int) -> None:
+        def synced(descriptor: int):
             _ask("os.fsync", (descriptor,))
             sync(descriptor)
 
@@ -71,7 +71,7 @@ class Failure:
         _active.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         _active.remove(self)
         self.patch.stop()
 
@@ -84,10 +84,10 @@ def name_of(file: object) -> str:
     return os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else ""
 
 
-_active: list[Failure] = []
+_active = []
 
 
-def _ask(operation: str, arguments: tuple) -> None:
+def _ask(operation: str, arguments: tuple):
     for failure in _active:
         failure.meet(operation, arguments)
 

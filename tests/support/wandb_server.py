@@ -5,7 +5,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from typing import Literal
@@ -38,10 +38,10 @@ class WandbServer:
         rows: how many lines of history it accepted.
     """
 
-    def __init__(self) -> None:
-        self.fault: Callable[[], Fault | None] = lambda: None
+    def __init__(self):
+        self.fault = lambda: None
         self.rows = 0
-        self.requests: list[str] = []
+        self.requests = []
         self.closed = threading.Event()
         self.address = ""
 
@@ -80,7 +80,7 @@ def serve() -> Iterator[WandbServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             content = (
                 gzip.decompress(content)
@@ -109,7 +109,7 @@ def serve() -> Iterator[WandbServer]:
 
         do_GET = do_PUT = do_POST
 
-        def log_message(self, *_) -> None:
+        def log_message(self, *_):
             pass
 
     with serving(Handler) as state.address:

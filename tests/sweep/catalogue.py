@@ -44,7 +44,7 @@ class Built:
         """A copy in eval mode that keeps no cache."""
         model = copy.deepcopy(self.model).eval()
         for module in model.modules():
-            config: Any = getattr(module, "config", None)
+            config = getattr(module, "config", None)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
         return model
@@ -204,7 +204,7 @@ def ids(samples: int, length: int, seed: int = 1) -> Tensor:
 
 def _inputs(model: nn.Module, config: Any, text: bool, images: bool) -> dict[str, Tensor]:
     known = inspect.signature(model.forward).parameters
-    given: dict[str, Tensor] = {}
+    given = {}
     if "input_ids" in known and text:
         given["input_ids"] = ids(2, TOKENS)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in known:

@@ -56,9 +56,9 @@ def judge(name: str, group: str, build: Callable[[], Built]) -> Outcome:
     return result
 
 
-def _examine(built: Built, result: Outcome) -> None:
+def _examine(built: Built, result: Outcome):
     pristine, worst, before, stage = copy.deepcopy(built), [], State(built.model), ""
-    fresh: xr.Dataset | str | None = None
+    fresh = None
     try:
         fresh = _measured_or_refused(built)
         if isinstance(fresh, str):
@@ -97,7 +97,7 @@ def _examine(built: Built, result: Outcome) -> None:
         _use(pristine, built, fresh, result)
 
 
-def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome) -> None:
+def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome):
     """Use the measured model and measure it again. Where its own output changes with use, another measurement is right."""
     try:
         own = use.output(pristine.model, built)
@@ -141,7 +141,7 @@ class _Raised(Exception):
 
 def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:
     """What `measure` says of the model, which is in training mode."""
-    requested: dict[str, Any] = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
+    requested = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
     try:
         return tracker.measure(built.model, copy.deepcopy(inputs), **(requested | settings))
     except UsageError:
@@ -176,7 +176,7 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     graph.batch_first = graph.blocks[0].x.shape[0] == B
     tower(built, inputs, graph, result)
     norm = _final_norm(built, graph, ds)
-    errors: dict[str, float] = {}
+    errors = {}
     for b in range(B):
         at = b
         # -1: this sample drew none
@@ -205,7 +205,7 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     return errors[worst]
 
 
-def token(built: Built, ds: xr.Dataset) -> None:
+def token(built: Built, ds: xr.Dataset):
     """Check the token that is measured by default against those that a pooled output reads.
 
     Raises:
@@ -238,7 +238,7 @@ def token(built: Built, ds: xr.Dataset) -> None:
         )
 
 
-def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
+def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome):
     """Check that the blocks are those whose chain ends in the output, all of them, and the whole state.
 
     Raises:
@@ -286,7 +286,7 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
     whole_state(built, inputs, graph, result)
 
 
-def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
+def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome):
     """Note what reaches the output past a hidden state; a second stream beside it makes the measurement wrong."""
     names = [call.name for call in graph.blocks]
     past = []
@@ -454,5 +454,5 @@ class State:
 
     @staticmethod
     def _config(model: nn.Module) -> Any:
-        config: Any = getattr(model, "config", None)
+        config = getattr(model, "config", None)
         return str(config.to_dict()) if hasattr(config, "to_dict") else None

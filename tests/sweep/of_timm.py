@@ -20,7 +20,7 @@ CONVOLUTIONAL = """byobnet convnext cspnet densenet dla dpn efficientnet ghostne
     xception_aligned""".split()
 SIZES = """test atto femto pico nano mini xxtiny xxs xtiny xs ti tiny x s small b base medsmall medium m l large huge giant
     gigantic enormous so xl h g plus d in ink dist dino miil fb ft in1k in21k in22k""".split()
-SHAPES: list[dict[str, Any]] = [
+SHAPES = [
     {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 4},
     {"img_size": 64, "patch_size": 16, "embed_dim": 32, "depth": 6, "num_heads": 4},
     {"img_size": 128, "embed_dim": 32, "num_heads": 4},
@@ -30,7 +30,7 @@ SHAPES: list[dict[str, Any]] = [
 
 def names() -> list[str]:
     """One name of each family: the smallest by the words that say a size."""
-    families: dict[tuple[str, ...], list[str]] = {}
+    families = {}
     for module, members in _registry._module_to_models.items():
         for name in members - _registry._deprecated_models.keys():
             words = re.findall(r"[a-z]+\d?(?=[^a-z]|$)|[a-z]+", name)

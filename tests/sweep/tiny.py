@@ -57,7 +57,7 @@ ONE = """n_group num_expert_group topk_group n_groups mamba_n_groups mamba_ngrou
     num_dense_layers""".split()
 NONE = "num_nextn_predict_layers num_mtp_layers".split()
 
-NAMED: dict[str, Any] = {
+NAMED = {
     **dict.fromkeys(WIDTHS, WIDTH),
     **dict.fromkeys(INNER, 2 * WIDTH),
     **dict.fromkeys(EXPERT_INNER, WIDTH),
@@ -104,7 +104,7 @@ def overrides(default: Any, depth: int) -> dict[str, Any]:
     parts = _parts(default)
     known = {k: v for k, v in default.to_dict().items() if k not in parts}
     aliases = {v: k for k, v in (getattr(default, "attribute_map", None) or {}).items()}
-    changed: dict[str, Any] = {}
+    changed = {}
     for name, value in known.items():
         if name in DEPTHS and isinstance(value, int) and not isinstance(value, bool):
             changed[name] = OTHER_DEPTH if _of_encoder(name, known) else depth
@@ -169,7 +169,7 @@ def _parts(default: Any) -> dict[str, Any]:
 
 def _per_stage(known: dict[str, Any]) -> dict[str, Any]:
     """Lists of one entry per stage: two layers in each, the first of them 16 wide, the others as many times as wide."""
-    cut: dict[str, Any] = {}
+    cut = {}
     for name, value in known.items():
         if (
             not isinstance(value, (list, tuple))
@@ -219,7 +219,7 @@ def for_class(name: str, config: Any) -> Any:
 
 def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What a forward with these parameters needs besides token ids or pixels."""
-    extra: dict[str, Any] = {}
+    extra = {}
     side = PIXELS // PATCH
     # Patches of both images, one after the other
     if "grid_thw" in known and "input_ids" not in known:

@@ -14,7 +14,7 @@ from tests.sweep import oracle
 from tests.sweep.catalogue import Built
 
 # Tried in this order: attention without gradients may refuse to return its weights.
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"output_hidden_states": True, "output_attentions": True, "return_dict": True},
     {"output_hidden_states": True, "return_dict": True},
     {},
@@ -29,7 +29,7 @@ def use(built: Built) -> list[str]:
     Returns:
         What ran; a model need not be able to do all of it.
     """
-    model: Any = built.model.eval()
+    model = built.model.eval()
     done = []
     with torch.inference_mode():
         for options in OPTIONS:

@@ -58,7 +58,7 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
     assert not np.array_equal(units[0].lss, units[first].lss)
 
 
-def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
+def loop(directory, batch_size: int, error: BaseException, probe=None):
     """Train for four steps; raise at step 2 if the batch is larger than 2."""
     model = neox()
     with tracker.Watch(

@@ -456,7 +456,7 @@ def test_false_positives_are_rare(seeds):
         )
         return sum(effects, np.zeros(shape)).ravel()
 
-    p: dict[str, list[float]] = {"accuracy": [], "loss": [], "rate": []}
+    p = {"accuracy": [], "loss": [], "rate": []}
     for _ in range(200):
         coupling, rate = drawn(OF_COUPLING), cells.drop_path.values
         for name, of in OF_OUTCOMES.items():
@@ -543,7 +543,7 @@ def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
     return directory
 
 
-def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe) -> None:
+def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe):
     result = {
         "status": "finished",
         "accuracy": accuracy,

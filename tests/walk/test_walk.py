@@ -316,7 +316,7 @@ def test_a_prompt_longer_than_the_context_is_cut(walker):
     assert status == 0 and "cut to its first 20 (max_tokens)" in err
 
 
-def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
+def without_tokenizer(suite: Path, run: Path, *steps: int):
     """Copy checkpoints, their weights and configuration alone."""
     for step in steps:
         (run / f"checkpoint-{step}").mkdir(parents=True)
