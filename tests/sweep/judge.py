@@ -165,7 +165,7 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
         Wrong: if it is above the tolerance, or other blocks were measured than those of the model's own tower.
     """
     names = ds.attrs["blocks"].split(", ")
-    graph = oracle.run(built.fresh(), inputs, list(dict.fromkeys(names)))
+    graph = oracle.run(built.fresh(), inputs, names)
     calls = [call.name for call in graph.blocks]
     if calls != names:
         raise Wrong(f"measured {names}, but the model calls {calls}")
@@ -183,7 +183,7 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
         seed = int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1
         if seed >= 0:  # as `measure` runs a sample: alone, and with these random numbers
             alone = {name: value[b : b + 1] for name, value in inputs.items()}
-            graph = oracle.run(built.fresh(), alone, list(dict.fromkeys(names)), seed=seed)
+            graph = oracle.run(built.fresh(), alone, names, seed=seed)
             norm, at = _final_norm(built, graph, ds), 0
         errors |= _of_states(
             ds.isel(prompt=b), graph.states(norm)[:, at], graph.states(None)[:, at], b
@@ -212,7 +212,7 @@ def token(built: Built, ds: xr.Dataset):
         Wrong: if the output reads one token, and another is measured; or it reads not at all the one measured.
     """
     names = ds.attrs["blocks"].split(", ")
-    graph = oracle.run(built.fresh(), built.inputs, list(dict.fromkeys(names)))
+    graph = oracle.run(built.fresh(), built.inputs, names)
     out = pooled(graph.output)
     grad = None if out is None else graph.dependence(out, graph.blocks[-1].y)
     if grad is None:
@@ -291,7 +291,7 @@ def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, resul
     names = [call.name for call in graph.blocks]
     past = []
     for l in range(len(names)):
-        cut = oracle.run(built.fresh(), inputs, list(dict.fromkeys(names)), cut=l)
+        cut = oracle.run(built.fresh(), inputs, names, cut=l)
         if cut.dependence(output_of(cut.output), cut.blocks[0].x) is not None:
             past.append(l + 1)
     note = f"output depends on x^0 past block {', '.join(map(str, past))}"

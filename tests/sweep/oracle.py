@@ -117,7 +117,7 @@ def run(
     """Run the model once, in eval mode and with gradients on.
 
     Args:
-        blocks: names of the blocks measured, without repetition.
+        blocks: names of the blocks measured.
         cut: detach what this call of a block gives (0-based) from what it was made of; the first one's input is a leaf.
         seed: of the random numbers that the model draws.
     """

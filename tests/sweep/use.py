@@ -75,23 +75,17 @@ def identical(before: list[Tensor], after: list[Tensor]) -> bool:
 
 def difference(fresh: xr.Dataset | str, used: xr.Dataset | str) -> str:
     """What differs between two measurements, or the messages of two refusals; empty if nothing does."""
-    if isinstance(fresh, str) or isinstance(used, str):
-        if isinstance(fresh, str) and isinstance(used, str):
-            # The reason; RWKV rescales its own weights at first use, and other lines can be proposed then.
-            return (
-                ""
-                if fresh.splitlines()[0] == used.splitlines()[0]
-                else f"refused otherwise: {used.splitlines()[0]}"
-            )
+    # The reasons; RWKV rescales its own weights at first use, and other lines can be proposed then.
+    refusals = [said.splitlines()[0] for said in (fresh, used) if isinstance(said, str)]
+    if len(refusals) == 2:
+        return "" if refusals[0] == refusals[1] else f"refused otherwise: {refusals[1]}"
+    if refusals:
         return (
             f"refused: {used.splitlines()[0]}" if isinstance(used, str) else "not refused any more"
         )
-    names = sorted({str(name) for name in fresh.variables} ^ {str(name) for name in used.variables})
-    names += [
-        str(name)
-        for name in fresh.variables
-        if name in used.variables and not _equal(fresh[name], used[name])
-    ]
+    names = sorted(fresh.variables.keys() ^ used.variables.keys())
+    both = [name for name in fresh.variables if name in used.variables]
+    names += [name for name in both if not _equal(fresh[name], used[name])]
     attributes = fresh.attrs.keys() | used.attrs.keys()
     names += [
         name
