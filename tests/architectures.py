@@ -52,7 +52,7 @@ def speed(name: str) -> str:
         call = record(replica, batch.arguments, batch.keywords).calls[0]
         rows = Rows(torch.tensor([0]), torch.tensor([call.x.shape[1] - 1]))
         jacobians = Jacobians(replica)
-        seconds: dict[str, list[float]] = {"sliced": [], "full": []}
+        seconds = {"sliced": [], "full": []}
         with replica.materialize(call.block):
             for _ in range(6):  # the first of each warms up, and proves the derivative
                 for path, run in (
@@ -70,7 +70,7 @@ def speed(name: str) -> str:
     )
 
 
-def main() -> None:
+def main():
     """Measure every family and write the table."""
     lines = []
     for name, family in FAMILIES.items():

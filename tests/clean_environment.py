@@ -42,7 +42,7 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def main() -> None:
+def main():
     """Check what works without extras, and what each missing one says."""
     torch.manual_seed(0)
     installed = {name for name in EXTRAS if importlib.util.find_spec(name)}

@@ -10,7 +10,7 @@ from tests.conftest import ROOT
 from tests.support import processes
 
 HEAVY = {  # packages that take a tenth of a second or more to import
-    *("torch", "numpy", "xarray", "pandas", "scipy", "matplotlib", "plotly"),
+    *"torch numpy xarray pandas scipy matplotlib plotly".split(),
     *("lightning", "timm", "torchvision", "transformers", "wandb", "ray"),
 }
 # What runs as `python -m`, without the examples.

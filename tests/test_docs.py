@@ -186,7 +186,7 @@ def test_commands_are_found():
     "ignore:block 1 .* measured over the full sequence", "ignore:this is a language model"
 )
 def test_the_examples_of_what_a_block_is_run(capsys):
-    names: dict = {}
+    names = {}
     for example in PYTHON.findall(text(ROOT / "docs" / "blocks.md")):
         exec(example, names)
     assert capsys.readouterr().out.endswith("\noutput of wte\n")

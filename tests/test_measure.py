@@ -37,22 +37,6 @@ from tracker.blocks.find import find_blocks
 from tracker.common.errors import Note
 
 
-def test_padding_in_a_mapping_changes_nothing():
-    model, _ = build("llama, grouped keys")
-    ids = tokens(1, 5)
-    padded = {
-        "input_ids": torch.cat([ids, ids[:, :3]], 1),
-        "attention_mask": torch.tensor([[1] * 5 + [0] * 3]),
-    }
-    plain, masked = (
-        tracker.measure(model, x, k=4, tokens="all", dtype="float64") for x in (ids, padded)
-    )
-    np.testing.assert_allclose(
-        masked.miscoupling.values[:, :5], plain.miscoupling.values, atol=1e-9
-    )
-    assert np.isnan(masked.lss.values[:, 5:]).all() and masked.sizes["token"] == 5
-
-
 class OfOne(nn.Module):
     """A model whose forward takes one mapping, or a list of ids and mask."""
 
@@ -202,21 +186,6 @@ class Wrapped(nn.Module):
         return self.inner(ids).logits
 
 
-def test_undeclared_sequence_first_blocks_are_refused():
-    class Swapped(Wrapped):
-        def forward(self, ids):
-            x = self.inner.embed(ids).transpose(0, 1)
-            for layer in self.inner.encoder.layers:
-                x = layer(x)
-            return x
-
-    model = Swapped(Encoder(batch_first=False))
-    declared = find_blocks(model, batch_first=True)
-    with refused(r"7 samples of 2 tokens, but 2 were given.*batch_first=False"):
-        tracker.measure(model, tokens(), blocks=declared)
-    assert tracker.measure(model, tokens(), k=2).sizes["position"] == 7
-
-
 def test_the_message_for_a_sequence_first_model_gives_a_wrapper_that_works():
     def encoder(batch_first):
         torch.manual_seed(0)
@@ -252,8 +221,6 @@ BAD = {
     "token out of range": (dict(tokens=[0, 7]), r"\[7\] are out of range.*7 tokens"),
     "unknown token choice": (dict(tokens="first"), "give last, cls, all or positions"),
     "no class token": (dict(tokens="cls"), "state the class token"),
-    "final norm": (dict(final_norm="drop"), "choose from auto, include, exclude"),
-    "svd": (dict(svd="quick"), "auto, full, krylov"),
     "window too wide": (
         dict(window=99),
         "window=99 states, but a trajectory through this model has 4",
@@ -264,15 +231,10 @@ BAD = {
         dict(blocks=["gpt_neox.layers.0", "gpt_neox.layers.2"]),
         "name consecutive blocks",
     ),
-    "blocks as a number": (
-        dict(blocks=3),
-        r"blocks=3; give the name of the list.*, or a result of find_blocks",
-    ),
     "a generator of blocks": (
         dict(blocks=(str(i) for i in range(2))),
         "blocks=<generator.*; give the name of the list",
     ),
-    "one block": (dict(blocks=nn.Linear(2, 2)), r"blocks=Linear\(.*; give the name of the list"),
     "a tokenizer's name": (
         dict(tokenizer="gpt2"),
         r"'gpt2' \(str\).*itself: AutoTokenizer.from_pretrained\('gpt2'\)",
@@ -314,10 +276,7 @@ def test_blocks_in_any_container(container):
 BAD_INPUTS = {
     "empty prompt": ("", "prompt 0 is empty"),
     "no prompts": ([], "at least one prompt"),
-    "an array": (
-        np.ones((1, 3), int),
-        r"inputs of type ndarray.*give .* a tensor .*torch.as_tensor\(inputs\)",
-    ),
+    "a number": (3, "inputs of type int"),
     "too long": (["the " * 40], "40 tokens, more than the model's context of 32.*max_tokens=32"),
     "beyond the vocabulary": (torch.tensor([[1, 50]]), "ids from 1 to 50.*vocabulary has 50"),
     "negative id": (torch.tensor([[-1, 3]]), "ids from -1"),
@@ -328,7 +287,6 @@ BAD_INPUTS = {
         r"inputs of type list.*a tensor .*of token ids.*torch.as_tensor\(inputs\)",
     ),
     "a list of tensors": ([torch.tensor([1, 2])], r"inputs of shape \(2,\)"),
-    "a number": (3, "inputs of type int"),
     "empty mapping": ({}, "holds no tensor"),
     "a mask alone": (
         {"attention_mask": torch.ones(1, 3)},
@@ -454,7 +412,7 @@ def test_cut_prompts_are_one_warning():
     assert ds.lss.notnull().sum("position").values.tolist() == [5, 5, 5]
 
 
-@pytest.mark.parametrize("given", [0, -3, "8", 2.5, True])
+@pytest.mark.parametrize("given", [0, "8", True])
 def test_a_length_that_is_no_number_of_tokens_is_refused(given):
     with refused(f"max_tokens={given!r}; give a whole number of tokens, at least 1"):
         tracker.measure(neox(), ["the cat"], tokenizer=tokenizer(), max_tokens=given)
@@ -478,14 +436,6 @@ def test_models_without_one_list_of_blocks_are_refused():
         find_blocks(TwoEncoders())
     assert len(find_blocks(TwoEncoders(), "left.encoder.layers").names) == DEPTH
     assert "gpt_neox.layers.0" in str(find_blocks(neox()))
-
-
-def test_overflow_names_the_block():
-    model = neox()
-    with torch.no_grad():
-        model.gpt_neox.layers[2].mlp.dense_4h_to_h.weight.fill_(3e38)
-    with pytest.raises(FloatingPointError, match=r"block 3 \(gpt_neox.layers.2\)"):
-        tracker.measure(model, tokens())
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def test_a_checkout_without_metadata_measures(tmp_path):
             tmp_path / package,
             ignore=shutil.ignore_patterns("__pycache__", "results"),
         )
-    quick = ["--shape", "14m", "--tokens", "4", "--blocks", "2", "--k", "2", "--repeats", "1"]
+    quick = "--shape 14m --tokens 4 --blocks 2 --k 2 --repeats 1".split()
     only = ["--published", "false", "--memory", "false", "--out", str(tmp_path / "result.json")]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", UNINSTALLED, *quick, *only]

@@ -19,7 +19,7 @@ def store(tmp_path) -> Store:
     return Store(generated(tmp_path / "run", STEPS, layers=3, ks=(4,)))
 
 
-def remove_seal(store: Store, step: int) -> None:
+def remove_seal(store: Store, step: int):
     """Make a unit one of an earlier version of the package, which wrote HDF5."""
     unit = xr.load_dataset(store.file(step), engine="netcdf4")
     unit.drop_encoding().to_netcdf(store.file(step), engine="netcdf4")

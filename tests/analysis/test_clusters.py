@@ -23,8 +23,8 @@ from tracker.figures.selection import draw
 from tracker.report.write import main as report
 from tracker.store import open_results
 
-NAMES = ["70m", "70m-deduped", "160m", "160m-deduped", "410m", "1b", "1b-seed3"]
-LABELS = ["70m", "70m", "160m", "160m", "410m", "1b", "1b"]
+NAMES = "70m 70m-deduped 160m 160m-deduped 410m 1b 1b-seed3".split()
+LABELS = "70m 70m 160m 160m 410m 1b 1b".split()
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +66,9 @@ def test_variants_of_one_model_are_recognised_by_name_and_sizes(results):
 
 def test_given_clusters_take_precedence(results):
     given = assign_clusters(results, "70m=small, 160m=small")
-    assert cluster_labels(given).tolist() == [
-        "small",
-        "70m-deduped",
-        "small",
-        "160m-deduped",
-        "410m",
-        "1b",
-        "1b",
-    ]
+    assert (
+        cluster_labels(given).tolist() == "small 70m-deduped small 160m-deduped 410m 1b 1b".split()
+    )
     assert assign_clusters(results, None).keys() == results.keys()
     for wrong in ("70m", "9b=x", "70m="):
         with pytest.raises(ValueError, match=re.escape(f"--clusters {wrong}: ")):
@@ -180,7 +174,7 @@ def test_clusters_on_the_command_lines(stores, tmp_path, capsys):
     paths = list(map(str, stores))
     assert main(["1a", *paths, "--out", str(tmp_path), "--clusters", given]) == 0
     table = pd.read_csv(tmp_path / "1a.csv")
-    assert table.cluster.tolist() == ["a", "b", "160m", "160m", "c", "c", "1b-seed3"]
+    assert table.cluster.tolist() == "a b 160m 160m c c 1b-seed3".split()
     assert report([*paths, "--out", str(tmp_path / "page.html"), "--clusters", given]) == 0
     said = "Clusters averaged in the second fit: 160m, 160m-deduped; 410m, 1b."
     assert said in (tmp_path / "page.html").read_text()

@@ -142,15 +142,6 @@ def test_null_levels_have_the_dimensions_of_what_was_given(ds):
         ds.transpose(*reversed(list(ds.dims))),
     ):
         assert tracker.null_level(part, "miscoupling").dims == part.miscoupling.dims
-        whole = tracker.null_level(ds, "miscoupling")
-        found, expected = xr.align(
-            tracker.null_level(part, "miscoupling"), whole.sel(_scalars(part)), join="exact"
-        )
-        np.testing.assert_array_equal(found, expected.transpose(*found.dims))
-
-
-def _scalars(part):
-    return {dim: part[dim].item() for dim in ("prompt", "token", "k") if dim not in part.dims}
 
 
 def test_neighbours_are_blocks_that_follow_each_other(ds):

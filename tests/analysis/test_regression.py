@@ -55,7 +55,7 @@ def test_regression_with_groups_is_that_with_dummies():
 def test_fits_of_three_points_or_without_spread_are_undefined(x, y):
     fit = linear_fit(np.array(x, float), np.array(y, float))
     assert np.isnan(
-        [fit[name] for name in ("r", "r2", "slope", "p", "r_low", "r_high", "r2_low", "r2_high")]
+        [fit[name] for name in "r r2 slope p r_low r_high r2_low r2_high".split()]
     ).all() and fit["n"] == len(x)
 
 

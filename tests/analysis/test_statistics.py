@@ -114,20 +114,9 @@ def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_lengt
     unit = tracker.measure(neox(), padded(7, 4), k=[2, 4], measures=measures, pair_tokens=4)
     ours, theirs = reduced(unit), curves(unit, CURVES)
     names = [name for name in theirs.data_vars if name in ours]
-    assert {
-        "self_miscoupling",
-        "self_miscoupling_null",
-        "fixed_output_offdiag",
-        "miscoupling_vju",
-        "miscoupling_coupling",
-    } <= set(names)
+    assert {"self_miscoupling_null", "miscoupling_vju", "miscoupling_coupling"} <= {*names}
     for name in names:
         xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
-    last = ours["noise_similarity_ends"].isel(end=-1, drop=True)
-    np.testing.assert_allclose(last, theirs["noise_similarity"], rtol=1e-12)
-    # With swapped bases a block's own are not trivial: their null stands on the diagonal too.
-    level = null_level(unit, "miscoupling_vju").mean(("prompt", "token", "layer", "layer_other"))
-    np.testing.assert_allclose(ours["miscoupling_vju_null"].sel(pairs="mean"), level, rtol=1e-6)
 
 
 def test_what_prompts_were_drawn_from(ds):

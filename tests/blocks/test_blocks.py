@@ -96,9 +96,6 @@ FOUND = {
         3,
         "class token: none",
     ),
-    "bert": Case(
-        lambda: of("BertModel", **COMMON, vocab_size=VOCABULARY), IDS, "encoder.layer", None, 8
-    ),
     "bart, its decoder alone": Case(
         lambda: of(
             "BartForCausalLM",
@@ -116,7 +113,6 @@ FOUND = {
         8,
         "the only list of blocks with attention, 2 x BartDecoderLayer",
     ),
-    "vit": Case(lambda: of("ViTModel", **VISION), images(), "layers", None, 0),
     "beit, mean of the patches": Case(
         lambda: of("BeitModel", **VISION), images(), "layers", None, 4
     ),
@@ -198,15 +194,6 @@ REFUSED = {
             "decoder.block": ("decoder.final_layer_norm", 5),
         },
         "2 lists of blocks found (encoder.block, decoder.block) in T5ForConditionalGeneration",
-    ),
-    "t5, the decoder shorter": Several(
-        lambda: of("T5Model", **T5, num_decoder_layers=2),
-        PAIR | {"attention_mask": torch.ones_like(IDS)},
-        {
-            "encoder.block": ("encoder.final_layer_norm", 8),
-            "decoder.block": ("decoder.final_layer_norm", 5),
-        },
-        "blocks='decoder.block'  # 2 x T5Block",
     ),
     "clip": Several(
         lambda: of(
@@ -376,7 +363,7 @@ class NamedOutput(NamedTuple):
     scores: Any
 
 
-FORMS: dict[str, Callable[[Tensor], Any]] = {
+FORMS = {
     "tensor": lambda scores: scores,
     "dataclass": Output,
     "a dataclass in another": lambda scores: {"nested": [Output({"of": Output(scores)})]},
@@ -384,7 +371,7 @@ FORMS: dict[str, Callable[[Tensor], Any]] = {
     "mapping": lambda scores: UserDict(scores=scores),
     "object": lambda scores: SimpleNamespace(scores={"of": scores}),
 }
-WITHOUT_TENSORS: dict[str, Callable[[Tensor], Any]] = {
+WITHOUT_TENSORS = {
     "generator": lambda scores: (score for score in scores),
     "NoneType": lambda scores: None,
     "Tensor": lambda scores: scores.argmax(-1),

@@ -1,7 +1,5 @@
 """Text encoders are measured at the last word, not at [SEP], and have the class token that their tokenizer puts first."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] </s> the cat sat on mat a dog".split()
-SIZE: dict[str, Any] = dict(
+SIZE = dict(
     vocab_size=len(WORDS),
     hidden_size=16,
     num_hidden_layers=3,
@@ -28,7 +26,7 @@ SIZE: dict[str, Any] = dict(
 )
 PROMPTS = ["the cat sat on the mat", "a dog"]
 ENCODERS = ("Bert", "Roberta", "Electra", "DebertaV2", "ModernBert", "DistilBert")
-DECODERS: dict[str, dict[str, Any]] = {
+DECODERS = {
     "GPT2": dict(n_embd=16, n_layer=3, n_head=2),
     "GPTNeoX": SIZE,
     "Llama": SIZE,

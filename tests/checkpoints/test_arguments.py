@@ -7,7 +7,6 @@ import pytest
 
 from tests.conftest import ROOT
 from tracker.common.parser import Parser
-from tracker.figures.__main__ import main as figures
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
 from tracker.walk.command import Walk, parse
@@ -93,9 +92,6 @@ ERRORS = [
     (parse, ["--model", "nano", "--k", "ten"], "--k 'ten'; give whole numbers"),
     (recipe_of, ["--train_size", "a"], "--train_size a; give a whole number\n("),
     (recipe_of, ["--clip", "a"], "--clip a; give a number\n("),
-    (recipe_of, ["--epochs", "1.5"], "--epochs 1.5; give a whole number\n("),
-    (parse, ["--model", "nano", "--max_tokens", "a b"], "--max_tokens a b; give a whole number\n("),
-    (figures, ["1b", "DIR", "--k", "a"], "--k a; give a whole number\n("),
     (parse, [], "the following arguments are required: --model, or --files and --load\n"),
     (
         parse,

@@ -36,7 +36,7 @@ class Fetcher:
     def __init__(self, server: Hub, root: Path, cache: Path):
         self.server, self.root, self.cache = server, root, cache
         self.cached = cache / "models--org--toy"
-        self.messages: list[str] = []
+        self.messages = []
         self.counted = 0
 
     def fetch(self, step: int, commits: dict[str, str] | None = None, **options) -> Path:
@@ -63,10 +63,10 @@ class Fetcher:
         commits, _ = list_branches(REPO)
         return commits, list_revisions(REPO, commits, self.cache)[0]
 
-    def count(self, size: int) -> None:
+    def count(self, size: int):
         self.counted += size
 
-    def assert_whole(self, step: int, directory: Path) -> None:
+    def assert_whole(self, step: int, directory: Path):
         published = self.published(step)
         assert sorted(file.name for file in directory.iterdir()) == [
             "config.json",
@@ -76,7 +76,7 @@ class Fetcher:
             assert file.read_bytes() == (published / file.name).read_bytes()
         assert not list(self.cache.rglob("*.tracker.incomplete"))
 
-    def fetch_whole(self, step: int) -> None:
+    def fetch_whole(self, step: int):
         """Fetch a step and assert that all of it is there."""
         self.assert_whole(step, self.fetch(step))
 
@@ -88,7 +88,7 @@ class Fetcher:
         return repository / "snapshots" / (repository / "refs" / f"step{step}").read_text()
 
 
-def publish(root: Path, step: int, content: bytes) -> None:
+def publish(root: Path, step: int, content: bytes):
     repository = root / "models--org--toy"
     commit = hashlib.sha1(content + bytes(step)).hexdigest()
     (repository / "snapshots" / commit).mkdir(parents=True)
@@ -339,7 +339,7 @@ def test_pauses_are_those_that_the_hub_asks_for_up_to_a_limit(monkeypatch, case)
     from huggingface_hub.utils import httpx
 
     headers, expected = PAUSES[case]
-    waited: list[float] = []
+    waited = []
     monkeypatch.setattr(
         retries.time, "time", lambda: parsedate_to_datetime(WEDNESDAY).timestamp() - 10
     )

@@ -32,10 +32,6 @@ def suspects(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dic
     )
 
 
-def test_suite_without_faults_has_no_suspects():
-    assert suspects({step: listing(step) for step in (0, 1, 2, 4)}) == {}
-
-
 def test_revision_with_the_final_weights_is_suspect():
     final = {f"shard{i}": f"8/{i}" for i in (1, 2, 3)}
     assert suspects(

@@ -30,7 +30,7 @@ from tracker.measures.settings import USUAL
 from tracker.report.contents import contents
 from tracker.store import open_results as read_results
 
-K, STEPS, SCORED = 4, (0, 1, 8, 2000), ("1a", "7", "8", "31", "35", "36", "table4")
+K, STEPS, SCORED = 4, (0, 1, 8, 2000), "1a 7 8 31 35 36 table4".split()
 
 
 @cache

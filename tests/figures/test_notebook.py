@@ -117,10 +117,6 @@ def test_nothing_of_a_heat_map_overlaps_the_axes_beside_it(measured, layout):
     plt.close(figure)
 
 
-def test_a_number_names_a_figure(measured):
-    assert tracker.plot(measured, 34).get_suptitle() == "Singular values by depth"
-
-
 def test_several_results_stand_beside_each_other_with_a_warning_of_what_differs(measured, course):
     other = tracker.measure(neox(), tokens(3), k=[2, 4], final_norm="exclude")
     with pytest.warns(
@@ -190,11 +186,6 @@ def test_stores_and_their_directories(measured, tmp_path):
     assert (
         tracker.plot(stores[0]).axes[0].images and tracker.plot({"one": stores[0]}).axes[0].images
     )
-
-
-def test_a_figure_of_the_paper_of_several_results(course):
-    axes = tracker.plot({"one": course, "other": course}, "27").axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "other"]
 
 
 def test_one_step_of_a_store(measured):

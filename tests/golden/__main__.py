@@ -42,7 +42,7 @@ def check() -> list[str]:
     return unnamed(found, reference["differences"])
 
 
-def extract(commit: str) -> None:
+def extract(commit: str):
     """Write the packages of a commit."""
     archive = BUILD / "packages.tar"
     BUILD.mkdir(parents=True)
@@ -69,7 +69,7 @@ def unnamed(lines: Sequence[str], named: Mapping[str, str]) -> list[str]:
     return found + [f"{REFERENCE.name}: no difference is {name!r}" for name in unused]
 
 
-def write(directory: Path, names: Sequence[str]) -> None:
+def write(directory: Path, names: Sequence[str]):
     # One thread, as rounding depends on their number; libraries read this when they are first imported.
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     from tests.golden.cases import CASES

@@ -62,7 +62,7 @@ def of_dry_run(cost: Any) -> str:
     return DURATION.sub("TIME", re.sub(r"\n {13}", " ", str(cost)))
 
 
-def walk(directory: Path) -> None:
+def walk(directory: Path):
     """Walk nano; keep its store, curve, null level, summary and table, the page's data and the tables of all figures."""
     nano.load()  # trained beforehand where it isn't kept, so that the walk does not print that
     (directory / "prompts.txt").write_text(
@@ -75,7 +75,7 @@ def walk(directory: Path) -> None:
     keep_page(directory, directory / "store" / "report.html")
 
 
-def models(directory: Path) -> None:
+def models(directory: Path):
     """Compare four random models with scores: the figures and the page of several results."""
     names = [f"model{i}" for i in range(4)]
     for i, name in enumerate(names):
@@ -93,7 +93,7 @@ def models(directory: Path) -> None:
     keep_page(directory, directory / "report.html")
 
 
-def keep_figures(directory: Path, *stores: str) -> None:
+def keep_figures(directory: Path, *stores: str):
     """Write the tables of all figures that the stores allow, and what the others lack."""
     (directory / "figures.txt").write_text(
         run(directory, "tracker.figures", "all", *stores, "--out", "figures")
@@ -101,7 +101,7 @@ def keep_figures(directory: Path, *stores: str) -> None:
     remove(directory, "figures/*.pdf", "figures/*.png")
 
 
-def keep_page(directory: Path, page: Path) -> None:
+def keep_page(directory: Path, page: Path):
     """Write the data that a page holds, in place of the page."""
     found = dict(
         re.findall(
@@ -112,7 +112,7 @@ def keep_page(directory: Path, page: Path) -> None:
     page.unlink()
 
 
-def keep_curve(directory: Path) -> None:
+def keep_curve(directory: Path):
     """Write what Python makes of the store of a walk or a training run."""
     curve = tracker.open_results(directory / "store")
     curve.to_netcdf(directory / "curve.nc")
@@ -120,20 +120,20 @@ def keep_curve(directory: Path) -> None:
     (directory / "summary.txt").write_text(str(tracker.summary(curve)))
 
 
-def grid(directory: Path) -> None:
+def grid(directory: Path):
     """Train one cell of a grid of vision transformers, and analyse it."""
     (directory / "grid.txt").write_text(run(directory, *GRID))
     run(directory, "vit.analysis", "grid")
     remove(directory, "*.ckpt", "log.txt", "*.png", "report.html")
 
 
-def remove(directory: Path, *patterns: str) -> None:
+def remove(directory: Path, *patterns: str):
     """Remove what is not compared."""
     for file in (file for pattern in patterns for file in directory.rglob(pattern)):
         file.unlink()
 
 
-def lightning_run(directory: Path) -> None:
+def lightning_run(directory: Path):
     """Train with the callback, which chooses its probe itself."""
     callback = tracker.CouplingCallback(
         every_n_steps=2, k=(2, 4), max_overhead=None, save_dir=str(directory / "store")
@@ -142,9 +142,9 @@ def lightning_run(directory: Path) -> None:
     keep_curve(directory)
 
 
-def watch(directory: Path) -> None:
+def watch(directory: Path):
     """Train in a plain loop; keep all metrics that are logged, too."""
-    rows: dict[int, dict[str, float]] = {}
+    rows = {}
     watch = tracker.Watch(
         2,
         probe=tokens(),
@@ -160,13 +160,13 @@ def watch(directory: Path) -> None:
     keep_curve(directory)
 
 
-def prompts(directory: Path) -> None:
+def prompts(directory: Path):
     """Measure prompts of different lengths with a tokenizer."""
     model, tokenizer = nano.load()
     measured(lambda: (model, PROMPTS), directory, tokenizer=tokenizer, max_tokens=8)
 
 
-def measured(make: Callable[[], Case], directory: Path, **options: Any) -> None:
+def measured(make: Callable[[], Case], directory: Path, **options: Any):
     """Measure a model; keep the Dataset and what is warned of."""
     model, inputs = make()
     with warnings.catch_warnings(record=True) as caught:
@@ -206,11 +206,11 @@ SPANS = [f"input of attn_layers.layers.{i}.0.0" for i in (0, 2, 4)] + [
 ]
 
 
-def write_json(file: Path, value: Any) -> None:
+def write_json(file: Path, value: Any):
     file.write_text(json.dumps(value))
 
 
-CASES: dict[str, Callable[[Path], None]] = {
+CASES = {
     "walk": walk,
     "models": models,
     "grid": grid,

@@ -8,25 +8,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.accelerators import Accelerator
 from tests.support.lightning_runs import ON_PRETEND_DEVICE
 from tests.support.models import Size
 
 
-class Cuda(Accelerator):
+class Cuda:
     """A CUDA device, with sizes beside which the libraries' own workspaces are small."""
 
     device = torch.device("cuda", 0)
     trainer = {"accelerator": "gpu", "devices": 1}
     size = Size(width=256, depth=4, tokens=64)
+    # Memory budgets that hold the Jacobians of a model of this size, and that do not
     budgets = (1 << 30, 1 << 26)
 
     def live(self) -> int:
+        """Return the bytes of all tensors on the device."""
         gc.collect()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
     def peak(self, run: Callable[[], Any]) -> int:
+        """Run; return the largest number of bytes beyond those before."""
         before = self.live()
         torch.cuda.reset_peak_memory_stats()
         run()
@@ -34,6 +36,7 @@ class Cuda(Accelerator):
 
     @contextmanager
     def limited(self, extra: int) -> Iterator[None]:
+        """Return the context in which only so many more bytes can be had."""
         before = self.live()
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(self.device).total_memory
@@ -46,14 +49,14 @@ class Cuda(Accelerator):
             torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-class Pretended(Accelerator):
+class Pretended:
     """The pretend device, with sizes that a CPU core computes in seconds."""
 
     trainer = ON_PRETEND_DEVICE
     size = Size(width=32, depth=2, tokens=8)
     budgets = (1 << 22, 1 << 18)
 
-    def __init__(self, pretend: Any) -> None:
+    def __init__(self, pretend: Any):
         self.pretend = pretend
         self.device = pretend.device
 
@@ -74,5 +77,5 @@ class Pretended(Accelerator):
 
 
 @pytest.fixture
-def accelerator(request) -> Accelerator:
+def accelerator(request) -> Cuda | Pretended:
     return Cuda() if request.param == "cuda" else Pretended(request.getfixturevalue("pretend"))

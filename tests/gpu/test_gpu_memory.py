@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tracker
-from tests.support.accelerators import DEVICES, Accelerator
+from tests.support.accelerators import DEVICES
 from tests.support.lightning_runs import Classifier, Noisy, fit, trainer
 from tests.support.models import Size, build
 
@@ -75,7 +75,7 @@ def test_the_callback_measures_with_a_smaller_budget_where_memory_runs_out(accel
 
 @DEVICES
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
-def test_weights_on_the_host_give_the_same_and_take_less_memory(accelerator: Accelerator, stored):
+def test_weights_on_the_host_give_the_same_and_take_less_memory(accelerator, stored):
     size = Size(width=2 * accelerator.size.width, depth=2 * accelerator.size.depth, tokens=8)
     model, inputs = build("gpt_neox", size)
     model = model.to(stored)

@@ -75,7 +75,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
         self.mlp, self.gate = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1)
-        self.older: Any = Older() if fault.adds is older else None
+        self.older = Older() if fault.adds is older else None
         self.fault, self.is_open, self.calls = fault, True, 0
 
     def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -313,7 +313,7 @@ def set_shift(model: Model, l: int, x: Tensor) -> tuple:
     return ()
 
 
-CONTEXT: list[Tensor] = []  # what a model leaves for its blocks; no module holds it
+CONTEXT = []  # what a model leaves for its blocks; no module holds it
 
 
 def leave(model: Model, l: int, x: Tensor) -> tuple:

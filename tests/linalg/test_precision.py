@@ -13,8 +13,6 @@ from tests.support.dtypes import EACH_DTYPE
 from tracker.linalg.precision import (
     EPSILON,
     FLOOR,
-    ROUNDED,
-    TOLERANCE,
     Roundings,
     _older,
     float32_products,
@@ -22,7 +20,6 @@ from tracker.linalg.precision import (
     is_finite,
     relative_error,
     switches,
-    tolerance,
 )
 
 backends = torch.backends
@@ -152,11 +149,6 @@ def test_roundings_inside_of_code_are_seen(what):
     with Roundings() as roundings:
         code()
     assert (roundings.seen, roundings.least) == (least is not None, least or 8)
-
-
-def test_tolerances():
-    for dtype, own in TOLERANCE.items():
-        assert tolerance(dtype, False) == own and tolerance(dtype, True) == max(own, ROUNDED)
 
 
 @EACH_DTYPE

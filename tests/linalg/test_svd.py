@@ -20,7 +20,7 @@ from tests.support.spectra import (
     top_singular_triplets,
 )
 from tracker.linalg import costs, krylov, svd
-from tracker.linalg.costs import eigenvectors_are_cheaper, krylov_is_cheaper
+from tracker.linalg.costs import eigenvectors_are_cheaper
 from tracker.linalg.svd import PANEL, is_complete, residual
 
 RESIDUAL = dict(svd.TOLERANCE)  # promised; a test changes the original
@@ -292,14 +292,6 @@ def test_groups_and_cores_change_nothing(monkeypatch):
     for t in (together, grouped):
         torch.testing.assert_close(t.U, torch.cat([one.U for one in expected]))
         torch.testing.assert_close(t.S, torch.cat([one.S for one in expected]))
-
-
-@pytest.mark.parametrize(
-    "d, K, krylov", [(192, 50, False), (512, 200, False), (1024, 50, True), (4096, 10, True)]
-)
-def test_the_cheaper_way_is_taken(d, K, krylov):
-    for dtype in (torch.float32, torch.float64):
-        assert krylov_is_cheaper(d, K, dtype, torch.device("cpu")) == krylov
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def test_values_and_certificates_of_every_spectrum(pretend, name, dtype, method)
     s = ALL_SPECTRA[name]
     J = planted(s).to(dtype)
     t = top_singular_triplets(J.to(pretend.device), 10, method)
-    assert {
-        getattr(t, part).device for part in ("U", "S", "V", "gap", "residual", "complete", "full")
-    } == {pretend.device}
+    assert {getattr(t, part).device for part in "U S V gap residual complete full".split()} == {
+        pretend.device
+    }
     assert bool(t.full) == (method == "full")
     assert_right(t, s, dtype)
 

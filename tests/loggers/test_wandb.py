@@ -148,7 +148,7 @@ class TestReplay:
         assert [row["item"][AXIS] for row in rows] == list(STEPS)
 
 
-def without_a_key(monkeypatch, home: Path) -> None:
+def without_a_key(monkeypatch, home: Path):
     monkeypatch.setenv("NETRC", str(home / "netrc"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
 

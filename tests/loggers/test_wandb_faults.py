@@ -82,17 +82,17 @@ class Failing:
     def __init__(self, failing: str):
         self.failing, self.calls = failing, []
 
-    def images(self, row) -> None:
+    def images(self, row):
         self.call("images")
 
-    def log(self, row) -> None:
+    def log(self, row):
         self.call("log")
 
     def finish(self) -> str:
         self.call("finish")
         return "closed"
 
-    def call(self, name: str) -> None:
+    def call(self, name: str):
         self.calls.append(name)
         if name == self.failing:
             raise ConnectionResetError("Connection lost")

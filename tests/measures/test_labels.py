@@ -24,7 +24,7 @@ def ds():
     return tracker.measure(model, PROMPTS, tokenizer=tokenizer(), k=[2, 4])
 
 
-def described(dataset: xr.Dataset) -> None:
+def described(dataset: xr.Dataset):
     for name, values in dataset.variables.items():
         assert all(values.attrs.get(said) for said in SAID), (name, values.attrs)
 

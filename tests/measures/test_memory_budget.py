@@ -36,7 +36,7 @@ def peak_of_measurement(
     measured, inputs = model(width, blocks), torch.randint(64, (prompts, n))
     found = []
 
-    def measure() -> None:
+    def measure():
         found.append(tracker.measure(measured, inputs, memory_budget=BUDGET, **chosen))
 
     peak = machine.peak(measure)

@@ -40,26 +40,6 @@ def closed_forms(J, other, K):
     return levels, {definition.name: definition.formula(A, s) for definition in DEFINITIONS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums_over_the_entries_of_a_rotated_jacobian(kind):
-    """Each entry is normal, with mean tau G_ij and variance a + b G_ij^2; the sums are over G, here entry by entry."""
-    d, K = 24, 5
-    J = planted(kind, d, 0.5, 1)
-    U, V, overlap = of_basis(falling(d, 0.5, 9), K)
-    entries = coupling.Entries(
-        coupling.moments(J[None], torch.ones(1, dtype=torch.float64)), overlap, d
-    )
-    tau, a, b = (float(one) for one in (entries.tau, entries.a, entries.b))
-    G = U.T @ V
-    mean, variance = tau * G, a + b * G**2
-    off = ~torch.eye(K, dtype=torch.bool)
-    assert float(entries.square) == pytest.approx(float((mean**2 + variance).sum()))
-    assert float(entries.off_square) == pytest.approx(float((mean**2 + variance)[off].sum()))
-    torch.testing.assert_close(
-        entries.diagonal_squares().squeeze(), (mean**2 + variance).diagonal()
-    )
-
-
 @pytest.mark.parametrize("shape", [(1, 2048), (3, 1, 700), (40, 33), (2, 1)])
 def test_moments_in_float32_equal_those_in_float64(shape):
     """Of matrices in many tiles, the last one smaller, and in one; one sum of 2048^2 squares would be 1.6e-4 too small."""

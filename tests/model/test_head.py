@@ -18,16 +18,8 @@ from tracker.blocks.find import find_blocks
 from tracker.model.hidden_state import hidden_state, with_hidden_state
 
 OPTIONS = {"k": 4, "dtype": torch.float64}
-MEASURES = (
-    "expodistance",
-    "expodistance_normed",
-    "alpha_mean_normed",
-    "lss",
-    "equidistance",
-    "miscoupling",
-    "offdiag_normalized",
-    "singular_value",
-)
+MEASURES = """expodistance expodistance_normed alpha_mean_normed lss equidistance miscoupling offdiag_normalized
+    singular_value""".split()
 
 
 def assert_equal_measures(a, b):

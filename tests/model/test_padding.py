@@ -42,15 +42,9 @@ def assert_measured_as_if_alone(model, inputs, alone="x", left=False, **options)
         expected = measured(model, {alone: SAMPLES[b : b + 1, part]}, measures="all", **options)
         assert ds.token_position[b].item() == (N - 1 if left else length - 1)
         assert ds.lss[b].notnull().sum() == length
-        for name in (
-            "miscoupling",
-            "lss",
-            "norm",
-            "singular_value",
-            "alignment",
-            "update_cosine",
-            "noise_similarity",
-        ):
+        for (
+            name
+        ) in "miscoupling lss norm singular_value alignment update_cosine noise_similarity".split():
             found, truth = ds[name][b], expected[name][0]
             found = found.isel(position=part) if "position" in found.dims else found
             np.testing.assert_allclose(found, truth.values, rtol=0, atol=1e-9, err_msg=name)

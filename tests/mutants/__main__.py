@@ -53,7 +53,7 @@ class Tests:
 
     def __init__(self, chosen: list[str], limit: float, reached: coverage.Coverage | None):
         self.chosen, self.limit, self.reached = chosen, limit, reached
-        self.seconds: dict[str, float] = {}
+        self.seconds = {}
         self.failed = ""
 
     @pytest.hookimpl(trylast=True)
@@ -75,7 +75,7 @@ class Tests:
         self.failed = self.failed or (report.nodeid if report.failed else "")
 
 
-def set_limit(seconds: float) -> None:
+def set_limit(seconds: float):
     """Let a signal end this process after so many seconds of CPU time, or if it waits ten times as long; 0: never."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, 10 * seconds)
@@ -97,7 +97,7 @@ class Killed(Exception):
     """A test has failed; the argument names it."""
 
 
-def reach(file: str, store: Path) -> None:
+def reach(file: str, store: Path):
     """Run the fast tests of a file; store the seconds of each, and which reach each line."""
     product = [f"{package}/*" for package in PRODUCT]
     reached = coverage.Coverage(f"{store}.lines", config_file=False, include=product)
@@ -108,7 +108,7 @@ def reach(file: str, store: Path) -> None:
     store.write_text(json.dumps(seconds))
 
 
-def try_mutant(code: object, module: str, tests: dict[str, list[str]], limits, killers) -> None:
+def try_mutant(code: object, module: str, tests: dict[str, list[str]], limits, killers):
     """Run the tests of a mutant, a child for each file, those that killed most mutants first."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     original = SourceFileLoader.get_code
@@ -145,7 +145,7 @@ def fork_each(tasks: dict[str, Callable], jobs: int) -> Iterator[tuple[str, floa
             yield name, time.perf_counter() - start, by
 
 
-def in_child(task: Callable, sender) -> None:
+def in_child(task: Callable, sender):
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
@@ -160,7 +160,7 @@ def in_child(task: Callable, sender) -> None:
         sys.exit(KILLED)
 
 
-def serve_processes(requests: socket.socket) -> None:
+def serve_processes(requests: socket.socket):
     """Start the processes that tests ask for, in which a mutant is, too, if they ask for one."""
     if not requests.recv(1, socket.MSG_PEEK):
         return
@@ -242,7 +242,7 @@ def choose_tests(
     return chosen
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description="Plant mutants in a file.")
     parser.add_argument("file", choices=["day", *FILES], metavar="FILE", help="or day: one a day")
     parser.add_argument("--count", type=int, default=40, help="mutants in the sample")

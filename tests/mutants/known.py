@@ -64,7 +64,7 @@ SPEED = {
     "expected_columns": "an estimate, which chooses a method and says when the iteration gives up",
 }
 # By file: mutants that survive, and why.
-KNOWN: dict[str, dict[str, str]] = {
+KNOWN = {
     "tracker/measures/coupling.py": {
         "depth_means: m.shape[-1] -> m.shape[-2]": "as many layers along both axes",
         "Entries.__init__: max(1, (d - 1) * (d + 2)) -> max(2, (d - 1) * (d + 2))": "at d = 1 it divides 0, and at d = 2 the other is 4",
@@ -164,7 +164,7 @@ KNOWN: dict[str, dict[str, str]] = {
 }
 # By file: mutants that the tests named after the file let through; where no tests are, none was run. Each waits for all other tests,
 # a row in one of them, or its reason above.
-SURVIVORS: dict[str, tuple[str, ...]] = {
+SURVIVORS = {
     "checkpoints/configuration.py": (
         "Shape.file_bytes: 2 * self.parameters -> 3 * self.parameters",
         "check_index: not isinstance(file, str) or Path(file).name != file -> not isinstance(file, str) and Path(file).name != file",

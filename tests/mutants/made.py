@@ -71,7 +71,7 @@ def mutants(file: str) -> dict[str, tuple[int, set[int], Callable]]:
     """Return each mutant of a file: by its text, its line, the lines that a test must reach, and what compiles it."""
     tree, found, seen = ast.parse(Path(file).read_text()), {}, {}
 
-    def below(nodes: list[ast.AST]) -> None:
+    def below(nodes: list[ast.AST]):
         for name, value in ast.iter_fields(nodes[-1]):
             if name in ("annotation", "returns", "decorator_list"):
                 continue
@@ -81,7 +81,7 @@ def mutants(file: str) -> dict[str, tuple[int, set[int], Callable]]:
                         add([*nodes, child], name, value, at, new)
                     below([*nodes, child])
 
-    def add(nodes: list[ast.AST], name: str, old, at: int, new: ast.AST) -> None:
+    def add(nodes: list[ast.AST], name: str, old, at: int, new: ast.AST):
         parent = nodes[-2]
         value = [*old[:at], new, *old[at + 1 :]] if isinstance(old, list) else new
 

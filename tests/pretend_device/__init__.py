@@ -56,7 +56,7 @@ class Counts:
 class PretendDevice:
     """The registered device with its counters, limits and planted failures."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.device = torch.device(NAME, 0)
 
     @contextmanager
@@ -82,7 +82,7 @@ class PretendDevice:
         """Return the largest number of bytes since the last `reset_peak`."""
         return torch.ops.pretend.peak_bytes()
 
-    def reset_peak(self) -> None:
+    def reset_peak(self):
         """Start a new peak at the present number of bytes."""
         torch.ops.pretend.reset_peak()
 

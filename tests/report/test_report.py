@@ -488,7 +488,7 @@ class TestNumbers:
             )
             columns = "model measure k pairs step mean q25 q75 null_level coupling"
             assert [*charts["coupling"].table] == columns.split()
-        words = {"model", "measure", "pairs", "subset", "prompt", "out_words", "in_words"}
+        words = set("model measure pairs subset prompt out_words in_words".split())
         for name, chart in charts.items():
             table = chart.table
             assert len(table) and table.shape[1] > 2, name
@@ -686,7 +686,7 @@ class TestBrowser:
                     "document.activeElement.id || document.activeElement.className || document.activeElement.tagName"
                 )
             )
-        links, controls = ["A"] * 6, ["measure", "k", "pairs", "score", "axis", "last", "step"]
+        links, controls = ["A"] * 6, "measure k pairs score axis last step".split()
         first = ["skip", "theme", "A", "SUMMARY", "doubts", *links, *controls, "csv"]
         assert reached[: len(first)] == first
         order = [reached.index(name) for name in ("l", "m", "matrix")]

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -30,9 +29,9 @@ H = [f"transformer.h.{i}" for i in range(DEPTH)]
 CHAIN = [f"input of {H[0]}", *(f"output of {name}" for name in H)]
 # A block, and what is mixed in after it
 NEXT = [*(f"input of {name}" for name in H), f"output of {H[-1]}"]
-OPTIONS: dict[str, Any] = dict(k=4, dtype=torch.float64)
+OPTIONS = dict(k=4, dtype=torch.float64)
 
-CASES: dict[str, tuple[dict[str, bool], str | list[str]]] = {
+CASES = {
     "x0": ({}, WTE),
     "and a value embedding": ({}, [WTE, f"output of value_embeds.{DEPTH // 2}"]),
     "by the ids": ({}, "input of transformer.wte"),
@@ -51,7 +50,7 @@ def restated(
 ) -> list[tuple[Callable[[Tensor], Tensor], Tensor]]:
     """Each span as a function of its start, with all other tensors constant, and its start. The first is block 0 alone."""
     blocks = list(model.transformer["h"])  # type: ignore[arg-type]
-    given: dict[int, Tensor] = {}
+    given = {}
     with torch.no_grad():
         handles = [
             block.register_forward_pre_hook(lambda m, args, i=i: given.__setitem__(i, args[0]))
@@ -197,7 +196,7 @@ def test_an_expression_of_spans_is_those_spans():
 
 # What can not be held
 
-WRONG: dict[str, tuple[Any, str]] = {
+WRONG = {
     "no such module": ("output of transformer.wpe", "no module named 'transformer.wpe'"),
     "no place": ("transformer.wte", "'transformer.wte' is no boundary; write 'input of NAME' or 'output of NAME'"),
     "a number": (0, "fixed=0; give 'output of NAME'"),

@@ -289,7 +289,6 @@ WRONG = {
         [*OUTER[:2], "output of norms.2.0", OUTER[3]],
         r"start of span 3 .*" + PRE.format("norms.2.0"),
     ),
-    "after the norm, one span": ("outer norm", ["input of layers.0.0", "input of norm"], "start of span 1"),
     "what the last MLP returns": (
         "pre-norm",
         [*STARTS[:-1], "output of layers.2.1"],

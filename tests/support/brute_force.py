@@ -30,7 +30,7 @@ class Truth:
         blocks: Sequence[str],
         d: int,
         norm: str = "",
-    ) -> None:
+    ):
         self.model, self.L, self.d = model.requires_grad_(), len(blocks), d
         self.blocks = [model.get_submodule(block) for block in blocks]
         self.norm = model.get_submodule(norm) if norm else None
@@ -49,15 +49,15 @@ class Truth:
         self, inputs: dict[str, Tensor], first: Tensor | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the model, perhaps with another first state; return the input and the output of each block."""
-        x: list[Tensor] = []
-        y: list[Tensor] = []
+        x = []
+        y = []
 
         def enter(block: nn.Module, args: tuple) -> tuple:
             state = args[0].clone() if x or first is None else first
             x.append(state if state.requires_grad else state.requires_grad_())
             return x[-1].clone(), *args[1:]  # the block may write to its input
 
-        def leave(block: nn.Module, args: tuple, output: Any) -> None:
+        def leave(block: nn.Module, args: tuple, output: Any):
             y.append((output[0] if isinstance(output, tuple) else output).clone())
 
         handles = [block.register_forward_pre_hook(enter) for block in self.blocks]

@@ -36,7 +36,7 @@ def assert_right(
     atol: float,
     positions: Any = (-1,),
     h: float = 1e-5,
-) -> None:
+):
     """Assert that all Jacobians at these positions are those by differences in float64.
 
     Args:
@@ -68,9 +68,9 @@ def differences(
 
     A block's state is what it is given, before its own pre-hooks, and what it returns, after its own forward hooks.
     """
-    moved: dict[nn.Module, Tensor] = {}
-    given: list[Tensor] = []
-    returned: list[Tensor] = []
+    moved = {}
+    given = []
+    returned = []
 
     def enter(block: nn.Module, arguments: tuple) -> tuple:
         x = arguments[0].clone()
@@ -79,7 +79,7 @@ def differences(
         given.append(x[SAMPLE, TOKEN].clone())
         return x, *arguments[1:]
 
-    def leave(block: nn.Module, arguments: tuple, output: Any) -> None:
+    def leave(block: nn.Module, arguments: tuple, output: Any):
         returned.append(_first(output)[SAMPLE, TOKEN].clone())
 
     def run() -> Tensor:
@@ -119,9 +119,7 @@ def assert_measured_as_it_runs(
         step: of the differences.
         tolerance: of the largest entry of the Jacobians.
     """
-    options: Any = dict(
-        k=2, keep="jacobian", final_norm="exclude", dtype=torch.float64, tokens=[TOKEN]
-    )
+    options = dict(k=2, keep="jacobian", final_norm="exclude", dtype=torch.float64, tokens=[TOKEN])
     ds = tracker.measure(model, inputs, **options)
     states, jacobians = differences(model, inputs, blocks, step)
     np.testing.assert_allclose(ds.norm[SAMPLE, :, TOKEN], states.norm(dim=1), rtol=1e-6)

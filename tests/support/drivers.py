@@ -35,7 +35,7 @@ class Failing(Classifier):
         return super().training_step(batch, index)
 
 
-def in_lightning(directory: Path, last: int, resume=None, fail_at=None, **options) -> None:
+def in_lightning(directory: Path, last: int, resume=None, fail_at=None, **options):
     given = {"probe": normal(3, 6, 8), "save_dir": directory / "store", **CHEAP, **options}
     watch = tracker.CouplingCallback(1, **given)
     start = None if resume is None else directory / f"step={resume}.ckpt"
@@ -56,7 +56,7 @@ class Ending(TrainerCallback):
         control.should_training_stop = state.global_step >= self.last
 
 
-def in_transformers(directory: Path, last: int, resume=None, fail_at=None, **options) -> None:
+def in_transformers(directory: Path, last: int, resume=None, fail_at=None, **options):
     runner = make(directory / "run", save_strategy="steps", save_steps=1)
     probe = torch.stack([row["input_ids"] for row in data()[:3]])
     given = {"probe": probe, "save_dir": directory / "store", **CHEAP, **options}
@@ -66,7 +66,7 @@ def in_transformers(directory: Path, last: int, resume=None, fail_at=None, **opt
     runner.train(resume_from_checkpoint=start)
 
 
-def in_a_loop(directory: Path, last: int, resume=None, fail_at=None, **options) -> None:
+def in_a_loop(directory: Path, last: int, resume=None, fail_at=None, **options):
     given = {"probe": tokens(3), "save_dir": directory / "store", **CHEAP, **options}
     with tracker.Watch(1, **given) as watch:
         for step in range(resume or 0, last + 1):

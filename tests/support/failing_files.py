@@ -15,17 +15,7 @@ from typing import Any
 from unittest import mock
 
 READING = ("os.listdir", "os.scandir")  # and opening a file to read it
-WRITING = (
-    "fcntl.flock",
-    "os.fsync",
-    "os.link",
-    "os.mkdir",
-    "os.remove",
-    "os.rename",
-    "os.rmdir",
-    "os.symlink",
-    "os.truncate",
-)
+WRITING = "fcntl.flock os.fsync os.link os.mkdir os.remove os.rename os.rmdir os.symlink os.truncate".split()
 
 
 def numbered(number: int) -> Callable[..., OSError]:
@@ -56,7 +46,7 @@ class Failure:
         self.below, self.error, self.at, self.only = str(below), error, at, only
         self.reading, self.count, self.operation = reading, 0, ""
 
-    def meet(self, operation: str, arguments: tuple) -> None:
+    def meet(self, operation: str, arguments: tuple):
         files = [name for name in map(name_of, arguments) if name.startswith(self.below)]
         if operation not in self.only or not files:
             return
@@ -72,7 +62,7 @@ class Failure:
     def __enter__(self) -> "Failure":
         sync = os.fsync
 
-        def synced(descriptor: int) -> None:
+        def synced(descriptor: int):
             _ask("os.fsync", (descriptor,))
             sync(descriptor)
 
@@ -81,7 +71,7 @@ class Failure:
         _active.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *_: object):
         _active.remove(self)
         self.patch.stop()
 
@@ -94,10 +84,10 @@ def name_of(file: object) -> str:
     return os.fsdecode(file) if isinstance(file, str | bytes | os.PathLike) else ""
 
 
-_active: list[Failure] = []
+_active = []
 
 
-def _ask(operation: str, arguments: tuple) -> None:
+def _ask(operation: str, arguments: tuple):
     for failure in _active:
         failure.meet(operation, arguments)
 

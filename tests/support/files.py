@@ -22,7 +22,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 def configured(file: str = "config.json", **changes: Any) -> Callable[[Path], None]:
     """Return a function that changes entries of a JSON file."""
 
-    def change(directory: Path) -> None:
+    def change(directory: Path):
         content = json.loads((directory / file).read_text()) | changes
         replaced(file, json.dumps(content))(directory)
 
@@ -32,7 +32,7 @@ def configured(file: str = "config.json", **changes: Any) -> Callable[[Path], No
 def replaced(name: str, content: str) -> Callable[[Path], None]:
     """Return a function that replaces a file."""
 
-    def change(directory: Path) -> None:
+    def change(directory: Path):
         (directory / name).unlink(missing_ok=True)
         (directory / name).write_text(content)
 

@@ -18,32 +18,14 @@ import tempfile
 from contextlib import suppress
 
 # What walks and trainings import, without the modules that tests run: those are executed anew, as __main__.
-PRELOADED = (
-    "accelerate",
-    "netCDF4",
-    "lightning",
-    "matplotlib.pyplot",
-    "sklearn.datasets",
-    "timm",
-    "torch._dynamo",
-    "torchvision",
-    "tracker.analysis.across_models",
-    "tracker.loggers.wandb",
-    "tracker.measurement",
-    "tracker.report.write",
-    "tracker.training",
-    "tracker.walk.command",
-    "transformers",
-    "transformers.quantizers.auto",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.gpt_neox.modeling_gpt_neox",
-    "vit.training",
-    "wandb",
-)
+PRELOADED = """accelerate netCDF4 lightning matplotlib.pyplot sklearn.datasets timm torch._dynamo torchvision
+    tracker.analysis.across_models tracker.loggers.wandb tracker.measurement tracker.report.write tracker.training
+    tracker.walk.command transformers transformers.quantizers.auto transformers.models.auto.modeling_auto
+    transformers.models.gpt_neox.modeling_gpt_neox vit.training wandb""".split()
 MESSAGE = 1 << 20  # bytes, at most
 
 
-def main() -> None:
+def main():
     # The last thing that a child does before the interpreter frees modules, when nanobind would list all that is frozen below.
     atexit.register(os.dup2, os.open(os.devnull, os.O_WRONLY), 2)
     # Ctrl-C ends the children and the tests, which end this process
@@ -99,7 +81,7 @@ def keep(request: dict, files: list[int]) -> dict:
     os._exit(0)
 
 
-def become(request: dict, files: list[int]) -> None:
+def become(request: dict, files: list[int]):
     """Give this process what a fresh interpreter would have: signals, session, standard streams, environment, random state."""
     import huggingface_hub.constants
     import numpy

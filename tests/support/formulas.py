@@ -61,7 +61,7 @@ class Sample:
         seed: of what is drawn for it.
     """
 
-    def __init__(self, ds: xr.Dataset, truth: Truth, b: int, unembedding: Any, seed: int) -> None:
+    def __init__(self, ds: xr.Dataset, truth: Truth, b: int, unembedding: Any, seed: int):
         self.ds, self.truth, self.b, self.unembedding, self.seed = ds, truth, b, unembedding, seed
         self.ks, self.L = ds.k.values.tolist(), truth.L
         self.tokens = ds.token_position.values[b].astype(int).tolist()
@@ -192,7 +192,7 @@ def complete(b: Block) -> bool:
     return bool((sigma**2 - np.linalg.eigvalsh(R @ R.T) > 0).all()) or not b.J.any()
 
 
-OF_BLOCKS: dict[str, Callable[..., Any]] = {
+OF_BLOCKS = {
     "singular_value": lambda b: b.s[: b.K],
     "isotropic": lambda b: np.trace(b.J) / b.d,
     "alignment": lambda b: b.vectors(alignment(b)),
@@ -241,7 +241,7 @@ def exponents(sample: Sample) -> list[np.ndarray]:
     ]
 
 
-OF_PRODUCTS: dict[str, Callable[[list[Block]], Any]] = {}
+OF_PRODUCTS = {}
 for form in ("from_first", "to_last"):
     OF_PRODUCTS |= {
         f"{form}_singular_value": lambda row, form=form: [
@@ -367,7 +367,7 @@ def own_or_level(b: Block, basis: Block, K: int, swapped: bool = False, *, name:
     return levels(b, basis, K, swapped)[name] * (b is not basis or swapped)
 
 
-OF_PAIRS: dict[str, Callable[..., Any]] = {"matrix": matrix}
+OF_PAIRS = {"matrix": matrix}
 OF_PAIRS |= {
     name: lambda *pair, name=name, **how: couplings(*pair, **how)[name] for name in MISCOUPLINGS
 }
@@ -416,7 +416,7 @@ def cosine(x: np.ndarray, y: np.ndarray) -> float:
     return ratio(x @ y, norm(x) * norm(y))
 
 
-OF_PATHS: dict[str, Callable[..., Any]] = {
+OF_PATHS = {
     "lss": lss,
     "expodistance": lambda x: variation(alphas(x)),
     "equidistance": lambda x: math.sqrt(variation([norm(step) for step in steps(x)])),
@@ -467,7 +467,7 @@ def noise_similarity(sample: Sample) -> np.ndarray:
     return np.array(found)
 
 
-OF_SAMPLES: dict[str, Callable[[Sample], Any]] = {
+OF_SAMPLES = {
     "entropy": entropy,
     "pca": principal_plane,
     "noise_similarity": noise_similarity,

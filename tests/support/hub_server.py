@@ -53,7 +53,7 @@ class Hub:
         """Environment variables of a process that uses this server."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0"}
 
-    def fail(self, path: str, **how) -> None:
+    def fail(self, path: str, **how):
         self.faults.append(Fault(path, **how))
 
     def requested(self, path: str) -> list[str]:
@@ -247,7 +247,7 @@ def git_hash(file: Path) -> str:
 class Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def handle_error(self, *_) -> None:
+    def handle_error(self, *_):
         """Say nothing of clients that were killed."""
 
 

@@ -1,7 +1,6 @@
 """A logger of one file and one entry in `tracker.loggers.LOGGERS`: what it takes to add one."""
 
 import json
-from typing import TextIO
 
 from tracker.loggers.protocol import LoggedRun, Opener, Row
 
@@ -10,14 +9,14 @@ class JsonLines:
     """Writes a line for each step: its scalars, and the sizes of its pictures."""
 
     def __init__(self, run: LoggedRun):
-        self.file: TextIO = (run.store.path / "curves.jsonl").open("a")
+        self.file = (run.store.path / "curves.jsonl").open("a")
         self.file.write(json.dumps({"name": run.name, **run.config}) + "\n")
-        self.pictures: dict[str, tuple[int, ...]] = {}
+        self.pictures = {}
 
-    def images(self, row: Row) -> None:
+    def images(self, row: Row):
         self.pictures = {name: picture.shape for name, picture in row.heatmaps().items()}
 
-    def log(self, row: Row) -> None:
+    def log(self, row: Row):
         self.file.write(
             json.dumps({"step": row.step, **row.scalars, **row.checkpoint, **self.pictures}) + "\n"
         )

@@ -64,7 +64,7 @@ class Classifier(lightning.LightningModule):
         self.stages = nn.ModuleList(Block(width, drop) for _ in range(depth))
         self.head = nn.Linear(width, 3)
         self.checkpointing = checkpointing
-        self.losses: list[float] = []
+        self.losses = []
 
     def forward(self, x):
         x = self.embed(x)

@@ -9,7 +9,7 @@ from torch import nn
 from tests.support.draws import integers
 from tests.support.models import HEADS, VOCABULARY, WIDTH, Size, images
 
-COMMON: dict[str, Any] = {
+COMMON = {
     "hidden_size": WIDTH,
     "num_hidden_layers": 3,
     "num_attention_heads": HEADS,

@@ -106,7 +106,7 @@ def states_in_one_graph(
     model: nn.Module, inputs: Tensor, boundaries: Sequence[str]
 ) -> list[Tensor]:
     """The very tensors that the caller's own model passes on, in one graph."""
-    met: dict[str, Tensor] = {}
+    met = {}
     handles = []
     for text in boundaries:
         side, _, name = text.partition(" of ")

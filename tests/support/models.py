@@ -98,7 +98,7 @@ def neox(attention: str = "sdpa", size: Size | None = None, **options: Any) -> n
     return language("GPTNeoXForCausalLM", attn_implementation=attention, **options)(size or Size())
 
 
-def silence(model: nn.Module, layers: Iterable[int]) -> None:
+def silence(model: nn.Module, layers: Iterable[int]):
     """Let some blocks of a GPT-NeoX add nothing."""
     for l in layers:
         for part in (
@@ -253,7 +253,7 @@ GROUPED = {"num_key_value_heads": 2}
 GPT = {"n_embd": "width", "n_layer": "layers", "n_head": "heads", "n_positions": "positions"}
 USUAL = {"hidden_size": "width", "num_hidden_layers": "layers", "num_attention_heads": "heads"}
 # Windows of 4 with sequences of 7: sliding attention differs from full attention.
-FAMILIES: dict[str, Family] = {
+FAMILIES = {
     "gpt_neox": Family(language("GPTNeoXForCausalLM")),
     "gpt_neox, sequential residual": Family(
         language("GPTNeoXForCausalLM", use_parallel_residual=False)

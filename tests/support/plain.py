@@ -96,9 +96,9 @@ class PlainGPT2(nn.Module):
         self.head = head or (lambda model, x: model.logits(x))
         self.copy(source.transformer)
 
-    def copy(self, source: nn.Module) -> None:
+    def copy(self, source: nn.Module):
         """Take the weights of Hugging Face's model, whose linear layers hold their weights transposed."""
-        pairs: list[tuple[nn.Module, nn.Module]] = [
+        pairs = [
             (self.tokens, source.wte),
             (self.places, source.wpe),
         ]

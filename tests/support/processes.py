@@ -23,17 +23,8 @@ from tests.support.fork_server import MESSAGE, PRELOADED
 
 ROOT = Path(__file__).parents[2]
 # Variables that the server's modules have read for good; those that a child reads anew are in `fork_server.become`.
-READ_ON_IMPORT = (
-    "OMP_",
-    "MKL_",
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "TORCH",
-    "PYTORCH",
-    "MPL",
-    "HF_HOME",
-    "HF_MODULES_CACHE",
+READ_ON_IMPORT = tuple(
+    "OMP_ MKL_ PYTHON LC_ LANG TORCH PYTORCH MPL HF_HOME HF_MODULES_CACHE".split()
 )
 STREAMS = ("stdin", "stdout", "stderr")
 
@@ -77,7 +68,7 @@ def run(
     return subprocess.CompletedProcess([module, *arguments], process.returncode, out, err)
 
 
-def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
+def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str):
     """Read what a process prints until it prints a line; if it ends without it, raise with what it wrote of its errors."""
     assert process.stdout
     # A process with PYTHONUNBUFFERED writes a line and its end apart, so two processes may mix theirs: let one of them print.
@@ -88,7 +79,7 @@ def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str) -> None:
         )
 
 
-def wait_until(happens: Callable[[], object], seconds: float = 300) -> None:
+def wait_until(happens: Callable[[], object], seconds: float = 300):
     """Wait until a function returns something true, which only a fault delays for so many seconds."""
     deadline = time.monotonic() + seconds
     while not happens():
@@ -164,8 +155,8 @@ class Forked:
             )
         self.args, self.returncode = [module, *arguments], None
         self.stdin = self.stdout = self.stderr = None
-        self._readers: dict[str, threading.Thread] = {}
-        self._read: dict[str, str] = {}
+        self._readers = {}
+        self._read = {}
         self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {
             "module": module,
@@ -237,13 +228,13 @@ class Forked:
         self.wait(None if ends is None else max(0, ends - time.monotonic()))
         return self._read.get("stdout"), self._read.get("stderr")
 
-    def _reader(self, name: str) -> None:
+    def _reader(self, name: str):
         with getattr(self, name) as stream:
             self._read[name] = stream.read()
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number: int):
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def kill(self) -> None:
+    def kill(self):
         self.send_signal(signal.SIGKILL)

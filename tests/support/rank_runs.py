@@ -38,7 +38,7 @@ Faults = dict[
 CUDA = RuntimeError("CUDA error: an illegal memory access was encountered")
 PLANTED = RuntimeError("planted")
 # The training continues after these.
-CONTINUED: Faults = {
+CONTINUED = {
     1: ("samples", 0, PLANTED),
     2: ("samples", 1, KeyError("planted")),
     3: ("on_measure", 0, KeyError("planted")),
@@ -50,7 +50,7 @@ CONTINUED: Faults = {
     9: ("float64", 1, torch.OutOfMemoryError("planted")),
 }
 # The training ends, on both ranks, after each of these.
-ENDED: dict[str, Faults] = {
+ENDED = {
     "device": {2: ("samples", 1, CUDA)},
     "device in on_measure": {2: ("on_measure", 0, CUDA)},
     "mistake at first": {0: ("samples", 1, KeyError("planted"))},
@@ -96,7 +96,7 @@ def in_lightning(directory: Path, faults: Faults | None, probe: Tensor, every: i
     sharded, seen, logger = "sharded" in directory.name, [], CSVLogger(directory, "logs")
     strategy = ModelParallelStrategy(2, 1) if sharded else "ddp"
     watch = CouplingCallback(every, k=2, dtype="float64", save_dir=str(directory / "store"))
-    found: dict[str, Any] = {"error": None, "state": None, "on_measure": seen}
+    found = {"error": None, "state": None, "on_measure": seen}
     with ExitStack() as patches:
         if faults is not None:
             watch.run.given_probe = plant("probe", watch, faults, lambda *_: probe)
@@ -162,7 +162,7 @@ def in_a_loop(rank: int, **options) -> dict:
     return {"state": [trained.losses, *(tensor.tolist() for tensor in trained.tensors)]}
 
 
-def main() -> None:
+def main():
     directory, rank, results = Path(sys.argv[1]), int(os.environ["RANK"]), {}
     torch.set_num_threads(1)
     for way, train in (("transformers", in_transformers), ("watch", in_a_loop)):

@@ -23,7 +23,7 @@ def start_two_ranks(module: str, *arguments: object) -> list[processes.Forked]:
     return ranks
 
 
-def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400) -> None:
+def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400):
     """Run a module as two ranks, which must succeed; a rank that waits for another one is killed."""
     ranks = start_two_ranks(module, *arguments)
     try:
@@ -35,7 +35,7 @@ def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400) -> N
             process.kill()
 
 
-def assert_store_is_like_any_other(directory: Path, steps: list[int]) -> None:
+def assert_store_is_like_any_other(directory: Path, steps: list[int]):
     """Assert that a store opens, has a page with its steps, and is drawn."""
     results = tracker.open_results(directory)
     assert results.step.values.tolist() == steps

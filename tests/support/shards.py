@@ -11,7 +11,7 @@ from tests.support.suite import STEPS, checkpoint_of
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def shard(snapshot: Path) -> None:
+def shard(snapshot: Path):
     """Split the weights into two files with an index, as large models are published."""
     weights = load_file(snapshot / "model.safetensors")
     names = sorted(weights)
@@ -28,7 +28,7 @@ def shard(snapshot: Path) -> None:
     (snapshot / "model.safetensors").unlink()
 
 
-def plant(root: Path, step: int, *shards: str) -> None:
+def plant(root: Path, step: int, *shards: str):
     """Replace shards of a step by those of the last step."""
     for name in shards:
         shutil.copy(

@@ -3,7 +3,6 @@
 from torch import nn
 
 import tracker
-import tracker.jacobians.rows
 from tests.support.models import random
 
 

@@ -105,16 +105,9 @@ def unit(
         variables[level_name(name, name)] = pair, np.where(diagonal, 0, level.numpy())
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
-    for name in (
-        "lss",
-        "lss_normed",
-        "expodistance",
-        "expodistance_normed",
-        "equidistance",
-        "equidistance_normed",
-    ):
-        base, normed, _ = name.partition("_normed")
-        variables[f"{base}_window{normed}"] = (window, values(1, 5, L, n))
+    for name in ("lss", "expodistance", "equidistance"):
+        for states in ("", "_normed"):
+            variables[f"{name}_window{states}"] = (window, values(1, 5, L, n))
     for name in ("norm", "norm_normed"):
         variables[name] = (depth, values(1, 50, L + 1, n))
     ones = np.ones((prompts, 1, L), np.float32)
@@ -143,31 +136,24 @@ def unit(
         commit=f"{step:040x}",
         suspect="",
     ).assign_coords(depth=np.arange(L + 1), prompt=np.arange(prompts))
-    shared = {
-        "schema": SCHEMA,
-        "final_norm": "include",
-        "dtype": "float32",
-        "precision": "float32",
-        "tokens": "last",
-        "inputs_sha256": "ab" * 32,
-    }
-    described = {
-        "window": 3,
-        "post_norm": 0,
-        "width": WIDTH,
-        "blocks": ", ".join(f"h.{l}" for l in range(L)),
-        "fallbacks": "{}",
-    }
-    dataset = dataset.assign_attrs(
+    return dataset.assign_attrs(
         {
-            **shared,
-            **described,
+            "schema": SCHEMA,
+            "final_norm": "include",
+            "dtype": "float32",
+            "precision": "float32",
+            "tokens": "last",
+            "inputs_sha256": "ab" * 32,
+            "window": 3,
+            "post_norm": 0,
+            "width": WIDTH,
+            "blocks": ", ".join(f"h.{l}" for l in range(L)),
+            "fallbacks": "{}",
             "model_class": "tests.Generated",
             "settings_sha256": str(seed),
             **attributes,
         }
     )
-    return dataset
 
 
 def assert_same_results(a: Path, b: Path):

@@ -5,10 +5,12 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Literal
+
+from tests.support.hub_server import serving
 
 Fault = Literal["drop", "hang", "refuse"]
 KEY = "a" * 40
@@ -36,10 +38,10 @@ class WandbServer:
         rows: how many lines of history it accepted.
     """
 
-    def __init__(self) -> None:
-        self.fault: Callable[[], Fault | None] = lambda: None
+    def __init__(self):
+        self.fault = lambda: None
         self.rows = 0
-        self.requests: list[str] = []
+        self.requests = []
         self.closed = threading.Event()
         self.address = ""
 
@@ -78,7 +80,7 @@ def serve() -> Iterator[WandbServer]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             content = (
                 gzip.decompress(content)
@@ -107,21 +109,11 @@ def serve() -> Iterator[WandbServer]:
 
         do_GET = do_PUT = do_POST
 
-        def log_message(self, *_) -> None:
+        def log_message(self, *_):
             pass
 
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_) -> None:
-            """Say nothing of clients that do not wait for the answer."""
-
-    server = Server(("127.0.0.1", 0), Handler)
-    state.address = f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        yield state
-    finally:
-        state.closed.set()
-        server.shutdown()
-        server.server_close()
+    with serving(Handler) as state.address:
+        try:
+            yield state
+        finally:
+            state.closed.set()

@@ -1,7 +1,5 @@
 """A callback that keeps its units, and the probe that it measures."""
 
-import xarray as xr
-
 from tests.support.draws import normal
 from tracker.training.callback import CouplingCallback
 
@@ -14,7 +12,7 @@ class Watch(CouplingCallback):
     def __init__(self, every_n_steps=None, **options):
         options = {"k": 2, "probe": PROBE, **options}
         super().__init__(every_n_steps, on_measure=self.keep, **options)
-        self.units: dict[int, xr.Dataset] = {}
+        self.units = {}
 
     def keep(self, unit):
         assert int(unit.step) not in self.units, "measured twice"

@@ -97,10 +97,10 @@ def sweep(
         else []
     )
     done = {(outcome.name, outcome.group): outcome for outcome in known}
-    outcomes: dict[int, Outcome] = {i: done[at] for i, at in enumerate(todo) if at in done}
+    outcomes = {i: done[at] for i, at in enumerate(todo) if at in done}
     context = multiprocessing.get_context("fork")
     waiting = [(i, at) for i, at in enumerate(todo) if i not in outcomes][::-1]
-    running: dict[int, tuple[Any, Connection, float]] = {}
+    running = {}
     while waiting or running:
         while waiting and len(running) < processes:
             i, (name, group) = waiting.pop()
@@ -137,7 +137,7 @@ def sweep(
     return [outcomes[i] for i in range(len(todo))]
 
 
-def _judge(name: str, group: str, there: Connection) -> None:
+def _judge(name: str, group: str, there: Connection):
     from tests.sweep import catalogue
     from tests.sweep.judge import judge
 

@@ -44,7 +44,7 @@ class Built:
         """A copy in eval mode that keeps no cache."""
         model = copy.deepcopy(self.model).eval()
         for module in model.modules():
-            config: Any = getattr(module, "config", None)
+            config = getattr(module, "config", None)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
         return model
@@ -111,18 +111,20 @@ def builder(name: str, group: str) -> Callable[[], Built]:
 
 def of_transformers(name: str, group: str) -> Built:
     """A transformers class from its tiny configuration."""
-    with reason("no tiny configuration"):
+    text = group != "vision"
+    try:
         cls = getattr(transformers, name)
-        config = tiny.tiny(cls.config_class, tiny.OTHER_DEPTH if group == "vision" else tiny.DEPTH)
+        config = tiny.tiny(cls.config_class, tiny.DEPTH if text else tiny.OTHER_DEPTH)
         config = tiny.for_class(name, config)
         with torch.device("meta"):
             sizes = {key: p.numel() for key, p in cls(config).named_parameters()}
-        if sum(sizes.values()) > PARAMETERS:
-            largest = max(sizes, key=lambda key: sizes[key])
-            raise NotBuilt(
-                f"no tiny configuration: {sum(sizes.values()) / 1e6:.0f} M parameters, most in {largest}"
-            )
-    text = group != "vision"
+    except Exception as error:
+        raise NotBuilt(f"no tiny configuration: {last_line(error)}") from error
+    if (parameters := sum(sizes.values())) > PARAMETERS:
+        largest = max(sizes, key=sizes.__getitem__)
+        raise NotBuilt(
+            f"no tiny configuration: {parameters / 1e6:.0f} M parameters, most in {largest}"
+        )
 
     def make():
         return cls(copy.deepcopy(config))
@@ -202,7 +204,7 @@ def ids(samples: int, length: int, seed: int = 1) -> Tensor:
 
 def _inputs(model: nn.Module, config: Any, text: bool, images: bool) -> dict[str, Tensor]:
     known = inspect.signature(model.forward).parameters
-    given: dict[str, Tensor] = {}
+    given = {}
     if "input_ids" in known and text:
         given["input_ids"] = ids(2, TOKENS)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in known:
@@ -239,20 +241,6 @@ def _depth(config: Any, text: bool, encoder: bool) -> int | None:
         if type(getattr(part, name, None)) is int:
             return getattr(part, name)
     return None
-
-
-class reason:
-    """A context in which any exception means that the class was not built, and why."""
-
-    def __init__(self, what: str):
-        self.what = what
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, NotBuilt):
-            raise NotBuilt(f"{self.what}: {last_line(error)}") from error
 
 
 def last_line(error: BaseException) -> str:

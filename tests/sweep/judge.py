@@ -56,9 +56,9 @@ def judge(name: str, group: str, build: Callable[[], Built]) -> Outcome:
     return result
 
 
-def _examine(built: Built, result: Outcome) -> None:
+def _examine(built: Built, result: Outcome):
     pristine, worst, before, stage = copy.deepcopy(built), [], State(built.model), ""
-    fresh: xr.Dataset | str | None = None
+    fresh = None
     try:
         fresh = _measured_or_refused(built)
         if isinstance(fresh, str):
@@ -97,7 +97,7 @@ def _examine(built: Built, result: Outcome) -> None:
         _use(pristine, built, fresh, result)
 
 
-def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome) -> None:
+def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome):
     """Use the measured model and measure it again. Where its own output changes with use, another measurement is right."""
     try:
         own = use.output(pristine.model, built)
@@ -141,7 +141,7 @@ class _Raised(Exception):
 
 def _measured(built: Built, inputs: Any, **settings: Any) -> xr.Dataset:
     """What `measure` says of the model, which is in training mode."""
-    requested: dict[str, Any] = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
+    requested = {"k": list(KS), "tokens": [1, -1], "dtype": built.dtype}
     try:
         return tracker.measure(built.model, copy.deepcopy(inputs), **(requested | settings))
     except UsageError:
@@ -165,7 +165,7 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
         Wrong: if it is above the tolerance, or other blocks were measured than those of the model's own tower.
     """
     names = ds.attrs["blocks"].split(", ")
-    graph = oracle.run(built.fresh(), inputs, list(dict.fromkeys(names)))
+    graph = oracle.run(built.fresh(), inputs, names)
     calls = [call.name for call in graph.blocks]
     if calls != names:
         raise Wrong(f"measured {names}, but the model calls {calls}")
@@ -176,14 +176,14 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     graph.batch_first = graph.blocks[0].x.shape[0] == B
     tower(built, inputs, graph, result)
     norm = _final_norm(built, graph, ds)
-    errors: dict[str, float] = {}
+    errors = {}
     for b in range(B):
         at = b
         # -1: this sample drew none
         seed = int(ds.random_seed[b]) if ds.attrs["random_draws"] else -1
         if seed >= 0:  # as `measure` runs a sample: alone, and with these random numbers
             alone = {name: value[b : b + 1] for name, value in inputs.items()}
-            graph = oracle.run(built.fresh(), alone, list(dict.fromkeys(names)), seed=seed)
+            graph = oracle.run(built.fresh(), alone, names, seed=seed)
             norm, at = _final_norm(built, graph, ds), 0
         errors |= _of_states(
             ds.isel(prompt=b), graph.states(norm)[:, at], graph.states(None)[:, at], b
@@ -205,14 +205,14 @@ def compare(built: Built, inputs: dict[str, Any], ds: xr.Dataset, result: Outcom
     return errors[worst]
 
 
-def token(built: Built, ds: xr.Dataset) -> None:
+def token(built: Built, ds: xr.Dataset):
     """Check the token that is measured by default against those that a pooled output reads.
 
     Raises:
         Wrong: if the output reads one token, and another is measured; or it reads not at all the one measured.
     """
     names = ds.attrs["blocks"].split(", ")
-    graph = oracle.run(built.fresh(), built.inputs, list(dict.fromkeys(names)))
+    graph = oracle.run(built.fresh(), built.inputs, names)
     out = pooled(graph.output)
     grad = None if out is None else graph.dependence(out, graph.blocks[-1].y)
     if grad is None:
@@ -238,7 +238,7 @@ def token(built: Built, ds: xr.Dataset) -> None:
         )
 
 
-def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
+def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome):
     """Check that the blocks are those whose chain ends in the output, all of them, and the whole state.
 
     Raises:
@@ -286,12 +286,12 @@ def tower(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Out
     whole_state(built, inputs, graph, result)
 
 
-def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome) -> None:
+def whole_state(built: Built, inputs: dict[str, Any], graph: oracle.Graph, result: Outcome):
     """Note what reaches the output past a hidden state; a second stream beside it makes the measurement wrong."""
     names = [call.name for call in graph.blocks]
     past = []
     for l in range(len(names)):
-        cut = oracle.run(built.fresh(), inputs, list(dict.fromkeys(names)), cut=l)
+        cut = oracle.run(built.fresh(), inputs, names, cut=l)
         if cut.dependence(output_of(cut.output), cut.blocks[0].x) is not None:
             past.append(l + 1)
     note = f"output depends on x^0 past block {', '.join(map(str, past))}"
@@ -454,5 +454,5 @@ class State:
 
     @staticmethod
     def _config(model: nn.Module) -> Any:
-        config: Any = getattr(model, "config", None)
+        config = getattr(model, "config", None)
         return str(config.to_dict()) if hasattr(config, "to_dict") else None

@@ -9,9 +9,8 @@ from timm.models import _registry
 from torch import nn
 
 from tests.sweep import tiny
-from tests.sweep.catalogue import Built, NotBuilt, finished, last_line
+from tests.sweep.catalogue import PARAMETERS, Built, NotBuilt, finished, last_line
 
-PARAMETERS = 30_000_000
 # Families within these modules differ by pooling, registers, position embeddings: each combination of words is one.
 TRANSFORMERS = """beit cait convit crossvit deepseek_vit deit eva gemma4_vit hiera levit naflexvit pit qwen3_vit tiny_vit tnt
     vision_transformer vision_transformer_hybrid vision_transformer_relpos vision_transformer_sam volo xcit""".split()
@@ -21,7 +20,7 @@ CONVOLUTIONAL = """byobnet convnext cspnet densenet dla dpn efficientnet ghostne
     xception_aligned""".split()
 SIZES = """test atto femto pico nano mini xxtiny xxs xtiny xs ti tiny x s small b base medsmall medium m l large huge giant
     gigantic enormous so xl h g plus d in ink dist dino miil fb ft in1k in21k in22k""".split()
-SHAPES: list[dict[str, Any]] = [
+SHAPES = [
     {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 6, "num_heads": 4},
     {"img_size": 64, "patch_size": 16, "embed_dim": 32, "depth": 6, "num_heads": 4},
     {"img_size": 128, "embed_dim": 32, "num_heads": 4},
@@ -31,7 +30,7 @@ SHAPES: list[dict[str, Any]] = [
 
 def names() -> list[str]:
     """One name of each family: the smallest by the words that say a size."""
-    families: dict[tuple[str, ...], list[str]] = {}
+    families = {}
     for module, members in _registry._module_to_models.items():
         for name in members - _registry._deprecated_models.keys():
             words = re.findall(r"[a-z]+\d?(?=[^a-z]|$)|[a-z]+", name)

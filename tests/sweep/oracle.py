@@ -117,7 +117,7 @@ def run(
     """Run the model once, in eval mode and with gradients on.
 
     Args:
-        blocks: names of the blocks measured, without repetition.
+        blocks: names of the blocks measured.
         cut: detach what this call of a block gives (0-based) from what it was made of; the first one's input is a leaf.
         seed: of the random numbers that the model draws.
     """
@@ -156,7 +156,7 @@ def run(
 
     def listed(
         container: str, name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any
-    ) -> None:
+    ):
         found, tensors = first_state(args, kwargs), list(floats(output))
         if (
             found is not None
@@ -166,7 +166,7 @@ def run(
         ):
             graph.lists.setdefault(container, []).append(Call(name, found[1], tensors[0], []))
 
-    def norm(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+    def norm(name: str, module: nn.Module, args: tuple, kwargs: dict, output: Any):
         if (
             last
             and any(value is last[0] for value in [*args, *kwargs.values()])

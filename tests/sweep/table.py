@@ -19,7 +19,7 @@ def counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
     return {name: found[name] for name in ORDER if found[name]}
 
 
-def write(path: str, outcomes: Sequence[Outcome], command: str) -> None:
+def write(path: str, outcomes: Sequence[Outcome], command: str):
     """Write the page, and beside it a CSV file of the same name with a row for every class."""
     Path(path).write_text(page(outcomes, command, f"{Path(path).stem}.csv"))
     with Path(path).with_suffix(".csv").open("w", newline="") as file:

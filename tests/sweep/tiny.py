@@ -44,8 +44,20 @@ EXPERTS = (
 CHOSEN_EXPERTS = "num_experts_per_tok num_experts_per_token moe_topk moe_k top_k_experts num_selected_experts".split()
 WINDOWS = """sliding_window sliding_window_size attention_window_size local_attention window_size attention_chunk_size
     chunk_size mamba_chunk_size mamba_chunk attention_window""".split()
+VOCABULARIES = (
+    "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size".split()
+)
+IMAGE_TOKENS = "num_patches num_image_tokens image_seq_length".split()
+SIXTEEN = "q_lora_rank kv_lora_rank o_lora_rank moe_latent_size".split()
+EIGHT = """qk_head_dim index_topk state_size mamba_d_state ssm_state_size d_rel mamba_n_heads n_mamba_heads
+    mamba_num_heads""".split()
+FOUR = """qk_rope_head_dim qk_nope_head_dim rotary_dim time_step_rank mamba_dt_rank gated_norm_rank laurel_rank
+    adapter_rank hidden_size_per_layer_input router_hidden_size altup_num_inputs""".split()
+ONE = """n_group num_expert_group topk_group n_groups mamba_n_groups mamba_ngroups first_k_dense_replace
+    num_dense_layers""".split()
+NONE = "num_nextn_predict_layers num_mtp_layers".split()
 
-NAMED: dict[str, Any] = {
+NAMED = {
     **dict.fromkeys(WIDTHS, WIDTH),
     **dict.fromkeys(INNER, 2 * WIDTH),
     **dict.fromkeys(EXPERT_INNER, WIDTH),
@@ -56,36 +68,13 @@ NAMED: dict[str, Any] = {
     **dict.fromkeys(EXPERTS, 4),
     **dict.fromkeys(CHOSEN_EXPERTS, 2),
     **dict.fromkeys(WINDOWS, WINDOW),
-    **dict.fromkeys(
-        (
-            "n_group",
-            "num_expert_group",
-            "topk_group",
-            "n_groups",
-            "mamba_n_groups",
-            "mamba_ngroups",
-        ),
-        1,
-    ),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "moe_latent_size"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
-    **dict.fromkeys(
-        ("qk_head_dim", "index_topk", "state_size", "mamba_d_state", "ssm_state_size", "d_rel"), 8
-    ),
-    **dict.fromkeys(("mamba_n_heads", "n_mamba_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(
-        ("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "unpadded_vocab_size"),
-        VOCABULARY,
-    ),
-    **dict.fromkeys(
-        ("time_step_rank", "mamba_dt_rank", "gated_norm_rank", "laurel_rank", "adapter_rank"), 4
-    ),
-    **dict.fromkeys(("hidden_size_per_layer_input", "router_hidden_size", "altup_num_inputs"), 4),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    **dict.fromkeys(
-        ("num_patches", "num_image_tokens", "image_seq_length"), (PIXELS // PATCH) ** 2
-    ),
-    **dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), 0),
+    **dict.fromkeys(VOCABULARIES, VOCABULARY),
+    **dict.fromkeys(IMAGE_TOKENS, (PIXELS // PATCH) ** 2),
+    **dict.fromkeys(SIXTEEN, 16),
+    **dict.fromkeys(EIGHT, 8),
+    **dict.fromkeys(FOUR, 4),
+    **dict.fromkeys(ONE, 1),
+    **dict.fromkeys(NONE, 0),
     "query_pre_attn_scalar": WIDTH // HEADS,
     "image_size": PIXELS,
     "patch_size": PATCH,
@@ -100,39 +89,22 @@ NAMED: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-SECTIONED = (
-    "VL",
-    "Glm4v",
-    "GlmOcr",
-    "GlmImage",
-    "Qwen2_5Omni",
-    "PaddleOCR",
-    "Cosmos3Edge",
-)  # whose positions are of three parts
-TEXT = (
-    "",
-    "text_config",
-    "llm_config",
-    "decoder",
-    "decoder_config",
-    "language_config",
-    "thinker_config",
-)
+# Whose positions are of three parts
+SECTIONED = "VL Glm4v GlmOcr GlmImage Qwen2_5Omni PaddleOCR Cosmos3Edge".split()
+TEXT = "text_config llm_config decoder decoder_config language_config thinker_config".split()
 
 
-def tiny(cls: type, depth: int = DEPTH, part: str = "") -> Any:
-    """A tiny instance of a configuration class; `part` is its name in the configuration that holds it."""
-    special = dict(SPECIAL.get(cls.__name__, {}))
-    depth = special.pop("DEPTH", depth)
-    return cls(**(overrides(cls(**special.pop("DEFAULT", {})), depth) | special))
+def tiny(cls: type, depth: int = DEPTH) -> Any:
+    """A tiny instance of a configuration class."""
+    return cls(**(overrides(cls(), depth) | SPECIAL.get(cls.__name__, {})))
 
 
-def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
+def overrides(default: Any, depth: int) -> dict[str, Any]:
     """What to change of a default configuration."""
     parts = _parts(default)
     known = {k: v for k, v in default.to_dict().items() if k not in parts}
     aliases = {v: k for k, v in (getattr(default, "attribute_map", None) or {}).items()}
-    changed: dict[str, Any] = {}
+    changed = {}
     for name, value in known.items():
         if name in DEPTHS and isinstance(value, int) and not isinstance(value, bool):
             changed[name] = OTHER_DEPTH if _of_encoder(name, known) else depth
@@ -176,7 +148,7 @@ def overrides(default: Any, depth: int = DEPTH) -> dict[str, Any]:
             "mrope_section": [half - half // 2, half // 2 - half // 4, half // 4],
         }
     for name, part in parts.items():
-        changed[name] = tiny(type(part), DEPTH if name in TEXT else OTHER_DEPTH, name)
+        changed[name] = tiny(type(part), DEPTH if name in TEXT else OTHER_DEPTH)
     return changed
 
 
@@ -197,7 +169,7 @@ def _parts(default: Any) -> dict[str, Any]:
 
 def _per_stage(known: dict[str, Any]) -> dict[str, Any]:
     """Lists of one entry per stage: two layers in each, the first of them 16 wide, the others as many times as wide."""
-    cut: dict[str, Any] = {}
+    cut = {}
     for name, value in known.items():
         if (
             not isinstance(value, (list, tuple))
@@ -247,7 +219,7 @@ def for_class(name: str, config: Any) -> Any:
 
 def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What a forward with these parameters needs besides token ids or pixels."""
-    extra: dict[str, Any] = {}
+    extra = {}
     side = PIXELS // PATCH
     # Patches of both images, one after the other
     if "grid_thw" in known and "input_ids" not in known:

@@ -14,7 +14,7 @@ from tests.sweep import oracle
 from tests.sweep.catalogue import Built
 
 # Tried in this order: attention without gradients may refuse to return its weights.
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"output_hidden_states": True, "output_attentions": True, "return_dict": True},
     {"output_hidden_states": True, "return_dict": True},
     {},
@@ -29,7 +29,7 @@ def use(built: Built) -> list[str]:
     Returns:
         What ran; a model need not be able to do all of it.
     """
-    model: Any = built.model.eval()
+    model = built.model.eval()
     done = []
     with torch.inference_mode():
         for options in OPTIONS:
@@ -75,23 +75,17 @@ def identical(before: list[Tensor], after: list[Tensor]) -> bool:
 
 def difference(fresh: xr.Dataset | str, used: xr.Dataset | str) -> str:
     """What differs between two measurements, or the messages of two refusals; empty if nothing does."""
-    if isinstance(fresh, str) or isinstance(used, str):
-        if isinstance(fresh, str) and isinstance(used, str):
-            # The reason; RWKV rescales its own weights at first use, and other lines can be proposed then.
-            return (
-                ""
-                if fresh.splitlines()[0] == used.splitlines()[0]
-                else f"refused otherwise: {used.splitlines()[0]}"
-            )
+    # The reasons; RWKV rescales its own weights at first use, and other lines can be proposed then.
+    refusals = [said.splitlines()[0] for said in (fresh, used) if isinstance(said, str)]
+    if len(refusals) == 2:
+        return "" if refusals[0] == refusals[1] else f"refused otherwise: {refusals[1]}"
+    if refusals:
         return (
             f"refused: {used.splitlines()[0]}" if isinstance(used, str) else "not refused any more"
         )
-    names = sorted({str(name) for name in fresh.variables} ^ {str(name) for name in used.variables})
-    names += [
-        str(name)
-        for name in fresh.variables
-        if name in used.variables and not _equal(fresh[name], used[name])
-    ]
+    names = sorted(fresh.variables.keys() ^ used.variables.keys())
+    both = [name for name in fresh.variables if name in used.variables]
+    names += [name for name in both if not _equal(fresh[name], used[name])]
     attributes = fresh.attrs.keys() | used.attrs.keys()
     names += [
         name

@@ -22,19 +22,13 @@ from tracker.store import Store
 
 AXIS = "training/step"
 PROBE = {"input_ids": tokens(3) % 50}
-HEADLINES = {
-    "miscoupling/mean_offdiag",
-    "miscoupling/mean_offdiag_null",
-    "coupling/miscoupling_coupling/k2/mean_offdiag",
-    "coupling/offdiag_normalized_coupling/k2/mean_offdiag",
-    "miscoupling/miscoupling/k2/mean_adjacent",
-    "miscoupling/offdiag_normalized/k2/mean_offdiag",
-    "miscoupling/offdiag_normalized_null/k2/mean_offdiag",
-    "trajectory/lss/median",
-    "trajectory/expodistance/median",
-    "trajectory/alpha_mean/median",
-    "trajectory/update_ratio/median",
-}
+HEADLINES = set(
+    """miscoupling/mean_offdiag miscoupling/mean_offdiag_null coupling/miscoupling_coupling/k2/mean_offdiag
+    coupling/offdiag_normalized_coupling/k2/mean_offdiag miscoupling/miscoupling/k2/mean_adjacent
+    miscoupling/offdiag_normalized/k2/mean_offdiag miscoupling/offdiag_normalized_null/k2/mean_offdiag
+    trajectory/lss/median trajectory/expodistance/median trajectory/alpha_mean/median
+    trajectory/update_ratio/median""".split()
+)
 COST = {"cost/seconds", "cost/share"}
 HEAT_MAPS = {"miscoupling/heatmap/k2", "miscoupling/heatmap/k4"}
 

@@ -1,7 +1,6 @@
 """A run that begins again in its process, after lack of memory, say, is the same run: its earlier units are set aside."""
 
 import warnings
-from functools import partial
 
 import numpy as np
 import pytest
@@ -10,12 +9,10 @@ from accelerate.utils import find_executable_batch_size
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
-from tests.support.drivers import CHEAP, OUT_OF_MEMORY, Failing
-from tests.support.lightning_runs import fit, trainer
+from tests.support.drivers import CHEAP, OUT_OF_MEMORY
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tests.support.trainer import make
-from tests.support.watch import Watch
 from tracker.store import Store
 
 AGAIN = "the run begins again: its {} units so far are set aside in .*superseded"
@@ -58,7 +55,7 @@ def test_the_trainer_finds_a_batch_size(tmp_path, step):
     assert not np.array_equal(units[0].lss, units[first].lss)
 
 
-def loop(directory, batch_size: int, error: BaseException, probe=None) -> None:
+def loop(directory, batch_size: int, error: BaseException, probe=None):
     """Train for four steps; raise at step 2 if the batch is larger than 2."""
     model = neox()
     with tracker.Watch(
@@ -111,16 +108,3 @@ def test_another_run_after_one_that_did_not_fail(tmp_path, case):
     with refused("holds the units of another run"):
         loop(tmp_path, 2, MemoryError())
     assert Store(tmp_path).steps() == stored != []
-
-
-@pytest.mark.slow
-def test_the_same_callback_after_a_run_that_failed(tmp_path):
-    watch = Watch(2, **CHEAP, save_dir=tmp_path)
-    with pytest.raises(torch.OutOfMemoryError):
-        fit(trainer([watch]), partial(Failing, 3))
-    assert Store(tmp_path).steps() == [0, 2] == list(watch.units)
-    watch.units.clear()
-    with pytest.warns(UserWarning, match=AGAIN.format(2)):
-        fit(trainer([watch]), partial(Failing, None))
-    assert list(watch.units) == [0, 2, 4, 6, 8] == Store(tmp_path).steps()
-    assert len(superseded(Store(tmp_path))) == 2

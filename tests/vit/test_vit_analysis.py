@@ -456,7 +456,7 @@ def test_false_positives_are_rare(seeds):
         )
         return sum(effects, np.zeros(shape)).ravel()
 
-    p: dict[str, list[float]] = {"accuracy": [], "loss": [], "rate": []}
+    p = {"accuracy": [], "loss": [], "rate": []}
     for _ in range(200):
         coupling, rate = drawn(OF_COUPLING), cells.drop_path.values
         for name, of in OF_OUTCOMES.items():
@@ -526,18 +526,6 @@ class TestInABrowser:
             chromium.close()
 
 
-@pytest.mark.slow
-def test_grid_of_one_cell_is_analysed(tmp_path):
-    grid = synthetic_grid().isel(cell=[3])
-    page = write_analysis(grid, AT, tmp_path).read_text()
-    assert page.count("<li>") == 8 + 1  # questions, excluded cells
-    assert "1 vision transformer on" in page
-    assert (
-        "not answered, because it takes 8 weight decays, and there is 1 (primary test, last patch)."
-        in page
-    )
-
-
 def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
     """Write cells with the units of one store."""
     store = generated(directory / "store", steps, layers=12, ks=(10, 30, 50), prompts=32)
@@ -555,7 +543,7 @@ def write_grid_of(count: int, steps: list[int], directory: Path) -> Path:
     return directory
 
 
-def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe) -> None:
+def write_cell(directory: Path, accuracy: float, more=MappingProxyType({}), **recipe):
     result = {
         "status": "finished",
         "accuracy": accuracy,

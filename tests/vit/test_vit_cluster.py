@@ -24,7 +24,7 @@ def test_what_fails_is_tried_again_and_the_others_wait_for_their_turn(tmp_path, 
     monkeypatch.setattr(ray, "wait", lambda running: at_once.append(len(running)) or wait(running))
     monkeypatch.setattr(ray, "init", partial(ray.init, num_cpus=4))
 
-    def work(item: str) -> None:
+    def work(item: str):
         tries = tmp_path / item
         with open(tries, "a") as file:
             file.write("x")

@@ -64,7 +64,7 @@ class FromHost(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.pinned: list[bool] = []
+        self.pinned = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -173,7 +173,7 @@ sys.exit(main(sys.argv[2:]))
 class TestCommandLine:
     def test_options_override_the_recipe(self, capsys):
         with pytest.raises(SystemExit):
-            main(["--data", "digits", "--config", "digits", "--epochs", "7", "--print_config"])
+            main("--data digits --config digits --epochs 7 --print_config".split())
         shown = capsys.readouterr().out
         assert "patch_size: 8" in shown and "epochs: 7" in shown and "mixup: 0.0" in shown
         with pytest.raises(SystemExit):

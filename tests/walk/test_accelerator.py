@@ -165,10 +165,3 @@ def test_12b_stays_on_a_device_beside_the_default_budget(
     found = plan.default_budget(device, weights)
     assert found == pytest.approx(budget * GB, rel=0.01)
     assert plan.stays_on_device(device, weights, found) == stays
-
-
-@pytest.mark.slow
-def test_precision_and_svd_are_flags_of_the_walk(walker, runs):
-    assert walker.main("--precision", "bfloat16", "--svd", "krylov", model=str(runs / "step8")) == 0
-    found = tracker.open_results(walker.out)
-    assert found.attrs["precision"] == "bfloat16" and found.attrs["svd"] == "krylov"

@@ -36,7 +36,7 @@ class Executes:
 def indexed(weight_map: Any) -> Callable[[Path], None]:
     """Return a function that renames the weights as the only shard and adds this index."""
 
-    def change(directory: Path) -> None:
+    def change(directory: Path):
         (directory / "model.safetensors").rename(directory / SHARD)
         (directory / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": weight_map})
@@ -45,8 +45,8 @@ def indexed(weight_map: Any) -> Callable[[Path], None]:
     return change
 
 
-def pickled(directory: Path) -> None:
-    weights: dict[str, Any] = dict(load_file(directory / "model.safetensors"))
+def pickled(directory: Path):
+    weights = dict(load_file(directory / "model.safetensors"))
     (directory / "model.safetensors").unlink()
     torch.save(
         weights | {"harmful": Executes(directory / "executed")}, directory / "pytorch_model.bin"
@@ -58,7 +58,7 @@ def reweighted(
 ) -> Callable[[Path], None]:
     """Return a function that changes the weights."""
 
-    def write(directory: Path) -> None:
+    def write(directory: Path):
         weights = change(load_file(directory / "model.safetensors"))
         (directory / "model.safetensors").unlink()
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -66,7 +66,7 @@ def reweighted(
     return write
 
 
-def fewer_blocks(directory: Path) -> None:
+def fewer_blocks(directory: Path):
     depth = json.loads((directory / "config.json").read_text())["num_hidden_layers"] - 1
     reweighted(
         lambda weights: {n: value for n, value in weights.items() if f".layers.{depth}." not in n}
@@ -74,7 +74,7 @@ def fewer_blocks(directory: Path) -> None:
     configured(num_hidden_layers=depth)(directory)
 
 
-def of_own_class(directory: Path) -> None:
+def of_own_class(directory: Path):
     configured(architectures=["Mine"])(directory)
     WITH_MORE(directory)
 
@@ -82,7 +82,7 @@ def of_own_class(directory: Path) -> None:
 def with_code(file: str, **entries: Any) -> Callable[[Path], None]:
     """Return a function that adds a Python module, which creates `executed` when imported, and its entries in a file."""
 
-    def change(directory: Path) -> None:
+    def change(directory: Path):
         (directory / "foreign.py").write_text(
             f"import os\nos.mkdir({str(directory / 'executed')!r})\n"
         )

@@ -37,7 +37,7 @@ def before_the_first_measurement(monkeypatch, act):
     monkeypatch.setattr(units, "_measure", measure_later)
 
 
-def replace(file: Path, other: Path) -> None:
+def replace(file: Path, other: Path):
     """Replace a file by another of its size, with its modification time, as `rsync -t` and archives of fixed dates do."""
     before = file.stat()
     shutil.copyfile(other, new := file.with_name("new"))

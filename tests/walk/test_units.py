@@ -190,7 +190,7 @@ def with_units(store: Store, steps: list[int], path: Path) -> Path:
     return path
 
 
-def assert_page_of_the_store(out: Path) -> None:
+def assert_page_of_the_store(out: Path):
     """Assert that the walk's page equals one made from the store, except for the time, and has the numbers of whole units."""
     made = (out / "report.html").read_text()
     rewritten = write_report(out, out.parent / "rewritten.html").read_text()
@@ -271,7 +271,7 @@ def test_changed_are_weights_of_another_hash_where_both_are_known(tmp_path):
     assert measured.changed(selection) == [1]
 
 
-def add_scores(ready, path: Path, task: str) -> None:
+def add_scores(ready, path: Path, task: str):
     store = Store(path)
     measured = Units(store)
     measured.read(store.steps())
@@ -282,7 +282,7 @@ def add_scores(ready, path: Path, task: str) -> None:
         pythia._rescore(output, measured, step)
 
 
-def run_together(work, *arguments: tuple) -> None:
+def run_together(work, *arguments: tuple):
     """Run forked processes that start working together."""
     ready = FORK.Barrier(len(arguments))
     processes = [FORK.Process(target=work, args=(ready, *given)) for given in arguments]

@@ -303,12 +303,6 @@ def test_bad_usage_is_refused(walker, case, monkeypatch, capsys):
 @pytest.mark.slow
 def test_other_settings_are_not_mixed_into_a_store(walker, run):
     assert run("--steps", "0")[0] == 0
-    for arguments, name in (
-        (["--dtype", "float64"], "dtype was 'float32', now 'float64'"),
-        (["--k", "2"], "k was [4, 8], now [2]"),
-    ):
-        status, _, err = run("--steps", "1", *arguments)
-        assert status == 2 and name in err and "never mixed" in err
     walker.prompts.write_text("another prompt\n")
     status, _, err = run("--steps", "1")
     assert status == 2 and "prompts was" in err
@@ -316,15 +310,13 @@ def test_other_settings_are_not_mixed_into_a_store(walker, run):
 
 
 @pytest.mark.slow
-def test_prompt_longer_than_the_context_is_refused_or_cut(walker, run):
+def test_a_prompt_longer_than_the_context_is_cut(walker):
     walker.prompts.write_text("import os " * 60 + "\n")
-    status, _, err = run("--steps", "0")
-    assert status == 2 and "the model's context of 64" in err
     status, _, err = walker.run("--steps", "0", "--max_tokens", "20")
     assert status == 0 and "cut to its first 20 (max_tokens)" in err
 
 
-def without_tokenizer(suite: Path, run: Path, *steps: int) -> None:
+def without_tokenizer(suite: Path, run: Path, *steps: int):
     """Copy checkpoints, their weights and configuration alone."""
     for step in steps:
         (run / f"checkpoint-{step}").mkdir(parents=True)

@@ -22,7 +22,7 @@ def dry_run(capsys, *arguments: str) -> dict[str, str]:
     assert pythia.main([*arguments, "--dry_run", "true"]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.partition("dry run")[2].splitlines()) <= 80
-    entries: dict[str, str] = {}
+    entries = {}
     label = ""
     for line in out.splitlines():
         label = line[:12].strip() or label

@@ -24,7 +24,7 @@ def jacobian_error(ds: xr.Dataset, truth: Truth) -> float:
     return float(((torch.as_tensor(ds.jacobian.values) - J).abs() / largest).max())
 
 
-def assert_jacobians(ds: xr.Dataset, truth: Truth) -> None:
+def assert_jacobians(ds: xr.Dataset, truth: Truth):
     """Assert that kept Jacobians, singular values and mis-couplings are those of the blocks, without and with the final norm."""
     assert ds.diagnostics_complete.all()
     assert ("miscoupling_normed" in ds) == (truth.norm is not None)
@@ -50,7 +50,7 @@ def assert_jacobians(ds: xr.Dataset, truth: Truth) -> None:
                     )  # fmt: skip
 
 
-def assert_states(ds: xr.Dataset, truth: Truth) -> None:
+def assert_states(ds: xr.Dataset, truth: Truth):
     """Assert that what is measured of the states, in float64, is what formulas give for the path of each token."""
     for name, formula in OF_PATHS.items():
         for normed in (False, True) if truth.norm is not None else (False,):
