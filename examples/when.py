@@ -41,16 +41,15 @@ RECIPES = {
     "decay 3": replace(BASE, weight_decay=3.0),
     "rate 3e-4": replace(BASE, rate=3e-4),
     "rate 3e-3": replace(BASE, rate=3e-3),
-    "embeddings at 20 times the rate": replace(BASE, embedding_rate=20.0),
+    "embeddings x 20": replace(BASE, embedding_rate=20.0),
 }
 # What is varied, and the recipes that show it
 VARIED = {
     "Blocks": ("4 blocks", "base", "16 blocks"),
     "Width": ("width 64", "base", "width 256"),
-    "Length of the training": ("128 steps", "base", "2048 steps"),
-    "Weight decay": ("decay 0", "base", "decay 3"),
+    "Training length": ("128 steps", "base", "2048 steps"),
     "Learning rate": ("rate 3e-4", "base", "rate 3e-3"),
-    "Rate of the embeddings": ("base", "embeddings at 20 times the rate"),
+    "Decay, embeddings": ("decay 0", "base", "decay 3", "embeddings x 20"),
     "ViTs on CIFAR10": ("ViT, 4 blocks", "ViT, 12 blocks"),
 }
 COUPLINGS = ("coupling", "by eq. 14")
@@ -150,7 +149,7 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
     }
     columns = {title: names for title, names in columns.items() if names}
     figure, axes = panels(
-        len(DRAWN) * len(columns), per_row=len(columns), size=(2.5, 2.0), sharey="row"
+        len(DRAWN) * len(columns), per_row=len(columns), size=(2.1, 1.7), sharey="row"
     )
     for panel, (measured, (title, names)) in zip(
         axes, product(DRAWN, columns.items()), strict=True
@@ -160,6 +159,8 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
             banded_line(panel, of_recipe.to_dict("series"), colour, name)
         training_axis(panel, *(runs.loc[name].index for name in names), scale="log")
         panel.set_xlabel("")
+        if measured == "expodistance":
+            panel.set_yscale("log")
         if measured == DRAWN[0]:
             panel.set_title(title)
         if measured == DRAWN[-1]:
@@ -167,7 +168,7 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
             panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
     for measured, panel in zip(DRAWN, axes[:: len(columns)], strict=True):
         panel.set_ylabel(measured)
-    figure.savefig(file, dpi=100)
+    figure.savefig(file, dpi=120)
 
 
 def main(out: Path, jobs: int) -> None:
