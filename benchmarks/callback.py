@@ -28,7 +28,7 @@ class Run:
         repeats: number of runs, after one to warm up.
         device: cpu or cuda.
         precision: precision of the training, as in Lightning.
-        compile: as of vit.train.
+        compile: as in vit.train.
         out: JSON file for the result.
     """
 
@@ -56,7 +56,7 @@ def time_run(run: Run) -> dict:
     from vit.recipe import Recipe
 
     class Clock(lightning.Callback):
-        """Notes when the steps begin; waits before a measurement for those that are queued, whose time is not its own."""
+        """Note when the steps begin; wait before a measurement for those that are queued, whose time is not its own."""
 
         def on_train_epoch_start(self, *_: object) -> None:
             self.started = now(run.device)

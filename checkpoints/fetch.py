@@ -98,16 +98,18 @@ def remove_damaged(repo: str, listing: Listing, cache_dir: Path | None = None) -
     """Remove the files of a cached revision whose content does not match the listed hash; return their names."""
     repo_cache = repo_dir(repo, cache_dir)
     damaged = []
-    for file in listing.needed:
-        pointer = repo_cache / "snapshots" / listing.commit / file.name
-        sha = _new_hash(file)
-        with pointer.open("rb") as handle:
-            while block := handle.read(BLOCK):
-                sha.update(block)
-        if sha.hexdigest() != file.blob:
-            pointer.unlink()
-            (repo_cache / "blobs" / str(file.blob)).unlink(missing_ok=True)
-            damaged.append(file.name)
+    # What can't be read or removed stays, and with it the error that led here.
+    with suppress(OSError):
+        for file in listing.needed:
+            pointer = repo_cache / "snapshots" / listing.commit / file.name
+            sha = _new_hash(file)
+            with pointer.open("rb") as handle:
+                while block := handle.read(BLOCK):
+                    sha.update(block)
+            if sha.hexdigest() != file.blob:
+                pointer.unlink()
+                (repo_cache / "blobs" / str(file.blob)).unlink(missing_ok=True)
+                damaged.append(file.name)
     return damaged
 
 

@@ -1,7 +1,7 @@
 """Train small models, each with one change from a base, and measure when their blocks couple: python -m examples.when
 
-The plan, written before the first training, and what came out are in docs/studies/when.md. Nothing is downloaded. What is done is
-kept: the same command goes on.
+The plan, written before the first training, and what came out are in docs/studies/when.md. Nothing is downloaded. Finished
+trainings are kept: the same command continues.
 """
 
 import argparse
@@ -70,13 +70,13 @@ def measure_text(name: str, seed: int, out: Path) -> None:
     # The weights depend on the number of threads.
     torch.set_num_threads(1)
     recipe = RECIPES[name]
-    nano.train(seed, recipe)
+    cache = nano.train(seed, recipe)
     checkpoints = out / name / f"seed{seed}" / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     for step in recipe.steps:
         link = checkpoints / f"step{step}"
-        if not link.exists():
-            link.symlink_to(snapshot(name, seed, step))
+        if not link.is_symlink():
+            link.symlink_to(cached_snapshot(nano.REPO, f"step{step}", cache))
     walk = Walk(model=str(checkpoints), out=store(name, seed, out), wandb="off", options={"k": 10})
     if status := run(walk):
         raise SystemExit(status)
@@ -85,11 +85,6 @@ def measure_text(name: str, seed: int, out: Path) -> None:
 def store(name: str, seed: int, out: Path) -> Path:
     """Return the directory of a run's results."""
     return out / name / f"seed{seed}" / "results"
-
-
-def snapshot(name: str, seed: int, step: int) -> Path:
-    """Return the directory of a checkpoint."""
-    return Path(cached_snapshot(nano.REPO, f"step{step}", nano.cache_dir(seed, RECIPES[name])))
 
 
 def values(out: Path) -> pd.DataFrame:
@@ -116,7 +111,7 @@ def table(numbers: pd.DataFrame) -> str:
     """Return what a recipe gives as a Markdown table: means over runs with t intervals of 95 %, in units of the run.
 
     Coupling is its change from the first step to the last, with p of Welch's test of the last step against that of the base,
-    corrected (Holm) for all recipes and both definitions; and its highest mean with the step of it.
+    corrected (Holm) for all recipes and both definitions; and its highest mean and the step of that.
     """
     runs: Any = numbers.groupby(["recipe", "seed"], sort=False)
     last, change = runs.last(), runs.last() - runs.first()
@@ -128,7 +123,8 @@ def table(numbers: pd.DataFrame) -> str:
     for name in last.index.unique("recipe"):
         cells = []
         for of in columns:
-            of_runs = np.array((change if of in COUPLINGS else last)[of][name])
+            shown = change if of in COUPLINGS else last
+            of_runs = np.array(shown[of][name])
             low, high = mean_interval(of_runs)
             cell = f"{of_runs.mean():z.3f} [{low:z.3f}, {high:z.3f}]"
             if (name, of) in corrected:
@@ -145,9 +141,10 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
     """Draw what is varied as columns of panels and what is measured as rows: means over seeds, bands from least to largest."""
     runs = numbers.groupby(["recipe", "step"])[list(DRAWN)].agg(["mean", "min", "max"])
     columns = {
-        title: [name for name in names if name in runs.index] for title, names in VARIED.items()
+        title: drawn
+        for title, names in VARIED.items()
+        if (drawn := [name for name in names if name in runs.index])
     }
-    columns = {title: names for title, names in columns.items() if names}
     figure, axes = panels(
         len(DRAWN) * len(columns), per_row=len(columns), size=(2.1, 1.7), sharey="row"
     )
@@ -172,12 +169,13 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
 
 
 def main(out: Path, jobs: int) -> None:
+    """Train and measure all recipes, and report on every run below `out`."""
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         done = [pool.submit(measure_text, name, seed, out) for seed in SEEDS for name in RECIPES]
         for run_done in done:
             run_done.result()
     numbers = values(out)
-    numbers.to_csv(out / "values.csv", index=False)
+    numbers.to_csv(out / "values.csv", index=False, float_format="%.4f")
     draw(numbers, out / "when.png")
     print(table(numbers))
 

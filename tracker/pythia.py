@@ -264,14 +264,17 @@ def _measure_missing(
                 raise KeyboardInterrupt
             checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                directory = prefetched.arrival.result()
+                measured = partial(
+                    measure_checkpoint, plan, checkpoint, prefetched.arrival.result()
+                )
+                unit = None
                 try:
-                    unit = measure_checkpoint(plan, checkpoint, directory)
+                    unit = measured()
                 except CheckpointError:
-                    if not prefetched.is_fetched_again():
+                    if not prefetched.fetch_damaged_again():
                         raise
-                    unit = measure_checkpoint(plan, checkpoint, directory)
-                prepared = units.prepare(unit)
+                # Not in the handler, whose traceback holds what was loaded
+                prepared = units.prepare(measured() if unit is None else unit)
             # Whatever is wrong with this revision, the others are measured
             except Exception as error:
                 if is_device_error(error):

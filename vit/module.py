@@ -20,8 +20,8 @@ from vit.loaders import derived_seed
 from vit.model import build
 from vit.recipe import Recipe
 
-# Graphs of CUDA, whose stochastic depth draws what the model draws uncompiled. Casts of weights share kernels, and no kernel is
-# chosen by its time if its rounding depends on that choice.
+# CUDA graphs. With `fallback_random`, stochastic depth draws the same numbers as uncompiled. Kernels that cast weights are
+# combined. Kernels whose rounding depends on the choice are not chosen by timing.
 GRAPHS: dict[str, Any] = {
     "triton.cudagraphs": True,
     "fallback_random": True,
@@ -66,9 +66,9 @@ class Classifier(lightning.LightningModule):
             self._compile()
 
     def _compile(self) -> None:
-        """Compile the model in training, or print why that is impossible; its modules and weights stay as they are.
+        """Compile the model in training, or print why it can't be compiled; its modules and weights stay as they are.
 
-        What this draws and the gradients are of no effect: every epoch is seeded.
+        Random numbers drawn here do not matter, since every epoch is seeded; gradients are discarded.
         """
         torch.compiler.reset()  # what an earlier training of this process compiled
         size = self.recipe.batch_size, 3, *[self.recipe.image_size] * 2
@@ -78,7 +78,7 @@ class Classifier(lightning.LightningModule):
             for _ in range(3):  # graphs are compiled, recorded and replayed
                 with self.trainer.precision_plugin.train_step_context():
                     logits = compiled(images)
-                self.zero_grad()  # whose memory the next graph takes
+                self.zero_grad()  # the next graph reuses their memory
                 logits.sum().backward()
             self.compiled = compiled
         except RuntimeError as error:

@@ -17,7 +17,7 @@ RECIPES = Path(__file__).parent / "recipes"
 FLAGS = tuple(name for name in OPTIONS if name != "precision")
 DEFAULTS = {"tokens": (0, -1)}
 SETTINGS = ("weight_decay", "drop_path", "seed")  # that a grid varies
-# Settings that don't affect the numbers: a run may be resumed with other values of these.
+# Settings that affect no number beyond rounding: a run may be resumed with other values of these.
 INCIDENTAL = (
     "data_dir", "out", "accelerator", "compile", "devices", "threads", "keep_checkpoint", "test_every", "wandb", "project",
     "options",

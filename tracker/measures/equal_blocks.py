@@ -2,12 +2,12 @@
 
 The attribute `equal_blocks` names their layers, each group with spaces between, and the share of the parameters that are alike:
 
-    one module: 1 3, 2 4; alike weights (67 %): 1 2 3 4            "none" if all blocks differ
+    one module: 1 3, 2 4; alike weights (67%): 1 2 3 4            "none" if all blocks differ
 
 *One module* is also said of modules of one class that share all their weights (tied): they stay equal however long they are
 trained. Matrices of one name are *alike* in two modules if they are one tensor, or if their cosine is far above what two
-independent draws have, 1 / sqrt(numbers). The means of rows and columns, which training may give to all blocks, are taken off
-before. `nn.TransformerEncoder` makes its layers as copies of one, which training moves apart slowly. A group is the layers
+independent draws have, 1 / sqrt(numbers). The means of rows and columns, which training may give to all blocks, are subtracted
+first. `nn.TransformerEncoder` makes its layers as copies of one, which training moves apart slowly. A group is the layers
 that share such matrices, one with the next.
 Weights are compared where a model holds them whole: those that are sharded over ranks, offloaded or quantized are not, and
 neither are blocks between boundaries.
@@ -149,8 +149,8 @@ def _are_alike(matrices: Sequence[Tensor]) -> Bool[Tensor, "M M"]:
         for matrix in matrices
     ]
     parts = torch.stack(thinned)
+    free = (parts.shape[1] - 1) * (parts.shape[2] - 1)
     parts = parts - parts.mean(-1, keepdim=True)
     parts = (parts - parts.mean(-2, keepdim=True)).flatten(1)
     parts = parts / torch.linalg.vector_norm(parts, dim=-1, keepdim=True)
-    chance = STANDARD_DEVIATIONS / parts.shape[-1] ** 0.5
-    return parts @ parts.mT > max(ALIKE, chance)
+    return parts @ parts.mT > max(ALIKE, STANDARD_DEVIATIONS / free**0.5)

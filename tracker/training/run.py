@@ -260,9 +260,8 @@ class TrainingRun:
         given = self._given(*arguments)
 
         def resolve() -> Any:
-            with (
-                preserve_random_state()
-            ):  # the function, the data or their collator may draw numbers
+            # The function, the data or their collator may draw numbers.
+            with preserve_random_state():
                 return probes.resolve(given(), self.probe, take)
 
         together = partial(self.ranks.together, during="took the probe", fatal=FAILED)

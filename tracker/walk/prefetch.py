@@ -52,8 +52,8 @@ class Prefetched:
         if self.use is not None and self.arrival.done():
             self.use.release()
 
-    def is_fetched_again(self) -> bool:
-        """Whether the cache held files whose content is not the hub's; they are downloaded again.
+    def fetch_damaged_again(self) -> bool:
+        """Download again the cached files whose content is not the hub's; return whether there were any.
 
         Raises:
             CheckpointError: if they can't be downloaded.
