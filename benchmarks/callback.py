@@ -69,28 +69,28 @@ def time_run(run: Run) -> dict:
     images = torch.randn(run.batch, 3, 32, 32).to(run.device)
     labels = torch.randint(10, (run.batch,)).to(run.device)
     sizes = {name: getattr(run, name) for name in ("width", "depth", "heads", "compile")}
-    place = tempfile.TemporaryDirectory()
-    recipe = Recipe(**sizes, batch_size=run.batch, out=Path(place.name))
-    module = Classifier(recipe, 10, run.every)
     stretches, measurements = [], []
-    for repeat in range(run.repeats + 1):
-        watch = CouplingCallback(run.every, probe=torch.randn(run.probe, 3, 32, 32))
-        trainer = lightning.Trainer(
-            max_steps=run.every,
-            callbacks=[clock := Clock(), watch],
-            accelerator=run.device,
-            devices=1,
-            precision=run.precision,  # type: ignore[arg-type]
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        loader = torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(module, loader)
-        if repeat:  # the first run warms up
-            stretches.append(now(run.device) - clock.started)
-            measurements.append(watch.run.overhead.last)
+    with tempfile.TemporaryDirectory() as directory:
+        recipe = Recipe(**sizes, batch_size=run.batch, out=Path(directory))
+        module = Classifier(recipe, 10, run.every)
+        for repeat in range(run.repeats + 1):
+            watch = CouplingCallback(run.every, probe=torch.randn(run.probe, 3, 32, 32))
+            trainer = lightning.Trainer(
+                max_steps=run.every,
+                callbacks=[clock := Clock(), watch],
+                accelerator=run.device,
+                devices=1,
+                precision=run.precision,  # type: ignore[arg-type]
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            loader = torch.utils.data.DataLoader([(images, labels)] * run.every, batch_size=None)  # type: ignore[arg-type]
+            trainer.fit(module, loader)
+            if repeat:  # the first run warms up
+                stretches.append(now(run.device) - clock.started)
+                measurements.append(watch.run.overhead.last)
     measurement = median(measurements)
     training = (median(stretches) - measurement) / run.every  # of a step
     return {

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 from checkpoints.disk import missing_files, partial_file
@@ -96,19 +97,17 @@ def fetch(
 
 def remove_damaged(repo: str, listing: Listing, cache_dir: Path | None = None) -> list[str]:
     """Remove the files of a cached revision whose content does not match the listed hash; return their names."""
-    repo_cache = repo_dir(repo, cache_dir)
+    snapshot = snapshot_dir(repo, listing.commit, cache_dir)
     damaged = []
     # What can't be read or removed stays, and with it the error that led here.
     with suppress(OSError):
         for file in listing.needed:
-            pointer = repo_cache / "snapshots" / listing.commit / file.name
-            sha = _new_hash(file)
+            pointer = snapshot / file.name
             with pointer.open("rb") as handle:
-                while block := handle.read(BLOCK):
-                    sha.update(block)
+                sha = hashlib.file_digest(handle, partial(_new_hash, file))
             if sha.hexdigest() != file.blob:
                 pointer.unlink()
-                (repo_cache / "blobs" / str(file.blob)).unlink(missing_ok=True)
+                (snapshot.parents[1] / "blobs" / str(file.blob)).unlink(missing_ok=True)
                 damaged.append(file.name)
     return damaged
 
@@ -168,13 +167,10 @@ def _receive(
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, httpx
 
     url = hf_hub_url(repo, file.name, revision=commit)
-    sha = _new_hash(file)
-    have = 0
     with open(target, "a+b") as handle:
         handle.seek(0)
-        while block := handle.read(BLOCK):
-            sha.update(block)
-            have += len(block)
+        sha = hashlib.file_digest(handle, partial(_new_hash, file))
+        have = handle.tell()
         if have:
             attempts.notify(f"{attempts.subject}: resuming after {size(have)} of {size(file.size)}")
         count(have)

@@ -27,7 +27,7 @@ from tracker.walk.command import Walk
 
 SEEDS = (0, 1, 2)
 STEPS = (0, 8, 32, 128, 512)
-# Pythia-70m's rate, decay and schedule
+# Pythia-70m's rate and decay
 BASE = nano.NanoRecipe(layers=8, rate=1e-3, embedding_rate=1.0, weight_decay=0.1, steps=STEPS)
 RECIPES = {
     "base": BASE,
@@ -108,7 +108,7 @@ def values(out: Path) -> pd.DataFrame:
 
 
 def table(numbers: pd.DataFrame) -> str:
-    """Return what a recipe gives as a Markdown table: means over runs with t intervals of 95 %, in units of the run.
+    """Return what a recipe gives as a Markdown table: means over runs with t intervals of 95 %.
 
     Coupling is its change from the first step to the last, with p of Welch's test of the last step against that of the base,
     corrected (Holm) for all recipes and both definitions; and its highest mean and the step of that.
@@ -155,14 +155,14 @@ def draw(numbers: pd.DataFrame, file: Path) -> None:
             of_recipe = runs.loc[name][measured].reset_index()
             banded_line(panel, of_recipe.to_dict("series"), colour, name)
         training_axis(panel, *(runs.loc[name].index for name in names), scale="log")
-        panel.set_xlabel("")
         if measured == "expodistance":
             panel.set_yscale("log")
         if measured == DRAWN[0]:
             panel.set_title(title)
         if measured == DRAWN[-1]:
-            panel.set_xlabel("Training step (log scale)")
             panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35), frameon=False)
+        else:
+            panel.set_xlabel("")
     for measured, panel in zip(DRAWN, axes[:: len(columns)], strict=True):
         panel.set_ylabel(measured)
     figure.savefig(file, dpi=120)

@@ -40,9 +40,11 @@ from tracker.walk.display import (
     unwritable,
 )
 from tracker.walk.plan import Output, WalkPlan, make_plan, store_of
-from tracker.walk.prefetch import prefetch
+from tracker.walk.prefetch import Prefetched, prefetch
 
 if TYPE_CHECKING:
+    import xarray as xr
+
     from checkpoints.suites import Checkpoint
     from tracker.loggers.protocol import LoggedRun, Opener, Row
     from tracker.skipped import Skipped
@@ -245,7 +247,6 @@ def _measure_missing(
 ) -> None:
     """Measure the missing checkpoints into the store; skip those that fail."""
     from tracker.devices import is_device_error, release_memory
-    from tracker.walk.units import measure_checkpoint
 
     def measured_elsewhere(step: int) -> bool:
         units.read([step])
@@ -264,17 +265,7 @@ def _measure_missing(
                 raise KeyboardInterrupt
             checkpoint, started, prepared = prefetched.checkpoint, time.perf_counter(), None
             try:
-                measured = partial(
-                    measure_checkpoint, plan, checkpoint, prefetched.arrival.result()
-                )
-                unit = None
-                try:
-                    unit = measured()
-                except CheckpointError:
-                    if not prefetched.fetch_damaged_again():
-                        raise
-                # Not in the handler, whose traceback holds what was loaded
-                prepared = units.prepare(measured() if unit is None else unit)
+                prepared = units.prepare(_measured(plan, prefetched))
             # Whatever is wrong with this revision, the others are measured
             except Exception as error:
                 if is_device_error(error):
@@ -308,6 +299,20 @@ def _measure_missing(
             shown.advance(
                 f"step {checkpoint.step}: {headline(known)}  ({time.perf_counter() - started:.1f} s)"
             )
+
+
+def _measured(plan: WalkPlan, prefetched: Prefetched) -> "xr.Dataset":
+    """Measure a fetched checkpoint; where it can't be loaded, once more if files of it were damaged and are downloaded again."""
+    from tracker.walk.units import measure_checkpoint
+
+    directory = prefetched.arrival.result()
+    try:
+        return measure_checkpoint(plan, prefetched.checkpoint, directory)
+    except CheckpointError:
+        if not prefetched.fetch_damaged_again():
+            raise
+    # Not in the handler, whose traceback holds what was loaded
+    return measure_checkpoint(plan, prefetched.checkpoint, directory)
 
 
 def _write_page(units: "Units") -> list[str]:

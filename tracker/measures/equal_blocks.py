@@ -143,12 +143,9 @@ def _matrices(module: nn.Module) -> dict[str, Tensor]:
 
 def _are_alike(matrices: Sequence[Tensor]) -> Bool[Tensor, "M M"]:
     """Whether each two matrices have a cosine that independent draws do not have, by some of their numbers."""
-    rows, columns = matrices[0].squeeze().flatten(1).shape
-    thinned = [
-        matrix.squeeze().flatten(1)[:: -(-rows // SIDE), :: -(-columns // SIDE)].float()
-        for matrix in matrices
-    ]
-    parts = torch.stack(thinned)
+    flat = [matrix.squeeze().flatten(1) for matrix in matrices]
+    every_row, every_column = (-(-size // SIDE) for size in flat[0].shape)
+    parts = torch.stack([matrix[::every_row, ::every_column].float() for matrix in flat])
     free = (parts.shape[1] - 1) * (parts.shape[2] - 1)
     parts = parts - parts.mean(-1, keepdim=True)
     parts = (parts - parts.mean(-2, keepdim=True)).flatten(1)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from checkpoints.disk import DiskBudget, missing_files
-from checkpoints.fetch import cached_snapshot, fetch, remove_damaged
-from checkpoints.hub import Listing, repo_dir
+from checkpoints.fetch import cached_snapshot, fetch, remove_damaged, snapshot_dir
+from checkpoints.hub import Listing
 from checkpoints.suites import Checkpoint
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -92,7 +92,7 @@ class Prefetched:
             missing = f"{repo} has no revision {revision}; see its branches on the hub"
             raise CheckpointError(selection.unlisted.get(revision, missing))
         if selection.offline:  # its files are in the cache: those that lack some are not asked for
-            return repo_dir(repo, cache_dir) / "snapshots" / listing.commit
+            return snapshot_dir(repo, listing.commit, cache_dir)
         while (use := self.disk.try_reserve(repo, listing, self.upcoming)) is None:
             if self.stop.wait(WAIT):
                 raise CheckpointError(f"stopped before {revision} was fetched")
@@ -103,8 +103,7 @@ class Prefetched:
         """Download what the cache lacks of a listed revision; return its directory."""
         repo, revision = self.checkpoint.source, self.checkpoint.name
         cache_dir = self.selection.suite.cache_dir
-        snapshot = repo_dir(repo, cache_dir) / "snapshots" / listing.commit
-        lacking = missing_files(snapshot, listing)
+        lacking = missing_files(snapshot_dir(repo, listing.commit, cache_dir), listing)
         count = (
             self.shown.downloading(revision, sum(file.size for file in lacking))
             if lacking
