@@ -106,8 +106,12 @@ def children_seconds() -> float:
 
 def read_on_import(environment: Mapping[str, str]) -> dict[str, str]:
     found = {name: value for name, value in environment.items() if name.startswith(READ_ON_IMPORT)}
-    # Read when used; Ray and Lightning set them
-    for name in ("PYTHONBREAKPOINT", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+    # Read when used; Ray, Lightning and `two_ranks` set them
+    for name in (
+        "PYTHONBREAKPOINT",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
         found.pop(name, None)
     return found
 

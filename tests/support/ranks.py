@@ -1,38 +1,48 @@
 """Training on two ranks on this machine."""
 
 import os
-import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from torch.distributed import TCPStore
 
 import tracker
 from tests.support import processes
 from tracker.report import write_report
 
 
-def start_two_ranks(module: str, *arguments: object) -> list[processes.Forked]:
-    """Start `python -m MODULE ARGUMENTS` as two ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+@contextmanager
+def two_ranks(module: str, *arguments: object) -> Iterator[list[processes.Forked]]:
+    """Start `python -m MODULE ARGUMENTS` as two ranks, which are killed at the end."""
+    # this process serves the ranks' store, as torchrun does: no other one can take its port
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": server.host,
+        "MASTER_PORT": str(server.port),
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     ranks = []
-    for number in ("0", "1"):
-        # Lightning reads LOCAL_RANK, others read RANK
-        own = {"RANK": number, "LOCAL_RANK": number, "GLOO_SOCKET_IFNAME": "lo"}
-        ranks.append(processes.start(module, *arguments, env={**os.environ, **common, **own}))
-    return ranks
+    try:
+        for number in ("0", "1"):
+            # Lightning reads LOCAL_RANK, others read RANK
+            own = {"RANK": number, "LOCAL_RANK": number}
+            ranks.append(processes.start(module, *arguments, env={**os.environ, **common, **own}))
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
 
 def run_on_two_ranks(module: str, *arguments: object, seconds: float = 400):
     """Run a module as two ranks, which must succeed; a rank that waits for another one is killed."""
-    ranks = start_two_ranks(module, *arguments)
-    try:
+    with two_ranks(module, *arguments) as ranks:
         for process in ranks:
             _, err = process.communicate(timeout=seconds)
             assert process.returncode == 0, err
-    finally:
-        for process in ranks:
-            process.kill()
 
 
 def assert_store_is_like_any_other(directory: Path, steps: list[int]):

@@ -12,7 +12,7 @@ import wandb
 
 import tracker
 from tests.support import processes
-from tests.support.ranks import run_on_two_ranks, start_two_ranks
+from tests.support.ranks import run_on_two_ranks, two_ranks
 from tests.support.vit_trainings import (
     AUGMENTED,
     STAYS,
@@ -217,11 +217,8 @@ def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     )
     ran = processes.run("vit.train", *whole, timeout=900)  # Lightning starts the second rank
     assert ran.returncode == 0, ran.stderr
-    ranks = start_two_ranks("tests.support.statements", STAYS_IN_MID_EPOCH, *killed)
-    processes.wait_for_line(ranks[0], "staying")
-    for process in ranks:
-        process.kill()
-        process.communicate()
+    with two_ranks("tests.support.statements", STAYS_IN_MID_EPOCH, *killed) as ranks:
+        processes.wait_for_line(ranks[0], "staying")
     assert Store(tmp_path / "killed" / "coupling").steps() == [0, 1, 2, 4]
     assert (
         not cells.is_done(tmp_path / "killed")
