@@ -181,7 +181,7 @@ def _dry_run(walk: Walk, plan: WalkPlan) -> int:
         for checkpoint in plan.selection.checkpoints
         if not plan.output.store.has(checkpoint.step)
     ]
-    print_overview(plan, len(missing))
+    print_overview(plan, len(missing), walk.on)
     for line in describe(plan, missing, walk):
         print(line, flush=True)
     return OK

@@ -132,14 +132,14 @@ def progress(total: int) -> Iterator[WalkProgress]:
         yield WalkProgress(bar)
 
 
-def print_overview(plan: WalkPlan, missing: int) -> None:
-    """Print what is measured, and which checkpoints are suspect."""
+def print_overview(plan: WalkPlan, missing: int, on: str | None = None) -> None:
+    """Print what is measured, on which device or on `on`, and which checkpoints are suspect."""
     selection, measurement = plan.selection, plan.measurement
     count, inputs = len(selection.checkpoints), main_input(measurement.inputs)
     kind = "prompt" if isinstance(inputs[0], str) else "sample"
     print(
         f"{escaped(selection.suite.name)}: {counted(count, 'checkpoint')}, {count - missing} already measured; "
-        f"{counted(len(inputs), kind)}, {_measured_at(plan)}; {measurement.device}, "
+        f"{counted(len(inputs), kind)}, {_measured_at(plan)}; {on or measurement.device}, "
         f"{measurement.settings.dtype}; results in {escaped(str(plan.output.store.path))}",
         flush=True,
     )
