@@ -9,6 +9,8 @@
 # make sweep-tenth: sweep a tenth of the classes of transformers and timm (docs/sweep.md), another one each day
 # make mutants: plant small faults in one file, FILE=tracker/linalg/svd.py or another each day, and run the fast tests that reach their
 #     lines; ARGS="--count 10"
+# make reached: run the tests of `make test` once more, one after another, and write pages that list beside each line of the product
+#     the tests that reach it, build/reached/index.html; TESTS=tests/linalg
 # make golden: compare what a dozen small cases give with what they gave at the commit that tests/golden/reference.toml names
 # make lint: run ruff, pyright and import-linter, and count the Python tokens of product and tests
 # make package: build wheel and sdist, install the wheel in a new environment without extras, and use it
@@ -37,7 +39,7 @@ threads := OMP_NUM_THREADS=2
 KERNELS ?= $(COMBINATIONS)
 OF_TODAY = $(word $(shell expr `date +%j` % $(words $(COMBINATIONS)) + 1),$(COMBINATIONS))
 
-.PHONY: help check demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants golden lint docs package gpu .venv
+.PHONY: help check demo demo-vit test test-all test-shapes test-kernels $(COMBINATIONS:%=kernels-%) test-oldest sweep-tenth mutants reached golden lint docs package gpu .venv
 
 # The stamp is written last, so that an interrupted installation is repeated.
 .venv: .venv/installed
@@ -92,6 +94,10 @@ sweep-tenth: .venv/installed
 
 mutants: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants $(or $(FILE),day) --jobs $(or $(JOBS),2) $(ARGS)
+
+reached: .venv/installed
+	FIRST_CASES=1 OMP_NUM_THREADS=1 $(BIN)/coverage run -m pytest -m "not slow and not alone" $(TESTS)
+	$(BIN)/coverage html
 
 golden: .venv/installed
 	$(BIN)/python -m tests.golden check
