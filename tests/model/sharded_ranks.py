@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.models import Size, language, tokens
 from tracker import measurement
+from tracker.blocks import prepare
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.rows import Jacobians
 from tracker.measures.dataset import Sample
@@ -74,6 +75,7 @@ def reading_more():
 
 CASES = {
     "nothing": lambda: failing(Jacobians, "__call__", ValueError("planted"), times=0),
+    "before a gather": lambda: failing(prepare, "noticing_writes", ValueError("planted")),
     "error": lambda: failing(Jacobians, "__call__", RuntimeError("planted"), after=1),
     "not finite": lambda: failing(Jacobians, "__call__", FloatingPointError("planted"), after=1),
     "memory": lambda: failing(Jacobians, "__call__", torch.OutOfMemoryError("planted"), after=1),

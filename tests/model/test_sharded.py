@@ -34,6 +34,7 @@ def test_ranks_measure_what_one_process_does(ranks, whole, case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
+        ("before a gather", "RuntimeError: ValueError: planted"),
         ("error", "RuntimeError: planted"),
         ("not finite", "FloatingPointError: planted"),
         ("after the last gather", "RuntimeError: ValueError: planted"),

@@ -55,9 +55,9 @@ def prepare(
         UsageError: if a class token is to be measured and there is none.
     """
     with (
+        gathering_together(model) as gather,  # around all that may fail on one rank alone
         preserve_global_state(device),
         noticing_writes(model),
-        gathering_together(model) as gather,
     ):
         new_replica = partial(Replica, model, dtype=dtype, device=device, gather=gather)
         replica = new_replica(_find(model, blocks, new_replica, calls[0]))
