@@ -133,9 +133,7 @@ def check_inputs(store: Store | None, probe: Any) -> None:
         )
 
 
-def claim(
-    store: Store, settings: Mapping[str, Any], step: int, resumed: bool, again: bool = False
-) -> None:
+def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool, again: bool) -> None:
     """Prepare a store for a run that starts at `step`: check its settings, set later units aside, forget later skips.
 
     Args:
