@@ -543,7 +543,6 @@ SURVIVORS = {
     ),
     "tracker/training/schedule.py": (
         "choose: steps is not None -> steps is None",
-        "log2: step & step - 1 == 0 -> step & step - 1 == 1",
         "positive: value < 1 -> value < 2",
     ),
     "tracker/training/transformers.py": (

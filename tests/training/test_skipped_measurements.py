@@ -198,13 +198,13 @@ def test_what_a_run_says_of_skipped_steps(case, monkeypatch, tmp_path):
 
 def test_a_resumed_run_forgets_later_skips_and_units(tmp_path):
     store = Store(tmp_path)
-    claim(store, {}, 0, resumed=False)
+    claim(store, {}, 0, resumed=False, again=False)
     skipped = Skipped(store, pytest.fail)
     skipped.add(3, "RuntimeError: first")
     skipped.add(7, "RuntimeError: second")
     for step in (5, 7):
         store.file(step).touch()  # a unit
-    claim(store, {}, 5, resumed=True)
+    claim(store, {}, 5, resumed=True, again=False)
     assert store.steps() == [5]
     assert store.skipped() == {3: "RuntimeError: first"}
     store.file(3).touch()  # measured after all
