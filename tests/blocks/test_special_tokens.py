@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import tracker
-from tests.support.models import build, images, timm_vit
 from tests.support.refused import refused
 from tracker import pythia
 
@@ -25,11 +24,10 @@ SIZE = dict(
     intermediate_size=32,
 )
 PROMPTS = ["the cat sat on the mat", "a dog"]
-ENCODERS = ("Bert", "Roberta", "Electra", "DebertaV2", "ModernBert", "DistilBert")
+ENCODERS = ("Bert", "Roberta", "ModernBert")
 DECODERS = {
     "GPT2": dict(n_embd=16, n_layer=3, n_head=2),
     "GPTNeoX": SIZE,
-    "Llama": SIZE,
 }
 
 
@@ -52,20 +50,17 @@ def of_bert() -> transformers.PreTrainedTokenizerFast:
     return tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
 
 
-def hugging_face(family: str, head: str = "Model", **config) -> nn.Module:
+def hugging_face(family: str, **config) -> nn.Module:
     torch.manual_seed(0)
-    sizes = dict(dim=16, n_layers=3, n_heads=2, hidden_dim=32) if family == "DistilBert" else {}
-    sizes |= dict(embedding_size=16) if family == "Electra" else {}
-    settings = DECODERS.get(family, SIZE | sizes) | {"vocab_size": len(WORDS)} | config
-    absent = {
+    settings = {
+        "vocab_size": len(WORDS),
         "pad_token_id": None if family in DECODERS else 0,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    settings = absent | settings
-    return getattr(transformers, family + head)(
-        getattr(transformers, f"{family}Config")(**settings)
-    ).eval()
+    settings |= DECODERS.get(family, SIZE) | config
+    cls = getattr(transformers, f"{family}Model")
+    return cls(cls.config_class(**settings)).eval()
 
 
 def measured(model, inputs, tokenizer=None, tokens=None, **options):
@@ -190,40 +185,20 @@ def test_ids_of_a_model_whose_config_states_no_class_token_are_refused(inputs):
 # Stores.
 
 
-def bert_checkpoints(directory, steps):
-    for step in steps:
-        torch.manual_seed(step)
-        model = transformers.BertLMHeadModel(transformers.BertConfig(**SIZE))
-        model.save_pretrained(directory / f"step{step}")
-        of_bert().save_pretrained(directory / f"step{step}")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:If you want to use")
 def test_a_walk_measures_the_last_word(tmp_path, capsys):
-    bert_checkpoints(tmp_path / "run", (1, 2))
+    for saved in (transformers.BertLMHeadModel(transformers.BertConfig(**SIZE)), of_bert()):
+        saved.save_pretrained(tmp_path / "run" / "step1")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-
-    def walk(out, steps):
-        flags = f"--model {tmp_path}/run --prompts {tmp_path}/prompts.txt --k 2 --wandb off --device cpu --measures coupling"
-        assert pythia.main([*flags.split(), "--out", str(tmp_path / out), "--steps", steps]) == 0
-        return tracker.open_results(tmp_path / out)
-
-    ds = walk("new", "1")
-    assert ds.attrs[
-        "tokens"
-    ] == "last non-special" and ds.token_position.values.ravel().tolist() == [6, 2]
+    options = "--k 2 --wandb off --device cpu --measures coupling --steps 1"
+    flags = (
+        f"--model {tmp_path}/run --prompts {tmp_path}/prompts.txt --out {tmp_path}/new {options}"
+    )
+    assert pythia.main(flags.split()) == 0
+    ds = tracker.open_results(tmp_path / "new")
+    assert ds.attrs["tokens"] == "last non-special"
+    assert ds.token_position.values.ravel().tolist() == [6, 2]
     printed = capsys.readouterr().out
     assert "2 prompts, last token; cpu" in printed and "K=2, last word)" in printed
     assert "run: 2 prompts, K = 2, last word\n" in printed
-
-
-def test_the_very_last_token_is_recorded_by_one_name():
-    assert (
-        measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1]).attrs["tokens"] == "last"
-    )
-
-
-def test_image_models_are_unchanged():
-    assert measured(timm_vit(), images(), tokens="last").attrs["tokens"] == "last"
-    assert measured(timm_vit(), images()).attrs["tokens"] == "cls"
