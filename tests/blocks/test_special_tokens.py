@@ -81,7 +81,7 @@ def texts(ds) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_text_encoders_are_measured_at_the_last_word(family):
+def test_text_encoders_are_measured_at_the_last_word_or_their_class_token(family):
     model = hugging_face(family)
     ds = measured(model, PROMPTS, of_bert())
     assert texts(ds) == ["mat", "dog"] and ds.attrs["tokens"] == "last non-special"
@@ -90,6 +90,10 @@ def test_text_encoders_are_measured_at_the_last_word(family):
     very_last = measured(model, PROMPTS, of_bert(), [-1])
     assert texts(very_last) == ["[SEP]", "[SEP]"] and very_last.attrs["tokens"] == "last"
     assert not np.array_equal(ds.singular_value, very_last.singular_value)
+    of_class = measured(model, PROMPTS, of_bert(), "cls")
+    assert texts(of_class) == ["[CLS]", "[CLS]"] and of_class.attrs["tokens"] == "cls"
+    first = measured(model, PROMPTS, of_bert(), [0])
+    np.testing.assert_array_equal(of_class.miscoupling, first.miscoupling)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -140,29 +144,25 @@ def test_ids_with_padding_are_read_with_the_config():
 # The class token.
 
 
-@pytest.mark.parametrize("family", ENCODERS)
-def test_the_class_token_of_text_encoders(family):
-    model = hugging_face(family)
-    ds = measured(model, PROMPTS, of_bert(), "cls")
-    assert texts(ds) == ["[CLS]", "[CLS]"] and ds.attrs["tokens"] == "cls"
-    np.testing.assert_array_equal(
-        ds.miscoupling, measured(model, PROMPTS, of_bert(), [0]).miscoupling
-    )
+UNSTATED = r"only a config can state the class token .* or indices"
+NO_CLASS_TOKEN = {
+    "tokenizer": (PROMPTS, "[CLS] $A [SEP]", {}, "the tokenizer has no class token"),
+    "prompt": (
+        PROMPTS,
+        "$A [SEP]",
+        {"cls_token": "[CLS]"},
+        "prompt 0 begins with token 6, not with the class token, 2.*choose 'last', 'all' or indices",
+    ),
+    "ids": (torch.tensor([[6, 7, 8, 9]]), "$A", {}, UNSTATED),
+    "a mapping of ids": ({"input_ids": torch.tensor([[6, 7]])}, "$A", {}, UNSTATED),
+}
 
 
-@pytest.mark.parametrize(
-    "made, message",
-    [
-        (lambda: tokenizer("[CLS] $A [SEP]"), "the tokenizer has no class token"),
-        (
-            lambda: tokenizer("$A [SEP]", cls_token="[CLS]"),
-            "prompt 0 begins with token 6, not with the class token, 2",
-        ),
-    ],
-)
-def test_prompts_without_a_class_token_are_refused(made, message):
-    with refused(rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"):
-        measured(hugging_face("Bert"), PROMPTS, made(), "cls")
+@pytest.mark.parametrize("case", NO_CLASS_TOKEN)
+def test_what_has_no_class_token_is_refused(case):
+    inputs, template, special, message = NO_CLASS_TOKEN[case]
+    with refused(message):
+        measured(hugging_face("Bert"), inputs, tokenizer(template, **special), "cls")
 
 
 def test_the_class_token_that_a_config_states():
@@ -172,14 +172,6 @@ def test_the_class_token_that_a_config_states():
     assert at(measured(model, padded, tokens="cls")) == [1]
     with refused("sample 1 begins with token 9, not with the class token, 2"):
         measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
-
-
-@pytest.mark.parametrize(
-    "inputs", [torch.tensor([[6, 7, 8, 9]]), {"input_ids": torch.tensor([[6, 7]])}]
-)
-def test_ids_of_a_model_whose_config_states_no_class_token_are_refused(inputs):
-    with refused(r"only a config can state the class token .* or indices"):
-        measured(hugging_face("Bert"), inputs, tokens="cls")
 
 
 # Stores.

@@ -76,7 +76,7 @@ class Plain(nn.Module):
 
 
 class Model(nn.Module):
-    """How the two tensors are handed on: by position, by name, in **kwargs, from the first block on, added in between, or one."""
+    """How the two tensors are handed on: by position, by name, in **kwargs, from the first block on, or one alone."""
 
     def __init__(self, how="position", block=Fused):
         super().__init__()
@@ -89,9 +89,7 @@ class Model(nn.Module):
         residual = x / 3 if self.how == "from the first" else None
         x = x - residual if residual is not None else x
         for layer in self.layers:
-            if self.how == "added":
-                x, residual = layer(x if residual is None else x + residual)
-            elif self.how == "one":
+            if self.how == "one":
                 x, _ = layer(x)
             elif self.how == "position" or (residual is None and self.how != "from the first"):
                 x, residual = layer(x) if residual is None else layer(x, residual)
@@ -138,17 +136,6 @@ def test_two_states_are_refused_with_what_to_do(how, block, remedy, x):
 def test_a_second_tensor_that_stays_the_same_is_no_stream(x):
     ds = tracker.measure(Model("position", Remembering).double(), x, **OPTIONS)
     assert ds.sizes["layer"] == 3
-
-
-@pytest.mark.filterwarnings("ignore:block 1 .* measured over the full sequence")
-def test_states_that_the_model_adds_between_blocks_are_refused_and_measured_by_spans(x):
-    model = Model("added").double()
-    changed = "the model changes the hidden state between layers.0 and layers.1; .*, or spans that include the change"
-    with refused(changed):
-        tracker.measure(model, x, **OPTIONS)
-    boundaries = ["input of layers.0", "input of layers.1", "input of layers.2", "input of norm"]
-    expected = tracker.measure(plain(model), x, **OPTIONS)
-    assert_equal_results(tracker.measure(model, x, blocks=boundaries, **OPTIONS), expected)
 
 
 def test_a_second_output_that_is_not_handed_on_is_no_part_of_the_state(x):

@@ -23,9 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 PROPOSED = {
-    "x0": ({}, NEXT, [WTE]),
     "smear": ({"smear": True}, "transformer.h", [WTE]),
-    "backout": ({"backout": True}, None, [WTE, f"output of {H[DEPTH // 2]}"]),
     # What the middle state is computed from, at a boundary
     "backout, at a boundary": ({"backout": True}, NEXT, [WTE, f"input of {H[DEPTH // 2]}"]),
 }
@@ -102,7 +100,7 @@ def test_other_calls_of_find_blocks():
         find_blocks(model, found, fixed=WTE)
     for block in model.transformer["h"]:  # type: ignore[union-attr]
         mixer = nn.Module()
-        mixer.first, mixer.second = block.mlp.c_fc, block.mlp.c_proj
+        mixer.first, mixer.second = block.mlp.up, block.mlp.down
         block.attn, block.mlp = nn.Identity(), mixer
     with refused("a guess .*; name the blocks, too"):
         find_blocks(model, fixed=WTE)

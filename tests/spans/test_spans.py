@@ -14,6 +14,7 @@ from tests.support.models import random, tokens
 from tests.support.nanochat import CHAIN, DEPTH, GPT, NEXT, WTE, H
 from tests.support.refused import refused
 from tests.support.rounding import of_miscouplings
+from tests.support.unchanged import assert_unchanged, snapshot
 from tests.support.units import assert_same, assert_same_units
 from tracker.blocks.find import find_blocks
 from tracker.jacobians.slicing import Rows
@@ -125,10 +126,7 @@ CASES = {
 def test_jacobians_are_those_between_two_tensors_of_one_graph(case):
     make, inputs, boundaries, described = CASES[case]
     model = make()
-    before = {
-        name: (value.clone(), value._version)
-        for name, value in model.state_dict(keep_vars=True).items()
-    }
+    before = snapshot(model)
     states = states_in_one_graph(model, inputs, boundaries)
     blocks = find_blocks(model, **{"blocks": boundaries} | described)
     at = torch.tensor([0, 1]), torch.tensor([4, 3])
@@ -139,8 +137,7 @@ def test_jacobians_are_those_between_two_tensors_of_one_graph(case):
             for r, (b, t2, t1) in enumerate(zip(rows.sample, rows.token, rows.live, strict=True)):
                 expected = in_one_graph(x, y, int(b), int(t1), int(t2))
                 assert (J[r] - expected).abs().max() < 1e-10 * expected.abs().max().clamp(min=1e-3)
-    for name, value in model.state_dict(keep_vars=True).items():
-        assert torch.equal(value, before[name][0]) and value._version == before[name][1], name
+    assert_unchanged(model, before)
 
 
 @pytest.mark.parametrize("final_norm", ["include", "exclude"])
@@ -264,10 +261,9 @@ def test_weights_that_the_forward_writes_to_are_as_in_its_first_pass():
     model, halved = loop("halves a weight"), loop()
     with torch.no_grad():
         halved.layers[1][1][-1].weight.div_(2)
-    weight = model.layers[1][1][-1].weight
-    kept, version = weight.clone(), weight._version
+    before = snapshot(model)
     assert_same_units(measured(model), measured(halved), 1e-10)
-    assert torch.equal(weight, kept) and weight._version == version
+    assert_unchanged(model, before)
 
 
 def test_values_that_are_not_finite_are_said_at_their_boundary():

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.home_made import MLP
 from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, HEAD = 5, WIDTH // HEADS
@@ -37,18 +38,6 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(
             F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         )
-
-
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c_fc, self.c_proj = (
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
-
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
 class Block(nn.Module):
