@@ -1,7 +1,6 @@
 """Use a model as people do before they measure it, and compare what is measured before and after."""
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -33,9 +32,7 @@ def use(built: Built) -> list[str]:
     done = []
     with torch.inference_mode():
         for options in OPTIONS:
-            if _accepts(model, options) and _runs(
-                lambda options=options: model(**_inputs(built), **options)
-            ):
+            if _runs(lambda options=options: model(**_inputs(built), **options)):
                 done.append(
                     "attentions"
                     if "output_attentions" in options
@@ -113,11 +110,6 @@ def _equal(a: xr.DataArray | None, b: xr.DataArray | None) -> bool:
 
 def _inputs(built: Built) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in built.inputs.items()}
-
-
-def _accepts(model: nn.Module, options: dict[str, Any]) -> bool:
-    known = inspect.signature(model.forward).parameters
-    return options.keys() <= known.keys() or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
 def _runs(call: Callable[[], Any]) -> bool:
