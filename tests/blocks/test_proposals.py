@@ -114,8 +114,8 @@ class Joint(nn.Module):
 
     def __init__(self, image_first: bool):
         super().__init__()
-        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.image, self.text = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.image, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.image_first = image_first
 
     def forward(self, image, text):
@@ -128,20 +128,11 @@ class Joint(nn.Module):
         return (image, text) if self.image_first else (text, image)
 
 
-class Single(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x):
-        return x + self.attn(x, x, x, need_weights=False)[0]
-
-
 class Diffusion(nn.Module):
     def __init__(self, image_first: bool, single: int):
         super().__init__()
         self.joint = nn.ModuleList(Joint(image_first) for _ in range(3))
-        self.single = nn.ModuleList(Single() for _ in range(single))
+        self.single = nn.ModuleList(home_made.Torch() for _ in range(single))
         self.image_first = image_first
 
     def forward(self, image, text):
@@ -154,7 +145,7 @@ class Diffusion(nn.Module):
 
 @pytest.mark.parametrize(("image_first", "words"), [(True, 4), (False, 4), (False, 6)])
 def test_blocks_with_two_streams_are_refused_for_that_reason(image_first, words):
-    inputs = {"image": torch.randn(2, 6, 16), "text": torch.randn(2, words, 16)}
+    inputs = {"image": torch.randn(2, 6, WIDTH), "text": torch.randn(2, words, WIDTH)}
     assert "two streams" in refusal(Diffusion(image_first, 0), inputs)
     message = refusal(Diffusion(image_first, 2), inputs)
     assert lines(message) == ["single"] and re.search(

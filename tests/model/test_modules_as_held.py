@@ -28,16 +28,11 @@ def scripted():
     return torch.jit.script(nn.Linear(D, D))
 
 
-def traced():
-    return torch.jit.trace(nn.Linear(D, D), STATES)
-
-
 REFUSED = {
     "scripted": (
         scripted,
         r"blocks\.0\.mlp \(RecursiveScriptModule\) is TorchScript.*measure the model with the Python",
     ),
-    "traced": (traced, r"blocks\.0\.mlp \(TopLevelTracedModule\) is TorchScript"),
     "quantized": (
         lambda: torch.ao.nn.quantized.dynamic.Linear(D, D),
         r"mlp \(Linear\) computes with whole numbers",

@@ -101,7 +101,7 @@ def in_use() -> int:
 
 @pytest.mark.slow
 def test_memory_in_use_does_not_grow_with_the_recording():
-    model = shapes.model("70m", 12, "cpu", vocabulary=128)
+    model = shapes.model("70m", 6, "cpu", vocabulary=128)
     inputs = torch.randint(128, (1, 1024))
     replica = Replica(model, find_blocks(model), torch.float32, CPU)
     (batch,) = batches(model, inputs, None, None)
@@ -113,8 +113,8 @@ def test_memory_in_use_does_not_grow_with_the_recording():
             grown[memory] = in_use() - before
             size = recording.nbytes()
             del recording
-    assert size > 70e6
-    assert grown[0] < 0.2 * size < grown[1 << 30]
+    assert size > 35e6
+    assert grown[0] < 0.3 * size < grown[1 << 30]
 
 
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])
