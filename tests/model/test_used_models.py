@@ -18,11 +18,9 @@ import tracker
 from tests.support.brute_force import Truth
 from tests.support.home_made import LM, MLP, PreNorm
 from tests.support.llava import SEEN, llava
-from tests.support.models import HEADS, WIDTH, build, tokenizer, tokens
+from tests.support.models import WIDTH, build, tokenizer, tokens
 from tests.support.rounding import rounding
 from tracker.model.global_state import preserve_global_state
-
-HEAD = WIDTH // HEADS
 
 
 def assert_identical(seen, expected):
@@ -117,7 +115,7 @@ class Rotary(nn.Module):
         self.make(3)
 
     def make(self, n):
-        angles = torch.arange(n)[:, None] / torch.tensor([1.0, 10.0, 100.0, 1000.0]).repeat(2)
+        angles = torch.arange(n)[:, None] / torch.logspace(0, 3, WIDTH // 2).repeat(2)
         for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
             if self.as_buffers:
                 self.register_buffer(name, table, persistent=False)
@@ -141,24 +139,22 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.cache, self.rotary = cache, rotary
         if cache == "buffer":
-            self.register_buffer("keys", torch.zeros(2, 16, HEADS, HEAD))
+            self.register_buffer("keys", torch.zeros(2, 16, WIDTH))
         if cache == "made at first use":
             self.keys = None
 
     def forward(self, x):
-        B, n, _ = x.shape
-        q, k, v = self.qkv(x).unflatten(2, (3, HEADS, HEAD)).unbind(2)
+        q, k, v = self.qkv(x).chunk(3, -1)
         if self.cache:
             if self.keys is None:
-                self.keys = torch.zeros(B, n, HEADS, HEAD, dtype=x.dtype)
+                self.keys = torch.zeros_like(k)
+            B, n, _ = k.shape
             self.keys[:B, :n] = k
             k = self.keys[:B, :n]
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if self.rotary is not None:
             q, k = self.rotary(q), self.rotary(k)
-        return self.out(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        q, k, v = (of_one_head[:, None] for of_one_head in (q, k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0])
 
 
 class Own(LM):
