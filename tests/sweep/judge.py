@@ -65,14 +65,13 @@ def _examine(built: Built, result: Outcome):
         fresh = _measured_or_refused(built)
         if isinstance(fresh, str):
             raise UsageError(fresh)
-        measured = [([built.inputs], fresh)]
+        result.blocks, measured = _short(fresh), [([built.inputs], fresh)]
         if built.prompts:
             prompts = [" ".join(map(str, ids[0].tolist())) for ids in built.prompts]
             calls = [{"input_ids": ids} for ids in built.prompts]
-            result.blocks = _short(measured[0][1])
             stage = "two prompts: "
             measured.append((calls, _measured(built, prompts, tokenizer=tokenizer)))
-        result.blocks, stage = _short(measured[0][1]), ""
+        stage = ""
         with oracle.quiet():
             for calls, ds in measured:
                 for i, call in enumerate(calls):

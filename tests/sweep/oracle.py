@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.brute_force import in_one_graph
+from tests.support.draws import normal
 
 
 class Unsuitable(Exception):
@@ -52,9 +53,7 @@ class Graph:
 
     def dependence(self, y: Tensor, x: Tensor) -> Tensor | None:
         """The gradient of a random projection of y; None where y does not depend on x."""
-        weights = torch.randn(
-            y.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-        ).to(y.dtype)
+        weights = normal(*y.shape, seed=5, dtype=torch.float64).to(y.dtype)
         if not y.requires_grad:
             return None
         (grad,) = torch.autograd.grad((y * weights).sum(), x, retain_graph=True, allow_unused=True)
