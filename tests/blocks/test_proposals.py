@@ -1,7 +1,6 @@
 """The lines that a refusal proposes: each is tried, and only those that measure are proposed."""
 
 import copy
-import importlib
 import pickle
 import re
 
@@ -10,6 +9,8 @@ import pytest
 import torch
 import x_transformers
 from torch import nn
+from vit_pytorch.simple_vit_with_hyper_connections import SimpleViT
+from vit_pytorch.vit_with_patch_merger import ViT
 
 import tracker
 from tests.support import home_made
@@ -153,31 +154,21 @@ def test_blocks_with_two_streams_are_refused_for_that_reason(image_first, words)
     )
 
 
-def vit(name: str, **options) -> nn.Module:
-    """Return a small model of vit-pytorch."""
-    module, _, cls = name.rpartition(".")
-    sizes = {"image_size": 32, "dim": 32, "heads": 2, "mlp_dim": 64, "num_classes": 5}
-    made = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)
-    return made(**sizes | options)
-
-
 def decoder(**options) -> nn.Module:
     """Return a small language model of x-transformers."""
     layers = x_transformers.Decoder(dim=32, depth=3, heads=2, **options)
     return x_transformers.TransformerWrapper(num_tokens=40, max_seq_len=32, attn_layers=layers)
 
 
-OF_IMAGES = {"depth": 3, "patch_size": 8}
-IMAGES, IDS = torch.randn(2, 3, 32, 32), tokens()
+OF_VIT = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 3, "heads": 2, "mlp_dim": 64}
+IMAGES = torch.randn(2, 3, 32, 32)
 NO_CHAIN = {
     "hyper-connections": (
-        lambda: vit(
-            "simple_vit_with_hyper_connections.SimpleViT", num_residual_streams=2, **OF_IMAGES
-        ),
+        lambda: SimpleViT(num_residual_streams=2, num_classes=5, **OF_VIT),
         IMAGES,
     ),
-    "patches merged": (lambda: vit("vit_with_patch_merger.ViT", **OF_IMAGES), IMAGES),
-    "skips": (lambda: decoder(unet_skips=True), IDS),
+    "patches merged": (lambda: ViT(num_classes=5, **OF_VIT), IMAGES),
+    "skips": (lambda: decoder(unet_skips=True), tokens()),
 }
 
 
