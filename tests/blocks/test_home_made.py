@@ -70,7 +70,7 @@ class Parallel(LM):
 
 
 def test_projections_that_start_at_zero_hide_nothing():
-    """Neither a chain of blocks, nor that branches side by side are none."""
+    """A chain of blocks is found, and branches side by side are refused."""
     models = LM(Flat), Parallel(Flat)
     for model in models:
         for block in model.blocks:

@@ -269,7 +269,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_exclude_the_norm(name):
-    """Those of the zoo, too."""
+    """Image models and models that return states are rows of the zoo."""
     ds = tracker.measure(Classifier(*OTHERS[name]), tokens(), measures="trajectory")
     assert ds.attrs["final_norm"] == "exclude" and ds.attrs["final_norm_module"]
     assert (

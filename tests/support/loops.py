@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Mixer(nn.Module):
-    """Attention, not called so."""
+    """Attention under another name."""
 
     def __init__(self, norm: bool = True, sequence_first: bool = False):
         super().__init__()
@@ -147,19 +147,11 @@ def states_in_one_graph(
     handles = []
     for text in boundaries:
         side, _, name = text.partition(" of ")
-        module = model.get_submodule(name)
-        if side == "input":
-            handles.append(
-                module.register_forward_pre_hook(
-                    lambda m, args, text=text: met.__setitem__(text, args[0])
-                )
-            )
-        else:
-            handles.append(
-                module.register_forward_hook(
-                    lambda m, args, out, text=text: met.__setitem__(text, out)
-                )
-            )
+
+        def keep(module, args, output, text=text, side=side):
+            met[text] = args[0] if side == "input" else output
+
+        handles.append(model.get_submodule(name).register_forward_hook(keep))
     model(inputs)
     for handle in handles:
         handle.remove()
