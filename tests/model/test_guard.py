@@ -29,25 +29,25 @@ class Writer(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            self.write(self, x)
+            self.write(self)
         return x + x @ self.weight.T
 
 
-def clamp(block, x):
+def clamp(block):
     block.weight.clamp_(-0.1, 0.1)
 
 
 WRITES = {
     "a weight": clamp,
-    "a view": lambda block, x: block.weight[2:5].view(-1).clamp_(-0.1, 0.1),
-    "data": lambda block, x: block.weight.data.clamp_(-0.1, 0.1),
-    "the tied": lambda block, x: block.tied.data.clamp_(-0.1, 0.1),
-    "out": lambda block, x: torch.clamp(block.weight, -0.1, 0.1, out=block.weight),
-    "many": lambda block, x: torch._foreach_clamp_max_([block.weight, block.statistics], 0.1),
+    "a view": lambda block: block.weight[2:5].view(-1).clamp_(-0.1, 0.1),
+    "data": lambda block: block.weight.data.clamp_(-0.1, 0.1),
+    "the tied": lambda block: block.tied.data.clamp_(-0.1, 0.1),
+    "out": lambda block: torch.clamp(block.weight, -0.1, 0.1, out=block.weight),
+    "many": lambda block: torch._foreach_clamp_max_([block.weight, block.statistics], 0.1),
     # Measured as the first call computes it
-    "halved": lambda block, x: block.weight.div_(2),
-    "a buffer": lambda block, x: block.statistics.fill_(3.0),
-    "a table": lambda block, x: block.table.fill_(3.0),
+    "halved": lambda block: block.weight.div_(2),
+    "a buffer": lambda block: block.statistics.fill_(3.0),
+    "a table": lambda block: block.table.fill_(3.0),
 }
 
 
@@ -68,8 +68,8 @@ def test_what_a_forward_pass_writes_stays_with_the_replica(name, dtype):
 
 
 def test_nothing_is_changed_where_measuring_raises():
-    def write_and_fail(block, x):
-        clamp(block, x)
+    def write_and_fail(block):
+        clamp(block)
         block.statistics.fill_(3.0)
         raise RuntimeError("planted")
 
@@ -125,7 +125,7 @@ def test_a_module_outside_the_tree_is_not_run():
             ran.append(self)
             return x
 
-    model = Stack([Writer(lambda block, x: block.listed[0](x)) for _ in range(2)])
+    model = Stack([Writer(lambda block: block.listed[0](block.weight)) for _ in range(2)])
     for block in model.blocks:
         block.listed = [Listed()]
     tracker.measure(model, random(1, 4, 8), k=3, dtype="float64", witness="off")

@@ -33,11 +33,11 @@ def measured(model, inputs):
     return ds
 
 
-def compiled_whole(model, inputs):
+def compiled_whole(model):
     return torch.compile(model, backend="eager")
 
 
-def compiled_in_place(model, inputs):
+def compiled_in_place(model):
     model.compile(backend="eager")
     return model
 
@@ -48,16 +48,16 @@ def with_each_block(model, wrap):
     return model
 
 
-def compiled_blocks(model, inputs):
-    return with_each_block(model, lambda layer: compiled_whole(layer, inputs))
+def compiled_blocks(model):
+    return with_each_block(model, compiled_whole)
 
 
-def compiled_tower(model, inputs):
-    model.model = compiled_whole(model.model, inputs)
+def compiled_tower(model):
+    model.model = compiled_whole(model.model)
     return model
 
 
-def compiled_parts(model, inputs):
+def compiled_parts(model):
     """The final norm among them, which is counted in."""
     layers = model.model.layers
     for holder, name in (
@@ -66,34 +66,34 @@ def compiled_parts(model, inputs):
         (layers[1], "self_attn"),
         (model, "lm_head"),
     ):
-        setattr(holder, name, compiled_whole(getattr(holder, name), inputs))
+        setattr(holder, name, compiled_whole(getattr(holder, name)))
     return model
 
 
-def activation_checkpoint_wrappers(model, inputs):
+def activation_checkpoint_wrappers(model):
     return with_each_block(model, checkpoint_wrapper).train()
 
 
-def wrapped_at_every_depth(model, inputs):
-    model = activation_checkpoint_wrappers(compiled_blocks(model, inputs), inputs)
-    model.model = nn.DataParallel(compiled_tower(model, inputs).model)
-    return AveragedModel(compiled_whole(nn.DataParallel(model), inputs))
+def wrapped_at_every_depth(model):
+    model = activation_checkpoint_wrappers(compiled_blocks(model))
+    model.model = nn.DataParallel(compiled_tower(model).model)
+    return AveragedModel(compiled_whole(nn.DataParallel(model)))
 
 
-def set_up_by_fabric(model, inputs):
-    return Fabric(accelerator="cpu", devices=1).setup(compiled_whole(model, inputs))
+def set_up_by_fabric(model):
+    return Fabric(accelerator="cpu", devices=1).setup(compiled_whole(model))
 
 
-def gradient_checkpointing(model, inputs):
+def gradient_checkpointing(model):
     model.gradient_checkpointing_enable()
     return model.train()
 
 
-def frozen(model, inputs):
+def frozen(model):
     return model.requires_grad_(False)
 
 
-def prepared_in_bf16(model, inputs):
+def prepared_in_bf16(model):
     """With a forward on the instance that enters autocast, which the measurement leaves."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -126,7 +126,7 @@ NOT_RUN = [
 @pytest.mark.parametrize("held", HELD)
 def test_the_numbers_are_those_of_the_plain_model(plain, held):
     model, inputs, expected = plain
-    model = held(copy.deepcopy(model), inputs)
+    model = held(copy.deepcopy(model))
     if held not in NOT_RUN:
         # As after some training: compiled code exists
         model(inputs)
@@ -147,9 +147,9 @@ class Outer(nn.Module):
             if way == "held twice"
             else nn.DataParallel(net)
             if way == "module"
-            else compiled_whole(net, None)
+            else compiled_whole(net)
         )
-        self.fast = compiled_whole(net, None) if way == "held twice" else None
+        self.fast = compiled_whole(net) if way == "held twice" else None
         self.way = way
 
     def forward(self, ids):
@@ -168,7 +168,7 @@ def test_a_wrapped_part_is_measured_as_without_its_wrapper(plain, way):
 
 def test_blocks_are_named_with_or_without_the_wrappers_own_steps(plain):
     model, inputs, _ = plain
-    model = wrapped_at_every_depth(copy.deepcopy(model), inputs)
+    model = wrapped_at_every_depth(copy.deepcopy(model))
     plain_names = [f"model.layers.{i}" for i in range(3)]
     found = {
         name: module
@@ -201,7 +201,7 @@ def test_a_wrapped_parts_memory_is_counted(plain):
     model, inputs, _ = plain
     costs = [
         tracker.measure(m, inputs, dry_run=True, dtype="float64")
-        for m in (model, compiled_tower(copy.deepcopy(model), inputs))
+        for m in (model, compiled_tower(copy.deepcopy(model)))
     ]
     assert costs[0].peak_bytes == costs[1].peak_bytes
 
