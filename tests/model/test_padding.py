@@ -164,9 +164,10 @@ def test_padding_is_read_where_it_is(name):
 
 
 class WithMemory(Model):
-    def forward(self, x, memory, pad, visible=None):
+    def forward(self, x, memory, pad=None, memory_pad=None, visible=None):
+        hidden = memory_pad if pad is None else pad
         for block in self.blocks:
-            x = block(x, visible, memory, ~pad[:, None, None])
+            x = block(x, visible, memory, ~hidden[:, None, None])
         return x
 
 
@@ -179,6 +180,9 @@ def test_the_mask_of_a_memory_is_not_read(by_hand, causal):
     with unread if by_hand else nullcontext():
         ds = measured(WithMemory(by_hand=by_hand), given)
     assert ds.attrs["padding"] == "none" and (ds.token_position == N - 1).all()
+    # Its name says what it is of, and nothing is to be warned of.
+    given["memory_pad"] = given.pop("pad")
+    assert measured(WithMemory(by_hand=by_hand), given).attrs["padding"] == "none"
 
 
 def test_a_mask_beside_that_of_a_memory_is_read():
