@@ -39,7 +39,6 @@ class Built:
     prompts: list[Tensor] = field(default_factory=list)
     dtype: torch.dtype = torch.float64
     note: str = ""
-    spread: float = 0.1
 
     def fresh(self) -> nn.Module:
         """A copy in eval mode that keeps no cache."""
