@@ -10,19 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import timm
 import torch
-import transformers
 from torch import Tensor, nn
 
 import tracker
+from tests.support import home_made
 from tests.support.compared import measured_as_by_brute_force
 from tests.support.draws import perturbed
 from tests.support.llava import (
     COMMON,
-    DEEPER,
     IDS,
-    IMAGE,
     SEEN,
-    TEXT,
     VISION,
     llava,
     of,
@@ -32,39 +29,20 @@ from tests.support.refusals import K, lines, refusal
 from tests.support.refused import refused
 from tracker.blocks.find import find_blocks
 from tracker.common.errors import UsageError
+from tracker.model.hidden_state import floating_tensors
 
 
 def of_timm(name: str, **settings: Any) -> nn.Module:
     return timm.create_model(name, num_classes=5, **settings)
 
 
-def paligemma() -> nn.Module:
-    return of(
-        "PaliGemmaForConditionalGeneration",
-        text_config=transformers.GemmaConfig(**TEXT, head_dim=8),
-        vision_config=transformers.SiglipVisionConfig(**DEEPER),
-        image_token_index=IMAGE,
-        projection_dim=WIDTH,
-    )
-
-
 PAIR = {"input_ids": IDS, "decoder_input_ids": IDS[:, :6]}
 
 
-@dataclass(frozen=True)
-class Case:
-    """A model, its input, and where its blocks are: container, final norm counted in (or None), position measured."""
-
-    make: Callable[[], nn.Module]
-    inputs: Any
-    container: str
-    norm: str | None
-    position: int
-    message: str = ""  # a part of what `find_blocks` prints
-
-
+# A model, its input, and where its blocks are: container, final norm counted in (or None), position measured; and a part of what
+# `find_blocks` prints
 FOUND = {
-    "llava": Case(
+    "llava": (
         llava,
         SEEN,
         "model.language_model.layers",
@@ -72,7 +50,7 @@ FOUND = {
         8,
         "the text tower model.language_model (LlamaModel), which gives the logits",
     ),
-    "llava, no head": Case(
+    "llava, no head": (
         lambda: llava().model,
         IDS,
         "language_model.layers",
@@ -80,7 +58,7 @@ FOUND = {
         8,
         "which gives the last hidden state",
     ),
-    "clip, vision": Case(
+    "clip, vision": (
         lambda: of("CLIPVisionModel", **VISION),
         images(),
         "encoder.layers",
@@ -88,7 +66,7 @@ FOUND = {
         0,
         "class token: position 0",
     ),
-    "siglip, vision": Case(
+    "siglip, vision": (
         lambda: of("SiglipVisionModel", **VISION),
         images(),
         "encoder.layers",
@@ -96,7 +74,7 @@ FOUND = {
         3,
         "class token: none",
     ),
-    "bart, its decoder alone": Case(
+    "bart, its decoder alone": (
         lambda: of(
             "BartForCausalLM",
             vocab_size=VOCABULARY,
@@ -113,24 +91,23 @@ FOUND = {
         8,
         "the only list of blocks with attention, 2 x BartDecoderLayer",
     ),
-    "beit, mean of the patches": Case(
-        lambda: of("BeitModel", **VISION), images(), "layers", None, 4
+    "beit, mean of the patches": (
+        lambda: of("BeitModel", **VISION),
+        images(),
+        "layers",
+        None,
+        4,
+        "",
     ),
-    "beit, class token": Case(
+    "beit, class token": (
         lambda: of("BeitForImageClassification", **VISION, use_mean_pooling=False),
         images(),
         "beit.layers",
         None,
         0,
+        "class token: position 0",
     ),
-    "dinov2, class token and mean": Case(
-        lambda: of("Dinov2ForImageClassification", **VISION),
-        images(),
-        "dinov2.encoder.layer",
-        None,
-        0,
-    ),
-    "timm vit, mean of the patches": Case(
+    "timm vit, mean of the patches": (
         lambda: of_timm(
             "vit_tiny_patch16_224",
             img_size=16,
@@ -144,8 +121,9 @@ FOUND = {
         "blocks",
         None,
         4,
+        "class token: none",
     ),
-    "xcit": Case(
+    "xcit": (
         lambda: of_timm("xcit_nano_12_p8_224", img_size=32, embed_dim=32, depth=3, num_heads=4),
         images(2, 32),
         "blocks",
@@ -153,7 +131,7 @@ FOUND = {
         15,
         "3 x XCABlock, before the class attention of cls_attn_blocks (2 x ClassAttentionBlock)",
     ),
-    "cait": Case(
+    "cait": (
         lambda: of_timm(
             "cait_xxs24_224", img_size=16, patch_size=8, embed_dim=32, depth=3, num_heads=4
         ),
@@ -166,16 +144,6 @@ FOUND = {
 }
 
 
-@dataclass(frozen=True)
-class Several:
-    """A model whose blocks are not one chain: of each line that is offered, final norm and position."""
-
-    make: Callable[[], nn.Module]
-    inputs: Any
-    lines: dict[str, tuple[str | None, int]]
-    message: str
-
-
 T5 = {
     "decoder_start_token_id": 0,
     "vocab_size": VOCABULARY,
@@ -185,8 +153,9 @@ T5 = {
     "num_heads": HEADS,
     "num_layers": 3,
 }
+# A model of several chains, its input, final norm and position of each line that is offered, and a part of the message
 REFUSED = {
-    "t5": Several(
+    "t5": (
         lambda: of("T5ForConditionalGeneration", **T5),
         PAIR,
         {
@@ -195,7 +164,7 @@ REFUSED = {
         },
         "2 lists of blocks found (encoder.block, decoder.block) in T5ForConditionalGeneration",
     ),
-    "clip": Several(
+    "clip": (
         lambda: of(
             "CLIPModel",
             text_config=COMMON
@@ -210,7 +179,7 @@ REFUSED = {
         },
         "blocks='vision_model.encoder.layers'  # 3 x CLIPEncoderLayer",
     ),
-    "swin": Several(
+    "swin": (
         lambda: of(
             "SwinModel",
             image_size=32,
@@ -241,34 +210,28 @@ def assert_measured_as_by_brute_force(model, inputs, container, norm, position, 
 
 @pytest.mark.parametrize("name", FOUND)
 def test_the_blocks_that_reach_the_output_are_found(name):
-    case = FOUND[name]
-    model = made(case.make)
+    make, inputs, container, norm, position, message = FOUND[name]
+    model = made(make)
     found = find_blocks(model)
     assert [model.get_submodule(block) for block in found.names] == list(
-        model.get_submodule(case.container).children()
+        model.get_submodule(container).children()
     )
-    assert case.message in str(found)
-    assert case.norm is None or found.final_norms[0] == case.norm
-    assert_measured_as_by_brute_force(model, case.inputs, case.container, case.norm, case.position)
+    assert message in str(found)
+    assert norm is None or found.final_norms[0] == norm
+    assert_measured_as_by_brute_force(model, inputs, container, norm, position)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_no_guess_is_made_between_towers_or_stages_and_every_line_offered_works(name):
-    case = REFUSED[name]
-    model = made(case.make)
-    message = refusal(model, case.inputs)
-    assert case.message in message and lines(message) == list(case.lines)
-    for line, (norm, position) in case.lines.items():
-        assert_measured_as_by_brute_force(model, case.inputs, line, norm, position, blocks=line)
+    make, inputs, offered, part = REFUSED[name]
+    model = made(make)
+    message = refusal(model, inputs)
+    assert part in message and lines(message) == list(offered)
+    for line, (norm, position) in offered.items():
+        assert_measured_as_by_brute_force(model, inputs, line, norm, position, blocks=line)
 
 
 def test_a_vision_tower_named_by_the_caller_keeps_to_its_own_norm_and_head():
-    model = made(paligemma)
-    found = find_blocks(model, "model.vision_tower.encoder.layers")
-    assert (
-        found.final_norms == ("model.vision_tower.post_layernorm",) and not found.include_final_norm
-    )
-    assert found.unembedding is None
     clip = find_blocks(made(llava), "model.vision_tower.encoder.layers")
     assert clip.unembedding is None and not clip.include_final_norm
     # Those after the blocks first
@@ -294,40 +257,22 @@ def test_padding_beside_a_decoders_input_is_refused():
 
 
 def test_two_language_models_in_one_module_are_ambiguous():
-    class Distilled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.teacher, self.student = neox(), neox(num_hidden_layers=2)
-
+    distilled = nn.ModuleDict({"teacher": neox(), "student": neox(num_hidden_layers=2)})
     with pytest.raises(UsageError) as error:
-        find_blocks(Distilled())
+        find_blocks(distilled)
     assert lines(str(error.value)) == ["teacher.gpt_neox.layers", "student.gpt_neox.layers"]
 
 
+class AttentionHead(home_made.Head):
+    """Attention by its name."""
+
+
 def test_heads_inside_a_block_are_not_blocks():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.attention = nn.MultiheadAttention(WIDTH, 1, batch_first=True)
-
-        def forward(self, x):
-            return self.attention(x, x, x, need_weights=False)[0]
-
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.heads = nn.ModuleList(Head() for _ in range(4))
-            self.mlp = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            x = x + sum(head(x) for head in self.heads)
-            return x + self.mlp(x)
-
-    model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), Block()), nn.Linear(WIDTH, 5)
-    )
-    assert find_blocks(model).names == ("1.0", "1.1")
-    assert tracker.measure(model, torch.randn(2, 4, WIDTH), k=2).sizes["layer"] == 2
+    model = home_made.LM(home_made.LectureBlock)
+    for block in model.blocks:
+        for head in block.sa.heads:
+            head.__class__ = AttentionHead
+    assert find_blocks(model).names == ("blocks.0", "blocks.1", "blocks.2")
 
 
 def test_blocks_among_other_modules_are_offered_by_their_names():
@@ -364,7 +309,6 @@ class NamedOutput(NamedTuple):
 
 
 FORMS = {
-    "tensor": lambda scores: scores,
     "dataclass": Output,
     "a dataclass in another": lambda scores: {"nested": [Output({"of": Output(scores)})]},
     "named tuple": NamedOutput,
@@ -379,12 +323,18 @@ WITHOUT_TENSORS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns(form):
-    unread = Unread(False, FORMS[form])
+def test_what_a_model_returns_is_found_in_any_form(form):
+    scores = torch.ones(2)
+    (found,) = floating_tensors(FORMS[form](scores))
+    assert found is scores
+
+
+def test_whether_blocks_reach_the_output_is_seen_in_what_a_model_returns():
+    unread = Unread(False, Output)
     with refused("returns depends on its last block, encoder.*layers.2"):
         tracker.measure(unread, tokens(), k=2)
     # Blocks that the caller names may lead nowhere.
-    for model, blocks in ((unread, "encoder.encoder.layers"), (Unread(True, FORMS[form]), None)):
+    for model, blocks in ((unread, "encoder.encoder.layers"), (Unread(True, Output), None)):
         assert tracker.measure(model, tokens(), k=2, blocks=blocks).sizes["layer"] == 3
 
 

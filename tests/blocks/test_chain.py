@@ -6,22 +6,10 @@ from torch import nn
 
 import tracker
 from tests.support.compared import measured_as_by_brute_force
-from tests.support.home_made import MLP, Flat, PreNorm
+from tests.support.home_made import LM, MLP, Flat, PreNorm
 from tests.support.home_made import Torch as Attending
-from tests.support.models import VOCABULARY, WIDTH, neox, tokens
+from tests.support.models import WIDTH, neox, tokens
 from tests.support.refusals import K, lines, refusal
-
-
-class Convolving(nn.Module):
-    """Without attention; as in Jamba, Griffin or xLSTM, in one list with it."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.conv = nn.LayerNorm(WIDTH), nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
-        self.mlp = PreNorm(MLP())
-
-    def forward(self, x):
-        return self.mlp(x + self.conv(self.norm(x).transpose(1, 2)).transpose(1, 2))
 
 
 class OnlyConvolving(nn.Module):
@@ -35,6 +23,17 @@ class OnlyConvolving(nn.Module):
         return x + self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Convolving(OnlyConvolving):
+    """Without attention; as in Jamba, Griffin or xLSTM, in one list with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = PreNorm(MLP())
+
+    def forward(self, x):
+        return self.mlp(super().forward(x))
+
+
 class Dense(PreNorm):
     """A first layer that moves no information between tokens."""
 
@@ -42,90 +41,56 @@ class Dense(PreNorm):
         super().__init__(MLP())
 
 
-class LM(nn.Module):
-    """Blocks in a list, and modules before and after it."""
-
-    def __init__(self, blocks, before=(), after=()):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        for name, module in before:
-            self.add_module(name, module)
-        self.layers = blocks
-        for name, module in after:
-            self.add_module(name, module)
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.order = [name for name, _ in before], [name for name, _ in after]
-
-    def forward(self, ids):
-        before, after = self.order
-        x = self.embed(ids)
-        for name in before:
-            x = self.get_submodule(name)(x)
-        for block in (
-            self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
-        ):
-            x = block(x)
-        for name in after:
-            x = self.get_submodule(name)(x)
-        return self.head(self.norm(x))
-
-
 KINDS = {"A": Attending, "C": Convolving, "O": OnlyConvolving, "F": Flat, "D": Dense}
-LISTS = {"ModuleList": nn.ModuleList, "Sequential": lambda blocks: nn.Sequential(*blocks)}
-LISTS["ModuleDict"] = lambda blocks: nn.ModuleDict(
-    {f"block_{i}": block for i, block in enumerate(blocks)}
-)
 
 
-def model(kinds: str, container: str = "ModuleList", before: str = "", after: str = "") -> LM:
+def model(kinds: str, before: str = "", after: str = "") -> LM:
     """Return a model with a block of each kind in its list, and before and after it."""
     torch.manual_seed(0)
     outside = [[(f"{part}{i}", KINDS[kind]()) for i, kind in enumerate(named)] for part, named in
                (("first", before), ("last", after))]  # fmt: skip
-    return LM(LISTS[container]([KINDS[kind]() for kind in kinds]), *outside).double().eval()
+    first, last = outside
+    return LM([KINDS[kind]() for kind in kinds], before=first, after=last).double().eval()
 
 
-@pytest.mark.parametrize(
-    ("kinds", "container"),
-    [
-        *((kinds, "ModuleList") for kinds in ("ACCA", "CCCA", "ACAC", "FFCF")),
-        *((kinds, container) for kinds in ("AACC", "AOOA", "CAAA", "FCFC") for container in LISTS),
-    ],
-)
-def test_a_list_of_several_classes_is_measured_whole(kinds, container):
-    network = model(kinds, container)
-    names = [f"layers.{name}" for name, _ in network.layers.named_children()]
-    if kinds == "CAAA":  # the class of its first block is there once
-        assert lines(refusal(network))[0] == "layers"
-        return
-    ds = measured_as_by_brute_force(network, tokens(), names)
+def names_of(kinds: str) -> list[str]:
+    return [f"blocks.{i}" for i in range(len(kinds))]
+
+
+@pytest.mark.parametrize("kinds", ["ACCA", "CCCA", "ACAC", "FFCF", "AACC", "AOOA", "FCFC"])
+def test_a_list_of_several_classes_is_measured_whole(kinds):
+    ds = measured_as_by_brute_force(model(kinds), tokens(), names_of(kinds))
     assert ds.attrs["final_norm_module"] == "norm"
+
+
+def test_a_first_block_whose_class_is_there_once_is_offered_with_the_others():
+    assert lines(refusal(model("CAAA")))[0] == "blocks"
 
 
 @pytest.mark.parametrize(
     "kinds, before, after, names",
     [
-        ("AA", "", "A", ["layers.0", "layers.1", "last0"]),
-        ("AA", "A", "", ["first0", "layers.0", "layers.1"]),
-        ("AA", "CA", "AC", ["first0", "first1", "layers.0", "layers.1", "last0", "last1"]),
-        ("FF", "F", "C", ["first0", "layers.0", "layers.1", "last0"]),
-        ("AA", "DA", "", ["first0", "first1", "layers.0", "layers.1"]),
-        ("AACC", "", "A", ["layers.0", "layers.1", "layers.2", "layers.3", "last0"]),
+        ("AA", "", "A", ["blocks.0", "blocks.1", "last0"]),
+        ("AA", "A", "", ["first0", "blocks.0", "blocks.1"]),
+        ("AA", "CA", "AC", ["first0", "first1", "blocks.0", "blocks.1", "last0", "last1"]),
+        ("FF", "F", "C", ["first0", "blocks.0", "blocks.1", "last0"]),
+        ("AA", "DA", "", ["first0", "first1", "blocks.0", "blocks.1"]),
+        ("AACC", "", "A", ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "last0"]),
     ],
 )
 def test_blocks_outside_the_list_are_proposed_with_it(kinds, before, after, names):
     network = model(kinds, before=before, after=after)
     message = refusal(network)
     assert "are not the whole chain of blocks" in message
-    assert lines(message) == [names, "layers"]
+    assert lines(message) == [names, "blocks"]
     measured_as_by_brute_force(network, tokens(), names, blocks=names)
-    part = tracker.measure(network, tokens(), k=K, blocks="layers")  # the caller may mean a part
+    part = tracker.measure(network, tokens(), k=K, blocks="blocks")  # the caller may mean a part
     assert part.attrs["final_norm_module"] == ("" if after else "norm")
 
 
 def test_the_norm_inside_the_next_block_is_no_final_norm():
     network = model("AACC")
-    part = tracker.measure(network, tokens(), k=K, blocks=["layers.0", "layers.1"])
+    part = tracker.measure(network, tokens(), k=K, blocks=["blocks.0", "blocks.1"])
     assert part.attrs["final_norm"] == "exclude" and part.attrs["final_norm_module"] == ""
 
 
@@ -134,12 +99,12 @@ def test_a_warning_names_what_adds_and_moves_nothing_between_tokens():
     with pytest.warns(
         UserWarning, match="first0 gives the first one its input and last0 takes the last one's"
     ) as warned:
-        ds = measured_as_by_brute_force(network, tokens(), ["layers.0", "layers.1"])
-    assert ds.attrs["blocks"] == "layers.0, layers.1"
+        ds = measured_as_by_brute_force(network, tokens(), ["blocks.0", "blocks.1"])
+    assert ds.attrs["blocks"] == "blocks.0, blocks.1"
     (text,) = [str(w.message) for w in warned if "first0 gives" in str(w.message)]
     (names,) = lines(text)
     measured_as_by_brute_force(network, tokens(), names, blocks=names)
-    assert names == ["first0", "layers.0", "layers.1", "last0", "last1"]
+    assert names == ["first0", "blocks.0", "blocks.1", "last0", "last1"]
     # A projection that starts at zero hides nothing.
     nn.init.zeros_(network.get_submodule("last0").fn.down.weight)
     with pytest.warns(UserWarning, match="last0 takes the last one's"):
@@ -166,9 +131,9 @@ def test_what_is_no_block_next_to_the_blocks_is_no_reason_to_refuse():
     norms = nn.Sequential(nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH))
     before = [("positions", Positions()), ("norms", norms), ("project", projection())]
     after = [("transform", nn.Sequential(nn.LayerNorm(WIDTH), projection()))]
-    network = LM(nn.ModuleList(Attending() for _ in range(3)), before, after)
+    network = LM(Attending, before=before, after=after)
     ds = tracker.measure(network, tokens(), k=K)
-    assert ds.attrs["blocks"] == "layers.0, layers.1, layers.2"
+    assert ds.attrs["blocks"] == "blocks.0, blocks.1, blocks.2"
     assert ds.attrs["final_norm_module"] == "transform.0"
     blocks = Attending(), Convolving(), Attending()
     in_list = nn.Sequential(Positions(), *blocks, nn.LayerNorm(WIDTH), projection())
@@ -195,8 +160,8 @@ def test_a_declared_list_is_followed_too(kind):
 
 def test_layers_that_move_nothing_between_tokens_in_a_list_of_several_classes():
     message = refusal(model("AADD"))
-    assert lines(message)[0] == "layers"
-    assert "layers.2 takes the last one's output" in message
+    assert lines(message)[0] == "blocks"
+    assert "blocks.2 takes the last one's output" in message
 
 
 def test_before_measuring_a_list_of_several_classes_is_said_to_be_assumed():

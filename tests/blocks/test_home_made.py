@@ -1,5 +1,6 @@
 """Models written by hand, whose attention has any name or none: blocks are found by what they do."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -7,34 +8,28 @@ from torch import nn
 import tracker
 from tests.support import home_made
 from tests.support.compared import measured_as_by_brute_force
-from tests.support.home_made import DEPTH, LM, MLP, SA, Flat, PreNorm
-from tests.support.models import WIDTH, images, tokens
+from tests.support.home_made import DEPTH, LM, MLP, Flat, MultiHead, PreNorm, TwoTowers
+from tests.support.models import WIDTH, images, random, tokens
 from tests.support.refusals import K, lines, refusal
 from tests.support.refused import refused
 
 
-def in_dict(blocks):
-    return nn.ModuleDict({f"layer_{i}": block for i, block in enumerate(blocks)})
+def halves():
+    return nn.Sequential(PreNorm(MultiHead()), PreNorm(MLP()))
 
 
 # A model, its input, the names of its blocks with {i} for the number.
 FOUND = {
-    "nanoGPT": (home_made.NanoGPT, tokens(), "transformer.h.{i}"),
     "a list of heads, softmax by hand": (
-        lambda: home_made.Sequential(home_made.LectureBlock),
+        lambda: LM(home_made.LectureBlock, "Sequential"),
         tokens(),
         "blocks.{i}",
     ),
     "functional attention in the block": (lambda: LM(Flat), tokens(), "blocks.{i}"),
-    "nn.MultiheadAttention": (lambda: LM(home_made.Torch), tokens(), "blocks.{i}"),
     "forward(*args, **kwargs)": (lambda: LM(home_made.Wrapped), tokens(), "blocks.{i}"),
-    "a ModuleDict": (lambda: LM(Flat, in_dict), tokens(), "blocks.layer_{i}"),
+    "a ModuleDict": (lambda: LM(Flat, "ModuleDict"), tokens(), "blocks.{i}th"),
     "numbered attributes": (home_made.Numbered, tokens(), "block{i}"),
-    "a Sequential of Sequentials": (
-        lambda: home_made.Sequential(lambda: nn.Sequential(PreNorm(SA()), PreNorm(MLP()))),
-        tokens(),
-        "blocks.{i}",
-    ),
+    "a Sequential of Sequentials": (lambda: LM(halves, "Sequential"), tokens(), "blocks.{i}"),
     "sequence first": (
         lambda: LM(lambda: Flat(sequence_first=True), sequence_first=True),
         tokens(),
@@ -53,42 +48,50 @@ def test_blocks_are_found_whatever_their_attention_is_called(name):
 
 def test_attention_with_a_name_needs_no_further_pass(monkeypatch):
     monkeypatch.setattr("tracker.blocks.prepare.judge", None)
-    assert (
-        tracker.measure(home_made.NanoGPT(), tokens(), measures="trajectory")
-        .attrs["blocks"]
-        .startswith("transformer")
-    )
+    named = tracker.measure(LM(home_made.Torch), tokens(), measures="trajectory")
+    assert named.attrs["blocks"].startswith("blocks.0")
     with pytest.raises(TypeError):
         tracker.measure(LM(Flat), tokens(), measures="trajectory")
 
 
+def test_blocks_that_add_to_their_state_in_place():
+    model = LM(home_made.InPlace)
+    expected = LM(Flat)
+    expected.load_state_dict(model.state_dict())
+    of_model, of_expected = (
+        tracker.measure(m, tokens(), measures="trajectory").norm for m in (model, expected)
+    )
+    np.testing.assert_allclose(of_model, of_expected, rtol=1e-5)
+
+
+class Parallel(LM):
+    def states(self, x):
+        return x + sum(block(x) - x for block in self.blocks)
+
+
 def test_projections_that_start_at_zero_hide_nothing():
-    ds = tracker.measure(LM(home_made.ZeroStart), tokens(), measures="trajectory")
+    """A chain of blocks is found, and branches side by side are refused."""
+    models = LM(Flat), Parallel(Flat)
+    for model in models:
+        for block in model.blocks:
+            for parameter in (*block.out.parameters(), *block.down.parameters()):
+                nn.init.zeros_(parameter)
+    chain, branches = models
+    ds = tracker.measure(chain, tokens(), measures="trajectory")
     assert ds.attrs["blocks"] == "blocks.0, blocks.1, blocks.2"
-
-
-def test_branches_that_start_at_zero_are_no_chain():
-    class Parallel(LM):
-        def states(self, x):
-            return x + sum(block(x) - x for block in self.blocks)
-
-    model = Parallel(Flat)
-    for block in model.blocks:
-        for parameter in (*block.out.parameters(), *block.down.parameters()):
-            nn.init.zeros_(parameter)
-    assert "the model changes the hidden state between blocks.0 and blocks.1" in refusal(model)
+    between = "the model changes the hidden state between blocks.0 and blocks.1"
+    assert between in refusal(branches)
 
 
 def test_several_chains_are_offered_not_chosen_from():
-    message = refusal(home_made.Towers())
-    assert "2 lists of blocks found in Towers by a forward pass" in message
-    assert lines(message) == ["encoder", "decoder"]
-    for line, depth in (("encoder", DEPTH), ("decoder", DEPTH + 1)):
-        model = home_made.Towers().double().eval()
-        measured_as_by_brute_force(
-            model, tokens(), [f"{line}.{i}" for i in range(depth)], blocks=line
-        )
-    assert lines(refusal(home_made.Ensemble())) == ["stages", "stages.0", "stages.1"]
+    towers, x = TwoTowers(Flat, Flat), random(2, 4, WIDTH).float()
+    message = refusal(towers, x)
+    assert "2 lists of blocks found in TwoTowers by a forward pass" in message
+    assert lines(message) == ["first", "second"]
+    for line, depth in (("first", 2), ("second", 3)):
+        assert tracker.measure(towers, x, blocks=line, k=K).sizes["layer"] == depth
+    stages = LM(lambda: nn.Sequential(Flat(), Flat()))
+    assert lines(refusal(stages)) == ["blocks", *(f"blocks.{i}" for i in range(DEPTH))]
 
 
 def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
@@ -98,10 +101,6 @@ def test_stacks_of_mlps_are_no_blocks_and_the_message_says_what_was_seen():
         and not lines(message)
     )
     assert "a class whose name contains 'attention' or 'attn', or an attribute attn" in message
-    message = refusal(home_made.Columns())
-    for where, name in (("mix (3 x SA)", "mix"), ("feed (3 x MLP)", "feed")):
-        between = f"the model changes the hidden state between {name}.0 and {name}.1"
-        assert f"  {where}: {between}" in message and not lines(message)
     stem = nn.Sequential(
         nn.Conv2d(3, WIDTH, 1), nn.Sequential(*(home_made.Residual2d() for _ in range(3)))
     )
@@ -141,8 +140,7 @@ def test_one_token_decides_nothing():
 
 
 def test_attention_and_mlp_as_modules_of_one_list_are_offered_as_pairs():
-    model = home_made.Sequential(lambda: nn.Sequential(PreNorm(SA()), PreNorm(MLP())))
-    model.blocks = nn.Sequential(*(part for block in model.blocks for part in block))
+    model = LM([part for _ in range(DEPTH) for part in halves()], "Sequential")
     message = refusal(model)
     assert "blocks (6 x PreNorm): 3 of them move no information between tokens" in message
     (blocks,) = lines(message)
@@ -155,49 +153,31 @@ def test_attention_and_mlp_as_modules_of_one_list_are_offered_as_pairs():
     assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
 
 
-def test_lists_of_lists_get_the_line_of_their_boundaries():
-    model = home_made.Pairs()
-    message = refusal(model)
-    line = """blocks=[f"input of layers.{i}.0" for i in range(0, 3)] + ['input of norm']  # 3 blocks of 1 x"""
-    assert line in message
-    (blocks,) = lines(message)
-    assert tracker.measure(model, tokens(), blocks=blocks, k=K).sizes["layer"] == DEPTH
-
-
 def test_without_a_forward_pass_one_list_is_assumed_and_several_are_listed():
     found = tracker.find_blocks(LM(Flat))
     assert "a list of modules, 3 x Flat; assumed, and checked when measuring" in str(found)
     assert tracker.measure(LM(Flat), tokens(), blocks=found, k=K).sizes["layer"] == DEPTH
     assert tracker.measure(LM(Flat), tokens(), blocks=found, dry_run=True).peak_bytes
     mlps = LM(lambda: PreNorm(MLP()))
-    assert "they move no information between tokens" in refusal(
-        mlps, blocks=tracker.find_blocks(mlps), dry_run=True
-    )
-    assert "they move no information between tokens" in refusal(
-        mlps, blocks=tracker.find_blocks(mlps)
-    )
-    with refused("These lines were not tried.*:\n  blocks='encoder'  # 3 x Flat\n"):
-        tracker.find_blocks(home_made.Towers())
+    for dry_run in (True, False):
+        message = refusal(mlps, blocks=tracker.find_blocks(mlps), dry_run=dry_run)
+        assert "they move no information between tokens" in message
+    with refused("These lines were not tried.*:\n  blocks='first'  # 2 x Flat\n"):
+        tracker.find_blocks(TwoTowers(Flat, Flat))
     turned = LM(lambda: Flat(sequence_first=True), sequence_first=True)
-    assert (
-        tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K).sizes["prompt"]
-        == 2
-    )
+    ds = tracker.measure(turned, tokens(), blocks=tracker.find_blocks(turned), k=K)
+    assert ds.sizes["prompt"] == 2
 
 
-class WithLengths(nn.Module):
+class WithLengths(LM):
     """A model that checks a list, which does not divide into samples as tensors do."""
-
-    def __init__(self):
-        super().__init__()
-        self.model = LM(Flat)
 
     def forward(self, ids, lengths):
         assert len(lengths) == len(ids)
-        return self.model(ids)
+        return super().forward(ids)
 
 
 def test_inputs_that_do_not_divide_into_samples_are_checked_together():
     ids = tokens(2)
-    ds = tracker.measure(WithLengths(), {"ids": ids, "lengths": [ids.shape[1]] * 2}, k=2)
+    ds = tracker.measure(WithLengths(Flat), {"ids": ids, "lengths": [ids.shape[1]] * 2}, k=2)
     assert ds.sizes["prompt"] == 2

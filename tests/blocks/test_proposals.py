@@ -1,7 +1,6 @@
 """The lines that a refusal proposes: each is tried, and only those that measure are proposed."""
 
 import copy
-import importlib
 import pickle
 import re
 
@@ -10,35 +9,16 @@ import pytest
 import torch
 import x_transformers
 from torch import nn
-from vit_pytorch.accept_video_wrapper import AcceptVideoWrapper
+from vit_pytorch.simple_vit_with_hyper_connections import SimpleViT
+from vit_pytorch.vit_with_patch_merger import ViT
 
 import tracker
 from tests.support import home_made
-from tests.support.home_made import VOCABULARY, TwoTowers
+from tests.support.home_made import LM, TwoTowers, called
 from tests.support.models import WIDTH, tokens
 from tests.support.refusals import K, lines, refusal
 from tests.support.refused import refused
 from tracker.common.errors import UsageError
-
-
-class Model(nn.Module):
-    """Blocks in a list, or in a list of lists."""
-
-    def __init__(self, blocks: nn.ModuleList):
-        super().__init__()
-        self.embed, self.blocks, self.head = (
-            nn.Embedding(VOCABULARY, WIDTH),
-            blocks,
-            nn.Linear(WIDTH, VOCABULARY),
-        )
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for entry in self.blocks:
-            for block in entry if isinstance(entry, nn.ModuleList) else [entry]:
-                x = block(x)
-        return self.head(x)
-
 
 KINDS = [home_made.Torch, home_made.Flat]  # with attention that has a name, and without
 
@@ -46,28 +26,28 @@ KINDS = [home_made.Torch, home_made.Flat]  # with attention that has a name, and
 @pytest.mark.parametrize("block", KINDS)
 def test_a_block_that_is_in_a_list_several_times_is_measured_at_each_call(block):
     one, other = block(), block()
-    shared = Model(nn.ModuleList([one, other, one, other]))
-    copies = Model(nn.ModuleList(copy.deepcopy(b) for b in (one, other, one, other)))
-    copies.embed, copies.head = shared.embed, shared.head
+    shared = LM([one, other, one, other])
+    copies = copy.deepcopy(shared)
+    copies.blocks = nn.ModuleList(map(copy.deepcopy, shared.blocks))
     assert "4 times 2 x" in str(tracker.find_blocks(shared))
     found, expected = (tracker.measure(m, tokens(), k=K, dtype="float64") for m in (shared, copies))
     assert found.attrs["blocks"] == "blocks.0, blocks.1, blocks.0, blocks.1"
     np.testing.assert_array_equal(found.miscoupling, expected.miscoupling)
-    alone = tracker.measure(Model(nn.ModuleList([one] * 3)), tokens(), k=K)
+    alone = tracker.measure(LM([one] * 3), tokens(), k=K)
     assert alone.attrs["blocks"] == "blocks.0, blocks.0, blocks.0"
 
 
 def test_blocks_that_two_lists_hold_are_those_of_the_first():
-    model = Model(nn.ModuleList(home_made.Torch() for _ in range(2)))
+    model = LM(home_made.Torch)
     model.again = nn.ModuleList(model.blocks)
-    assert tracker.find_blocks(model).names == ("blocks.0", "blocks.1")
+    assert tracker.find_blocks(model).names == ("blocks.0", "blocks.1", "blocks.2")
 
 
 @pytest.mark.parametrize("block", KINDS)
 def test_blocks_in_a_list_of_lists_are_proposed_as_one_chain(block):
-    chunks = Model(nn.ModuleList(nn.ModuleList([block(), block()]) for _ in range(2)))
-    flat = Model(nn.ModuleList(b for chunk in chunks.blocks for b in chunk))  # type: ignore[union-attr]
-    flat.embed, flat.head = chunks.embed, chunks.head
+    chunks = LM([nn.ModuleList([block(), block()]) for _ in range(2)])
+    flat = copy.deepcopy(chunks)
+    flat.blocks = nn.ModuleList(b for chunk in flat.blocks for b in chunk)
     proposed = lines(refusal(chunks))
     assert proposed == [
         ["blocks.0.0", "blocks.0.1", "blocks.1.0", "blocks.1.1"],
@@ -112,9 +92,7 @@ def test_where_no_line_works_the_message_says_why_for_each():
     class OnlyFirst(TwoTowers):
         def forward(self, x):
             first = x
-            for block in self.first:
-                x = block(x) + first
-            for block in self.second:
+            for block in (*self.first, *self.second):
                 x = block(x) + first
             return x
 
@@ -137,8 +115,8 @@ class Joint(nn.Module):
 
     def __init__(self, image_first: bool):
         super().__init__()
-        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.image, self.text = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.image, self.text = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.image_first = image_first
 
     def forward(self, image, text):
@@ -151,20 +129,11 @@ class Joint(nn.Module):
         return (image, text) if self.image_first else (text, image)
 
 
-class Single(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x):
-        return x + self.attn(x, x, x, need_weights=False)[0]
-
-
 class Diffusion(nn.Module):
     def __init__(self, image_first: bool, single: int):
         super().__init__()
         self.joint = nn.ModuleList(Joint(image_first) for _ in range(3))
-        self.single = nn.ModuleList(Single() for _ in range(single))
+        self.single = nn.ModuleList(home_made.Torch() for _ in range(single))
         self.image_first = image_first
 
     def forward(self, image, text):
@@ -172,56 +141,17 @@ class Diffusion(nn.Module):
             out = block(image=image, text=text)
             image, text = out if self.image_first else out[::-1]
         x = torch.cat([text, image], 1)
-        for block in self.single:
-            x = block(x)
-        return x[:, text.shape[1] :]
+        return called(self.single, x)[:, text.shape[1] :]
 
 
-@pytest.mark.parametrize("image_first", [True, False])
-@pytest.mark.parametrize("words", [4, 6])
+@pytest.mark.parametrize(("image_first", "words"), [(True, 4), (False, 4), (False, 6)])
 def test_blocks_with_two_streams_are_refused_for_that_reason(image_first, words):
-    inputs = {"image": torch.randn(2, 6, 16), "text": torch.randn(2, words, 16)}
+    inputs = {"image": torch.randn(2, 6, WIDTH), "text": torch.randn(2, words, WIDTH)}
     assert "two streams" in refusal(Diffusion(image_first, 0), inputs)
     message = refusal(Diffusion(image_first, 2), inputs)
     assert lines(message) == ["single"] and re.search(
         r"^  joint \(3 x Joint.*two streams", message, re.MULTILINE
     )
-    assert (
-        tracker.measure(Diffusion(image_first, 2), inputs, blocks="single", k=K).sizes["layer"] == 2
-    )
-
-
-@pytest.mark.parametrize("changes", [True, False])
-def test_a_second_tensor_that_stays_the_same_is_no_stream(changes):
-    class WithMemory(Single):
-        def forward(self, x, memory=None):  # type: ignore[override]
-            memory = x.mean(1, keepdim=True) if memory is None else memory * (2 if changes else 1)
-            return super().forward(x) + memory, memory
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(WithMemory() for _ in range(3))
-
-        def forward(self, x):
-            memory = None
-            for block in self.blocks:
-                x, memory = block(x, memory)
-            return x
-
-    x = torch.randn(2, 5, 16)
-    if changes:
-        assert "two streams" in refusal(Model(), x)
-    else:
-        assert tracker.measure(Model(), x, k=K).sizes["layer"] == 3
-
-
-def vit(name: str, **options) -> nn.Module:
-    """Return a small model of vit-pytorch."""
-    module, _, cls = name.rpartition(".")
-    sizes = {"image_size": 32, "dim": 32, "heads": 2, "mlp_dim": 64, "num_classes": 5}
-    made = getattr(importlib.import_module(f"vit_pytorch.{module}"), cls)
-    return made(**sizes | options)
 
 
 def decoder(**options) -> nn.Module:
@@ -230,33 +160,15 @@ def decoder(**options) -> nn.Module:
     return x_transformers.TransformerWrapper(num_tokens=40, max_seq_len=32, attn_layers=layers)
 
 
-OF_IMAGES = {"depth": 3, "patch_size": 8}
-OF_VIDEOS = {
-    "spatial_depth": 3,
-    "temporal_depth": 3,
-    "image_patch_size": 8,
-    "frames": 4,
-    "frame_patch_size": 2,
-}
-IMAGES, VIDEOS, IDS = torch.randn(2, 3, 32, 32), torch.randn(2, 3, 4, 32, 32), tokens()
+OF_VIT = {"image_size": 32, "patch_size": 8, "dim": 32, "depth": 3, "heads": 2, "mlp_dim": 64}
+IMAGES = torch.randn(2, 3, 32, 32)
 NO_CHAIN = {
-    "branches side by side": (lambda: vit("parallel_vit.ViT", **OF_IMAGES), IMAGES),
     "hyper-connections": (
-        lambda: vit(
-            "simple_vit_with_hyper_connections.SimpleViT", num_residual_streams=2, **OF_IMAGES
-        ),
+        lambda: SimpleViT(num_residual_streams=2, num_classes=5, **OF_VIT),
         IMAGES,
     ),
-    "attention over earlier states": (
-        lambda: vit("simple_vit_attn_residual.SimpleViTAttnResidual", **OF_IMAGES),
-        IMAGES,
-    ),
-    "patches merged": (lambda: vit("vit_with_patch_merger.ViT", **OF_IMAGES), IMAGES),
-    "images of a video": (
-        lambda: AcceptVideoWrapper(vit("vit.ViT", **OF_IMAGES)),
-        VIDEOS,
-    ),
-    "skips": (lambda: decoder(unet_skips=True), IDS),
+    "patches merged": (lambda: ViT(num_classes=5, **OF_VIT), IMAGES),
+    "skips": (lambda: decoder(unet_skips=True), tokens()),
 }
 
 
@@ -268,15 +180,7 @@ def test_packages_whose_blocks_form_no_chain_are_refused_without_a_line(case):
     assert not lines(message)
 
 
-NO_MODULE = {
-    "macaron": (lambda: decoder(macaron=True), IDS),
-    "video": (lambda: vit("vivit.ViViT", **OF_VIDEOS), VIDEOS),
-}
-
-
-@pytest.mark.parametrize("case", NO_MODULE)
-def test_packages_whose_blocks_have_no_module_are_measured_by_the_proposed_line(case):
-    build, inputs = NO_MODULE[case]
-    model = build().eval()
-    (blocks,) = lines(refusal(model, inputs))
-    assert tracker.measure(model, inputs, k=K, blocks=blocks).sizes["layer"] >= 3
+def test_a_package_whose_blocks_have_no_module_is_measured_by_the_proposed_line():
+    model = decoder(macaron=True).eval()
+    (blocks,) = lines(refusal(model))
+    assert tracker.measure(model, tokens(), k=K, blocks=blocks).sizes["layer"] >= 3

@@ -8,7 +8,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
 import tracker
-from tests.support.models import build, images, timm_vit
 from tests.support.refused import refused
 from tracker import pythia
 
@@ -25,11 +24,10 @@ SIZE = dict(
     intermediate_size=32,
 )
 PROMPTS = ["the cat sat on the mat", "a dog"]
-ENCODERS = ("Bert", "Roberta", "Electra", "DebertaV2", "ModernBert", "DistilBert")
+ENCODERS = ("Bert", "Roberta", "ModernBert")
 DECODERS = {
     "GPT2": dict(n_embd=16, n_layer=3, n_head=2),
     "GPTNeoX": SIZE,
-    "Llama": SIZE,
 }
 
 
@@ -52,20 +50,17 @@ def of_bert() -> transformers.PreTrainedTokenizerFast:
     return tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
 
 
-def hugging_face(family: str, head: str = "Model", **config) -> nn.Module:
+def hugging_face(family: str, **config) -> nn.Module:
     torch.manual_seed(0)
-    sizes = dict(dim=16, n_layers=3, n_heads=2, hidden_dim=32) if family == "DistilBert" else {}
-    sizes |= dict(embedding_size=16) if family == "Electra" else {}
-    settings = DECODERS.get(family, SIZE | sizes) | {"vocab_size": len(WORDS)} | config
-    absent = {
+    settings = {
+        "vocab_size": len(WORDS),
         "pad_token_id": None if family in DECODERS else 0,
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    settings = absent | settings
-    return getattr(transformers, family + head)(
-        getattr(transformers, f"{family}Config")(**settings)
-    ).eval()
+    settings |= DECODERS.get(family, SIZE) | config
+    cls = getattr(transformers, f"{family}Model")
+    return cls(cls.config_class(**settings)).eval()
 
 
 def measured(model, inputs, tokenizer=None, tokens=None, **options):
@@ -86,7 +81,7 @@ def texts(ds) -> list[str]:
 
 
 @pytest.mark.parametrize("family", ENCODERS)
-def test_text_encoders_are_measured_at_the_last_word(family):
+def test_text_encoders_are_measured_at_the_last_word_or_their_class_token(family):
     model = hugging_face(family)
     ds = measured(model, PROMPTS, of_bert())
     assert texts(ds) == ["mat", "dog"] and ds.attrs["tokens"] == "last non-special"
@@ -95,6 +90,10 @@ def test_text_encoders_are_measured_at_the_last_word(family):
     very_last = measured(model, PROMPTS, of_bert(), [-1])
     assert texts(very_last) == ["[SEP]", "[SEP]"] and very_last.attrs["tokens"] == "last"
     assert not np.array_equal(ds.singular_value, very_last.singular_value)
+    of_class = measured(model, PROMPTS, of_bert(), "cls")
+    assert texts(of_class) == ["[CLS]", "[CLS]"] and of_class.attrs["tokens"] == "cls"
+    first = measured(model, PROMPTS, of_bert(), [0])
+    np.testing.assert_array_equal(of_class.miscoupling, first.miscoupling)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -145,29 +144,25 @@ def test_ids_with_padding_are_read_with_the_config():
 # The class token.
 
 
-@pytest.mark.parametrize("family", ENCODERS)
-def test_the_class_token_of_text_encoders(family):
-    model = hugging_face(family)
-    ds = measured(model, PROMPTS, of_bert(), "cls")
-    assert texts(ds) == ["[CLS]", "[CLS]"] and ds.attrs["tokens"] == "cls"
-    np.testing.assert_array_equal(
-        ds.miscoupling, measured(model, PROMPTS, of_bert(), [0]).miscoupling
-    )
+UNSTATED = r"only a config can state the class token .* or indices"
+NO_CLASS_TOKEN = {
+    "tokenizer": (PROMPTS, "[CLS] $A [SEP]", {}, "the tokenizer has no class token"),
+    "prompt": (
+        PROMPTS,
+        "$A [SEP]",
+        {"cls_token": "[CLS]"},
+        "prompt 0 begins with token 6, not with the class token, 2.*choose 'last', 'all' or indices",
+    ),
+    "ids": (torch.tensor([[6, 7, 8, 9]]), "$A", {}, UNSTATED),
+    "a mapping of ids": ({"input_ids": torch.tensor([[6, 7]])}, "$A", {}, UNSTATED),
+}
 
 
-@pytest.mark.parametrize(
-    "made, message",
-    [
-        (lambda: tokenizer("[CLS] $A [SEP]"), "the tokenizer has no class token"),
-        (
-            lambda: tokenizer("$A [SEP]", cls_token="[CLS]"),
-            "prompt 0 begins with token 6, not with the class token, 2",
-        ),
-    ],
-)
-def test_prompts_without_a_class_token_are_refused(made, message):
-    with refused(rf"tokens='cls', but {message}.*choose 'last', 'all' or indices"):
-        measured(hugging_face("Bert"), PROMPTS, made(), "cls")
+@pytest.mark.parametrize("case", NO_CLASS_TOKEN)
+def test_what_has_no_class_token_is_refused(case):
+    inputs, template, special, message = NO_CLASS_TOKEN[case]
+    with refused(message):
+        measured(hugging_face("Bert"), inputs, tokenizer(template, **special), "cls")
 
 
 def test_the_class_token_that_a_config_states():
@@ -179,51 +174,23 @@ def test_the_class_token_that_a_config_states():
         measured(model, torch.tensor([[2, 7, 8], [9, 8, 6]]), tokens="cls")
 
 
-@pytest.mark.parametrize(
-    "inputs", [torch.tensor([[6, 7, 8, 9]]), {"input_ids": torch.tensor([[6, 7]])}]
-)
-def test_ids_of_a_model_whose_config_states_no_class_token_are_refused(inputs):
-    with refused(r"only a config can state the class token .* or indices"):
-        measured(hugging_face("Bert"), inputs, tokens="cls")
-
-
 # Stores.
-
-
-def bert_checkpoints(directory, steps):
-    for step in steps:
-        torch.manual_seed(step)
-        model = transformers.BertLMHeadModel(transformers.BertConfig(**SIZE))
-        model.save_pretrained(directory / f"step{step}")
-        of_bert().save_pretrained(directory / f"step{step}")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:If you want to use")
 def test_a_walk_measures_the_last_word(tmp_path, capsys):
-    bert_checkpoints(tmp_path / "run", (1, 2))
+    for saved in (transformers.BertLMHeadModel(transformers.BertConfig(**SIZE)), of_bert()):
+        saved.save_pretrained(tmp_path / "run" / "step1")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
-
-    def walk(out, steps):
-        flags = f"--model {tmp_path}/run --prompts {tmp_path}/prompts.txt --k 2 --wandb off --device cpu --measures coupling"
-        assert pythia.main([*flags.split(), "--out", str(tmp_path / out), "--steps", steps]) == 0
-        return tracker.open_results(tmp_path / out)
-
-    ds = walk("new", "1")
-    assert ds.attrs[
-        "tokens"
-    ] == "last non-special" and ds.token_position.values.ravel().tolist() == [6, 2]
+    options = "--k 2 --wandb off --device cpu --measures coupling --steps 1"
+    flags = (
+        f"--model {tmp_path}/run --prompts {tmp_path}/prompts.txt --out {tmp_path}/new {options}"
+    )
+    assert pythia.main(flags.split()) == 0
+    ds = tracker.open_results(tmp_path / "new")
+    assert ds.attrs["tokens"] == "last non-special"
+    assert ds.token_position.values.ravel().tolist() == [6, 2]
     printed = capsys.readouterr().out
     assert "2 prompts, last token; cpu" in printed and "K=2, last word)" in printed
     assert "run: 2 prompts, K = 2, last word\n" in printed
-
-
-def test_the_very_last_token_is_recorded_by_one_name():
-    assert (
-        measured(build("gpt2")[0], torch.tensor([[1, 2, 3]]), tokens=[-1]).attrs["tokens"] == "last"
-    )
-
-
-def test_image_models_are_unchanged():
-    assert measured(timm_vit(), images(), tokens="last").attrs["tokens"] == "last"
-    assert measured(timm_vit(), images()).attrs["tokens"] == "cls"

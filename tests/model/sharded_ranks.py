@@ -7,6 +7,7 @@ the memory budgets of its attempts.
 import json
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -74,8 +75,12 @@ def reading_more():
 
 
 CASES = {
+<<<<<<< HEAD
     "nothing": lambda: failing(Jacobians, "__call__", ValueError("planted"), times=0),
     "before a gather": lambda: failing(prepare, "noticing_writes", ValueError("planted")),
+=======
+    "nothing": nullcontext,
+>>>>>>> ta
     "error": lambda: failing(Jacobians, "__call__", RuntimeError("planted"), after=1),
     "not finite": lambda: failing(Jacobians, "__call__", FloatingPointError("planted"), after=1),
     "memory": lambda: failing(Jacobians, "__call__", torch.OutOfMemoryError("planted"), after=1),
@@ -84,7 +89,7 @@ CASES = {
     "after the last gather": lambda: failing(Sample, "add_token", ValueError("planted")),
     "another path": reading_more,
     "mistake": lambda: failing(Jacobians, "__call__", TypeError("planted"), after=1),
-    "nothing, again": lambda: failing(Jacobians, "__call__", ValueError("planted"), times=0),
+    "nothing, again": nullcontext,
 }
 
 

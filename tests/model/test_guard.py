@@ -12,6 +12,7 @@ import tracker
 from tests.support.models import random
 from tests.support.rounding import rounding
 from tests.support.stacks import Attention, Stack, measured
+from tests.support.unchanged import assert_unchanged, snapshot
 
 
 class Writer(nn.Module):
@@ -27,85 +28,35 @@ class Writer(nn.Module):
         self.write = write
 
     def forward(self, x):
-        self.write(self, x)
+        with torch.no_grad():
+            self.write(self)
         return x + x @ self.weight.T
 
 
-def clamp(block, x):
-    with torch.no_grad():
-        block.weight.clamp_(-0.1, 0.1)
+def clamp(block):
+    block.weight.clamp_(-0.1, 0.1)
 
 
-def clamp_a_view(block, x):
-    with torch.no_grad():
-        block.weight[2:5].view(-1).clamp_(-0.1, 0.1)
+WRITES = {
+    "a weight": clamp,
+    "a view": lambda block: block.weight[2:5].view(-1).clamp_(-0.1, 0.1),
+    "data": lambda block: block.weight.data.clamp_(-0.1, 0.1),
+    "the tied": lambda block: block.tied.data.clamp_(-0.1, 0.1),
+    "out": lambda block: torch.clamp(block.weight, -0.1, 0.1, out=block.weight),
+    "many": lambda block: torch._foreach_clamp_max_([block.weight, block.statistics], 0.1),
+    # Measured as the first call computes it
+    "halved": lambda block: block.weight.div_(2),
+    "a buffer": lambda block: block.statistics.fill_(3.0),
+    "a table": lambda block: block.table.fill_(3.0),
+}
 
 
-def clamp_data(block, x):
-    block.weight.data.clamp_(-0.1, 0.1)
-
-
-def clamp_the_tied(block, x):
-    block.tied.data.clamp_(-0.1, 0.1)
-
-
-def write_out(block, x):
-    with torch.no_grad():
-        torch.clamp(block.weight, -0.1, 0.1, out=block.weight)
-
-
-def write_many(block, x):
-    with torch.no_grad():
-        torch._foreach_clamp_max_([block.weight, block.statistics], 0.1)
-
-
-def divide(block, x):  # measured as the first call computes it
-    with torch.no_grad():
-        block.weight.div_(2)
-
-
-def fill_a_buffer(block, x):
-    block.statistics.fill_(3.0)
-
-
-def fill_a_table(block, x):
-    block.table.fill_(3.0)
-
-
-WRITES = [
-    clamp,
-    clamp_a_view,
-    clamp_data,
-    clamp_the_tied,
-    write_out,
-    write_many,
-    divide,
-    fill_a_buffer,
-    fill_a_table,
-]
-
-
-def held(model):
-    """Return the value, memory and version of every tensor of the model."""
-    tensors = [*model.parameters(), *model.buffers()]
-    tensors += [block.table for block in model.modules() if isinstance(block, Writer)]
-    return [(t, t.clone(), t.data_ptr(), t._version) for t in tensors]
-
-
-def assert_unchanged(model, before):
-    for tensor, value, pointer, version in before:
-        assert (
-            torch.equal(tensor, value)
-            and tensor.data_ptr() == pointer
-            and tensor._version == version
-        )
-
-
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("name", WRITES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["as stored", "converted"])
-def test_what_a_forward_pass_writes_stays_with_the_replica(write, dtype):
+def test_what_a_forward_pass_writes_stays_with_the_replica(name, dtype):
+    write = WRITES[name]
     model = Stack([Writer(write, seed) for seed in range(3)])
-    before = held(model)
+    before = snapshot(model)
     ds = tracker.measure(model, random(1, 4, 8), k=3, dtype=dtype, tokens=[0, -1])
     expected = Stack([Writer(write, seed) for seed in range(3)])
     expected(random(1, 4, 8))  # writes for good
@@ -117,13 +68,13 @@ def test_what_a_forward_pass_writes_stays_with_the_replica(write, dtype):
 
 
 def test_nothing_is_changed_where_measuring_raises():
-    def write_and_fail(block, x):
-        clamp(block, x)
+    def write_and_fail(block):
+        clamp(block)
         block.statistics.fill_(3.0)
         raise RuntimeError("planted")
 
     model = Stack([Writer(clamp), Writer(write_and_fail)])
-    before = held(model)
+    before = snapshot(model)
     with pytest.raises(RuntimeError, match="planted"):
         measured(model)
     assert_unchanged(model, before)
@@ -144,30 +95,24 @@ class Merging(Writer):
 
 def test_what_a_change_of_mode_writes_stays_with_the_replica():
     model = Stack([Merging(clamp), Merging(clamp)]).train()
-    before = held(model)
+    before = snapshot(model)
     measured(model)
     assert_unchanged(model, before)
     assert not any(block.merged for block in model.blocks)
 
 
 def test_inputs_are_not_written_to():
-    class Scaling(Stack):
-        def forward(self, batch):
-            batch["x"].mul_(2)
-            batch["seen"][0].append(1)
-            return super().forward(batch["x"])
-
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stack = Scaling([Writer(clamp), Writer(clamp)])
-
+    class Writing(Stack):
         def forward(self, x, seen):
-            return self.stack({"x": x, "seen": seen})
+            x.mul_(2)
+            seen[0].append(1)
+            return super().forward(x)
 
     x, seen = random(1, 4, 8), [[]]
     value, version = x.clone(), x._version
-    tracker.measure(Own(), {"x": x, "seen": seen}, k=3, dtype="float64")
+    tracker.measure(
+        Writing([Writer(clamp), Writer(clamp)]), {"x": x, "seen": seen}, k=3, dtype="float64"
+    )
     assert torch.equal(x, value) and x._version == version and seen == [[]]
 
 
@@ -180,14 +125,8 @@ def test_a_module_outside_the_tree_is_not_run():
             ran.append(self)
             return x
 
-    class Holder(Writer):
-        def __init__(self):
-            super().__init__(clamp)
-            self.listed = [Listed()]
-
-        def forward(self, x):
-            return super().forward(self.listed[0](x))
-
-    model = Stack([Holder(), Holder()])
+    model = Stack([Writer(lambda block: block.listed[0](block.weight)) for _ in range(2)])
+    for block in model.blocks:
+        block.listed = [Listed()]
     tracker.measure(model, random(1, 4, 8), k=3, dtype="float64", witness="off")
     assert ran and not {id(block.listed[0]) for block in model.blocks} & set(map(id, ran))

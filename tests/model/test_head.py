@@ -1,7 +1,9 @@
 """The final norm and the logits of language models that are not Hugging Face's, found by what they do."""
 
 import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tracker
-from tests.support.models import Encoder, build, images, timm_vit, tokens, torchvision_vit
-from tests.support.plain import PlainGPT2, RootMeanSquare, Standardize, gpt2
+from tests.support.compared import measured_as_by_brute_force
+from tests.support.home_made import DEPTH, LM, Torch, called
+from tests.support.models import VOCABULARY, WIDTH, Encoder, build, tokens
+from tests.support.plain import RootMeanSquare
 from tests.support.refused import refused
 from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
@@ -27,50 +31,65 @@ def assert_equal_measures(a, b):
     assert_same(a, b, MEASURES, rtol=1e-7, atol=1e-9)
 
 
-def test_a_plain_copy_of_gpt2_is_measured_as_hugging_faces():
-    source, inputs = gpt2().double().eval(), tokens(3, 9)
-    copy = PlainGPT2(source).double().eval()
-    with torch.no_grad():
-        torch.testing.assert_close(copy(inputs), source(inputs).logits)
-    expected, seen = (tracker.measure(model, inputs, **OPTIONS) for model in (source, copy))
-    assert (
-        expected.attrs["final_norm_module"] == "transformer.ln_f"
-        and seen.attrs["final_norm_module"] == "last"
-    )
-    assert expected.attrs["final_norm"] == "include"
-    assert_equal_measures(seen, expected)
-    # The convention matters for this model
-    assert abs(float(seen.lss_normed.median() / seen.lss.median()) - 1) > 0.1
+class Plain(LM):
+    """A language model that is not Hugging Face's, with tied weights.
+
+    Args:
+        norm: makes the final norm; None: it is computed by a function, without a module.
+        read: maps the normed states to logits: f(model, states).
+    """
+
+    def __init__(
+        self,
+        norm: Callable[[int], nn.Module] | None = nn.LayerNorm,
+        read: Callable[["Plain", Tensor], Tensor] = lambda model, x: model.head(x),
+        vocabulary: int = VOCABULARY,
+    ):
+        torch.manual_seed(0)
+        super().__init__(Torch)
+        self.embed = nn.Embedding(vocabulary, WIDTH)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm, self.read = norm(WIDTH) if norm else None, read
+
+    def forward(self, ids: Tensor) -> Any:
+        x = called(self.blocks, self.embed(ids))
+        x = F.layer_norm(x, x.shape[-1:]) if self.norm is None else self.norm(x)
+        return self.read(self, x)
+
+
+def test_the_final_norm_is_counted_in():
+    model = Plain().double().eval()
+    nn.init.normal_(model.norm.weight)
+    names = [f"blocks.{l}" for l in range(DEPTH)]
+    measured_as_by_brute_force(model, tokens(), names, "norm", final_norm="auto")
 
 
 HEADS = {
-    "linear, tied": None,
-    "linear, untied": lambda model, x: F.linear(x, model.tokens.weight.detach().flip(0).clone()),
-    "function of the embedding": lambda model, x: F.linear(x, model.tokens.weight),
-    "matrix product": lambda model, x: x @ model.tokens.weight.T,
-    "einsum": lambda model, x: torch.einsum("btd,vd->btv", x, model.tokens.weight),
-    "last token": lambda model, x: model.logits(x[:, [-1]]),
-    "last token, no axis": lambda model, x: model.logits(x[:, -1]),
-    "all tokens with a next one": lambda model, x: model.logits(x[:, :-1]),
-    "scaled states": lambda model, x: model.logits(0.1 * x),
-    "padded": lambda model, x: F.linear(x, F.pad(model.tokens.weight, (0, 0, 0, 3))),
-    "loss alone": lambda model, x: model.logits(x).logsumexp(-1).mean(),
+    "linear": lambda model, x: model.head(x),
+    "matrix product": lambda model, x: x @ model.embed.weight.T,
+    "einsum": lambda model, x: torch.einsum("btd,vd->btv", x, model.embed.weight),
+    "last token": lambda model, x: model.head(x[:, [-1]]),
+    "last token, no axis": lambda model, x: model.head(x[:, -1]),
+    "all tokens with a next one": lambda model, x: model.head(x[:, :-1]),
+    "scaled states": lambda model, x: model.head(0.1 * x),
+    "padded": lambda model, x: F.linear(x, F.pad(model.embed.weight, (0, 0, 0, 3))),
+    "loss alone": lambda model, x: model.head(x).logsumexp(-1).mean(),
 }
 
 
-class BesideAnother(PlainGPT2):
+class BesideAnother(Plain):
     """It calls an auxiliary head with a norm of its own first."""
 
     def __init__(self):
-        super().__init__(gpt2(depth=2))
-        self.other, self.value = nn.LayerNorm(48), nn.Linear(48, 3)
-        nn.init.constant_(self.last.weight, 3)
-        nn.init.zeros_(self.last.bias)
+        super().__init__()
+        self.other, self.value = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
+        nn.init.constant_(self.norm.weight, 3)
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        x = self.states(ids)
+        x = called(self.blocks, self.embed(ids))
         value = self.value(self.other(x))
-        return {"value": value, "logits": self.logits(self.last(x))}
+        return {"value": value, "logits": self.head(self.norm(x))}
 
 
 class Two(nn.Sequential):
@@ -79,21 +98,17 @@ class Two(nn.Sequential):
         nn.init.constant_(self[2].weight, 3)
 
 
-def plain(**options) -> PlainGPT2:
-    return PlainGPT2(gpt2(depth=2), **options)
-
-
 # Tied weights, a bias, scales, a cap, a transform
-FAMILIES = ("gpt2", "gptj", "granite", "gemma2, soft cap", "cohere", "bert")
+FAMILIES = ("gptj", "granite", "gemma2, soft cap", "bert")
 WITH_LOGITS = {name: head for name, head in HEADS.items() if name != "loss alone"}
 PREDICTING = {
     **{name: lambda name=name: build(name)[0] for name in FAMILIES},
-    **{name: partial(plain, head=head) for name, head in WITH_LOGITS.items()},
-    "a norm in a function": lambda: plain(norm=None),
-    "two norms": lambda: plain(norm=Two),
+    **{name: partial(Plain, read=head) for name, head in WITH_LOGITS.items()},
+    "a norm in a function": lambda: Plain(norm=None),
+    "two norms": lambda: Plain(norm=Two),
     "an auxiliary head": BesideAnother,
 }
-NORMS_OF = {"two norms": "last.0, last.2", "an auxiliary head": "last"}
+NORMS_OF = {"two norms": "norm.0, norm.2", "an auxiliary head": "norm"}
 
 
 def own_entropies(model: nn.Module, inputs: Tensor, blocks: list[str]) -> Tensor:
@@ -133,31 +148,31 @@ def test_the_entropy_is_of_the_model_s_logits(name):
     np.testing.assert_allclose(ds.entropy[..., of], own, rtol=0, atol=1e-12)
     assert not ds.entropy.isnull().any()
     if name in HEADS:
-        assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "last")
+        assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "norm")
     if name in NORMS_OF:
         assert ds.attrs["final_norm_module"] == NORMS_OF[name]
-        np.testing.assert_allclose(ds.norm_normed[:, -1], 3 * 48**0.5, rtol=1e-3)
+        np.testing.assert_allclose(ds.norm_normed[:, -1], 3 * WIDTH**0.5, rtol=1e-3)
 
 
 UNKNOWN = {
     "loss alone": (HEADS["loss alone"], "returns none over"),
-    "a value read": (lambda model, x: model.logits(x) * float(x.max()), "reads values .*__float__"),
+    "a value read": (lambda model, x: model.head(x) * float(x.max()), "reads values .*__float__"),
     "a buffer": (
-        lambda model, x: torch.zeros(2, 7, 60).copy_(model.logits(x)),
+        lambda model, x: torch.zeros(2, 7, VOCABULARY).copy_(model.head(x)),
         "writes to another .*copy_",
     ),
     "states that may not be equal": (
-        lambda model, x: model.logits(torch.stack([s.unique(dim=0) for s in x]).view(x.shape)),
+        lambda model, x: model.head(torch.stack([s.unique(dim=0) for s in x]).view(x.shape)),
         "computes others",
     ),
-    "other tokens": (lambda model, x: model.logits(x - x.mean(1, keepdim=True)), "computes others"),
+    "other tokens": (lambda model, x: model.head(x - x.mean(1, keepdim=True)), "computes others"),
 }
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_no_entropy_where_the_logits_of_other_states_are_not_known(name):
     head, reason = UNKNOWN[name]
-    model, inputs = plain(head=head), tokens(2, 7)
+    model, inputs = Plain(read=head), torch.arange(14).view(2, 7)
     with pytest.warns(UserWarning, match=f"'all' leaves out the entropy .*{reason}") as caught:
         ds = tracker.measure(model, inputs, measures="all", k=2)
     assert "entropy" not in ds and caught[0].filename == __file__
@@ -166,11 +181,15 @@ def test_no_entropy_where_the_logits_of_other_states_are_not_known(name):
 
 
 def test_logits_are_recognised_where_a_loss_alone_is_returned():
-    model = plain(head=HEADS["loss alone"])
+    model = Plain(read=HEADS["loss alone"])
     ds = tracker.measure(model, tokens(2, 7), measures="trajectory")
-    assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "last")
-    reason = "a language model: last takes the last block's output, 60"
+    assert (ds.attrs["final_norm"], ds.attrs["final_norm_module"]) == ("include", "norm")
+    reason = "a language model: norm takes the last block's output, 50"
     assert ds.attrs["final_norm_reason"].startswith(reason)
+
+
+class Standardize(nn.LayerNorm):
+    """A LayerNorm whose class is called something else."""
 
 
 class Wrapped(nn.Sequential):
@@ -181,11 +200,11 @@ class Wrapped(nn.Sequential):
 
 
 NORMS = {
-    "nn.LayerNorm": (nn.LayerNorm, "last"),
-    "a subclass called otherwise": (Standardize, "last"),
-    "nn.RMSNorm": (nn.RMSNorm, "last"),
-    "an RMSNorm by hand, called otherwise": (RootMeanSquare, "last"),
-    "in a list with dropout": (Wrapped, "last.1"),
+    "nn.LayerNorm": (nn.LayerNorm, "norm"),
+    "a subclass called otherwise": (Standardize, "norm"),
+    "nn.RMSNorm": (nn.RMSNorm, "norm"),
+    "an RMSNorm by hand, called otherwise": (RootMeanSquare, "norm"),
+    "in a list with dropout": (Wrapped, "norm.1"),
 }
 
 
@@ -193,9 +212,9 @@ NORMS = {
 def test_norms_of_many_names_are_found(norm):
     """The norm found is the one that the caller would name."""
     make, name = NORMS[norm]
-    model = PlainGPT2(gpt2(depth=2), norm=make)
+    model = Plain(norm=make)
     with torch.no_grad():
-        for parameter in model.last.parameters():
+        for parameter in model.norm.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -207,11 +226,6 @@ def test_norms_of_many_names_are_found(norm):
     assert_equal_measures(seen, named)
 
 
-class SoftCap(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 30 * torch.tanh(x / 30)
-
-
 class Scale(nn.Module):
     def __init__(self, width: int):
         super().__init__()
@@ -221,11 +235,11 @@ class Scale(nn.Module):
         return self.gain * x
 
 
-@pytest.mark.parametrize("norm", [None, lambda width: SoftCap(), Scale, partial(nn.Linear, 48)])
+@pytest.mark.parametrize("norm", [None, Scale, partial(nn.Linear, WIDTH)])
 def test_a_language_model_without_a_norm_that_can_be_found_is_measured_with_a_warning(norm):
-    model = PlainGPT2(gpt2(depth=2), norm=norm)
+    model = Plain(norm=norm)
     with pytest.warns(
-        UserWarning, match="this is a language model .60 logits .*final_norm='NAME'"
+        UserWarning, match="this is a language model .50 logits .*final_norm='NAME'"
     ) as caught:
         ds = tracker.measure(model, tokens(), measures="trajectory")
     assert ds.attrs["final_norm"] == "exclude" and caught[0].filename == __file__
@@ -240,26 +254,23 @@ class Classifier(nn.Module):
 
     def __init__(self, classes: int, pool):
         super().__init__()
-        self.encoder, self.head, self.pool = Encoder(), nn.Linear(32, classes), pool
+        self.encoder, self.head, self.pool = Encoder(), nn.Linear(WIDTH, classes), pool
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.pool(self.encoder(ids)))
 
 
 OTHERS = {
-    "states alone": (Encoder(), tokens()),
-    "mean of the tokens": (Classifier(50, lambda x: x.mean(1)), tokens()),
-    "first token": (Classifier(50, lambda x: x[:, 0]), tokens()),
-    "classes of tokens": (Classifier(5, lambda x: x), tokens()),
-    "timm": (timm_vit(), images()),
-    "torchvision": (torchvision_vit(), images()),
+    "mean of the tokens": (50, lambda x: x.mean(1)),
+    "first token": (50, lambda x: x[:, 0]),
+    "classes of tokens": (5, lambda x: x),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_exclude_the_norm(name):
-    model, inputs = OTHERS[name]
-    ds = tracker.measure(model, inputs, measures="trajectory")
+    """Image models and models that return states are rows of the zoo."""
+    ds = tracker.measure(Classifier(*OTHERS[name]), tokens(), measures="trajectory")
     assert ds.attrs["final_norm"] == "exclude" and ds.attrs["final_norm_module"]
     assert (
         ds.attrs["final_norm_reason"]
@@ -269,14 +280,14 @@ def test_other_models_exclude_the_norm(name):
 
 def test_a_large_head_is_recognised():
     """A product of few rows with a large matrix is computed the other way round (`tracker.linalg.linear`)."""
-    model = PlainGPT2(gpt2(depth=2, vocabulary=50_000))
+    model = Plain(vocabulary=50_000)
     ds = tracker.measure(model, tokens(1, 5), measures="trajectory")
     assert ds.attrs["final_norm"] == "include" and "50000 logits" in ds.attrs["final_norm_reason"]
 
 
 def test_language_models_of_boundaries_include_their_norm():
-    model, inputs = plain().double().eval(), tokens()
-    blocks = ["input of layers.0", "input of layers.1", "input of last"]
+    model, inputs = Plain().double().eval(), tokens()
+    blocks = [*(f"input of blocks.{l}" for l in range(DEPTH)), "input of norm"]
     options = OPTIONS | {"measures": "coupling,trajectory,entropy"}
     ds = tracker.measure(model, inputs, blocks=blocks, **options)
     expected = tracker.measure(model, inputs, **options)

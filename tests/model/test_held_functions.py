@@ -72,7 +72,6 @@ def shared_variable(block):
 
 
 KEPT = {
-    "lambda over a module": lambda block: (lambda mlp: lambda x: mlp(x))(block.mlp),
     "lambda over self": over_self,
     "default value": lambda block: lambda x, mlp=block.mlp: mlp(x),
     "keyword default": lambda block: lambda x, *, mlp=block.mlp: mlp(x),
@@ -82,9 +81,7 @@ KEPT = {
     "partial": lambda block: functools.partial(block.mlp),
     "partial with keywords": lambda block: functools.partial(block.through_mlp, sign=-1.0),
     "method of self": lambda block: block.through_mlp,
-    "method of another module": lambda block: block.mlp.forward,
     "method of no class": lambda block: MethodType(lambda mlp, x: 2 * mlp(x), block.mlp),
-    "list of lambdas": lambda block: [lambda x: block.mlp(x)],
     "dictionary of partials": lambda block: {
         "f": functools.partial(lambda mlp, x: mlp(x), block.mlp)
     },

@@ -52,18 +52,6 @@ class Adapted(Stack):
         return (arguments[0] + self.positions[0, 0],), keywords
 
 
-def positions_before_the_first(model, first, second):
-    first.register_forward_pre_hook(model.add_positions)
-
-
-def a_method_with_keywords(model, first, second):
-    second.register_forward_pre_hook(model.shift, with_kwargs=True)
-
-
-def an_adapter_inside(model, first, second):
-    second.mlp.register_forward_hook(model.adapt)
-
-
 def a_hook_over_its_own_module(model, first, second):
     first.attention.adapter = nn.Linear(D, D)
     first.attention.register_forward_hook(lambda module, arguments, output: module.adapter(output))
@@ -125,9 +113,13 @@ def at_times(module, arguments, output):
 
 
 COMPUTE = {
-    "positions before the first": positions_before_the_first,
-    "a method with keywords": a_method_with_keywords,
-    "an adapter inside": an_adapter_inside,
+    "positions before the first": lambda model, first, second: first.register_forward_pre_hook(
+        model.add_positions
+    ),
+    "a method with keywords": lambda model, first, second: second.register_forward_pre_hook(
+        model.shift, with_kwargs=True
+    ),
+    "an adapter inside": after_the_mlp(lambda model: model.adapt),
     "over its own module": a_hook_over_its_own_module,
     "two in order": two_in_order,
     "a partial": after_the_mlp(lambda model: functools.partial(Adapter.forward, model.hook)),

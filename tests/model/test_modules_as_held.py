@@ -28,16 +28,11 @@ def scripted():
     return torch.jit.script(nn.Linear(D, D))
 
 
-def traced():
-    return torch.jit.trace(nn.Linear(D, D), STATES)
-
-
 REFUSED = {
     "scripted": (
         scripted,
         r"blocks\.0\.mlp \(RecursiveScriptModule\) is TorchScript.*measure the model with the Python",
     ),
-    "traced": (traced, r"blocks\.0\.mlp \(TopLevelTracedModule\) is TorchScript"),
     "quantized": (
         lambda: torch.ao.nn.quantized.dynamic.Linear(D, D),
         r"mlp \(Linear\) computes with whole numbers",
@@ -84,8 +79,9 @@ class Sparse(nn.Module):
         return torch.sparse.mm(self.weight, x.reshape(-1, D).T).T.reshape(x.shape)
 
 
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("as_buffer", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "as_buffer"), [(torch.sparse_coo, False), (torch.sparse_csr, True)]
+)
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_sparse_weights_are_measured_as_dense_ones(layout, as_buffer):
     dense, sparse = (

@@ -1,22 +1,23 @@
 """Padding under other names than `attention_mask`: each sample is measured as if alone, and nothing else is taken for padding."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 import tracker
 from tests.support.home_made import HEADS, MLP, WIDTH
-from tests.support.models import random
+from tests.support.models import build, random
 
 DEPTH, LENGTHS, N = 3, [4, 7, 6], 7
 SAMPLES = random(3, N, WIDTH, seed=1)
 PADDED = torch.arange(N) >= torch.tensor(LENGTHS)[:, None]  # on the right
 X = SAMPLES.masked_fill(PADDED[..., None], 0.5)
+ORDER = torch.ones(N, N, dtype=torch.bool).tril()
 
 pytestmark = pytest.mark.filterwarnings(
     "error",
@@ -92,69 +93,46 @@ class Layer(nn.Module):
     def __init__(self, by_hand=False):
         super().__init__()
         self.attention, self.mlp, self.norm = Attention(by_hand), MLP(), nn.LayerNorm(WIDTH)
+        self.hidden = None  # a mask that is no argument
 
-    def forward(self, x, visible=None):
-        x = x + self.attention(self.norm(x), visible)
+    def forward(self, x, visible=None, memory=None, memory_visible=None):
+        if memory is not None:
+            x = x + self.attention(self.norm(x), memory_visible, memory)
+        x = x + self.attention(self.norm(x), self.hidden if visible is None else visible)
         return x + self.mlp(self.norm(x))
 
 
 class Model(nn.Module):
-    """Blocks that are given a mask (B, 1, 1 or n, n); each subclass makes it of another argument."""
+    """Blocks that are given a mask (B, 1, 1 or n, n), made of one of the arguments.
 
-    block = Layer
+    Args:
+        causal: padding is on the left; a row that would see nothing may see itself.
+        hides: the mask reaches the blocks as an attribute.
+        block: their class, which takes the other options.
+    """
 
-    def __init__(self, **options):
+    def __init__(self, causal=False, hides=False, block=Layer, **options):
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(self.block(**options) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(block(**options) for _ in range(DEPTH))
+        self.causal, self.hides = causal, hides
         self.double().eval()
 
-    def run(self, x, *given):
+    def forward(self, x, lengths=None, keep=None, ignore=None, padding_mask=None, visible=None):
+        """`keep` is True at tokens, `ignore` at padding, `padding_mask` too, of twice as many positions as the blocks take."""
+        if padding_mask is not None:
+            x, ignore = x[:, ::2], padding_mask[:, ::2]
+        n = x.shape[1]
+        keep = keep if lengths is None else torch.arange(n) < lengths[:, None]
+        keep = keep if ignore is None else ~ignore
+        visible = visible if keep is None else keep[:, None, None].bool()
+        if self.causal:
+            order = torch.ones(n, n).tril().bool()
+            visible = order if visible is None else visible & order | torch.eye(n).bool()
         for block in self.blocks:
-            x = block(x, *given)
+            block.hidden = visible if self.hides else None
+            x = block(x) if self.hides else block(x, visible)
         return x
-
-
-class FromLengths(Model):
-    def forward(self, x, lengths=None):
-        if lengths is None:
-            return self.run(x)
-        return self.run(x, (torch.arange(x.shape[1]) < lengths[:, None])[:, None, None])
-
-
-class Keep(Model):
-    """`keep` is True at tokens."""
-
-    def forward(self, x, keep=None):
-        return self.run(x, None if keep is None else keep[:, None, None].bool())
-
-
-class LayerThatHidesItsMask(Layer):
-    def forward(self, x):
-        return super().forward(x, self.attention.visible)
-
-
-class Ignore(Model):
-    """`ignore` is True at padding, and reaches the blocks as an attribute."""
-
-    block = LayerThatHidesItsMask
-
-    def forward(self, x, ignore=None):
-        for block in self.blocks:
-            block.attention.visible = None if ignore is None else ~ignore[:, None, None].bool()
-        return self.run(x)
-
-
-class Causal(Model):
-    """Causal attention, with padding on the left; a row that would see nothing may see itself."""
-
-    def forward(self, x, key_padding_mask=None):
-        visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        if key_padding_mask is not None:
-            visible = visible & ~key_padding_mask[:, None, None] | torch.eye(
-                x.shape[1], dtype=torch.bool
-            )
-        return self.run(x, visible)
 
 
 SPANS = [(f"input of blocks.{l}", f"output of blocks.{l}") for l in range(DEPTH)]
@@ -162,16 +140,16 @@ LEFT = PADDED.flip(1)
 # A model, what it is given beside or in place of X, and where padding is read
 GIVEN = {
     "lengths": (
-        FromLengths(),
+        Model(),
         {"lengths": torch.tensor(LENGTHS)},
         "the mask of the attention in blocks.0",
     ),
-    "tokens, written out": (Keep(by_hand=True), {"keep": ~PADDED}, "the argument visible"),
-    "numbers": (Keep(by_hand=True), {"keep": (~PADDED).long()}, "the argument visible"),
-    "spans": (Keep(), {"keep": ~PADDED}, "the argument keep"),
-    "an attribute": (Ignore(by_hand=True), {"ignore": PADDED}, "the argument ignore"),
-    "left": (Causal(), {"key_padding_mask": LEFT}, ""),
-    "left, written out": (Causal(by_hand=True), {"key_padding_mask": LEFT}, ""),
+    "tokens, written out": (Model(by_hand=True), {"keep": ~PADDED}, "the argument visible"),
+    "numbers": (Model(by_hand=True), {"keep": (~PADDED).long()}, "the argument visible"),
+    "spans": (Model(), {"keep": ~PADDED}, "the argument keep"),
+    "an attribute": (Model(hides=True, by_hand=True), {"ignore": PADDED}, "the argument ignore"),
+    "left": (Model(causal=True), {"ignore": LEFT}, ""),
+    "left, written out": (Model(causal=True, by_hand=True), {"ignore": LEFT}, ""),
 }
 
 
@@ -185,72 +163,43 @@ def test_padding_is_read_where_it_is(name):
     assert where in ds.attrs["padding"]
 
 
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 2 * WIDTH, batch_first=True)
-        self.decoder = nn.TransformerDecoder(layer, DEPTH).double().eval()
-
-    def forward(self, x, memory, causal, **masks):
-        mask = nn.Transformer.generate_square_subsequent_mask(N, dtype=x.dtype) if causal else None
-        return self.decoder(x, memory, mask, **masks)
+class WithMemory(Model):
+    def forward(self, x, memory, pad=None, memory_pad=None, visible=None):
+        hidden = memory_pad if pad is None else pad
+        for block in self.blocks:
+            x = block(x, visible, memory, ~hidden[:, None, None])
+        return x
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_mask_of_a_memory_is_not_read(causal):
-    given = {"x": SAMPLES, "memory": SAMPLES.flip(0), "causal": causal}
-    padded = torch.zeros(3, N, dtype=torch.bool).index_fill(1, torch.tensor([N - 1]), True)
-    ds = measured(Decoder(), given | {"memory_key_padding_mask": padded})
-    assert ds.attrs["padding"] == "none" and (ds.token_position == N - 1).all()
-    own = measured(
-        Decoder(), given | {"memory_key_padding_mask": padded, "tgt_key_padding_mask": PADDED}
-    )
-    assert own.token_position.values.ravel().tolist() == [length - 1 for length in LENGTHS]
-
-
-class Crossing(Layer):
-    def forward(self, x, visible, memory, memory_visible):
-        x = x + self.attention(self.norm(x), visible)
-        return super().forward(x + self.attention(self.norm(x), memory_visible, memory), visible)
-
-
-class WrittenOutDecoder(Model):
-    block = Crossing
-
-    def forward(self, x, memory, pad):
-        return self.run(x, torch.ones(N, N, dtype=torch.bool).tril(), memory, ~pad[:, None, None])
-
-
-def test_the_mask_of_a_memory_is_not_read_where_attention_is_written_out():
+@pytest.mark.parametrize("by_hand, causal", [(False, False), (False, True), (True, True)])
+def test_the_mask_of_a_memory_is_not_read(by_hand, causal):
     """In a causal model no token depends on the last position, whatever the mask is of."""
     given = {"x": SAMPLES, "memory": SAMPLES.flip(0), "pad": torch.arange(N).expand(3, N) == N - 1}
-    with pytest.warns(UserWarning, match=r"pad \(3, 7\) marks positions"):
-        ds = measured(WrittenOutDecoder(by_hand=True), given)
-    assert ds.attrs["padding"] == "none"
+    given |= {"visible": ORDER} if causal else {}
+    unread = pytest.warns(UserWarning, match=r"pad \(3, 7\) marks positions")
+    with unread if by_hand else nullcontext():
+        ds = measured(WithMemory(by_hand=by_hand), given)
+    assert ds.attrs["padding"] == "none" and (ds.token_position == N - 1).all()
+    # Its name says what it is of, and nothing is to be warned of.
+    given["memory_pad"] = given.pop("pad")
+    assert measured(WithMemory(by_hand=by_hand), given).attrs["padding"] == "none"
 
 
-class Downsampled(Model):
-    def forward(self, x, padding_mask=None):
-        if padding_mask is None:
-            return self.run(x)
-        return self.run(x[:, ::2], ~padding_mask[:, None, None, ::2])
-
-
-class DownsampledInside(Ignore):
-    def forward(self, x, padding_mask):
-        return super().forward(x[:, ::2], padding_mask[:, ::2])
+def test_a_mask_beside_that_of_a_memory_is_read():
+    given = {"x": X, "memory": SAMPLES.flip(0), "pad": torch.arange(N).expand(3, N) == N - 1}
+    own = measured(WithMemory(), given | {"visible": ~PADDED[:, None, None]})
+    assert own.token_position.values.ravel().tolist() == [length - 1 for length in LENGTHS]
 
 
 def test_a_mask_of_more_positions_than_the_blocks_take():
     """Attention shows which of the blocks' tokens are hidden; where it is not intercepted, a warning says that nothing does."""
     x, mask = X.repeat_interleave(2, 1), PADDED.repeat_interleave(2, 1)
-    assert_measured_as_if_alone(Downsampled(), {"x": x, "padding_mask": mask})
+    assert_measured_as_if_alone(Model(), {"x": x, "padding_mask": mask})
     with pytest.warns(
         UserWarning,
         match=r"padding_mask \(3, 14\) marks positions, but which of the blocks' 7 tokens",
     ) as w:
-        ds = measured(DownsampledInside(by_hand=True), {"x": x, "padding_mask": mask})
+        ds = measured(Model(hides=True, by_hand=True), {"x": x, "padding_mask": mask})
     assert (
         ds.attrs["padding"] == "none"
         and w[0].filename == __file__
@@ -270,26 +219,16 @@ class Convolving(Layer):
         return x + self.convolution(x.mT).mT
 
 
-class Conformer(Keep):
-    block = Convolving
-
-
 def test_hidden_positions_that_other_tokens_depend_on_are_not_padding():
     with pytest.warns(
         UserWarning, match="the attention in blocks.0 hides positions from all others"
     ):
-        ds = measured(Conformer(), {"x": X, "keep": ~PADDED})
+        ds = measured(Model(block=Convolving), {"x": X, "keep": ~PADDED})
     assert ds.attrs["padding"] == "none"
-
-
-class Visible(Model):
-    def forward(self, x, visible):
-        return self.run(x, visible)
 
 
 DOCUMENT = torch.tensor([0, 0, 0, 1, 1, 2, 2])
 SAME = DOCUMENT[:, None] == DOCUMENT
-ORDER = torch.ones(N, N, dtype=torch.bool).tril()
 MASKS = {
     "causal": ORDER,
     "a window": ORDER & ORDER.triu(-2).bool(),
@@ -310,7 +249,7 @@ MASKS = {
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_masks_without_padding(name, by_hand):
-    ds = measured(Visible(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]})
+    ds = measured(Model(by_hand=by_hand), {"x": SAMPLES, "visible": MASKS[name]})
     assert ds.attrs["padding"] == "none"
 
 
@@ -324,22 +263,18 @@ class Sparse(Layer):
         return super().forward(x, (chosen & visible)[:, None])
 
 
-class Choosing(Visible):
-    block = Sparse
-
-
 @pytest.mark.parametrize(
     "visible", [ORDER, torch.ones_like(ORDER)], ids=["causal", "bidirectional"]
 )
 def test_positions_that_sparse_attention_chooses_for_no_token(visible):
-    model, chosen = Choosing(), []
+    model, chosen = Model(block=Sparse), []
     with (
         torch.no_grad(),
         model.blocks[0].attention.register_forward_pre_hook(
             lambda _, given: chosen.append(given[1])
         ),
     ):
-        model(SAMPLES, visible)
+        model(SAMPLES, visible=visible)
     ds = measured(model, {"x": SAMPLES, "visible": visible})
     others = chosen[0][:, 0] & ~torch.eye(N, dtype=torch.bool)
     assert (~others.any(1) & ~chosen[0][:, 0].diagonal(dim1=1, dim2=2)).any(), (
@@ -352,7 +287,8 @@ class Imputing(Model):
     """A masked autoencoder that is told which positions to replace."""
 
     def forward(self, x, bool_masked_pos, token_type):
-        return self.run(torch.where(bool_masked_pos[..., None], 1.0, x) + token_type[..., None])
+        x = torch.where(bool_masked_pos[..., None], 1.0, x)
+        return super().forward(x + token_type[..., None])
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -362,27 +298,8 @@ def test_other_arguments_of_a_number_for_each_token(by_hand):
 
 
 def test_what_the_caller_states_is_used():
-    sizes = {
-        "hidden_size": WIDTH,
-        "num_hidden_layers": DEPTH,
-        "num_attention_heads": HEADS,
-        "intermediate_size": WIDTH,
-    }
-    model = transformers.BertModel(transformers.BertConfig(**sizes, vocab_size=50)).eval()
-    ids = torch.randint(5, 50, (3, N))
+    model, ids = build("bert", samples=3)
     ds = measured(model, {"input_ids": ids, "attention_mask": ~PADDED})
     assert ds.attrs["padding"] == "attention_mask" and ds.lss[0].notnull().sum() == LENGTHS[0]
     ones = torch.ones_like(ids)
     assert measured(model, {"input_ids": ids, "attention_mask": ones}).attrs["padding"] == "none"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_states_that_were_drawn_as_noise_is(seed):
-    """Noise that is a multiple of the states changes nothing behind a layer norm, which would confirm any padding."""
-    x = random(3, N, WIDTH, seed=seed)
-    with pytest.warns(
-        UserWarning, match="the attention in blocks.0 hides positions from all others"
-    ):
-        measured(Conformer(), {"x": x, "keep": ~PADDED})
-    ds = measured(Choosing(), {"x": x, "visible": ORDER})
-    assert ds.attrs["padding"] == "none"

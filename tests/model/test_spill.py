@@ -1,22 +1,18 @@
 """Recordings beyond their budget are in files: the same numbers, in less memory, and no file is left."""
 
-import copy
 import ctypes
 import tempfile
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import tracker
 from benchmarks import shapes
 from benchmarks.machine import status
 from tests.support import processes
-from tests.support.models import neox, tokens
+from tests.support.home_made import LM, WIDTH, Flat
+from tests.support.models import tokens
 from tests.support.refused import refused
-from tests.support.rounding import rounding
-from tests.support.stacks import Stack
 from tests.support.units import assert_same
 from tracker.blocks.find import find_blocks
 from tracker.model.global_state import preserve_global_state
@@ -66,10 +62,23 @@ def test_a_part_of_something_larger_is_copied_out():
 OF_BLOCKS = ["coupling", "products", "normality", "depth_use"]
 
 
+class Remembering(Flat):
+    """A block that makes a table at its first call and keeps it."""
+
+    table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(WIDTH, dtype=x.dtype, device=x.device)
+        return super().forward(x * self.table)
+
+
 def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pretend, monkeypatch):
-    model, inputs = neox().to(pretend.device), [tokens(1), tokens(1, 5)]
+    """Also by blocks that are checked with states from a file."""
+    model, inputs = LM(Remembering).to(pretend.device), [tokens(1), tokens(1, 5)]
     options = dict(
         tokenizer=lambda text, **_: {"input_ids": inputs[int(text)]},
+        blocks="blocks",
         measures=OF_BLOCKS,
         k=4,
         dtype="float64",
@@ -77,36 +86,12 @@ def test_recordings_in_a_device_s_memory_and_in_files_are_measured_together(pret
     usual = tracker.measure(model, ["0", "1"], **options)
     made, init = [], Spill.__init__
     monkeypatch.setattr(
-        Spill, "__init__", lambda self, _: init(self, (1 << 30, 0)[len(made)]) or made.append(self)
+        Spill, "__init__", lambda self, _: init(self, (0, 1 << 30)[len(made)]) or made.append(self)
     )
     spilled = tracker.measure(model, ["0", "1"], **options)
     assert len(made) == 2 and set(spilled) == set(usual)
     names = ("lyapunov_exponent", "mean_alignment", "linear_error")
     assert_same(spilled, usual, names, rtol=1e-8, atol=1e-10)
-
-
-class Remembering(nn.Module):
-    """A block that makes a table at its first call and keeps it."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.table = nn.Linear(8, 8), None
-
-    def forward(self, x):
-        if self.table is None:
-            self.table = torch.arange(8, dtype=x.dtype, device=x.device)
-        return x + self.linear(x * self.table)
-
-
-def test_blocks_are_checked_on_the_device_with_states_from_files(pretend, monkeypatch):
-    model, inputs = Stack([Remembering(), Remembering()]).to(pretend.device), torch.randn(2, 5, 8)
-    again = copy.deepcopy(model)
-    usual = tracker.measure(model, inputs, k=4, blocks="blocks")
-    init = Spill.__init__
-    monkeypatch.setattr(Spill, "__init__", lambda self, _: init(self, 0))
-    spilled = tracker.measure(again, inputs, k=4, blocks="blocks")
-    atol = rounding(torch.float32) * float(usual.singular_value.max())
-    np.testing.assert_allclose(spilled.singular_value, usual.singular_value, rtol=0, atol=atol)
 
 
 def in_use() -> int:
@@ -116,7 +101,7 @@ def in_use() -> int:
 
 @pytest.mark.slow
 def test_memory_in_use_does_not_grow_with_the_recording():
-    model = shapes.model("70m", 12, "cpu", vocabulary=128)
+    model = shapes.model("70m", 6, "cpu", vocabulary=128)
     inputs = torch.randint(128, (1, 1024))
     replica = Replica(model, find_blocks(model), torch.float32, CPU)
     (batch,) = batches(model, inputs, None, None)
@@ -128,8 +113,8 @@ def test_memory_in_use_does_not_grow_with_the_recording():
             grown[memory] = in_use() - before
             size = recording.nbytes()
             del recording
-    assert size > 70e6
-    assert grown[0] < 0.2 * size < grown[1 << 30]
+    assert size > 35e6
+    assert grown[0] < 0.3 * size < grown[1 << 30]
 
 
 @pytest.mark.parametrize("entries, room", [(100_000, 200_000), (1000, 1000)])

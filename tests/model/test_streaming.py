@@ -6,8 +6,7 @@ import torch
 
 import tracker
 from tests.support.models import Size, language, tokens
-from tests.support.rounding import of_miscouplings, rounding
-from tests.support.units import assert_same
+from tests.support.rounding import of_miscouplings
 from tracker.blocks.find import find_blocks
 from tracker.model.global_state import preserve_global_state
 from tracker.model.replica import Replica
@@ -35,21 +34,6 @@ def replica_of(given, device) -> Replica:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_streamed_results_are_those_of_a_model_on_the_device(pretend, dtype):
-    streamed = tracker.measure(model(dtype), tokens(1), device=pretend.device, **OPTIONS)
-    torch.manual_seed(0)
-    resident = tracker.measure(model(dtype).to(pretend.device), tokens(1), **OPTIONS)
-    torch.manual_seed(0)
-    on_cpu = tracker.measure(model(dtype), tokens(1), **OPTIONS)
-    assert_same(streamed, resident, ("miscoupling", "singular_value"))
-    np.testing.assert_allclose(
-        streamed.miscoupling, on_cpu.miscoupling, rtol=0, atol=of_miscouplings(on_cpu)
-    )
-    atol = rounding(torch.float32) * float(on_cpu.singular_value.max())
-    np.testing.assert_allclose(streamed.singular_value, on_cpu.singular_value, rtol=0, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_weights_travel_as_they_are_stored_or_measured_whichever_is_narrower(pretend, dtype):
     given = model(dtype)
     replica = replica_of(given, pretend.device)

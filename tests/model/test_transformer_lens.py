@@ -1,11 +1,11 @@
-"""TransformerLens models: HookedTransformer (TransformerLens 2 and 3) and TransformerBridge (3 and 4)."""
-
-from importlib.metadata import version
+"""TransformerLens models: HookedTransformer and TransformerBridge, both of TransformerLens 3."""
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from transformer_lens import HookedTransformer, HookedTransformerConfig
+from transformer_lens.model_bridge import TransformerBridge
 
 import tracker
 from tests.support.brute_force import truth_of
@@ -16,10 +16,6 @@ from tests.support.words import tokenizer
 from tests.zoo.claims import assert_jacobians, assert_states
 from tracker.model.wrappers import unwrap
 
-transformer_lens = pytest.importorskip(
-    "transformer_lens",
-    reason="transformer-lens is not installed (pip install 'transformer-lens>=3.9,<4')",
-)
 IDS = torch.tensor([[1, 4, 2, 7, 3, 5, 9], [0, 2, 2, 8, 6, 1, 3]])
 DEPTH = 3
 RANDOM = dict(
@@ -44,9 +40,6 @@ BRIDGED = {
         )
     ),
     "pythia-70m": lambda: transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**SIZE)),
-    "llama": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(num_key_value_heads=2, **SIZE)
-    ),
 }
 SIZE = dict(
     vocab_size=10,
@@ -67,10 +60,8 @@ FULL = pytest.mark.filterwarnings("ignore:.*measured over the full sequence")
 
 
 def hooked(**options):
-    if int(version("transformer-lens").split(".")[0]) >= 4:
-        pytest.skip("TransformerLens 4 has no HookedTransformer")
     settings = {"act_fn": "gelu", "initializer_range": 0.3, **RANDOM, **options}
-    model = transformer_lens.HookedTransformer(transformer_lens.HookedTransformerConfig(**settings))
+    model = HookedTransformer(HookedTransformerConfig(**settings))
     return perturbed(model, seed=1)
 
 
@@ -82,11 +73,7 @@ def saved_tokenizer(directory):
 
 
 def bridge(name, directory, compatible):
-    bridges = pytest.importorskip(
-        "transformer_lens.model_bridge", reason="this TransformerLens has no TransformerBridge"
-    )
-    boot = bridges.TransformerBridge.boot_transformers
-    model = boot(
+    model = TransformerBridge.boot_transformers(
         name, hf_model=BRIDGED[name]().eval(), tokenizer=saved_tokenizer(directory), device="cpu"
     )
     if compatible:

@@ -152,7 +152,7 @@ def train(held, write, read, watch=None):
     blocks = [Counting(eval(f"lambda block: {held}", scope), scope["write"]) for _ in range(2)]
     model, seen = Stack(blocks), []
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(3):
+    for step in range(2):
         if watch is not None:
             watch(step, model)
         loss = model(PROBE + step).square().mean()

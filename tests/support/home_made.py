@@ -13,9 +13,9 @@ DEPTH, CONTEXT, HEAD = 3, 32, WIDTH // HEADS
 
 
 class MLP(nn.Module):
-    def __init__(self, inner: int = 2 * WIDTH):
+    def __init__(self):
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x)))
@@ -30,51 +30,6 @@ class PreNorm(nn.Module):
 
     def forward(self, x):
         return x + self.fn(self.norm(x))
-
-
-class CausalSelfAttention(nn.Module):
-    """As in nanoGPT."""
-
-    def __init__(self):
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.c_proj(attend(self.c_attn(x), HEADS, causal=True))
-
-
-class NanoBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(WIDTH), CausalSelfAttention()
-        self.ln_2, self.mlp = nn.LayerNorm(WIDTH), MLP()
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class NanoGPT(nn.Module):
-    """A ModuleDict, and a forward that returns logits and loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(VOCABULARY, WIDTH),
-                "wpe": nn.Embedding(CONTEXT, WIDTH),
-                "h": nn.ModuleList(NanoBlock() for _ in range(DEPTH)),
-                "ln_f": nn.LayerNorm(WIDTH),
-            }
-        )
-        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, idx, targets=None):
-        parts = self.transformer
-        x = parts["wte"](idx) + parts["wpe"](torch.arange(idx.shape[1]))
-        for block in parts["h"]:  # type: ignore[union-attr]
-            x = block(x)
-        return self.lm_head(parts["ln_f"](x)), None
 
 
 class Head(nn.Module):
@@ -113,25 +68,6 @@ class LectureBlock(nn.Module):
         return x + self.ffwd(self.ln2(x))
 
 
-class SA(nn.Module):
-    """Attention by einsum, with parameters of its own instead of linear layers."""
-
-    def __init__(self, causal: bool = True):
-        super().__init__()
-        self.qkv = nn.Parameter(0.2 * torch.randn(3, HEADS, WIDTH, HEAD))
-        self.out = nn.Parameter(0.2 * torch.randn(HEADS, HEAD, WIDTH))
-        self.causal = causal
-
-    def forward(self, x):
-        q, k, v = torch.einsum("bnd,ahde->abhne", x, self.qkv)
-        scores = torch.einsum("bhqe,bhke->bhqk", q, k) / math.sqrt(HEAD)
-        if self.causal:
-            scores = scores.masked_fill(
-                torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf
-            )
-        return torch.einsum("bhqk,bhke,hed->bqd", scores.softmax(-1), v, self.out)
-
-
 class Flat(nn.Module):
     """A block without parts: its own projections and functional attention."""
 
@@ -149,13 +85,8 @@ class Flat(nn.Module):
         return x.transpose(0, 1) if self.sequence_first else x
 
 
-class ZeroStart(Flat):
-    """A block whose projections to the stream start at zero, and that adds to the state in place."""
-
-    def __init__(self):
-        super().__init__()
-        for linear in (self.out, self.down):
-            nn.init.zeros_(linear.weight)
+class InPlace(Flat):
+    """A block that adds to its state in place."""
 
     def forward(self, x):
         x += self.out(attend(self.qkv(self.ln_1(x)), HEADS, causal=True))
@@ -202,32 +133,52 @@ class Language(nn.Module):
         return self.head(self.states(self.embed(ids)))
 
 
-class LM(Language):
-    """A list of blocks that are called in turn, and a norm."""
+CONTAINERS = {
+    "ModuleList": nn.ModuleList,
+    "Sequential": lambda blocks: nn.Sequential(*blocks),
+    # Names that end in numbers would be found without the ModuleDict.
+    "ModuleDict": lambda blocks: nn.ModuleDict({f"{i}th": block for i, block in enumerate(blocks)}),
+}
 
-    def __init__(self, make, container=nn.ModuleList, sequence_first: bool = False):
+
+class LM(Language):
+    """A list of blocks that are called in turn, and a norm.
+
+    Args:
+        make: makes one of `DEPTH` blocks; or all blocks, and lists of blocks.
+        container: one of `CONTAINERS`; a Sequential is called as a whole.
+        before: modules that are registered and called before the list, by name.
+        after: the same after it.
+    """
+
+    def __init__(
+        self, make, container="ModuleList", sequence_first: bool = False, before=(), after=()
+    ):
         super().__init__()
-        self.blocks, self.norm = container([make() for _ in range(DEPTH)]), nn.LayerNorm(WIDTH)
-        self.sequence_first = sequence_first
+        blocks = [make() for _ in range(DEPTH)] if callable(make) else make
+        modules = [*before, ("blocks", CONTAINERS[container](blocks)), *after]
+        for name, module in modules:
+            self.add_module(name, module)
+        self.norm, self.sequence_first = nn.LayerNorm(WIDTH), sequence_first
+        self.order = [name for name, _ in modules]
 
     def states(self, x):
         x = x.transpose(0, 1) if self.sequence_first else x
-        for block in (
-            self.blocks.values() if isinstance(self.blocks, nn.ModuleDict) else self.blocks
-        ):
-            x = block(x)
+        for name in self.order:
+            x = called(self.get_submodule(name), x)
         x = x.transpose(0, 1) if self.sequence_first else x
         return self.norm(x)
 
 
-class Sequential(LM):
-    """Blocks in an nn.Sequential that is called as a whole."""
-
-    def __init__(self, make):
-        super().__init__(make, lambda blocks: nn.Sequential(*blocks))
-
-    def states(self, x):
-        return self.norm(self.blocks(x))
+def called(module, x):
+    """Call a module, or those of a list one after another."""
+    if isinstance(module, nn.ModuleDict):
+        module = nn.ModuleList(module.values())
+    if not isinstance(module, nn.ModuleList):
+        return module(x)
+    for entry in module:
+        x = called(entry, x)
+    return x
 
 
 class Numbered(Language):
@@ -243,63 +194,6 @@ class Numbered(Language):
         for i in range(DEPTH):
             x = getattr(self, f"block{i}")(x)
         return self.norm(x)
-
-
-class Pairs(Language):
-    """A list of [attention, MLP] that the model calls itself, as in vit-pytorch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleList([SA(), MLP()]) for _ in range(DEPTH))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def states(self, x):
-        for mix, feed in self.layers:  # type: ignore[misc]
-            x = x + mix(x)
-            x = x + feed(x)
-        return self.norm(x)
-
-
-class Columns(Language):
-    """All attentions in one list and all MLPs in another."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix, self.feed = (
-            nn.ModuleList(SA() for _ in range(DEPTH)),
-            nn.ModuleList(MLP() for _ in range(DEPTH)),
-        )
-
-    def states(self, x):
-        for mix, feed in zip(self.mix, self.feed, strict=True):
-            x = x + mix(x)
-            x = x + feed(x)
-        return x
-
-
-class Towers(Language):
-    """Two chains of blocks."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder = nn.Sequential(*(Flat(causal=False) for _ in range(DEPTH)))
-        self.decoder = nn.Sequential(*(Flat() for _ in range(DEPTH + 1)))
-
-    def states(self, x):
-        return self.decoder(x + self.encoder(x).mean(1, keepdim=True))
-
-
-class Ensemble(Language):
-    """Stages of two blocks: the stages keep the shape as well."""
-
-    def __init__(self):
-        super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(Flat(), Flat()) for _ in range(2))
-
-    def states(self, x):
-        for stage in self.stages:
-            x = stage(x)
-        return x
 
 
 class Residual2d(nn.Module):
@@ -330,16 +224,12 @@ class ViT(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    def __init__(self, block: type[nn.Module]):
+    def __init__(self, block: type[nn.Module], other: type[nn.Module] = Torch):
         super().__init__()
         self.first = nn.ModuleList(block() for _ in range(2))
-        self.second = nn.ModuleList(Torch() for _ in range(3))
+        self.second = nn.ModuleList(other() for _ in range(3))
 
     def forward(self, x):
         with torch.no_grad():
-            y = x.mean(1, keepdim=True)
-            for block in self.first:
-                y = block(y)
-        for block in self.second:
-            x = block(x)
-        return x + y
+            y = called(self.first, x)
+        return called(self.second, x) + y

@@ -26,8 +26,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         x = x + self.attention(self.norm(x))
-        kept = self.kept
-        kept = kept["f"] if isinstance(kept, dict) else kept[0] if isinstance(kept, list) else kept
+        kept = self.kept["f"] if isinstance(self.kept, dict) else self.kept
         return x + kept(x)
 
     def through_mlp(self, x, sign=1.0):

@@ -4,9 +4,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.home_made import MLP
 from tests.support.models import HEADS, VOCABULARY, WIDTH
 
 DEPTH, HEAD = 5, WIDTH // HEADS
+WTE = "output of transformer.wte"
+H = [f"transformer.h.{i}" for i in range(DEPTH)]
+CHAIN = [f"input of {H[0]}", *(f"output of {name}" for name in H)]
+# A block, and what is mixed in after it
+NEXT = [*(f"input of {name}" for name in H), f"output of {H[-1]}"]
 
 
 def norm(x):
@@ -34,18 +40,6 @@ class CausalSelfAttention(nn.Module):
         )
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.c_fc, self.c_proj = (
-            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
-            nn.Linear(4 * WIDTH, WIDTH, bias=False),
-        )
-
-    def forward(self, x):
-        return self.c_proj(F.relu(self.c_fc(x)).square())
-
-
 class Block(nn.Module):
     def __init__(self, with_values: bool):
         super().__init__()
@@ -57,8 +51,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """`backout` subtracts the state after the middle block from the last one, `smear` mixes each embedding into the next, and
-    `skip` adds the state after the second block before the last one.
+    """In float64 and eval mode.
+
+    `backout` subtracts the state after the middle block from the last one, `smear` mixes each embedding into the next, and
+    `skip` adds the state after the second block before
+    the last one.
     """
 
     def __init__(self, backout: bool = False, smear: bool = False, skip: bool = False):
@@ -76,6 +73,7 @@ class GPT(nn.Module):
         self.resid_lambdas = nn.Parameter(torch.linspace(0.9, 1.1, DEPTH))
         self.x0_lambdas = nn.Parameter(torch.linspace(0.4, 0.1, DEPTH))
         self.backout, self.skip = backout, skip
+        self.double().eval()
 
     def forward(self, idx):
         x = norm(self.transformer["wte"](idx))

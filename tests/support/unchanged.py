@@ -2,25 +2,30 @@
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from transformers import modeling_utils
 
 from tracker.linalg.precision import switches
 
+PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
 
 def snapshot(model):
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, module in model.named_modules():
+        buffers |= {f"{name}.{k}": v for k, v in vars(module).items() if isinstance(v, Tensor)}
+    config = getattr(model, "config", None)
     return {
         "parameters": {
-            n: (p, p.clone(), p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()
+            n: (p, p.clone(), *_writes(p), p.dtype, p.requires_grad, p.grad)
+            for n, p in parameters.items()
         },
-        "buffers": {n: (b, b.clone()) for n, b in model.named_buffers()},
-        "modes": [m.training for m in model.modules()],
-        "hooks": [
-            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
-            for m in model.modules()
-        ],
-        "attributes": [sorted(vars(m)) for m in model.modules()],
-        "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
-        "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes()),
+        "buffers": {n: (b, b.clone(), *_writes(b)) for n, b in buffers.items()},
+        "names": [*parameters, *buffers],
+        "attributes": {n: _attributes(m) for n, m in model.named_modules()},
+        "attention": getattr(config, "_attn_implementation", None),
+        "config": str(config.to_dict()) if hasattr(config, "to_dict") else None,
+        "rng": (torch.get_rng_state().tolist(), np.random.get_state()[1].tobytes()),
         "global": (
             torch.is_grad_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
@@ -34,19 +39,46 @@ def snapshot(model):
     }
 
 
+def _writes(tensor: Tensor) -> tuple[int | None, int]:
+    """Return how often a tensor was written to, which one made in inference mode does not count, and where its memory is."""
+    return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+def _attributes(module: nn.Module) -> dict:
+    """Return the plain attributes of a module, the names of all, and how many hooks it has."""
+    held = vars(module)
+    plain = {name: value for name, value in held.items() if isinstance(value, PLAIN)}
+    hooks = {name: len(value) for name, value in held.items() if name.endswith("_hooks")}
+    return plain | hooks | {"names": sorted(held)}
+
+
 def assert_unchanged(model, before):
     assert_same(before, snapshot(model))
 
 
 def assert_same(before, after):
-    for name, (p, value, dtype, wanted, grad) in before["parameters"].items():
-        now = after["parameters"][name]
-        assert (
-            now[0] is p and torch.equal(p, value) and p.dtype == dtype and p.requires_grad == wanted
+    assert not differences(before, after)
+
+
+def differences(before, after, parts=("rng", "global")) -> list[str]:
+    """Name what differs between two snapshots: of the model, and of these parts of the process."""
+    tensors = before["parameters"] | before["buffers"]
+    now = after["parameters"] | after["buffers"]
+    changed = [name for name, old in tensors.items() if name in now and not _same(old, now[name])]
+    modules = before["attributes"]
+    changed += [name for name in modules if modules[name] != after["attributes"].get(name)]
+    parts = ("names", "attention", "config", *parts)
+    return changed + [part for part in parts if after[part] != before[part]]
+
+
+def _same(old, new) -> bool:
+    """Whether a tensor is the same object with the same values, and its gradient, if it may have one, the same object."""
+    (tensor, values, *state), (now, values_now, *state_now) = old, new
+    return (
+        now is tensor
+        and torch.equal(values, values_now)
+        and all(
+            a is b or (not isinstance(a, Tensor) and a == b)
+            for a, b in zip(state, state_now, strict=True)
         )
-        assert now[4] is grad
-    for name, (b, value) in before["buffers"].items():
-        assert after["buffers"][name][0] is b and torch.equal(b, value)
-    for part in ("modes", "hooks", "attributes", "attention", "global"):
-        assert after[part] == before[part], part
-    assert torch.equal(after["rng"][0], before["rng"][0]) and after["rng"][1:] == before["rng"][1:]
+    )

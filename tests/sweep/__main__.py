@@ -1,14 +1,12 @@
 """`python -m tests.sweep`: sweep the classes, each in a process of its own, and write docs/sweep.md and docs/sweep.csv."""
 
 import argparse
-import dataclasses
 import datetime
-import json
 import multiprocessing
+import re
 import sys
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 SECONDS = 120
@@ -29,12 +27,6 @@ def main() -> int:
     )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=int, default=SECONDS, help="limit of one class")
-    parser.add_argument("--list", action="store_true", help="the classes, and no more")
-    parser.add_argument(
-        "--log",
-        type=Path,
-        help="outcomes as they come, one a line; those it has are not found again",
-    )
     parser.add_argument(
         "--out", help="page to write, beside a CSV file; docs/sweep.md for a sweep of everything"
     )
@@ -53,10 +45,7 @@ def main() -> int:
     ]
     first, step = given.share
     todo = todo[first::step]
-    if given.list:
-        print("\n".join(f"{group:12} {name}" for name, group in todo))
-        return 0
-    outcomes = sweep(todo, given.processes, given.seconds, given.log)
+    outcomes = sweep(todo, given.processes, given.seconds)
     everything = not given.only and not given.group and step == 1
     out = given.out or (table.PATH if everything else None)
     if out:
@@ -72,35 +61,23 @@ def main() -> int:
 
 def share(text: str) -> tuple[int, int]:
     """Where a share of the classes begins (0-based), and its step. `day/N` takes another share each day, all in N days."""
-    first, _, count = text.partition("/")
-    if (
-        not count.isdecimal()
-        or not (first == "day" or first.isdecimal() and 0 < int(first) <= int(count))
-        or count == "0"
-    ):
+    read = re.fullmatch(r"(day|[1-9]\d*)/([1-9]\d*)", text)
+    if read is None or (read[1] != "day" and int(read[1]) > int(read[2])):
         raise argparse.ArgumentTypeError(
             f"{text!r}; give I/N with I from 1 to N, such as 3/10, or day/N"
         )
+    first, count = read.groups()
     N = int(count)
     return (datetime.date.today().toordinal() % N if first == "day" else int(first) - 1), N
 
 
-def sweep(
-    todo: list[tuple[str, str]], processes: int, seconds: float, log: Path | None = None
-) -> list[Any]:
-    """The outcome of every class, in the order of `todo`; classes that are in the log are not swept again."""
+def sweep(todo: list[tuple[str, str]], processes: int, seconds: float) -> list[Any]:
+    """The outcome of every class, in the order of `todo`."""
     from tests.sweep.judge import Outcome
 
-    known = (
-        [Outcome(**json.loads(line)) for line in log.read_text().splitlines()]
-        if log and log.exists()
-        else []
-    )
-    done = {(outcome.name, outcome.group): outcome for outcome in known}
-    outcomes = {i: done[at] for i, at in enumerate(todo) if at in done}
     context = multiprocessing.get_context("fork")
-    waiting = [(i, at) for i, at in enumerate(todo) if i not in outcomes][::-1]
-    running = {}
+    waiting = [*enumerate(todo)][::-1]
+    outcomes, running = {}, {}
     while waiting or running:
         while waiting and len(running) < processes:
             i, (name, group) = waiting.pop()
@@ -126,9 +103,6 @@ def sweep(
                 process.join()
                 del running[i]
                 o = outcomes[i]
-                if log:
-                    with log.open("a") as file:
-                        file.write(json.dumps(dataclasses.asdict(o)) + "\n")
                 print(
                     f"{o.outcome:14} {group:10} {name}: {o.error:.0e} {o.detail} [{o.blocks}] {o.note}",
                     flush=True,

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
+from tests.support.draws import integers, normal, seeded
 from tests.sweep import tiny
 
 TOKENS, PROMPTS = 9, (40, 23)
@@ -38,7 +39,6 @@ class Built:
     prompts: list[Tensor] = field(default_factory=list)
     dtype: torch.dtype = torch.float64
     note: str = ""
-    spread: float = 0.1
 
     def fresh(self) -> nn.Module:
         """A copy in eval mode that keeps no cache."""
@@ -159,7 +159,7 @@ def finished(
         try:
             torch.manual_seed(0)
             model = make().to(dtype)
-            generator = torch.Generator().manual_seed(2)
+            generator = seeded(2)
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.is_floating_point():
@@ -199,7 +199,7 @@ def finished(
 
 
 def ids(samples: int, length: int, seed: int = 1) -> Tensor:
-    return torch.randint(3, 40, (samples, length), generator=torch.Generator().manual_seed(seed))
+    return integers(3, 40, samples, length, seed=seed)
 
 
 def _inputs(model: nn.Module, config: Any, text: bool, images: bool) -> dict[str, Tensor]:
@@ -221,7 +221,7 @@ def pixels(config: Any) -> Tensor:
     shape = (2, getattr(holder, "num_channels", 3), height, width)
     if type(getattr(holder, "num_frames", None)) is int:
         shape = (2, holder.num_frames, *shape[1:])
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    return normal(*shape)
 
 
 def _depth(config: Any, text: bool, encoder: bool) -> int | None:

@@ -16,6 +16,7 @@ import tracker
 from tests.support.brute_force import couplings
 from tests.support.formulas import OF_PATHS
 from tests.support.models import tokenizer
+from tests.support.unchanged import differences, snapshot
 from tests.sweep import oracle, use
 from tests.sweep.catalogue import Built, NotBuilt, last_line
 from tracker.common.errors import UsageError
@@ -57,20 +58,20 @@ def judge(name: str, group: str, build: Callable[[], Built]) -> Outcome:
 
 
 def _examine(built: Built, result: Outcome):
-    pristine, worst, before, stage = copy.deepcopy(built), [], State(built.model), ""
+    pristine, worst, stage = copy.deepcopy(built), [], ""
+    before = snapshot(built.model.train())
     fresh = None
     try:
         fresh = _measured_or_refused(built)
         if isinstance(fresh, str):
             raise UsageError(fresh)
-        measured = [([built.inputs], fresh)]
+        result.blocks, measured = _short(fresh), [([built.inputs], fresh)]
         if built.prompts:
             prompts = [" ".join(map(str, ids[0].tolist())) for ids in built.prompts]
             calls = [{"input_ids": ids} for ids in built.prompts]
-            result.blocks = _short(measured[0][1])
             stage = "two prompts: "
             measured.append((calls, _measured(built, prompts, tokenizer=tokenizer)))
-        result.blocks, stage = _short(measured[0][1]), ""
+        stage = ""
         with oracle.quiet():
             for calls, ds in measured:
                 for i, call in enumerate(calls):
@@ -89,7 +90,7 @@ def _examine(built: Built, result: Outcome):
     except _Raised as error:
         result.outcome, result.detail = "raw exception", stage + last_line(error.__cause__ or error)
     result.error = max(worst, default=float("nan"))
-    changes = before.changes(built.model)
+    changes = differences(before, snapshot(built.model), parts=())
     if changes:
         was = f" (else: {result.outcome} {result.detail})"
         result.outcome, result.detail = "changed", "; ".join(changes[:3]) + was
@@ -114,7 +115,7 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
     if repeats and not use.identical(own, after_use):
         result.note += "; computes something else after use"
         return
-    before = State(built.model)
+    before = snapshot(built.model.train())
     try:
         again = _measured_or_refused(built)
         found = use.difference(fresh, again)
@@ -124,7 +125,7 @@ def _use(pristine: Built, built: Built, fresh: xr.Dataset | str, result: Outcome
             "after use: " + last_line(error.__cause__ or error),
         )
         return
-    changes = before.changes(built.model)
+    changes = differences(before, snapshot(built.model), parts=())
     if repeats and not use.identical(own, use.output(built.model, built)):
         changes.append("gives another output")
     if found and use.by_rounding(fresh, again):
@@ -393,66 +394,3 @@ def _difference(seen: np.ndarray, expected: np.ndarray, scale: float | None = No
 def _short(ds: xr.Dataset) -> str:
     names = ds.attrs["blocks"].split(", ")
     return f"{len(names)}: {names[0]} .. {names[-1]}, norm {ds.attrs['final_norm']}, tokens {ds.attrs['tokens']}"
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; None for one made in inference mode, which does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
-class State:
-    """A model as it is before it is measured."""
-
-    def __init__(self, model: nn.Module):
-        model.train()
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        self.tensors = {
-            name: (t, t.detach().clone(), _version(t), t.requires_grad)
-            for name, t in tensors.items()
-        }
-        self.modules = {name: self._of(module) for name, module in model.named_modules()}
-        self.config = self._config(model)
-
-    def changes(self, model: nn.Module) -> list[str]:
-        """What is no longer as it was."""
-        found = []
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        if tensors.keys() != self.tensors.keys():
-            found.append(
-                f"parameters or buffers {sorted(tensors.keys() ^ self.tensors.keys())[:3]}"
-            )
-        for name, (tensor, values, version, wanted) in self.tensors.items():
-            now = tensors[name] if name in tensors else None
-            if (
-                now is None
-                or now is not tensor
-                or not torch.equal(now, values)
-                or now.requires_grad != wanted
-            ):
-                found.append(f"{name} has other values")
-            elif _version(now) != version:
-                found.append(f"{name} was written to")
-            elif now.grad is not None:
-                found.append(f"{name} has a gradient")
-        for name, module in model.named_modules():
-            of = self._of(module)
-            if self.modules.get(name) != of:
-                was = self.modules.get(name) or {}
-                found.append(
-                    f"{name or 'the model'} has other {[k for k in of if of[k] != was.get(k)][:4]}"
-                )
-        if self._config(model) != self.config:
-            found.append("the configuration")
-        return found
-
-    @staticmethod
-    def _of(module: nn.Module) -> dict[str, Any]:
-        simple = (bool, int, float, str, type(None), torch.dtype)
-        plain = {k: v for k, v in vars(module).items() if isinstance(v, simple)}
-        hooks = {k: len(v) for k, v in vars(module).items() if k.endswith("_hooks")}
-        return plain | hooks | {"names": sorted(vars(module))}
-
-    @staticmethod
-    def _config(model: nn.Module) -> Any:
-        config = getattr(model, "config", None)
-        return str(config.to_dict()) if hasattr(config, "to_dict") else None

@@ -8,6 +8,7 @@ import torch
 from timm.models import _registry
 from torch import nn
 
+from tests.support.draws import normal
 from tests.sweep import tiny
 from tests.sweep.catalogue import PARAMETERS, Built, NotBuilt, finished, last_line
 
@@ -95,7 +96,4 @@ def _accepted(name: str, shape: dict[str, Any]) -> dict[str, Any]:
 
 def _image(model: nn.Module, side: int, small: bool) -> dict[str, torch.Tensor]:
     channels = getattr(model, "in_chans", 3) or 3
-    x = torch.randn(
-        2 if small else 1, channels, side, side, generator=torch.Generator().manual_seed(1)
-    )
-    return {"x": x}
+    return {"x": normal(2 if small else 1, channels, side, side)}

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.support.brute_force import in_one_graph
+from tests.support.draws import normal
 
 
 class Unsuitable(Exception):
@@ -46,15 +47,9 @@ class Graph:
     output: Any = None
     batch_first: bool = True
 
-    def index(self, b: int, t: int) -> tuple[int, int]:
-        """Where token t of sample b is in a hidden state."""
-        return (b, t) if self.batch_first else (t, b)
-
     def dependence(self, y: Tensor, x: Tensor) -> Tensor | None:
         """The gradient of a random projection of y; None where y does not depend on x."""
-        weights = torch.randn(
-            y.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-        ).to(y.dtype)
+        weights = normal(*y.shape, seed=5, dtype=torch.float64).to(y.dtype)
         if not y.requires_grad:
             return None
         (grad,) = torch.autograd.grad((y * weights).sum(), x, retain_graph=True, allow_unused=True)
@@ -64,7 +59,7 @@ class Graph:
         """d (x^l - x^{l-1})_t / d x^{l-1}_t of sample b; row = output coordinate. `norm` replaces the last block's output."""
         x, y = self.blocks[l].x, self.blocks[l].y
         y = norm if norm is not None and l == len(self.blocks) - 1 else y
-        first, second = self.index(b, t)
+        first, second = (b, t) if self.batch_first else (t, b)
         return in_one_graph(x, y, first, second, second)
 
     def states(self, norm: Tensor | None) -> Tensor:
@@ -124,7 +119,7 @@ def run(
     graph, open_calls, last = Graph(), [], []
     names = {id(model.get_submodule(name)): name for name in blocks}
 
-    def enter(name: str, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+    def enter(module: nn.Module, args: tuple, kwargs: dict) -> Any:
         found = first_state(args, kwargs)
         if found is None:
             open_calls.append(None)
@@ -177,7 +172,7 @@ def run(
     handles = []
     for name, module in model.named_modules():
         if id(module) in names:
-            handles.append(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(leave, name)))
         elif isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             for child_name, child in module.named_children():

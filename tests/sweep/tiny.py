@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tests.support.draws import normal
 from tests.sweep.special import SPECIAL
 
 WIDTH, HEADS, KEY_HEADS, VOCABULARY, DEPTH, OTHER_DEPTH = 32, 4, 2, 64, 4, 6
@@ -231,19 +232,15 @@ def further_inputs(known: Any, config: Any, given: dict[str, Any]) -> dict[str, 
             * size
             * size
         )
-        extra[first] = torch.randn(
-            2 * side * side, width, generator=torch.Generator().manual_seed(1)
-        )
+        extra[first] = normal(2 * side * side, width)
         extra["grid_thw"] = torch.tensor([[1, side, side]] * 2)
     if "spatial_shapes" in known:
-        extra["pixel_values"] = torch.randn(
-            2, side * side, 3 * PATCH**2, generator=torch.Generator().manual_seed(1)
-        )
+        extra["pixel_values"] = normal(2, side * side, 3 * PATCH**2)
         extra["spatial_shapes"] = torch.tensor([[side, side]] * 2)
         extra["pixel_attention_mask"] = torch.ones(2, side * side, dtype=torch.long)
     if "aspect_ratio_mask" in known and "input_ids" not in known:
         shape = (2, 1, config.max_num_tiles, 3, config.image_size, config.image_size)
-        extra["pixel_values"] = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        extra["pixel_values"] = normal(*shape)
         extra["aspect_ratio_ids"] = torch.ones(2, 1, dtype=torch.long)
         extra["aspect_ratio_mask"] = torch.ones(2, 1, config.max_num_tiles, dtype=torch.long)
     if "pixel_values_videos" in known and "input_ids" not in known and "pixel_values" not in known:
