@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
@@ -32,7 +31,7 @@ sys.stdin.read()  # until the test ends
 
 
 def start(code: str, *arguments: object):
-    return processes.start("tests.support.statements", code, *arguments, stdin=subprocess.PIPE)
+    return processes.start("tests.support.statements", code, *arguments)
 
 
 def watched(directory: Path) -> tracker.Watch:
