@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -77,16 +76,6 @@ def test_signals_reach_it(number):
     assert process.stdout.readline() == "ready\n" and process.poll() is None
     process.send_signal(number)
     assert process.wait(300) == -number == process.poll() == process.returncode
-
-
-def test_its_id_is_kept_until_the_status_is_read():
-    process = start("import os; os.abort()")
-    assert process.stdout.read() == ""
-    time.sleep(0.05)
-    os.kill(process.pid, 0)
-    assert process.poll() == -signal.SIGABRT
-    with pytest.raises(ProcessLookupError):
-        processes.wait_until(lambda: os.kill(process.pid, 0))
 
 
 def test_random_states_are_as_in_fresh_processes():

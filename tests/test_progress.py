@@ -93,21 +93,19 @@ def test_the_bar_appears_on_a_terminal_alone_and_when_asked_for(
     stream, delay, shown, expected, monkeypatch
 ):
     kind = type("OutStream", (io.StringIO,), STREAMS[stream])
-    monkeypatch.setattr(sys, "stderr", kind())
+    monkeypatch.setattr(sys, "stderr", written := kind())
     monkeypatch.setattr(progress, "DELAY", delay)
     tracker.measure(neox(), tokens(), progress=shown)
-    assert ("measuring" in sys.stderr.getvalue()) == expected
+    assert ("measuring" in written.getvalue()) == expected
 
 
 def test_other_ranks_show_nothing(monkeypatch, capsys):
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    tracker.measure(neox(), tokens(), progress=True)
-    assert "measuring" not in capsys.readouterr().err
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    tracker.measure(neox(), tokens(), progress=True)
-    assert "measuring" in capsys.readouterr().err
+    for rank, shown in ((0, True), (1, False)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        tracker.measure(neox(), tokens(), progress=True)
+        assert ("measuring" in capsys.readouterr().err) == shown
 
 
 def test_the_callback_shows_none(monkeypatch, capsys):

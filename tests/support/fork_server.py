@@ -1,7 +1,7 @@
 """A process that has imported what is slow to import, and forks a child for each request of `tests.support.processes`.
 
 A child differs from `python -m MODULE` in nothing that a test looks at: it's a process of its own, ends by the signal that
-kills it, and leaves through the interpreter's ordinary exit. For each child there is a keeper, which reports the exit status and keeps the child's id from being used again until the caller has read it.
+kills it, and leaves through the interpreter's ordinary exit. For each child there is a keeper, which reports the exit status.
 """
 
 import atexit
@@ -71,12 +71,9 @@ def keep(request: dict, files: list[int]) -> dict:
             return request
         for file in files:
             os.close(file)
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        _, status = os.waitpid(child, 0)
         with suppress(OSError):  # the caller has ended
-            caller.send(str(status).encode())
-            caller.recv(1)  # returns when the caller has read the status
+            caller.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 

@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.support.fork_server import MESSAGE, PRELOADED
 
@@ -33,7 +33,7 @@ def start(
     *arguments: object,
     env: Mapping[str, str] | None = None,
     cold: bool = False,
-) -> "subprocess.Popen[str] | Forked":
+) -> Any:  # subprocess.Popen[str] or Forked
     """Start `python -m MODULE ARGUMENTS` in the root of the repository, with one thread and pipes."""
     environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
     given = [*map(str, arguments)]
@@ -57,7 +57,7 @@ def run(
     return subprocess.CompletedProcess([module, *arguments], process.returncode, out, err)
 
 
-def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str):
+def wait_for_line(process: Any, line: str):
     """Read what a process prints until it prints a line; if it ends without it, raise with what it wrote of its errors."""
     # A process with PYTHONUNBUFFERED writes a line and its end apart, so two processes may mix theirs: let one of them print.
     if f"{line}\n" not in process.stdout:
@@ -192,7 +192,8 @@ class Forked:
 
     def send_signal(self, number: int):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)
