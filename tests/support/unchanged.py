@@ -8,19 +8,19 @@ from tracker.linalg.precision import switches
 
 
 def snapshot(model):
+    """Return what is compared, by part; its parameters are its buffers, too, each with its values."""
+    tensors = {
+        name: (tensor, tensor.clone(), tensor.dtype, tensor.requires_grad, tensor.grad)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return {
-        "parameters": {
-            n: (p, p.clone(), p.dtype, p.requires_grad, p.grad) for n, p in model.named_parameters()
-        },
-        "buffers": {n: (b, b.clone()) for n, b in model.named_buffers()},
+        "parameters": tensors,
         "modes": [m.training for m in model.modules()],
-        "hooks": [
-            (len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks))
-            for m in model.modules()
-        ],
+        "hooks": [len(getattr(m, kind)) for m in model.modules() for kind in hooks],
         "attributes": [sorted(vars(m)) for m in model.modules()],
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
-        "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes()),
+        "rng": (torch.get_rng_state().tolist(), np.random.get_state()[1].tobytes()),
         "global": (
             torch.is_grad_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
@@ -39,14 +39,10 @@ def assert_unchanged(model, before):
 
 
 def assert_same(before, after):
-    for name, (p, value, dtype, wanted, grad) in before["parameters"].items():
-        now = after["parameters"][name]
-        assert (
-            now[0] is p and torch.equal(p, value) and p.dtype == dtype and p.requires_grad == wanted
-        )
-        assert now[4] is grad
-    for name, (b, value) in before["buffers"].items():
-        assert after["buffers"][name][0] is b and torch.equal(b, value)
-    for part in ("modes", "hooks", "attributes", "attention", "global"):
+    tensors = after["parameters"]
+    for name, (tensor, value, dtype, wanted, grad) in before["parameters"].items():
+        now, _, *held, grad_now = tensors[name]
+        assert now is tensor and grad_now is grad, name
+        assert torch.equal(now, value) and held == [dtype, wanted], name
+    for part in before.keys() - {"parameters"}:
         assert after[part] == before[part], part
-    assert torch.equal(after["rng"][0], before["rng"][0]) and after["rng"][1:] == before["rng"][1:]
