@@ -1,17 +1,13 @@
 """The progress bars of `tracker.measure` and of walks: where they are shown, and that the former moves in equal steps."""
 
-import os
-import pty
-import select
+import io
 import sys
-import termios
 from itertools import pairwise
 
 import pytest
 import torch
 
 import tracker
-from tests.support import processes
 from tests.support.lightning_runs import fit, trainer
 from tests.support.models import neox, tokens
 from tracker.blocks.prepare import prepare
@@ -75,68 +71,41 @@ def test_the_bar_moves_in_equal_steps_and_ends_at_the_end(method):
     assert len(jumps) >= 3 and min(jumps) > 0 and max(jumps) < 0.34
 
 
-SCRIPT = """
-import tracker
-import tracker.common.progress
-from tests.support.models import neox, tokens
-tracker.common.progress.DELAY = {delay}
-tracker.measure(neox(), tokens(), progress={progress})
-print("measured")
-"""
+STREAMS = {
+    "terminal": {"isatty": lambda self: True},
+    "pipe": {},
+    "notebook": {"__module__": "ipykernel.iostream"},
+}
 
 
-def run_script(terminal, delay=0.0, shown=None):
-    """Return what a measurement writes on standard error, a terminal or a pipe."""
-    code = SCRIPT.format(delay=delay, progress=shown)
-    if not terminal:
-        return processes.run("tests.support.statements", code).stderr
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (24, 80))
-    process = processes.start("tests.support.statements", code, stderr=theirs)
-    os.close(theirs)
-    assert "measured" in process.communicate()[0]
-    written = b""
-    while select.select([ours], [], [], 0)[0]:
-        try:
-            written += os.read(ours, 1 << 16)
-        except OSError:  # Linux reports the end of a closed terminal so
-            break
-    os.close(ours)
-    return written.decode()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "terminal, delay, shown, expected",
+    "stream, delay, shown, expected",
     [
-        (True, 0.0, None, True),
-        (True, 3600.0, None, False),  # over before the bar is due
-        (True, 0.0, False, False),
-        (False, 0.0, None, False),
-        (False, 0.0, True, True),
+        ("terminal", 0.0, None, True),
+        ("terminal", 3600.0, None, False),  # over before the bar is due
+        ("terminal", 0.0, False, False),
+        ("notebook", 0.0, None, True),
+        ("pipe", 0.0, None, False),
+        ("pipe", 0.0, True, True),
     ],
 )
-def test_the_bar_appears_on_a_terminal_alone_and_when_asked_for(terminal, delay, shown, expected):
-    assert ("measuring" in run_script(terminal, delay, shown)) == expected
-
-
-def test_the_bar_is_shown_in_a_notebook(monkeypatch):
-    stream = type(
-        "OutStream", (), {"__module__": "ipykernel.iostream", "isatty": lambda self: False}
-    )()
-    monkeypatch.setattr(sys, "stderr", stream)
-    assert progress.is_interactive()
+def test_the_bar_appears_on_a_terminal_alone_and_when_asked_for(
+    stream, delay, shown, expected, monkeypatch
+):
+    kind = type("OutStream", (io.StringIO,), STREAMS[stream])
+    monkeypatch.setattr(sys, "stderr", written := kind())
+    monkeypatch.setattr(progress, "DELAY", delay)
+    tracker.measure(neox(), tokens(), progress=shown)
+    assert ("measuring" in written.getvalue()) == expected
 
 
 def test_other_ranks_show_nothing(monkeypatch, capsys):
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    tracker.measure(neox(), tokens(), progress=True)
-    assert "measuring" not in capsys.readouterr().err
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
-    tracker.measure(neox(), tokens(), progress=True)
-    assert "measuring" in capsys.readouterr().err
+    for rank, shown in ((0, True), (1, False)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        tracker.measure(neox(), tokens(), progress=True)
+        assert ("measuring" in capsys.readouterr().err) == shown
 
 
 def test_the_callback_shows_none(monkeypatch, capsys):

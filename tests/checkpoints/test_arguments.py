@@ -1,11 +1,14 @@
-"""Flags of all command lines: hyphens and underscores, booleans without a value, one style of errors."""
+"""All command lines: their flags, and their errors, each of which is one message; a fault of their own has its traceback."""
 
 import re
+import warnings
 from dataclasses import fields, replace
 
 import pytest
 
 from tests.conftest import ROOT
+from tracker.common import command_line
+from tracker.common.command_line import FAILED, INTERRUPTED, USAGE, CommandFailure, reports_errors
 from tracker.common.parser import Parser
 from tracker.measures.options import settings_from
 from tracker.measures.settings import OPTIONS
@@ -122,7 +125,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("command", "given", "message"), ERRORS)
-def test_an_error_is_one_message(command, given, message, capsys):
+def test_an_error_of_usage_is_one_message(command, given, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         command(given)
     err = capsys.readouterr().err
@@ -135,3 +138,61 @@ def test_every_command_line_uses_this_parser():
         for file in (ROOT / package).rglob("*.py"):
             if file.name not in ("gpu.py", "parser.py"):
                 assert not re.search(r"\bArgumentParser\b", file.read_text()), file
+
+
+# How it ends.
+
+
+@reports_errors(interrupted="stopped", usage=(KeyError, ValueError))
+def command(error: BaseException | None) -> int:
+    if error is not None:
+        raise error
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "printed"),
+    [
+        (None, 0, ""),
+        (ValueError("--k 0; give at least 1"), USAGE, "error: --k 0; give at least 1\n"),
+        (CommandFailure("the disk is full"), FAILED, "error: the disk is full\n"),
+        (KeyboardInterrupt(), INTERRUPTED, "\nstopped\n"),
+    ],
+)
+def test_an_error_is_one_message_and_a_status(error, status, printed, capsys):
+    assert command(error) == status
+    assert capsys.readouterr().err == printed
+
+
+def test_an_unexpected_error_keeps_its_traceback():
+    with pytest.raises(TypeError, match="a fault"):
+        command(TypeError("a fault"))
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_warning_is_one_line_and_said_once(capsys, monkeypatch):
+    """As a walk gives it at every checkpoint, with filters that a library changes in between."""
+    shown = []
+    monkeypatch.setattr(
+        warnings, "showwarning", lambda message, *where, **options: shown.append(str(message))
+    )
+
+    @reports_errors()
+    def walk() -> int:
+        for step in range(3):
+            with warnings.catch_warnings():
+                warnings.simplefilter("default")
+            for text in ("3 prompts are cut", f"step {step} is suspect"):
+                warnings.warn_explicit(text, UserWarning, command_line.__file__, 1, registry={})
+            warnings.warn_explicit("a library's", UserWarning, "/lib/torch/nn.py", 1, registry={})
+        return 0
+
+    assert walk() == 0
+    err = capsys.readouterr().err.splitlines()
+    assert err == [
+        "warning: 3 prompts are cut",
+        *(f"warning: step {step} is suspect" for step in range(3)),
+    ]
+    assert shown == ["a library's"] * 3
+    warnings.warn_explicit("after the command", UserWarning, command_line.__file__, 1, registry={})
+    assert shown[-1] == "after the command"

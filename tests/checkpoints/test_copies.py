@@ -3,7 +3,6 @@
 import hashlib
 import os
 import shutil
-import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,7 +13,6 @@ from checkpoints import copies
 from checkpoints.copies import LOCK, PREFIX, load_copy, sweep
 from checkpoints.integrity import files_digest
 from checkpoints.suites import find_suite
-from tests.support import processes
 from tests.support.failing_files import FAILING, failures
 from tests.support.files import contents, holding
 from tracker.common import files
@@ -277,45 +275,21 @@ def test_copies_are_no_checkpoints_and_what_two_links_lead_to_is_one(tmp_path):
     assert find_suite(str(tmp_path / "run")).steps == (9,)
 
 
-COPYING = """
-import sys, time
-from pathlib import Path
-from checkpoints.copies import load_copy
-def load(copy):
-    print("loading", flush=True)
-    time.sleep(300)
-load_copy(load, Path(sys.argv[2]))
-"""
-
-
 def test_copies_that_nobody_holds_are_removed_and_nothing_else(run, temporary):
-    def copying():
-        process = processes.start(
-            "tests.support.statements", COPYING, run, env={**os.environ, "TMPDIR": str(temporary)}
-        )
-        processes.wait_for_line(process, "loading")
-        return process, max(temporary.glob(f"{PREFIX}*"), key=lambda file: file.stat().st_mtime_ns)
-
-    (alive, held), (killed, left) = copying(), copying()
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    left = holding(temporary / f"{PREFIX}of_a_killed_process", LOCK, "step8/model.safetensors")
+    beside = holding(run.parent / f"{PREFIX}beside", LOCK)
     (empty := temporary / f"{PREFIX}before_the_lock").mkdir()
-    (locked := run.parent / f"{PREFIX}beside").mkdir()
-    (locked / LOCK).touch()
-    (foreign := temporary / f"{PREFIX}of_others").mkdir()
-    (foreign / "notes.txt").touch()  # without a lock, nobody knows what this is
+    # Without a lock, nobody knows what this is
+    foreign = holding(temporary / f"{PREFIX}of_others", "notes.txt")
     (link := temporary / f"{PREFIX}link").symlink_to(run)
-    try:
-        assert left.is_dir() and held != left
+
+    def load(copy: Path):
         sweep([run])
-        assert not any(file.exists() for file in (left, empty, locked))
-        assert (held / "step8" / "model.safetensors").exists() and (foreign / "notes.txt").exists()
-        assert link.is_symlink() and {file.name for file in run.iterdir()} == {*READ, *NOT_READ}
-    finally:
-        alive.kill()
-        alive.wait()
-    sweep([])
-    assert not held.exists()
+        assert copy.exists() and not any(file.exists() for file in (left, empty, beside))
+
+    load_copy(load, run)
+    assert (foreign / "notes.txt").exists() and link.is_symlink()
+    assert {file.name for file in run.iterdir()} == {*READ, *NOT_READ}
 
 
 def test_copies_are_kept_where_locks_do_not_tell_whether_they_are_used(run, temporary, monkeypatch):
@@ -323,7 +297,6 @@ def test_copies_are_kept_where_locks_do_not_tell_whether_they_are_used(run, temp
         sweep([run])
         assert copy.exists()
 
-    load_copy(load, run)
     monkeypatch.setattr("tracker.common.files._flock", lambda *_: False)
     load_copy(load, run)
 

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -21,6 +19,7 @@ from checkpoints import hub, retries
 from checkpoints.disk import DiskBudget, missing_files, partial_file
 from checkpoints.fetch import cached_snapshot, fetch
 from checkpoints.hub import list_branches, list_revisions
+from tests.support import processes
 from tests.support.failing_files import FAILING, FULL, failures, numbered
 from tests.support.hub_server import Handler, Hub, blob, serve
 from tracker.common.errors import CheckpointError, Unreachable
@@ -28,6 +27,8 @@ from tracker.common.errors import CheckpointError, Unreachable
 REPO = "org/toy"
 STEPS = (0, 1, 2, 4)
 SIZE = 300_000  # bytes of weights in a revision
+WEIGHTS = "GET .*model.safetensors"
+IN_CIRCLES = {"Location": f"/{REPO}/resolve/step1/model.safetensors"}
 
 
 class Fetcher:
@@ -104,16 +105,13 @@ def publish(root: Path, step: int, content: bytes):
 @pytest.fixture
 def fetcher(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(retries, "FIRST_PAUSE", 0.001)
     for step in STEPS:
         publish(tmp_path / "hub", step, hashlib.shake_128(bytes([step])).digest(SIZE))
     with serve(tmp_path / "hub") as server:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        server.be_used(monkeypatch)
         yield Fetcher(server, tmp_path / "hub", tmp_path / "cache")
 
 
@@ -132,9 +130,10 @@ def test_fetch_downloads_needed_files_once_and_counts_bytes(fetcher):
 
 TRANSIENT = {
     "429 of the rate limiter": ("GET /api.*refs", {"status": 429, "headers": {"ratelimit": '"api";r=0;t=0'}}, "429.* in 1 s"),
-    "503 twice": ("GET .*model.safetensors", {"status": 503, "times": 2}, "503 Service Unavailable; trying again"),
+    "503 twice": (WEIGHTS, {"status": 503, "times": 2}, "503 Service Unavailable; trying again"),
     "503 for the listing": ("GET .*blobs=", {"status": 503}, "the files of org/toy at .*503"),
     "503 for a small file": ("GET .*config.json", {"status": 503}, "config.json .*503"),
+    "other weights": (WEIGHTS, {"content": lambda c: c[::-1]}, "does not match the hash"),
 }  # fmt: skip
 
 
@@ -150,7 +149,7 @@ def test_transient_faults_are_retried_and_reported(fetcher, case):
 def test_dropped_download_continues_at_the_received_bytes(fetcher, monkeypatch):
     """It may be dropped more often than a request without progress is made."""
     monkeypatch.setattr("checkpoints.fetch.BLOCK", 30_000)
-    fetcher.server.fail("GET .*model.safetensors", drop_after=40_000, times=7)
+    fetcher.server.fail(WEIGHTS, drop_after=40_000, times=7)
     fetcher.fetch_whole(2)
     assert fetcher.server.sent < SIZE + 2 * 65_536 + 1000 and fetcher.counted >= SIZE
 
@@ -204,29 +203,8 @@ def test_branches_whose_names_leave_the_cache_are_left_out(fetcher):
 
 def test_download_restarts_on_a_server_without_ranges(fetcher, monkeypatch):
     monkeypatch.setattr(Handler, "range_start", lambda self: None)
-    fetcher.server.fail("GET .*model.safetensors", drop_after=100_000)
+    fetcher.server.fail(WEIGHTS, drop_after=100_000)
     fetcher.fetch_whole(1)
-
-
-def test_wrong_hash_is_fetched_again_once_and_then_refused(fetcher):
-    fetcher.server.fail("GET .*model.safetensors", content=lambda b: b[::-1])
-    fetcher.fetch_whole(1)
-    assert "does not match the hash" in fetcher.messages[0]
-    fetcher.server.fail("GET .*model.safetensors", content=lambda b: b[::-1], times=2)
-    with pytest.raises(
-        CheckpointError, match="was downloaded twice and does not match its SHA-256"
-    ):
-        fetcher.fetch(2)
-    assert not list(fetcher.cache.rglob("*.incomplete"))
-    fetcher.fetch_whole(2)
-
-
-def test_a_file_that_is_shorter_than_listed_is_refused_and_completed_later(fetcher):
-    fetcher.server.fail("model.safetensors", content=lambda b: b[:200_000], times=100)
-    with pytest.raises(CheckpointError, match="step2.*416"):
-        fetcher.fetch(2)
-    fetcher.server.faults.clear()
-    fetcher.fetch_whole(2)
 
 
 def test_truncated_cached_file_is_fetched_again(fetcher):
@@ -284,13 +262,19 @@ REFUSED = {
     "no hash": (in_listing(lfs=None, blobId=None), "can't be read .ValueError: it lists 'model.safetensors' without a hash"),
     "another commit": (("GET .*blobs=", {"content": lambda c: c.replace(b'"sha": "', b'"sha": "0')}), "about the commit '0"),
     "a log-in page": (("GET .*blobs=", {"content": lambda _: b"<html>"}), "can't be read .JSONDecodeError.*check HF_ENDPOINT"),
-    "no content": (("GET .*model.safetensors", {"status": 204}), "model.safetensors of .* answers 204 No Content"),
-    "a teapot": (("GET .*model.safetensors", {"status": 418}), "model.safetensors of .* answers 418 I'm a Teapot"),
+    "no content": ((WEIGHTS, {"status": 204}), "model.safetensors of .* answers 204 No Content"),
+    "a teapot": ((WEIGHTS, {"status": 418}), "model.safetensors of .* answers 418 I'm a Teapot"),
     "no access": (
         ("GET .*config.json", {"status": 403, "headers": {"X-Error-Message": "not yours"}}),
         "config.json of .* answers 403 Forbidden .not yours., and no token is in use.*hf auth login",
     ),
     "another small file": (("GET .*config.json", {"content": lambda c: c[::-1], "times": 2}), "does not match its git hash"),
+    "other weights": ((WEIGHTS, {"content": lambda c: c[::-1], "times": 2}), "twice and does not match its SHA-256"),
+    "weights without end": ((WEIGHTS, {"content": lambda c: c * 100, "times": 2}), "was downloaded twice"),
+    "weights cut short": ((WEIGHTS, {"content": lambda c: c[:200_000], "times": 100}), "step1.*416"),
+    "a few bytes at a time": ((WEIGHTS, {"drop_after": 100, "times": 1000}), "6 attempts"),
+    "a busy hub": (("GET .*refs", {"status": 502, "times": 100}), "502 Bad Gateway, 6 attempts.*nothing of org/toy is in the"),
+    "circles": ((WEIGHTS, {"status": 302, "headers": IN_CIRCLES, "times": 100}), "can't be read .TooManyRedirects"),
 }  # fmt: skip
 
 
@@ -300,6 +284,9 @@ def test_an_answer_that_is_of_no_use_is_one_message(fetcher, case):
     fetcher.server.fail(path, **fault)
     with pytest.raises(CheckpointError, match=message):
         fetcher.fetch(1)
+    # What the server has sent depends on the buffers of its sockets
+    assert fetcher.counted < SIZE
+    fetcher.server.faults.clear()
     fetcher.fetch_whole(1)
 
 
@@ -310,14 +297,7 @@ def test_a_file_larger_than_the_free_space_is_not_requested(fetcher):
         CheckpointError, match=r"step1 does not fit on the disk of .*1e\+06 TB are needed"
     ):
         fetcher.fetch(1)
-    assert not fetcher.server.requested("GET .*model.safetensors")
-
-
-def test_redirects_in_circles_end(fetcher):
-    path = f"/{REPO}/resolve/{fetcher.published(1).name}/model.safetensors"
-    fetcher.server.fail(f"GET {path}", status=302, headers={"Location": path}, times=100)
-    with pytest.raises(Unreachable, match="can't be read .TooManyRedirects"):
-        fetcher.fetch(1)
+    assert not fetcher.server.requested(WEIGHTS)
 
 
 WEDNESDAY = "Wed, 21 Oct 2015 07:30:10 GMT"
@@ -368,7 +348,7 @@ def test_pauses_are_those_that_the_hub_asks_for_up_to_a_limit(monkeypatch, case)
 def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
     monkeypatch.setattr("checkpoints.fetch.TIMEOUT", 0.4)
     hung = threading.Event()
-    fetcher.server.fail("GET .*model.safetensors", times=1000, then=lambda: hung.wait(300))
+    fetcher.server.fail(WEIGHTS, times=1000, then=lambda: hung.wait(300))
     try:
         with pytest.raises(
             Unreachable, match="model.safetensors of org/toy at step1: .*ReadTimeout.*3 attempts"
@@ -376,47 +356,21 @@ def test_silent_hub_is_given_up_after_three_attempts(fetcher, monkeypatch):
             fetcher.fetch(1)
     finally:
         hung.set()
-    assert len(fetcher.server.requested("GET .*model.safetensors")) == 3
+    assert len(fetcher.server.requested(WEIGHTS)) == 3
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """A clock by which 40 s pass before each block arrives, of which there are five in the file."""
-    monkeypatch.setattr(
-        "checkpoints.fetch.time", SimpleNamespace(monotonic=partial(next, count(0.0, 40.0)))
-    )
-
-
-@pytest.mark.usefixtures("clock")
 def test_a_hub_that_sends_a_few_bytes_a_second_is_given_up(fetcher, monkeypatch):
-    monkeypatch.setattr("checkpoints.fetch.SLOWEST", 10_000)
-    message = (
-        r"model.safetensors of org/toy at step1: .*ReadTimeout: [\d,]+ bytes in 80 s, 3 attempts"
-    )
-    with pytest.raises(Unreachable, match=message):
-        fetcher.fetch(1)
-
-
-@pytest.mark.usefixtures("clock")
-def test_a_hub_that_sends_enough_bytes_a_second_is_not_given_up(fetcher, monkeypatch):
+    """By a clock by which 40 s pass before each block arrives, of which there are five in the file."""
+    clock = SimpleNamespace(monotonic=partial(next, count(0.0, 40.0)))
+    monkeypatch.setattr("checkpoints.fetch.time", clock)
     monkeypatch.setattr("checkpoints.fetch.SLOWEST", 1)
     fetcher.fetch_whole(1)
-
-
-def test_a_few_bytes_at_a_time_are_no_progress(fetcher):
-    fetcher.server.fail("GET .*model.safetensors", drop_after=100, times=1000)
-    with pytest.raises(Unreachable, match="6 attempts"):
-        fetcher.fetch(1)
-
-
-def test_endless_file_is_refused(fetcher):
-    fetcher.server.fail("GET .*model.safetensors", content=lambda b: b * 100, times=2)
-    with pytest.raises(
-        CheckpointError, match="was downloaded twice and does not match its SHA-256"
-    ):
-        fetcher.fetch(1)
-    # Received beyond the listed size, in both downloads. What the server has sent depends on the buffers of its sockets.
-    assert 0 < fetcher.counted < SIZE
+    monkeypatch.setattr("checkpoints.fetch.SLOWEST", 10_000)
+    message = (
+        r"model.safetensors of org/toy at step2: .*ReadTimeout: [\d,]+ bytes in 80 s, 3 attempts"
+    )
+    with pytest.raises(Unreachable, match=message):
+        fetcher.fetch(2)
 
 
 def test_hub_that_lists_nothing_is_not_asked_for_ever(fetcher, monkeypatch):
@@ -446,34 +400,20 @@ def test_branch_without_a_commit_is_a_fault_of_its_own(fetcher):
     assert "the hub states 'None' as the commit of a branch of org/toy" in str(faults["step1"])
 
 
-def test_permanently_busy_hub_is_reported(fetcher):
-    fetcher.server.fail("GET .*refs", status=502, times=100)
-    with pytest.raises(
-        Unreachable, match=r"502 Bad Gateway, 6 attempts.*nothing of org/toy is in the cache"
-    ):
-        list_branches(REPO, fetcher.messages.append)
-    assert len(fetcher.messages) == 5
-
-
-def test_without_network_the_cache_is_used(fetcher, monkeypatch):
+@pytest.mark.parametrize("listed", [True, False])
+def test_without_network_the_cache_is_used(fetcher, monkeypatch, listed):
+    """Its listings, or else what its files are."""
     fetcher.fetch(1)
+    if not listed:
+        shutil.rmtree(os.environ["TRACKER_CACHE"])
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv("HF_HUB_CACHE", str(fetcher.cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(fetcher.cache))
     commits, reason = list_branches(REPO, fetcher.messages.append)
     assert "can't be reached (ConnectError" in reason and commits.keys() == {"step1"}
     found, _ = list_revisions(REPO, commits, fetcher.cache, offline=True)
-    fetcher.assert_whole(1, fetch(REPO, "step1", found["step1"], fetcher.cache))
-
-
-def test_offline_without_cached_listings_files_are_listed_from_the_cache(fetcher):
-    fetcher.fetch(1)
-    shutil.rmtree(Path(os.environ["TRACKER_CACHE"]))
-    found, _ = list_revisions(REPO, list_branches(REPO)[0], fetcher.cache, offline=True)
     (weights,) = found["step1"].weights
-    assert found.keys() == {"step1"} and weights.sha256 == blob(
-        fetcher.published(1) / "model.safetensors"
-    )
+    assert weights.sha256 == blob(fetcher.published(1) / "model.safetensors")
+    fetcher.assert_whole(1, fetch(REPO, "step1", found["step1"], fetcher.cache))
 
 
 FETCH = """
@@ -482,8 +422,8 @@ from tracker.common.errors import CheckpointError
 from checkpoints.hub import list_branches, list_revisions
 from checkpoints.fetch import fetch
 from pathlib import Path
-cache = Path(sys.argv[1])
-for step in sys.argv[2:]:
+cache = Path(sys.argv[2])
+for step in sys.argv[3:]:
     try:
         listing = list_revisions("org/toy", {step: list_branches("org/toy")[0][step]}, cache)[0][step]
         print(step, fetch("org/toy", step, listing, cache))
@@ -492,30 +432,20 @@ for step in sys.argv[2:]:
 """
 
 
-def process(fetcher: Fetcher, *steps: str) -> subprocess.Popen:
-    environment = {
-        **os.environ,
-        **fetcher.server.environment,
-        "TRACKER_CACHE": str(fetcher.cache.parent / "ours"),
-    }
-    command = [sys.executable, "-c", FETCH, str(fetcher.cache), *steps]
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE)
-
-
 @pytest.mark.slow
 def test_several_processes_fetch_the_same_revisions_into_one_cache(fetcher):
     # So that they meet
-    fetcher.server.fail("GET .*model.safetensors", pause=lambda: time.sleep(0.1), times=1000)
+    fetcher.server.fail(WEIGHTS, pause=lambda: time.sleep(0.1), times=1000)
     commits, _ = list_branches(REPO)
-    directories = {step: fetcher.snapshot(commits[f"step{step}"]) for step in STEPS}
-    for running in [process(fetcher, *(f"step{step}" for step in STEPS)) for _ in range(4)]:
+    directories = {f"step{step}": fetcher.snapshot(commits[f"step{step}"]) for step in STEPS}
+    given = ("tests.support.statements", FETCH, fetcher.cache, *directories)
+    environment = os.environ | fetcher.server.environment
+    for running in [processes.start(*given, env=environment) for _ in range(4)]:
         out, _ = running.communicate(timeout=300)
-        assert out.splitlines() == [
-            f"step{step} {directory}" for step, directory in directories.items()
-        ]
-    for step, directory in directories.items():
-        fetcher.assert_whole(step, directory)
-    assert len(fetcher.server.requested("GET .*model.safetensors")) == len(STEPS)
+        assert out.splitlines() == [f"{step} {place}" for step, place in directories.items()]
+    for step, place in zip(STEPS, directories.values(), strict=True):
+        fetcher.assert_whole(step, place)
+    assert len(fetcher.server.requested(WEIGHTS)) == len(STEPS)
     assert not list(fetcher.cache.parent.rglob("*.tmp"))
 
 
@@ -565,42 +495,6 @@ def test_a_whole_revision_is_taken_from_a_cache_that_can_not_be_written_to(fetch
         assert raised is None
         reference.unlink(missing_ok=True)
     assert fetcher.fetch(1) == directory
-
-
-def begun(cache: Path) -> bool:
-    """Return whether there is a part of a file."""
-    return any(part.stat().st_size for part in cache.rglob("*.incomplete"))
-
-
-@pytest.mark.slow
-def test_killed_downloads_are_completed(fetcher):
-    in_the_middle = 0
-    # The piece of 64 kB after which no more arrives; the first is never the last of its file
-    for last in range(1, 6):
-        pieces, sent, killed = count(1), threading.Event(), threading.Event()
-
-        def pause(pieces=pieces, last=last, sent=sent, killed=killed):
-            if next(pieces) >= last:
-                sent.set()
-                killed.wait(300)
-
-        fetcher.server.faults.clear()
-        fetcher.server.fail("GET .*model.safetensors", pause=pause, times=1000)
-        with process(fetcher, "step0", "step1", "step2", "step4") as running:
-            while running.poll() is None and not sent.is_set():
-                time.sleep(0.01)
-            # What was sent is written soon, unless it was the last of its file
-            late = time.monotonic() + 1
-            while time.monotonic() < late and not begun(fetcher.cache):
-                time.sleep(0.01)
-            running.kill()
-            killed.set()
-        in_the_middle += begun(fetcher.cache)
-    assert in_the_middle, "no download was killed in the middle"
-    fetcher.server.faults.clear()
-    # All are fetched before any is compared, since the kills may have left parts of several files.
-    for step, directory in {step: fetcher.fetch(step) for step in STEPS}.items():
-        fetcher.assert_whole(step, directory)
 
 
 def used(cache: Path) -> int:

@@ -4,14 +4,14 @@ import errno
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
-from tests.support.failing_files import FAILING, FULL, failures, numbered, unreadable
+from tests.support import processes
+from tests.support.failing_files import FAILING, FULL, Failure, failures, numbered, unreadable
 from tracker.common import files
 from tracker.common.files import Lock, hash_file, read_json, remove_stale_temporaries, write_atomic
 
@@ -27,10 +27,10 @@ def work(letter):
     for i in count():
         if i >= 60 and stop.is_set():
             break
-        write_atomic(Path(sys.argv[1]), letter * (500 * (1 + i % 40)))
+        write_atomic(Path(sys.argv[2]), letter * (500 * (1 + i % 40)))
     print("written\\n", end="", flush=True)  # in one piece, as two threads do it
 
-for letter in sys.argv[2]:
+for letter in sys.argv[3]:
     threading.Thread(target=work, args=(letter.encode(),)).start()
 sys.stdin.read()
 stop.set()
@@ -45,30 +45,28 @@ def wait(descriptor):
     sys.stdin.read()  # until it is killed
 
 os.fsync = wait
-write_atomic(Path(sys.argv[1]), b"new")
+write_atomic(Path(sys.argv[2]), b"new")
 """
 
 
-def program(code: str, *arguments: str) -> subprocess.Popen:
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+program = partial(processes.start, "tests.support.statements")
 
 
 def names(directory) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def half_written(file) -> subprocess.Popen:
+def half_written(file):
     """Return a process that has written its temporary file and not yet renamed it."""
-    writer = program(HALF_WRITTEN, str(file))
-    assert writer.stdout and writer.stdout.readline() == "half\n"
+    writer = program(HALF_WRITTEN, file)
+    assert writer.stdout.readline() == "half\n"
     return writer
 
 
 def test_concurrent_writers_never_leave_a_partial_file(tmp_path):
     file = tmp_path / "file"
     write_atomic(file, b"x" * 500)
-    writers = [program(WRITE, str(file), letters) for letters in ("ab", "cd", "ef", "gh")]
+    writers = [program(WRITE, file, letters) for letters in ("ab", "cd", "ef", "gh")]
     torn, deadline = [], time.monotonic() + 300
 
     def read():
@@ -109,14 +107,6 @@ def test_next_writer_removes_temporary_files_of_killed_writers_only(tmp_path):
         writer.wait()
     remove_stale_temporaries(tmp_path)
     assert names(tmp_path) == ["file"] and file.read_bytes() == b"whole"
-
-
-def test_other_files_are_kept(tmp_path):
-    for name in (".old.tmp", "plain.tmp", ".hidden"):
-        (tmp_path / name).write_bytes(b"")
-        os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
-    remove_stale_temporaries(tmp_path)
-    assert names(tmp_path) == [".hidden", ".old.tmp", "plain.tmp"]
 
 
 # An error of the system or of Python, and the operations whose failure leaves the file written all the same.
@@ -187,17 +177,18 @@ def test_a_lock_that_fails_at_any_operation_names_its_file_and_is_free(tmp_path,
         assert operation != "os.truncate" or not file.exists()
 
 
-def test_without_locks_only_old_temporary_files_are_removed(tmp_path, monkeypatch):
-    def unsupported(*_):
-        raise OSError(files.errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(files.fcntl, "flock", unsupported)
-    old, young = (tmp_path / f".file.1-1-{'0' * 15}{i}.tmp" for i in range(2))
-    for file in (old, young):
-        file.write_bytes(b"")
-    os.utime(old, (time.time() - 90_000,) * 2)
-    write_atomic(tmp_path / "file", b"whole")
-    assert names(tmp_path) == [young.name, "file"]
+def test_without_locks_only_old_temporary_files_are_removed(tmp_path):
+    """And no other files, however old they are."""
+    old, young = (f".file.1-1-{'0' * 15}{i}.tmp" for i in range(2))
+    others = [".hidden", ".old.tmp", "plain.tmp"]
+    for name in (old, young, *others):
+        (tmp_path / name).touch()
+        if name != young:
+            os.utime(tmp_path / name, (time.time() - 90_000,) * 2)
+    with Failure(tmp_path, numbered(errno.ENOLCK), only=["fcntl.flock"]):
+        write_atomic(tmp_path / "file", b"whole")
+        remove_stale_temporaries(tmp_path)
+    assert names(tmp_path) == sorted([young, "file", *others])
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])

@@ -9,18 +9,16 @@ from checkpoints.hub import File, Listing, missing_shards
 from checkpoints.integrity import examine, files_digest, find_suspects, fingerprint, known_defect
 from checkpoints.suites import Checkpoint, find_suite
 from tracker.common.errors import CheckpointError, Unreachable
-from tracker.common.text import find_repeats
 
 CONFIG = File("config.json", 500)
 SHARDS = [f"pytorch_model-0000{i}-of-00003.bin" for i in (1, 2, 3)]
 
 
-def listing(step: int, **hashes: str) -> Listing:
-    """Return a listing of three shards unique to the step, with the hashes given by name: shard1="..."."""
-    contents = {name: hashes.get(f"shard{i}", f"{step}/{i}") for i, name in enumerate(SHARDS, 1)}
-    return Listing(
-        f"c{step}", (CONFIG, *(File(name, 10**9, sha) for name, sha in contents.items() if sha))
-    )
+def listing(step: int, **owners: int | None) -> Listing:
+    """Return a listing of three shards unique to the step, or of other steps, or missing, by name: shard1=8."""
+    shards = {i: owners.get(f"shard{i}", step) for i in (1, 2, 3)}
+    held = (File(SHARDS[i - 1], 10**9, f"{of}/{i}") for i, of in shards.items() if of is not None)
+    return Listing(f"c{step}", (CONFIG, *held))
 
 
 def suspects(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dict[int, str]:
@@ -32,33 +30,39 @@ def suspects(listings: dict[int, Listing], missing: tuple[int, ...] = ()) -> dic
     )
 
 
-def test_revision_with_the_final_weights_is_suspect():
-    final = {f"shard{i}": f"8/{i}" for i in (1, 2, 3)}
-    assert suspects(
-        {1: listing(1), 2: listing(2, **final), 4: listing(4, **final), 8: listing(8)}
-    ) == {
-        2: "its weights are identical to those of step 4, 8",
-        4: "its weights are identical to those of step 2, 8",
-    }
+def all_of(step: int) -> dict[str, int]:
+    return dict.fromkeys(("shard1", "shard2", "shard3"), step)
 
 
-def test_revision_with_a_shard_of_another_is_suspect():
-    found = suspects({1: listing(1), 2: listing(2, shard1="8/1"), 8: listing(8)})
-    assert found == {2: "its shards (1 of 3) are identical to those of step 8"}
+# Listings, and the other steps with the same files of each that is suspect
+SHARED = {
+    "the last weights": (
+        [listing(1), listing(2, **all_of(8)), listing(4, **all_of(8)), listing(8)],
+        {2: "weights are identical to those of step 4, 8", 4: "weights are identical to those of step 2, 8"},
+    ),
+    "a shard of the last": (
+        [listing(1), listing(2, shard1=8), listing(8)],
+        {2: "shards (1 of 3) are identical to those of step 8"},
+    ),
+    "steps 0 and 1": ([listing(0), listing(1, **all_of(0)), listing(8)], {}),
+    "steps 0, 1 and 2": (
+        [listing(0), listing(1, **all_of(0)), listing(2, **all_of(0)), listing(8)],
+        {2: "weights are identical to those of step 0, 1"},
+    ),
+}  # fmt: skip
 
 
-def test_identical_steps_0_and_1_are_not_suspect():
-    first = {f"shard{i}": f"0/{i}" for i in (1, 2, 3)}
-    assert suspects({0: listing(0), 1: listing(1, **first), 8: listing(8)}) == {}
-    assert suspects(
-        {0: listing(0), 1: listing(1, **first), 2: listing(2, **first), 8: listing(8)}
-    ).keys() == {2}
+@pytest.mark.parametrize("case", SHARED)
+def test_revisions_that_share_files_are_suspect_unless_they_are_steps_0_and_1(case):
+    listings, expected = SHARED[case]
+    found = suspects({int(of_step.commit[1:]): of_step for of_step in listings})
+    assert found == {step: f"its {why}" for step, why in expected.items()}
 
 
 def test_missing_files_and_revisions_are_suspect():
     found = suspects(
         {
-            1: listing(1, shard2=""),
+            1: listing(1, shard2=None),
             2: Listing("c", (CONFIG,)),
             4: Listing("c", listing(4).files[1:]),
         },
@@ -155,27 +159,15 @@ def test_fingerprint_depends_only_on_names_shapes_and_values():
     assert len({own, *(fingerprint(other.items()) for other in others)}) == 1 + len(others)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_weights_that_are_not_finite_are_refused(value):
+@pytest.mark.parametrize(
+    ("value", "buffers"), [(torch.nan, ()), (torch.nan, ("b",)), (torch.inf, ()), (-torch.inf, ())]
+)
+def test_weights_that_are_not_finite_are_refused_and_buffers_that_are_nan(value, buffers):
+    """Infinite buffers: test_units."""
     tensors = weights()
     tensors["b"][2] = value
     with pytest.raises(CheckpointError, match="NaN or infinite weights in b"):
-        fingerprint(tensors.items())
-
-
-def test_buffers_may_be_infinite_and_not_nan():
-    tensors = weights()
-    own = fingerprint(tensors.items(), {"b"})
-    assert own == fingerprint(tensors.items())
-    tensors["b"][2] = -torch.inf
-    assert fingerprint(tensors.items(), {"b"}) != own
-    tensors["b"][3] = torch.nan
-    with pytest.raises(CheckpointError, match="NaN or infinite weights in b"):
-        fingerprint(tensors.items(), {"b"})
-
-
-def test_find_repeats_returns_the_first_step_with_the_same_weights():
-    assert find_repeats({0: "x", 1: "x", 2: "y", 4: "x", 8: ""} | {16: ""}) == {1: 0, 4: 0}
+        fingerprint(tensors.items(), buffers)
 
 
 def test_digest_of_files_is_the_same_from_hub_and_disk(tmp_path, monkeypatch):

@@ -1,52 +1,26 @@
-"""The protocol of loggers: one more logger takes one file and one line, and receives what the store has."""
+"""The protocol of loggers: which metrics they receive."""
 
 import json
 import re
 import sys
 from unittest.mock import MagicMock
 
-import lightning.pytorch.loggers
 import pytest
 import torch
 
 import tracker
-from tests.conftest import USUAL
 from tests.support.models import neox, tokens
 from tests.support.stores import stored
-from tests.support.suite import commit, snapshots
 from tracker import loggers, pythia, replay
 from tracker.common.errors import UsageError
-from tracker.loggers.lightning import LightningAdapter
 from tracker.loggers.protocol import LoggedRun, Row, parse_log, select_metrics
-from tracker.loggers.wandb import WandbRun, resolve_mode
+from tracker.loggers.wandb import WandbRun
 from tracker.measures.registry import headline_names
-from tracker.store import Store
-
-
-@pytest.fixture
-def jsonl(monkeypatch):
-    monkeypatch.setattr(loggers, "LOGGERS", ["tests.support.jsonl_logger"])
 
 
 def unit(step: int, **options):
     torch.manual_seed(step)
     return tracker.measure(neox(), tokens(2), k=[2, 4], **options).assign_coords(step=step)
-
-
-@pytest.mark.slow
-def test_a_walk_reaches_a_logger_that_was_added(jsonl, walker, suite, tmp_path):
-    for step in (4, 8):
-        (tmp_path / "steps" / f"step{step}").parent.mkdir(exist_ok=True)
-        (tmp_path / "steps" / f"step{step}").symlink_to(snapshots(suite) / commit(suite, step))
-    arguments = walker.arguments(*USUAL, model=str(tmp_path / "steps"))
-    assert pythia.main(arguments) == 0
-    store = Store(tmp_path / "out")
-    _, *steps = map(json.loads, (store.path / "curves.jsonl").read_text().splitlines())
-    assert [line["step"] for line in steps] == store.steps() == [4, 8]
-    for line in steps:
-        row = select_metrics(Row.from_unit(store.read(line["step"])), "main")
-        assert row.scalars.items() <= line.items() and len(row.scalars) < 50
-        assert not [name for name in line if name.endswith("/mean")]
 
 
 @pytest.fixture(scope="module")
@@ -122,29 +96,14 @@ def test_a_choice_that_there_is_not_is_refused_before_a_walk(text, capsys, tmp_p
         assert "choose from headline, main, all" in capsys.readouterr().err
 
 
-def test_no_logger():
+def test_no_logger_needs_no_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert loggers.prepare("off") == []
 
 
 def test_a_row_without_couplings():
     row = Row.from_unit(unit(3, measures="trajectory"))
     assert row.step == 3 and "trajectory/lss/median" in row.scalars and row.heatmaps() == {}
-
-
-def test_a_lightning_logger_receives_rows(tmp_path):
-    logger = lightning.pytorch.loggers.CSVLogger(tmp_path)
-    adapter, row = LightningAdapter(logger, "val/"), Row.from_unit(unit(3))
-    adapter.images(row)  # ignored: a CSV file takes no pictures
-    adapter.log(row)
-    assert adapter.finish() == ""
-    logger.finalize("success")
-    logged = (
-        (tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
-        .read_text()
-        .splitlines()[0]
-        .split(",")
-    )
-    assert set(logged) == {"step", *(f"val/{name}" for name in row.scalars)}
 
 
 @pytest.mark.parametrize(("log", "continued"), [("all", False), ("main", True)])
@@ -159,8 +118,3 @@ def test_a_wandb_run_with_other_metrics_is_not_continued(log, continued, monkeyp
     assert (started.call_args.kwargs["id"], run.logged) == (
         ("before", [0, 4]) if continued else (None, [])
     )
-
-
-def test_no_run_needs_no_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert resolve_mode("off") == "disabled"

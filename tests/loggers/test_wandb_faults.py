@@ -21,7 +21,6 @@ PATIENCE = "import tracker.loggers.wandb; tracker.loggers.wandb.FINISH = 2.0"
 LEFT, SENT = "W&B did not take the run within 2 s", "W&B online: http"
 FAULTS = {
     None: SENT,
-    "drop": LEFT,
     "hang": LEFT,
     "refuse": SENT,  # W&B does not tell that the key is refused
 }  # what is said last

@@ -1,8 +1,7 @@
 """A process that has imported what is slow to import, and forks a child for each request of `tests.support.processes`.
 
-A child differs from `python -m MODULE` in nothing that a test looks at: it's a process of its own with its own group if asked,
-ends by the signal that kills it, and leaves through the interpreter's ordinary exit. For each child there is a keeper, which
-reports the exit status and keeps the child's id from being used again until the caller has read it.
+A child differs from `python -m MODULE` in nothing that a test looks at: it's a process of its own, ends by the signal that
+kills it, and leaves through the interpreter's ordinary exit. For each child there is a keeper, which reports the exit status.
 """
 
 import atexit
@@ -72,25 +71,20 @@ def keep(request: dict, files: list[int]) -> dict:
             return request
         for file in files:
             os.close(file)
-        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        _, status = os.waitpid(child, 0)
         with suppress(OSError):  # the caller has ended
-            caller.send(str(status).encode())
-            caller.recv(1)  # returns when the caller has read the status
+            caller.send(str(os.waitstatus_to_exitcode(status)).encode())
     os._exit(0)
 
 
 def become(request: dict, files: list[int]):
-    """Give this process what a fresh interpreter would have: signals, session, standard streams, environment, random state."""
+    """Give this process what a fresh interpreter would have: signals, standard streams, environment, random state."""
     import huggingface_hub.constants
     import numpy
     from lightning.fabric.utilities import rank_zero
     from wandb.sdk.data_types._private import MEDIA_TMP
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if request["start_new_session"]:
-        os.setsid()
     for standard, file in enumerate(files):
         os.dup2(file, standard)
         os.close(file)

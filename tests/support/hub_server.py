@@ -7,8 +7,6 @@ datasets--ORG--NAME). Weight files are in LFS: their ETag is their SHA-256; othe
 import hashlib
 import json
 import re
-import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +14,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote
+
+import pytest
 
 WEIGHTS = (".safetensors", ".bin")
 
@@ -27,15 +27,13 @@ class Fault:
     path: str  # regular expression, searched in "GET /path"
     times: int = 1
     status: int | None = None  # status of the answer
-    headers: dict[str, str] = field(
-        default_factory=dict
-    )  # of the answer; without a status, of a file in place of its own
+    # Of the answer; without a status, of a file in place of its own
+    headers: dict[str, str] = field(default_factory=dict)
     drop_after: int | None = None  # number of bytes of the body before the connection is closed
-    pause: Callable[[], object] | None = None  # called after each 64 kB of the body
+    pause: Callable[[], object] = lambda: None  # called after each 64 kB of the body
     # Changes the content, under the hash of the original
-    content: Callable[[bytes], bytes] | None = None
-    then: Callable[[], None] | None = None  # called before answering
-    reset: bool = False  # the connection is reset in place of an answer
+    content: Callable[[bytes], bytes] = lambda content: content
+    then: Callable[[], object] = lambda: None  # called before answering
 
 
 @dataclass
@@ -52,6 +50,13 @@ class Hub:
     def environment(self) -> dict[str, str]:
         """Environment variables of a process that uses this server."""
         return {"HF_ENDPOINT": self.endpoint, "HF_HUB_OFFLINE": "0"}
+
+    def be_used(self, patch: pytest.MonkeyPatch):
+        """Let the client in this process use this server."""
+        resolved = self.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        patch.setattr("huggingface_hub.constants.ENDPOINT", self.endpoint)
+        patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", resolved)
 
     def fail(self, path: str, **how):
         self.faults.append(Fault(path, **how))
@@ -81,53 +86,38 @@ class Handler(BaseHTTPRequestHandler):
         request = f"{self.command} {unquote(self.path)}"
         self.hub.requests.append(request)
         fault = next(
-            (f for f in self.hub.faults if f.times > 0 and re.search(f.path, request)), None
+            (f for f in self.hub.faults if f.times > 0 and re.search(f.path, request)), Fault("")
         )
-        if fault:
-            fault.times -= 1
-            if fault.then:
-                fault.then()
-            if fault.reset:
-                self.close_connection = True
-                self.connection.setsockopt(
-                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                )
-                return self.connection.close()
-            if fault.status:
-                return self.reply(b"", True, fault.headers, fault.status)
+        fault.times -= 1
+        fault.then()
+        if fault.status:
+            return self.reply(b"", True, fault.headers, fault.status)
         parts = unquote(self.path.split("?")[0]).strip("/").split("/")
         if parts[0] == "api" and parts[1] in ("models", "datasets") and len(parts) >= 4:
             repo, what = self.repo(*parts[1:4]), parts[4] if len(parts) > 4 else "revision"
             if not repo.is_dir():
                 return self.error(404, "RepoNotFound")
+            commit = self.commit(repo, parts[5] if len(parts) > 5 else "main")
             if what == "refs":
-                references = [
-                    file for file in (repo / "refs").iterdir() if not file.name.startswith(".")
-                ]
                 branches = [
                     {"name": f.name, "ref": f"refs/heads/{f.name}", "targetCommit": f.read_text()}
-                    for f in references
+                    for f in (repo / "refs").glob("[!.]*")
                 ]
-                content = json.dumps({"branches": branches, "converts": [], "tags": []}).encode()
-                return self.reply(
-                    fault.content(content) if fault and fault.content else content, body
-                )
-            commit = self.commit(repo, parts[5] if len(parts) > 5 else "main")
-            if commit is None:
+                found = {"branches": branches, "converts": [], "tags": []}
+            elif commit is None:
                 return self.error(404, "RevisionNotFound")
-            snapshot = repo / "snapshots" / commit
-            if what == "tree":
-                return self.reply(json.dumps(listed(snapshot, "/".join(parts[6:]))).encode(), body)
-            if what == "paths-info":
+            elif what == "tree":
+                found = listed(repo / "snapshots" / commit, "/".join(parts[6:]))
+            elif what == "paths-info":
                 sent = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
-                found = [entry for entry in listed(snapshot, "") if entry["path"] in sent["paths"]]
-                return self.reply(json.dumps(found).encode(), body)
-            siblings = [
-                sibling(file, snapshot) for file in sorted(snapshot.rglob("*")) if file.is_file()
-            ]
-            info = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": siblings}
-            content = json.dumps(info).encode()
-            return self.reply(fault.content(content) if fault and fault.content else content, body)
+                every = listed(repo / "snapshots" / commit, "")
+                found = [entry for entry in every if entry["path"] in sent["paths"]]
+            else:
+                snapshot = repo / "snapshots" / commit
+                files = filter(Path.is_file, sorted(snapshot.rglob("*")))
+                siblings = [sibling(file, snapshot) for file in files]
+                found = {"id": "/".join(parts[2:4]), "sha": commit, "siblings": siblings}
+            return self.reply(fault.content(json.dumps(found).encode()), body)
         kind = "datasets" if parts[0] == "datasets" else "models"
         parts = parts[1:] if kind == "datasets" else parts
         if len(parts) >= 5 and parts[2] == "resolve":
@@ -138,14 +128,12 @@ class Handler(BaseHTTPRequestHandler):
             file = repo.joinpath("snapshots", commit, *parts[4:])
             if not file.is_file():
                 return self.error(404, "EntryNotFound")
-            return self.file(file, commit, body, fault or Fault(""))
+            return self.file(file, commit, body, fault)
         return self.error(404, "RepoNotFound")
 
     def file(self, file: Path, commit: str, body: bool, fault: Fault):
-        content = file.read_bytes()
+        content = fault.content(file.read_bytes())
         headers = {"ETag": f'"{blob(file)}"', "X-Repo-Commit": commit}
-        if fault.content:
-            content = fault.content(content)
         headers |= fault.headers
         if not body:
             return self.reply(content, False, headers)
@@ -165,8 +153,7 @@ class Handler(BaseHTTPRequestHandler):
             part = content[at : min(end, at + (1 << 16))]
             self.wfile.write(part)
             self.hub.sent += len(part)
-            if fault.pause:
-                fault.pause()
+            fault.pause()
         if end < len(content):
             self.close_connection = True
 

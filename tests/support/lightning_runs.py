@@ -90,38 +90,6 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-2)
 
 
-class Merging(Classifier):
-    """A module that merges an update into its weights in `eval()` and takes it out in `train()`, as loralib does."""
-
-    def __init__(self):
-        super().__init__()
-        self.update = nn.Parameter(0.1 * torch.randn(self.head.weight.shape))
-        self.merged = False
-
-    def train(self, mode: bool = True):
-        if mode == self.merged:
-            with torch.no_grad():
-                self.head.weight.add_(self.update, alpha=-1 if mode else 1)
-            self.merged = not mode
-        return super().train(mode)
-
-    def forward(self, x):
-        logits = super().forward(x)
-        return logits if self.merged else logits + 0 * self.update.sum()
-
-
-class Rescaling(Classifier):
-    """A module that writes to its weights in eval mode, as RWKV does."""
-
-    def forward(self, x):
-        if not self.training:
-            with torch.no_grad():
-                for block in self.stages:
-                    block.mlp[0].weight.clamp_(-0.1, 0.1)
-                    block.norm1.bias.data.add_(0.01)
-        return super().forward(x)
-
-
 class TwoOptimizers(Classifier):
     """Manual optimization with two optimizer steps per batch."""
 

@@ -14,10 +14,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tests.support.fork_server import MESSAGE, PRELOADED
 
@@ -26,33 +26,22 @@ ROOT = Path(__file__).parents[2]
 READ_ON_IMPORT = tuple(
     "OMP_ MKL_ PYTHON LC_ LANG TORCH PYTORCH MPL HF_HOME HF_MODULES_CACHE".split()
 )
-STREAMS = ("stdin", "stdout", "stderr")
 
 
 def start(
     module: str,
     *arguments: object,
     env: Mapping[str, str] | None = None,
-    stdin: int | IO | None = None,
-    stdout: int | IO | None = subprocess.PIPE,
-    stderr: int | IO | None = subprocess.PIPE,
-    start_new_session: bool = False,
     cold: bool = False,
-) -> "subprocess.Popen[str] | Forked":
-    """Start `python -m MODULE ARGUMENTS` in the root of the repository, with one thread."""
+) -> Any:  # subprocess.Popen[str] or Forked
+    """Start `python -m MODULE ARGUMENTS` in the root of the repository, with one thread and pipes."""
     environment = {**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}
-    streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+    given = [*map(str, arguments)]
     if not cold and sys.platform == "linux":
-        return Forked(module, [*map(str, arguments)], environment, streams, start_new_session)
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        start_new_session=start_new_session,
-        **streams,
-    )
+        return Forked(module, given, environment)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-m", module, *given]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes)
 
 
 def run(
@@ -68,9 +57,8 @@ def run(
     return subprocess.CompletedProcess([module, *arguments], process.returncode, out, err)
 
 
-def wait_for_line(process: "subprocess.Popen[str] | Forked", line: str):
+def wait_for_line(process: Any, line: str):
     """Read what a process prints until it prints a line; if it ends without it, raise with what it wrote of its errors."""
-    assert process.stdout
     # A process with PYTHONUNBUFFERED writes a line and its end apart, so two processes may mix theirs: let one of them print.
     if f"{line}\n" not in process.stdout:
         _, err = process.communicate()
@@ -143,14 +131,7 @@ def server() -> tuple[socket.socket, subprocess.Popen[str], dict[str, str]]:
 class Forked:
     """A process that the server forked, with what tests use of `subprocess.Popen`."""
 
-    def __init__(
-        self,
-        module: str,
-        arguments: list[str],
-        environment: dict[str, str],
-        streams: dict,
-        start_new_session: bool,
-    ):
+    def __init__(self, module: str, arguments: list[str], environment: dict[str, str]):
         requests, process, theirs = server()
         if (given := read_on_import(environment)) != (had := read_on_import(theirs)):
             names = sorted(name for name, _ in given.items() ^ had.items())
@@ -158,42 +139,22 @@ class Forked:
                 f"{', '.join(names)}: read when modules are imported; set them for all tests or use cold=True"
             )
         self.args, self.returncode = [module, *arguments], None
-        self.stdin = self.stdout = self.stderr = None
-        self._readers = {}
-        self._read = {}
+        self._readers, self._read = {}, {}
+        its_input, our_end = os.pipe()
+        (our_out, its_out), (our_err, its_err) = os.pipe(), os.pipe()
+        self.stdin, self.stdout, self.stderr = open(our_end, "w"), open(our_out), open(our_err)
         self._status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {
-            "module": module,
-            "arguments": arguments,
-            "environment": environment,
-            "start_new_session": start_new_session,
-        }
-        with ExitStack() as stack:
-            stack.enter_context(status)
-            files = [self._open(name, streams[name], stack) for name in STREAMS]
-            socket.send_fds(requests, [json.dumps(request).encode()], [status.fileno(), *files])
+        request = {"module": module, "arguments": arguments, "environment": environment}
+        files = [status.detach(), its_input, its_out, its_err]
+        socket.send_fds(requests, [json.dumps(request).encode()], files)
+        for file in files:
+            os.close(file)
         started = self._status.recv(MESSAGE)
         if not started:
             raise RuntimeError(
                 f"the fork server ended before it could start {module}: {process.communicate()[0]}"
             )
         self.pid = int(started)
-
-    def _open(self, name: str, given: int | IO | None, stack: ExitStack) -> int:
-        """Return the child's end of a stream."""
-        standard = STREAMS.index(name)
-        if given == subprocess.PIPE:
-            read, write = os.pipe()
-            ours, its = (write, read) if name == "stdin" else (read, write)
-            setattr(self, name, open(ours, "w" if name == "stdin" else "r"))
-        elif given == subprocess.DEVNULL:
-            its = os.open(os.devnull, os.O_RDWR)
-        else:
-            its = os.dup(
-                standard if given is None else given if isinstance(given, int) else given.fileno()
-            )
-        stack.callback(os.close, its)
-        return its
 
     def poll(self) -> int | None:
         """Return the exit status, negative if a signal ended the process, or None while it runs."""
@@ -205,40 +166,34 @@ class Forked:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            status = self._status.recv(MESSAGE)
-            if not status:
-                raise RuntimeError(
-                    f"process {self.pid}: its keeper was killed, so its exit status is unknown"
-                )
-            self.returncode = int(status)
+            self.returncode = int(self._status.recv(MESSAGE))
             self._status.close()
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+    def communicate(self, timeout: float = 3600) -> tuple[str, str]:
         """Read the pipes to their ends and wait; after a TimeoutExpired it can be called again and nothing is lost."""
-        ends = None if timeout is None else time.monotonic() + timeout
-        if self.stdin:
-            self.stdin.close()
-        for name in ("stdout", "stderr"):
-            if getattr(self, name) and name not in self._readers:
-                self._readers[name] = threading.Thread(
-                    target=self._reader, args=[name], daemon=True
-                )
-                self._readers[name].start()
-        for thread in self._readers.values():
-            thread.join(None if ends is None else max(0, ends - time.monotonic()))
-            if thread.is_alive():
-                raise subprocess.TimeoutExpired(self.args, timeout or 0)
-        self.wait(None if ends is None else max(0, ends - time.monotonic()))
-        return self._read.get("stdout"), self._read.get("stderr")
+        ends = time.monotonic() + timeout
+        self.stdin.close()
+        for stream in (self.stdout, self.stderr):
+            if stream not in self._readers:
+                reader = threading.Thread(target=self._read_all, args=[stream], daemon=True)
+                self._readers[stream] = reader
+                reader.start()
+        for reader in self._readers.values():
+            reader.join(max(0, ends - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout)
+        self.wait(max(0, ends - time.monotonic()))
+        return self._read[self.stdout], self._read[self.stderr]
 
-    def _reader(self, name: str):
-        with getattr(self, name) as stream:
-            self._read[name] = stream.read()
+    def _read_all(self, stream: IO):
+        with stream:
+            self._read[stream] = stream.read()
 
     def send_signal(self, number: int):
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self.pid, number)
 
     def kill(self):
         self.send_signal(signal.SIGKILL)

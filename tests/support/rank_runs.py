@@ -152,12 +152,12 @@ def in_transformers(rank: int, **options) -> dict:
 
 
 def in_a_loop(rank: int, **options) -> dict:
-    rows = []
-    if not options:
-        trained = plain_loop.train(rank=rank)
-    else:
-        with tracker.Watch(3, log_to=lambda _, step: rows.append(step), **options) as watch:
-            trained = plain_loop.train(watch, rank)
+    rows, watch = [], None
+    if options:
+        watch = tracker.Watch(3, log_to=lambda _, step: rows.append(step), **options)
+    trained = plain_loop.train(watch, rank)
+    if watch is not None:
+        watch.close()
     assert set(rows) == ({0, 3, plain_loop.STEPS} if options and rank == 0 else set())
     return {"state": [trained.losses, *(tensor.tolist() for tensor in trained.tensors)]}
 

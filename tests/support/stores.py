@@ -5,17 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import xarray as xr
 
 from tracker.measures.coupling import (
     BY_ROTATIONS,
-    Entries,
-    Moments,
-    Overlap,
     level_name,
-    root_mean_square,
-    root_mean_square_of_release,
 )
 from tracker.measures.declaration import DIAGNOSTICS
 from tracker.measures.registry import MISCOUPLINGS
@@ -87,22 +81,13 @@ def unit(
     }
     s, layer = -np.sort(-values(0.1, 9, 1, L, max(ks))), ("prompt", "token", "layer")
     variables["singular_value"] = ((*layer, "rank"), s)
-    # Null levels of Jacobians without a trace, whose left and right singular vectors have nothing in common.
     variables["isotropic"], variables["alignment"] = (
         (layer, np.zeros_like(s[..., 0])),
         ((*layer, "rank"), 0 * s),
     )
-    half = torch.from_numpy(np.sqrt((s**2).sum(-1) / 2))
-    moments = Moments(torch.zeros_like(half), symmetric=half, antisymmetric=half)
-    of_ks = []
-    for k in ks:
-        unrelated = Overlap(torch.zeros(prompts, 1, L, k), torch.zeros(prompts, 1, L))
-        top, entries = torch.from_numpy(s[..., :k]), Entries(moments, unrelated, WIDTH)
-        off, size = entries.off_square.sqrt(), entries.square.sqrt()
-        of_norms = root_mean_square(top, entries), root_mean_square_of_release(top, entries)
-        of_ks.append(torch.stack([*of_norms, off, off / size]))  # as BY_ROTATIONS
-    for name, level in zip(BY_ROTATIONS, torch.stack(of_ks, 3), strict=True):
-        variables[level_name(name, name)] = pair, np.where(diagonal, 0, level.numpy())
+    for name in BY_ROTATIONS:
+        level = values(1.1, 1.5, 1, len(ks), L, L)
+        variables[level_name(name, name)] = pair, np.where(diagonal, 0, level)
     for name in (measure.name for measure in TRAJECTORY if measure.dims == ("position",)):
         variables[name] = (("prompt", "position"), values(1, 5, n))
     for name in ("lss", "expodistance", "equidistance"):

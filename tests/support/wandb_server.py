@@ -2,8 +2,6 @@
 
 import gzip
 import json
-import socket
-import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,7 @@ from typing import Literal
 
 from tests.support.hub_server import serving
 
-Fault = Literal["drop", "hang", "refuse"]
+Fault = Literal["hang", "refuse"]
 KEY = "a" * 40
 BUCKET = {
     "id": "run", "name": "run", "displayName": "run", "description": "", "config": "{}", "sweepName": "",
@@ -34,14 +32,13 @@ class WandbServer:
     """What a server received, and how it fails.
 
     Attributes:
-        fault: returns how it answers a request: it drops the connection, never answers, refuses the key (401), or None.
+        fault: returns how it answers a request: it never answers, refuses the key (401), or None.
         rows: how many lines of history it accepted.
     """
 
     def __init__(self):
         self.fault = lambda: None
         self.rows = 0
-        self.requests = []
         self.closed = threading.Event()
         self.address = ""
 
@@ -82,19 +79,12 @@ def serve() -> Iterator[WandbServer]:
 
         def do_POST(self):
             content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            content = (
-                gzip.decompress(content)
-                if self.headers.get("Content-Encoding") == "gzip"
-                else content
-            )
+            if self.headers.get("Content-Encoding") == "gzip":
+                content = gzip.decompress(content)
             is_json = "json" in self.headers.get("Content-Type", "")
-            state.requests.append(f"{self.path} {content[:150]!r}")
             fail = state.fault()
             if fail == "hang":
                 state.closed.wait()
-            if fail in ("drop", "hang"):
-                linger = struct.pack("ii", 1, 0)  # close with a reset
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 self.close_connection = True
                 return
             status = 401 if fail == "refuse" else 200

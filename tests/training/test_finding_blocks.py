@@ -18,7 +18,6 @@ from tests.support.refused import refused
 from tests.support.trainer import make
 from tracker.common.errors import UsageError
 
-K = 2
 X = normal(2, 4, home_made.WIDTH, seed=0)
 
 
@@ -42,10 +41,8 @@ class OtherList(nn.Module):
         self.rows = nn.ModuleList(Row() for _ in range(3))
 
     def forward(self, x):
-        for block in self.mixers:
+        for block in (*self.mixers, *self.rows):
             x = block(x)
-        for row in self.rows:
-            x = row(x)
         return x
 
 
@@ -68,13 +65,13 @@ class InLightning(lightning.LightningModule):
 
 
 def watched(model, probe) -> list:
-    with tracker.Watch(1, k=K, probe=probe) as watch:
+    with tracker.Watch(1, k=2, probe=probe) as watch:
         return [watch(0, model)]
 
 
 def in_lightning(model, probe) -> list:
     units = []
-    callback = tracker.CouplingCallback(1, k=K, probe=probe, on_measure=units.append)
+    callback = tracker.CouplingCallback(1, k=2, probe=probe, on_measure=units.append)
     trainer([callback], max_steps=1).fit(InLightning(model), DataLoader(X, 2))
     return units
 
@@ -91,7 +88,7 @@ def test_blocks_that_a_forward_pass_shows(train, probe):
     state = torch.get_rng_state()
     unit = train(model, probe)[0]
     assert train is in_lightning or torch.equal(torch.get_rng_state(), state)
-    expected = tracker.measure(model, X, k=K)
+    expected = tracker.measure(model, X, k=2)
     assert unit.attrs["blocks"] == expected.attrs["blocks"] == "mixers.0, mixers.1, mixers.2"
     np.testing.assert_array_equal(unit.miscoupling, expected.miscoupling)
 
@@ -100,29 +97,17 @@ def test_blocks_that_a_forward_pass_shows(train, probe):
 def test_proposals_are_tried(train):
     model = TwoTowers(home_made.Torch)
     with pytest.raises(UsageError) as asked:
-        tracker.measure(model, X, k=K)
+        tracker.measure(model, X, k=2)
     with refused("each line was tried on these inputs") as trained:
         train(model, X)
     assert str(trained.value).replace("InLightning", "TwoTowers") == str(asked.value)
 
 
-def test_without_inputs_the_proposals_are_those_of_the_module_tree():
-    with refused("These lines were not tried"):
-        in_lightning(TwoTowers(home_made.Torch), None)
-
-
 @pytest.mark.slow
 def test_the_first_samples_of_transformers_trainer(tmp_path):
-    class Towers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.towers = nn.Embedding(50, home_made.WIDTH), TwoTowers(home_made.Torch)
-
-        def forward(self, input_ids, labels=None):
-            return {"loss": self.towers(self.embed(input_ids)).square().mean()}
-
     runner = make(tmp_path)
-    runner.model = runner.model_wrapped = Towers()
-    runner.add_callback(tracker.TransformersCallback(2, k=K))
+    runner.model = runner.model_wrapped = TwoTowers(home_made.Torch)
+    runner.train_dataset = [{"x": x} for x in X]
+    runner.add_callback(tracker.TransformersCallback(2, k=2))
     with refused("Tried on these inputs|each line was tried on these inputs"):
         runner.train()

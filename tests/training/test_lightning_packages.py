@@ -63,38 +63,12 @@ def test_both_packages_measure_the_same(tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_the_last_step_is_not_measured_on_averaged_weights():
-    watch = Watch(5)
-    averaging = pytorch_lightning.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)
-    with pytest.warns(
-        UserWarning,
-        match="the last step is not measured: averaged weights have replaced the raw ones",
-    ):
-        train("pytorch_lightning", [averaging, watch])
-    assert list(watch.units) == [0, 5]
-
-
 def test_weights_in_flattened_pieces_are_refused():
     runner = SimpleNamespace(
         strategy=object.__new__(pytorch_lightning.strategies.FSDPStrategy), callbacks=[]
     )
     with refused("FSDPStrategy keeps weights in flattened pieces"):
         Watch().check_readable(runner)
-
-
-def test_a_module_that_builds_its_blocks_later():
-    class Late(OtherClassifier):
-        def __init__(self):
-            super().__init__()
-            self.built, self.stages = self.stages, None
-
-        def configure_model(self):
-            self.stages = self.built
-
-    watch = Watch(1)
-    train("pytorch_lightning", [watch], Late, max_steps=1)
-    assert list(watch.units) == [0, 1]
 
 
 def test_loggers_of_both_packages_are_known(tmp_path):

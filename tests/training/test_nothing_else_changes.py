@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 import torch
 import wandb
-from accelerate import Accelerator
 from lightning.fabric import Fabric
 from lightning.fabric import loggers as of_fabric
 from lightning.pytorch import loggers as of_lightning
@@ -32,7 +31,7 @@ from transformers.trainer_callback import TrainerCallback
 
 import tracker
 from tests.support import plain_loop
-from tests.support.lightning_runs import Classifier, Merging, Rescaling, TwoOptimizers, fit, trainer
+from tests.support.lightning_runs import Classifier, TwoOptimizers, fit, trainer
 from tests.support.models import tokens
 from tests.support.trainer import Recorder, make
 from tests.support.wandb_runs import of, records
@@ -87,20 +86,17 @@ def in_lightning(
     others=list,
     loggers=(of_lightning.CSVLogger,),
     workers: int = 0,
-    validate: bool = True,
     **options,
 ):
     keep = ModelCheckpoint(".", "{step}", monitor="loss", every_n_train_steps=4, save_top_k=-1)
     ours = [tracker.CouplingCallback(4, name="mine", **OPTIONS)] if watched else []
     writing = {"logger": [kind(save_dir=Path.cwd()) for kind in loggers], "log_every_n_steps": 1}
     runner = trainer([*others(), *ours, keep], enable_checkpointing=True, **writing, **options)
-    fit(runner, module, workers, validate)
+    fit(runner, module, workers)
 
 
-def compiled(part: bool = False):
+def compiled():
     module = Classifier()
-    if not part:
-        return torch.compile(module, backend="eager")
     module.stages[1] = torch.compile(module.stages[1], backend="eager")
     return module
 
@@ -166,14 +162,6 @@ def in_fabric(watched: bool):
         logger.finalize("success")
 
 
-def in_accelerate(watched: bool):
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=".")
-    accelerator.init_trackers("run")
-    in_a_loop(watched, {"steps": accelerator.log}, [accelerator.log])
-    accelerator.save_state("state")
-    accelerator.end_training()
-
-
 THREE = (of_lightning.CSVLogger, of_lightning.TensorBoardLogger, of_lightning.WandbLogger)
 # Each with the number of files that have all our rows; a Trainer's last checkpoint is one of them
 PROGRAMS = {
@@ -202,16 +190,12 @@ PROGRAMS = {
     "transformers, resumed": (partial(in_transformers, resumed=True, logging_steps=1), 2),
     "loop, W&B": (to_wandb, 6),
     "Fabric": (in_fabric, 2),
-    "accelerate": (in_accelerate, 1),
     "lightning, dropout, stochastic depth": (partial(in_lightning, loggers=THREE), 3),
     "lightning, augmentation in workers": (
         partial(in_lightning, workers=2, max_epochs=2, max_steps=-1),
         1,
     ),
-    "lightning, accumulation": (partial(in_lightning, accumulate_grad_batches=3), 1),
     "lightning, bf16-mixed": (partial(in_lightning, precision="bf16-mixed"), 1),
-    "lightning, bf16-true": (partial(in_lightning, precision="bf16-true"), 1),
-    "lightning, 64": (partial(in_lightning, precision="64"), 1),
     "lightning, gradient checkpointing": (
         partial(in_lightning, module=partial(Classifier, checkpointing=True)),
         1,
@@ -221,17 +205,8 @@ PROGRAMS = {
         partial(in_lightning, others=lambda: [EMAWeightAveraging(decay=0.5)]),
         1,
     ),
-    "lightning, weights written in eval mode": (
-        partial(in_lightning, module=Rescaling, validate=False, limit_val_batches=0),
-        1,
-    ),
-    "lightning, weights merged by eval()": (partial(in_lightning, module=Merging), 1),
     "lightning, no sanity check": (partial(in_lightning, num_sanity_val_steps=0), 1),
-    "lightning, compiled": (partial(in_lightning, module=compiled), 1),
-    "lightning, compiled in part": (
-        partial(in_lightning, module=partial(compiled, part=True)),
-        1,
-    ),
+    "lightning, compiled in part": (partial(in_lightning, module=compiled), 1),
 }
 
 

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import threading
 from pathlib import Path
 
@@ -32,7 +31,7 @@ sys.stdin.read()  # until the test ends
 
 
 def start(code: str, *arguments: object):
-    return processes.start("tests.support.statements", code, *arguments, stdin=subprocess.PIPE)
+    return processes.start("tests.support.statements", code, *arguments)
 
 
 def watched(directory: Path) -> tracker.Watch:
@@ -43,7 +42,6 @@ def watched(directory: Path) -> tracker.Watch:
 def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path):
     """A worker that outlives it has neither its claim nor one on a step."""
     other = start(HOLD, tmp_path)
-    assert other.stdout
     worker = int(other.stdout.readline())
     with refused(f"belongs to another training .*process {other.pid}.*another save_dir"):
         watched(tmp_path)(0, neox())
@@ -54,16 +52,6 @@ def test_a_store_of_a_running_training_is_refused_until_that_is_killed(tmp_path)
         watch(0, neox())
     assert Store(tmp_path).steps() == [0] and not (tmp_path / ".training").exists()
     os.kill(worker, signal.SIGKILL)
-
-
-def test_a_fork_of_a_training_has_no_claim(tmp_path):
-    watch, model = watched(tmp_path), neox()
-    watch(0, model)
-    if not (child := os.fork()):
-        os._exit(watch.run.held.lock.held)
-    assert os.waitpid(child, 0)[1] == 0
-    watch(1, model)
-    assert Store(tmp_path).steps() == [0, 1]
 
 
 def test_of_two_threads_that_begin_together_one_has_the_store(tmp_path):

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -71,39 +70,19 @@ def tuned(find):
     return train
 
 
-def beside(*finders, order: int = 1):
-    """Return a training with other callbacks, listed after this one or before."""
+def beside(*finders, order: int = 1, **options):
+    """Return a training with other callbacks, listed after this one or before, and with options that set others."""
     return lambda watch, directory: trainer(
-        [watch, *finders][::order], max_steps=4, default_root_dir=directory
+        [watch, *finders][::order], max_steps=4, default_root_dir=directory, **options
     ).fit(Tuned())
-
-
-def in_lightning(**options):
-    """Return a training with options that set others."""
-
-    class Silent(Tuned):
-        def log(self, *_, **__):
-            """Do nothing: a barebones Trainer refuses to log."""
-
-    def train(watch, directory):
-        options["default_root_dir"] = directory
-        lightning.Trainer(callbacks=[watch], max_steps=4, accelerator="cpu", **options).fit(
-            Silent()
-        )
-
-    return train
 
 
 TRAININGS = {
     "lr_find": tuned(lambda tuner, module: tuner.lr_find(module, num_training=5)),
     "scale_batch_size": tuned(lambda tuner, module: tuner.scale_batch_size(module, max_trials=2)),
-    "scale_batch_size of validation": tuned(
-        lambda tuner, module: tuner.scale_batch_size(module, max_trials=2, method="validate")
-    ),
     "LearningRateFinder": beside(LearningRateFinder(num_training_steps=5)),
     "BatchSizeFinder": beside(BatchSizeFinder(max_trials=2), order=-1),
-    "overfit": in_lightning(overfit_batches=2, logger=False),
-    "barebones": in_lightning(barebones=True),
+    "overfit": beside(overfit_batches=2),
 }
 
 

@@ -3,16 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2LMHeadModel
 from transformers.trainer_callback import TrainerCallback
 
 import tracker
+from tests.support import lightning_runs
+from tests.support.drivers import CHEAP, OUT_OF_MEMORY
 from tests.support.refused import refused
 from tests.support.trainer import STEPS, data, make
+from tracker.store import Store
 
 pytestmark = pytest.mark.slow
 
 K = 2
-CHEAP = {"k": K, "measures": "trajectory"}
 
 
 def test_the_first_samples_are_measured_at_the_end_of_epochs(tmp_path):
@@ -55,25 +58,51 @@ def test_data_without_first_samples_needs_a_probe(tmp_path):
 
 
 def test_the_last_step_of_a_run_that_loads_its_best_is_measured_with_its_own_weights(tmp_path):
-    trainer, units = make(tmp_path, eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2,
-                          load_best_model_at_end=True, learning_rate=1.0), []  # fmt: skip
+    """Its best is that of the largest loss, not the last."""
+    units, every = [], {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2}
+    trainer = make(
+        tmp_path, load_best_model_at_end=True, greater_is_better=True, save_steps=2, **every
+    )
     trainer.add_callback(tracker.TransformersCallback(100, k=K, on_measure=units.append))
-    last = {}
-    trainer.add_callback(Keep(last))
     trainer.train()
     assert [int(unit.step) for unit in units] == [0, STEPS]
-    trainer.model.load_state_dict(last["state"])
-    own = tracker.measure(trainer.model, torch.stack([row["input_ids"] for row in data()[:8]]), k=K)
-    np.testing.assert_allclose(units[-1].miscoupling, own.miscoupling, atol=1e-6)
+    last, best = (
+        GPT2LMHeadModel.from_pretrained(place)
+        for place in (tmp_path / f"checkpoint-{STEPS}", trainer.state.best_model_checkpoint)
+    )
+    probe = torch.stack([row["input_ids"] for row in data()[:8]])
+    own, others = (tracker.measure(model, probe, k=K).miscoupling for model in (last, best))
+    np.testing.assert_allclose(units[-1].miscoupling, own, atol=1e-6)
+    assert not np.allclose(own, others, atol=1e-3)
 
 
-class Keep(TrainerCallback):
-    """Keeps the weights after each step."""
+class Scarce(TrainerCallback):
+    """Runs out of memory after a step, if the batch is larger than 3 samples."""
 
-    def __init__(self, kept: dict):
-        self.kept = kept
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3 and state.train_batch_size > 3:
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
-    def on_step_end(self, args, state, control, **given):
-        self.kept["state"] = {
-            name: value.clone() for name, value in given["model"].state_dict().items()
-        }
+
+def test_the_trainer_finds_a_batch_size(tmp_path):
+    """It calls the same callback again, whose model has other weights at step 0."""
+    units, store = [], Store(tmp_path / "store")
+    trainer = make(tmp_path / "run", auto_find_batch_size=True)
+    given = {**CHEAP, "save_dir": store, "on_measure": units.append}
+    trainer.add_callback(tracker.TransformersCallback(2, **given))
+    trainer.add_callback(Scarce())
+    with pytest.warns(UserWarning, match="the run begins again: its 2 units"):
+        trainer.train()
+    assert store.steps() == [0, 2, 4, 6] == [int(unit.step) for unit in units[2:]]
+    for unit in units[2:]:
+        np.testing.assert_array_equal(store.read(int(unit.step)).lss, unit.lss)
+    assert not np.array_equal(units[0].lss, units[2].lss)
+
+
+def test_a_callback_of_the_other_trainer_names_its_own(tmp_path):
+    with refused("Lightning takes tracker.CouplingCallback"):
+        lightning_runs.fit(lightning_runs.trainer([tracker.TransformersCallback()]))
+    runner = make(tmp_path)
+    runner.add_callback(tracker.CouplingCallback)
+    with refused("transformers' Trainer takes tracker.TransformersCallback"):
+        runner.train()

@@ -3,13 +3,19 @@
 import numpy as np
 import pytest
 import torch
+import wandb
 from lightning.fabric import Fabric
 from lightning.pytorch.demos import Transformer
-from torch import nn
+from lightning.pytorch.loggers import WandbLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
 
 import tracker
+from tests.support.drivers import CHEAP
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
+from tests.support.wandb_runs import of, offline_run, records
+from tracker.loggers.wandb import AXIS
 from tracker.store import Store
 
 K = 2
@@ -75,17 +81,9 @@ def test_what_a_call_refuses(tmp_path, step, model, message):
         Store(tmp_path).file(step)
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"probe": None}, "probe=None; give the samples to measure"),
-        ({"probe": ["text"]}, "the probe is prompts; give their tokenizer too"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_arguments(options, message):
-    with refused(message):
-        tracker.Watch(**options)
+def test_a_probe_is_needed():
+    with refused("probe=None; give the samples to measure"):
+        tracker.Watch(probe=None)
 
 
 DEMO = dict.fromkeys(("inputs", "target"), tokens())
@@ -103,6 +101,42 @@ def test_a_model_that_fabric_has_set_up(model, probe, blocks):
     np.testing.assert_array_equal(unit.miscoupling, expected.miscoupling)
 
 
-def test_a_model_without_blocks():
-    with refused("blocks"):
-        tracker.Watch(probe=torch.randn(2, 3))(0, nn.Sequential(nn.Linear(3, 3)))
+def test_a_run_that_fails_begins_again_with_the_same_watch_alone(tmp_path):
+    watch, model = tracker.Watch(1, **CHEAP, probe=tokens(), save_dir=tmp_path), neox()
+    with pytest.raises(MemoryError), watch:
+        watch(0, model)
+        raise MemoryError
+    with pytest.warns(UserWarning, match="begins again: its 1 units so far"):
+        watch(0, model)
+    del watch
+    with refused("holds the units of another run"):
+        tracker.Watch(1, **CHEAP, probe=tokens(), save_dir=tmp_path)(0, model)
+    assert Store(tmp_path).steps() == [0]
+
+
+# Where its metrics go.
+
+
+@pytest.mark.slow
+def test_the_prefix_of_a_logger_of_lightning(tmp_path):
+    logger = WandbLogger(save_dir=tmp_path, offline=True, prefix="mine")
+    tracker.Watch(1, k=2, probe=tokens(1), log_to=logger)(0, neox())
+    wandb.finish()
+    metrics = of("metric", records(offline_run(tmp_path)))
+    axes = {metric.get("name"): metric.get("step_metric") for metric in metrics}
+    for name in ("mean_offdiag", "heatmap/k2"):
+        assert axes[f"mine-miscoupling/{name}"] == AXIS
+
+
+def test_tensorboard_in_a_loop(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        tracker.Watch(1, k=2, probe=tokens(1), log_to=writer)(0, neox())
+    events = EventAccumulator(str(tmp_path)).Reload().Tags()
+    assert events["images"] == ["miscoupling/heatmap/k2"]
+    assert "miscoupling/mean_offdiag" in events["scalars"]
+
+
+@pytest.mark.parametrize("target", [wandb, 3, object()], ids=["module", "number", "object"])
+def test_what_takes_no_metrics_is_refused(target):
+    with refused(r"log_to=.*give the run that wandb.init returns"):
+        tracker.Watch(1, probe=tokens(), log_to=target)

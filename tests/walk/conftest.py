@@ -19,9 +19,6 @@ def served(suite, tmp_path, monkeypatch):
     with serve(root) as server:
         monkeypatch.setenv("TRACKER_CACHE", str(tmp_path / "ours"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
-        template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        server.be_used(monkeypatch)
         monkeypatch.setattr("checkpoints.retries.FIRST_PAUSE", 0.05)
         yield server

@@ -79,30 +79,26 @@ def test_damaged_units_are_kept_and_those_of_selected_steps_measured_again(walke
     assert tracker.open_results(store).step.values.tolist() == [1, 2, 4]
 
 
-@pytest.mark.parametrize("when", ["before its scores are added", "before the page is written"])
-def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, capsys, when):
+@pytest.mark.parametrize("part", ["print_overview", "print_notes"])
+def test_units_that_become_damaged_during_a_walk_are_named(walker, monkeypatch, capsys, part):
+    """Before scores are added to them, or before the page is written."""
     assert walker.main("--steps", "1,2") == 0
-    store = walker.store
+    store, work, given = walker.store, getattr(pythia, part), ("--steps", "1,2")
     halves = {name: content[:5000] for name, content in contents(store.units).items()}
+    if part == "print_overview":
+        (scores := walker.directory / "scores.csv").write_text("step,arc\n1,0.1\n2,0.2\n")
+        given += ("--scores", str(scores))
 
-    def damaging(part):
-        def damaged(*arguments):
-            for name, half in halves.items():
-                (store.units / name).write_bytes(half)
-            return part(*arguments)
+    def damage(*arguments):
+        for name, half in halves.items():
+            (store.units / name).write_bytes(half)
+        return work(*arguments)
 
-        return damaged
-
-    scores = walker.directory / "scores.csv"
-    scores.write_text("step,arc\n1,0.1\n2,0.2\n")
-    given = ("--scores", str(scores)) if "scores" in when else ()
-    part = "print_overview" if "scores" in when else "print_notes"
-    capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr(pythia, part, damaging(getattr(pythia, part)))
-        assert walker.main("--steps", "1,2", *given) == 1
+        patch.setattr(pythia, part, damage)
+        assert walker.main(*given) == 1
     assert f"{store.file(1)} is damaged" in capsys.readouterr().err
     assert contents(store.units) == halves
-    assert walker.main("--steps", "1,2", *given) == 0
+    assert walker.main(*given) == 0
     assert tracker.open_results(store).step.values.tolist() == [1, 2]
     assert contents(store.path / "damaged") == halves

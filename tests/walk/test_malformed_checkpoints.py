@@ -231,22 +231,3 @@ def test_debug_prints_the_traceback_of_a_failed_revision(suite, tmp_path, capsys
     FAILING["no heads"][0](copy_of(suite, tmp_path / "step1"))
     assert walk(tmp_path) == 1 and "Traceback" not in capsys.readouterr().err
     assert walk(tmp_path, "--debug") == 1 and "ZeroDivisionError" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_unit_of_another_model_leaves_the_walk_without_a_page(
-    suite, tmp_path, capsys, monkeypatch
-):
-    copy_of(suite, tmp_path / "step1")
-    store = Store(tmp_path / "out")
-
-    def add_other(known):
-        other = store.read(1).assign_coords(step=2)
-        store.write(2, other.isel(layer=slice(2), layer_other=slice(2)))
-
-    monkeypatch.setattr(pythia, "print_notes", add_other)
-    assert walk(tmp_path) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("no page: ") and "number of blocks (2, 3)" in line
-    assert walk(tmp_path) == 2
-    assert "remove the units of one kind" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+import tracker
 from tracker.walk.prompts import SETS, Prompt, load_prompts, prompts_digest
 
 
@@ -18,7 +19,10 @@ def test_text_and_json_lines_are_read(tmp_path):
     plain, rated = '{"prompt": "one"}\n', '{"prompt": "one", "difficulty": 3, "source": "arc"}\n'
     assert load(plain, tmp_path / "p.jsonl") == [Prompt("one", source="p.jsonl")]
     assert load(rated, tmp_path / "p.jsonl") == [Prompt("one", 3, "arc")]
-    assert {prompt.source for prompt in load_prompts("builtin")} == {"builtin"}
+    builtin = load_prompts("builtin")
+    assert {prompt.source for prompt in builtin} == {"builtin"}
+    assert tracker.prompts() == [prompt.text for prompt in builtin]
+    assert len(set(tracker.prompts())) == 16
 
 
 @pytest.mark.parametrize("space", ["\u2028", "\u2029", "\x85", "\f", "\v", "\x1c"])

@@ -113,13 +113,6 @@ def test_sizes_that_nobody_knows_are_not_stated(walker, suite, capsys, monkeypat
     assert found["time"].startswith("not estimated")
 
 
-def test_a_directory_of_checkpoints_needs_no_hub(walker, suite, capsys, tmp_path):
-    for i, snapshot in enumerate(next(suite.rglob("snapshots")).iterdir()):
-        shutil.copytree(snapshot, tmp_path / "run" / f"step{i + 1}")
-    found = dry_run(capsys, *walker.arguments(model=str(tmp_path / "run")))
-    assert "download" not in found and "in all" in found
-
-
 def test_the_shape_gives_the_operations_of_the_loaded_model(walker, suite, capsys, tmp_path):
     ids = torch.arange(12).reshape(2, 6)
     torch.save(ids, tmp_path / "ids.pt")
@@ -130,6 +123,7 @@ def test_the_shape_gives_the_operations_of_the_loaded_model(walker, suite, capsy
     cost = tracker.measure(model, ids, k=[4, 8], tokens="all", dry_run=True)
     assert found["blocks"] == str(cost.blocks) and "Jacobians at 12 tokens" in found["inputs"]
     assert f"{cost.operations:.2g} operations; H100" in found["time"]
+    assert "download" not in found and "in all" in found
 
 
 def test_an_absurd_configuration_is_stated_before_memory_is_allocated(walker, served, capsys):

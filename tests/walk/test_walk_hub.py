@@ -14,8 +14,6 @@ from tests.support.shards import SHARDS, plant
 from tests.support.stopped_walks import start_and_stay_at_the_second
 from tests.support.stores import assert_same_results
 from tests.support.suite import STEPS, checkpoint_of, commit, snapshots
-from tracker.analysis.reduction import reduced
-from tracker.report.contents import contents
 from tracker.store import Store
 from tracker.walk import units
 
@@ -24,60 +22,41 @@ from tracker.walk import units
 def test_suspect_revisions_are_left_out_before_any_download(walker, served, capsys):
     plant(served.root, 2, *SHARDS)
     plant(served.root, 4, SHARDS[0])
-    assert walker.main("--dry_run", "true") == 0
-    assert not served.requested("resolve.*safetensors")
     assert walker.main() == 0
     out = capsys.readouterr().out
     assert "step       2  its weights are identical to those of step 4, 8" in out
     assert "step       4  its shards (1 of 2) are identical to those of step 2, 8" in out
     assert "2 of the selected revisions are suspect; they are left out" in out
-    results = walker.out
-    assert Store(results).steps() == [0, 1, 8]
+    assert walker.store.steps() == [0, 1, 8]
     for step in (2, 4):
         assert not served.requested(commit(served.root, step) + "/.*safetensors")
-    # With --allow_suspect they are measured, and marked in every view.
-    assert walker.main("--allow_suspect", "true", "--wandb", "offline") == 0
+    # With --allow_suspect they are measured, and marked
+    assert walker.main("--allow_suspect", "true") == 0
     assert "note: steps 2 and 8 hold the same weights in every tensor" in capsys.readouterr().out
-    ds = tracker.open_results(results)
+    ds = tracker.open_results(walker.out)
     assert [bool(reason) for reason in ds.suspect.values] == [False, False, True, True, False]
     assert list(ds.repeats.values) == [-1, -1, -1, -1, 2]
-    assert contents(reduced(ds))["suspect"] == [False, False, True, True, False]
-    page = (results / "report.html").read_text()
-    assert "Step 4 is suspect: its shards (1 of 2) are identical to" in page
-    assert "Steps 2 and 8 hold the same weights" in page
+    assert "Steps 2 and 8 hold the same weights" in (walker.out / "report.html").read_text()
 
 
 @pytest.mark.slow
 def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, served, capsys):
-    served.fail(f"GET .*{commit(served.root, 0)}/{SHARDS[0]}", drop_after=30_000)
-    served.fail(
-        f"GET .*{commit(served.root, 1)}/{SHARDS[1]}", status=429, headers={"Retry-After": "1"}
-    )
+    """With room for two checkpoints. More faults: test_fetch."""
     served.fail(f"GET .*{commit(served.root, 4)}/{SHARDS[0]}", status=503, times=2)
     served.fail(f"GET .*{commit(served.root, 2)}/{SHARDS[1]}", content=lambda b: b[::-1], times=2)
     of_one = sum(f.stat().st_size for f in checkpoint_of(served.root, 0).iterdir())
-    budget = ("--disk_budget", f"{2.2 * of_one:.0f}B")
+    budget, store = ("--disk_budget", f"{2.2 * of_one:.0f}B"), walker.store
+    page = store.path / "report.html"
     assert walker.main(*budget) == 1
     out, err = capsys.readouterr()
     assert "failed: step 2: model-00002" in err and "Traceback" not in err
-    for reason in (
-        "RemoteProtocolError",
-        "429 Too Many Requests; trying again in 1 s",
-        "503 Service Unavailable",
-    ):
-        assert reason in out
-    store = walker.store
+    assert "503 Service Unavailable" in out
     assert store.steps() == [0, 1, 4, 8] and "model-00002" in store.skipped()[2]
-    assert "No results of step 2: model-00002" in unescape((store.path / "report.html").read_text())
+    assert "No results of step 2: model-00002" in unescape(page.read_text())
     assert walker.main(*budget) == 0
-    assert not store.skipped() and "No results of" not in (store.path / "report.html").read_text()
-    assert walker.store.steps() == STEPS
-    cache = walker.directory / "cache"
-    assert (
-        sum(f.stat().st_size for f in cache.rglob("*") if f.is_file() and not f.is_symlink())
-        < 2.3 * of_one
-    )
-    assert len(list((cache / "models--block-coupling--nano" / "snapshots").iterdir())) == 2
+    assert not store.skipped() and "No results of" not in page.read_text()
+    assert store.steps() == STEPS
+    assert len(list(snapshots(walker.directory / "cache").iterdir())) == 2
 
 
 @pytest.mark.slow
@@ -97,33 +76,21 @@ def test_next_revision_is_fetched_while_one_is_measured(walker, served, monkeypa
 
 
 @pytest.mark.slow
-def test_offline_walk_measures_the_cached_revisions_and_lists_the_others(
-    walker, served, capsys, monkeypatch
-):
+def test_offline_walk_measures_the_cached_revisions(walker, served, capsys, monkeypatch):
     assert walker.main("--steps", "0") == 0
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (weights,) = snapshots(walker.directory / "cache").glob(f"*/{SHARDS[0]}")
     assert walker.main("--out", str(walker.directory / "again")) == 0
     assert "offline mode is on" in capsys.readouterr().out
-    weights.unlink()
-    assert walker.main("--out", str(walker.directory / "third")) == 1
-    assert "no checkpoint is complete in the cache" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_files_that_are_damaged_in_the_cache_are_downloaded_again(
-    walker, served, capsys, monkeypatch
-):
+def test_files_that_are_damaged_in_the_cache_are_downloaded_again(walker, served, capsys):
     assert walker.main("--steps", "0,1") == 0
     asked, directory = len(served.requested("resolve")), walker.directory
     for step, name in ((0, "config.json"), (1, SHARDS[1])):
         file = checkpoint_of(directory / "cache", step) / name
         file.write_bytes(file.read_bytes()[::-1])
     again = ("--steps", "0,1", "--out", str(directory / "again"))
-    with monkeypatch.context() as offline:
-        offline.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        assert walker.main(*again) == 1
-    capsys.readouterr()
     assert walker.main(*again) == 0
     out = capsys.readouterr().out
     assert "step 0: config.json is damaged in the cache" in out
@@ -199,7 +166,6 @@ def test_measured_revision_that_the_hub_no_longer_lists_is_kept(walker, served, 
 def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     first = start_and_stay_at_the_second(walker)  # and has claimed the third, to fetch it
     second = walker.start()
-    assert second.stdout
     measured = []
     for line in second.stdout:
         measured += [line] if ": measured  (" in line else []
@@ -215,19 +181,6 @@ def test_two_walks_share_a_store_and_one_finishes_for_the_killed_other(walker):
     measured += [line for line in out.splitlines() if ": measured  (" in line]
     assert len(measured) == 4
     assert not list(walker.store.units.glob(".*"))
-
-
-@pytest.mark.slow
-def test_of_walks_with_different_settings_begun_at_once_one_has_the_store(walker):
-    ks = ("4", "2", "2,4")
-    walks = [walker.start("--k", k, "--steps", "0,1") for k in ks]
-    ended = [(process.communicate(timeout=300)[1], process.returncode) for process in walks]
-    (kept,) = [k for k, (_, status) in zip(ks, ended, strict=True) if status == 0]
-    assert all(
-        status == 2 and "k was" in err and "never mixed" in err for err, status in ended if status
-    )
-    assert walker.store.steps() == [0, 1]
-    assert walker.store.read_settings()["k"] == [int(k) for k in kept.split(",")]
 
 
 KILLED_BY_A_CHANGE = """
