@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracker
-from tests.support.models import build
+from tests.support.models import GROUPED, Size, build, language, tokens
 from tests.support.rounding import rounding
 from tests.support.sinks import with_sink
 from tracker.jacobians import row_attention, witness
@@ -48,6 +48,20 @@ def test_sound_models_are_measured(monkeypatch, name, seed):
     monkeypatch.setattr(witness, "SEED", SEED + 1000 * seed)
     ds = tracker.measure(*SOUND[name](), k=2, tokens=[0, -1])
     assert "not asked" not in ds.attrs["witness"]
+
+
+def test_code_that_amplifies_rounding_is_measured():
+    """Whether rounding hides a row depends on the weights."""
+
+    def checks(seed):
+        torch.manual_seed(seed)
+        model = language("LlamaForCausalLM", **GROUPED)(Size(depth=2))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.mul_(300 if "proj" in name else 1)
+        return tracker.measure(model, tokens(2, 9), k=4, tokens="all").attrs["independent_checks"]
+
+    assert any("its code amplifies rounding" in checks(seed) for seed in range(10))
 
 
 @pytest.mark.parametrize(
