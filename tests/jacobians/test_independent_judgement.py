@@ -258,5 +258,3 @@ def test_one_evaluation_suffices_where_one_sided_differences_agree(allowed, eval
     assert len(points) == evaluations
     bounds = (1e-6, 1e-3) if evaluations == 1 else (0, 1e-7)
     assert (found > bounds[0]).all() and (found < bounds[1]).all()
-
-

@@ -15,7 +15,6 @@ from tests.support.spectra import (
     SPECTRA,
     assert_right,
     assert_same_span,
-    flat,
     planted,
     top_singular_triplets,
 )
