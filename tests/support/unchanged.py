@@ -1,5 +1,7 @@
 """What a measurement leaves as it was: the model, random numbers and global settings."""
 
+import random
+
 import numpy as np
 import torch
 from transformers import modeling_utils
@@ -20,7 +22,7 @@ def snapshot(model):
         ],
         "attributes": [sorted(vars(m)) for m in model.modules()],
         "attention": getattr(getattr(model, "config", None), "_attn_implementation", None),
-        "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes()),
+        "rng": (torch.get_rng_state(), np.random.get_state()[1].tobytes(), random.getstate()),
         "global": (
             torch.is_grad_enabled(),
             torch.backends.mha.get_fastpath_enabled(),
