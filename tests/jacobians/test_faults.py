@@ -464,6 +464,7 @@ FAULTS = {
         lambda b, x, gate: gate * x.tanh(),
         OTHER_WAY,
         gives=lambda m, l, x: ((4 * m.outside[l](x)).sigmoid(),),
+        layers=[1, 2],  # beside block 1 alone there is a way from a first state
     ),
     "a number": Fault(
         lambda b, x, number: number * x.tanh(),
