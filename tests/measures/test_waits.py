@@ -1,7 +1,5 @@
 """Waits of the host, launches and copies of a measurement do not grow with the samples, and with the blocks little."""
 
-import numpy as np
-import pytest
 import timm
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -123,16 +121,3 @@ def test_a_prompt_waits_a_few_times(pretend):
     assert (many.syncs - few.syncs) / 4 <= 20
     assert (many.to_host - few.to_host) / 4 <= 4
     assert (many.launches - few.launches) / 4 <= 1590
-
-
-@pytest.mark.parametrize("tokens", [None, [0, -1]])
-def test_checks_decide_and_err_as_on_the_cpu(pretend, tokens):
-    model, x = deit(2).double(), images(3).double()
-    options = {"k": 5, "dtype": torch.float64, "tokens": tokens}
-    expected, found = (
-        tracker.measure(model, x, device=device, **options) for device in ("cpu", pretend.device)
-    )
-    np.testing.assert_array_equal(found.diagnostics_sliced, expected.diagnostics_sliced)
-    of_pair = found.diagnostics_value_error, expected.diagnostics_value_error
-    np.testing.assert_allclose(*of_pair, rtol=0, atol=1e-12)
-    assert of_pair[0].dtype == of_pair[1].dtype and (of_pair[0] <= 1e-9).all()
