@@ -1,12 +1,47 @@
 """What a model computes, block by block: its states, its Jacobians and their mis-couplings, by code that is not the tracker's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import xarray as xr
 from torch import Tensor, nn
+
+
+def states_of(
+    model: nn.Module,
+    inputs: Any,
+    blocks: Sequence[nn.Module],
+    change: Callable[[int, Tensor], Tensor] = lambda l, x: x,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a model; return what each block is given, before its own pre-hooks, and what it returns, after its own hooks.
+
+    Args:
+        inputs: a tensor, or tensors by the name of an argument.
+        change: returns the state that block l, from 0, is given in place of another.
+    """
+    x: list[Tensor] = []
+    y: list[Tensor] = []
+
+    def enter(block: nn.Module, args: tuple) -> tuple:
+        state = change(len(x), args[0].clone())
+        needs_graph = torch.is_grad_enabled() and not state.requires_grad
+        x.append(state.requires_grad_() if needs_graph else state)
+        return x[-1].clone(), *args[1:]  # the block may write to its input
+
+    def leave(block: nn.Module, args: tuple, output: Any):
+        y.append((output[0] if isinstance(output, tuple) else output).clone())
+
+    handles = [block.register_forward_pre_hook(enter, prepend=True) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    if isinstance(inputs, Mapping):
+        model(**inputs)
+    else:
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    return x, y
 
 
 class Truth:
@@ -49,24 +84,11 @@ class Truth:
         self, inputs: dict[str, Tensor], first: Tensor | None = None
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Run the model, perhaps with another first state; return the input and the output of each block."""
-        x = []
-        y = []
-
-        def enter(block: nn.Module, args: tuple) -> tuple:
-            state = args[0].clone() if x or first is None else first
-            x.append(state if state.requires_grad else state.requires_grad_())
-            return x[-1].clone(), *args[1:]  # the block may write to its input
-
-        def leave(block: nn.Module, args: tuple, output: Any):
-            y.append((output[0] if isinstance(output, tuple) else output).clone())
-
-        handles = [block.register_forward_pre_hook(enter) for block in self.blocks]
-        handles += [block.register_forward_hook(leave) for block in self.blocks]
+        given = inputs.get("", inputs)
         with torch.enable_grad():
-            self.model(*([inputs[""]] if "" in inputs else []), **({} if "" in inputs else inputs))
-        for handle in handles:
-            handle.remove()
-        return x, y
+            return states_of(
+                self.model, given, self.blocks, lambda l, x: x if l or first is None else first
+            )
 
     def _turned(self, state: Tensor) -> Tensor:
         """Exchange samples and tokens if the blocks take tokens first."""
