@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import xarray as xr
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 def states_of(
@@ -69,26 +70,17 @@ class Truth:
         self.model, self.L, self.d = model.requires_grad_(), len(blocks), d
         self.blocks = [model.get_submodule(block) for block in blocks]
         self.norm = model.get_submodule(norm) if norm else None
-        self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}
-        copies = {name: given.repeat_interleave(d, dim=0) for name, given in self.inputs.items()}
-        self.x, self.y = self._pass(copies)
-        self.batch_first = len(self.x[0]) == len(next(iter(copies.values())))
+        self.inputs = inputs
+        copies = tree_map(lambda given: given.repeat_interleave(d, dim=0), inputs)
+        with torch.enable_grad():
+            self.x, self.y = states_of(model, copies, self.blocks)
+        self.batch_first = len(self.x[0]) == len(tree_leaves(copies)[0])
         if self.norm is not None:
             self.x.append(self.x[-1])
             self.y.append(self.norm(self.y[-1]))
         states = [self.x[0], *self.y]
         self.states = torch.stack([self._turned(state)[::d] for state in states], 1).detach()
         self._gradients = cache(self._gradients_of)
-
-    def _pass(
-        self, inputs: dict[str, Tensor], first: Tensor | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the model, perhaps with another first state; return the input and the output of each block."""
-        given = inputs.get("", inputs)
-        with torch.enable_grad():
-            return states_of(
-                self.model, given, self.blocks, lambda l, x: x if l or first is None else first
-            )
 
     def _turned(self, state: Tensor) -> Tensor:
         """Exchange samples and tokens if the blocks take tokens first."""
@@ -101,7 +93,7 @@ class Truth:
 
     def paths_from(self, first: Tensor) -> Tensor:
         """Return the states where the first block takes another one (B, n, d), batch first."""
-        _, y = self._pass(self.inputs, first)
+        _, y = states_of(self.model, self.inputs, self.blocks, lambda l, x: x if l else first)
         return torch.stack([first, *y], 1).detach()
 
     def _gradients_of(self, l: int, token: int) -> Tensor:
