@@ -84,21 +84,6 @@ def test_levels_are_those_of_random_rotations(kind, d, K, power):
         assert abs(float(squares.mean()) - level**2) <= chance + approximate * level + 1e-12, name
 
 
-def test_the_level_by_the_other_norm_is_read_from_singular_values():
-    """Measured with that of the release, with the dimensions of what it is the level of."""
-    model, inputs = build("gpt_neox")
-    ds = tracker.measure(model, inputs, k=(2, 5))
-    s = ds.singular_value.astype(float)
-    for k in (2, 5):
-        first = s.sel(rank=slice(1, k))
-        ratio = (first**2).sum("rank") ** 0.5 / first.sum("rank")
-        expected = null_level(ds, "miscoupling_release").sel(k=k) * ratio
-        found = null_level(ds, "miscoupling_release_trace").sel(k=k)
-        xr.testing.assert_allclose(found, expected.transpose(*found.dims))
-    undefined = null_level(ds.assign(singular_value=0 * s), "miscoupling_release_trace")
-    assert undefined.where(undefined.layer != undefined.layer_other).isnull().all()
-
-
 def test_singular_values_of_all_ranks_are_needed():
     ds = tracker.measure(neox(size=Size(width=48)), tokens(2), k=(2, 5))
     of_trace = "miscoupling_release_trace"
