@@ -8,7 +8,7 @@ import tracker.jacobians.restriction
 import tracker.jacobians.rows
 from tests.support.brute_force import truth_of
 from tests.support.measured import detached
-from tests.support.models import build
+from tests.support.models import Size, build
 from tests.support.sinks import with_sink
 from tracker.linalg.precision import FLOOR
 
@@ -54,7 +54,8 @@ PLANTED += [(name, "rotary") for name in SINKS[:2]]
 @pytest.mark.parametrize("name, planted", [*PLANTED, ("", "key"), ("", "value")])
 def test_planted_errors_are_found_also_at_a_sink(monkeypatch, name, planted):
     """Outputs agree to the last bit with a detached key or value. At the first token a sink's does not depend on its key."""
-    model, inputs = with_sink(name, at=3) if name else build("gpt_neox")
+    size = Size(depth=1)
+    model, inputs = with_sink(name, at=3, size=size) if name else build("gpt_neox", size)
     if planted == "rotary":
         slice_argument = tracker.jacobians.restriction.slice_argument
 

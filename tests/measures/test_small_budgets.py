@@ -148,11 +148,10 @@ def test_what_waits_takes_no_memory_of_the_device_and_comes_back(pretend, where)
 def test_the_matrices_of_all_pairs_of_blocks_count_in_the_budget(pretend):
     """In a narrow model with many rows they are larger than the Jacobians."""
     model, _ = build("gpt_neox", Size(width=16, depth=8))
-    model, given = model.to(pretend.device), torch.randint(0, 50, (8, 16))
+    model, given = model.to(pretend.device), torch.randint(0, 50, (1, 12))
     budget = 4_000_000
     pretend.reset_peak()
     before = pretend.live_bytes()
-    tracker.measure(
-        model, given, k=16, tokens="all", svd="full", measures="coupling", memory_budget=budget
-    )
+    options = OPTIONS | {"k": 16, "tokens": "all", "dtype": "float32", "measures": "coupling"}
+    tracker.measure(model, given, **options, memory_budget=budget)
     assert pretend.peak_bytes() - before <= budget
