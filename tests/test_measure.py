@@ -338,8 +338,6 @@ def test_a_tokenizer_without_ids_and_a_class_token_out_of_range_are_named():
 
 IMAGE_MODELS = {
     "timm": (timm_vit, 3),
-    "torchvision": (torchvision_vit, 3),
-    "Hugging Face": (lambda: vision("ViTModel")(Size()), 3),
     "Hugging Face, one channel": (lambda: vision("ViTModel", num_channels=1)(Size()), 1),
     "home-made": (home_made.ViT, 3),
 }

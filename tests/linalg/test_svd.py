@@ -321,18 +321,13 @@ def test_not_finite_is_refused(value):
 
 
 def test_the_same_every_time_and_the_random_state_is_left_alone():
-    J = planted(FLAT).float()
-    state = torch.get_rng_state()
-    first = top_singular_triplets(J, 10, "krylov")
+    J = torch.cat([planted(FLAT), torch.zeros(1, 160, 160)])  # whose directions are drawn
+    first, state = top_singular_triplets(J, 10, "krylov"), torch.get_rng_state()
     torch.manual_seed(5)
     again = top_singular_triplets(J, 10, "krylov")
-    assert (
-        torch.equal(first.U, again.U)
-        and torch.equal(first.V, again.V)
-        and torch.equal(first.S, again.S)
-    )
+    assert torch.equal(first.U, again.U) and torch.equal(first.V, again.V)
     torch.set_rng_state(state)
-    top_singular_triplets(torch.zeros(1, 160, 160), 10, "krylov")  # draws directions
+    top_singular_triplets(J, 10, "krylov")
     assert torch.equal(torch.get_rng_state(), state)
 
 
