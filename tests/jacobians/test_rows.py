@@ -1,13 +1,12 @@
-"""Jacobians on single rows: small ones keep their digits, weights are the current ones, rows of zeros and threads."""
+"""Jacobians on single rows: weights are the current ones, rows of zeros and threads."""
 
 import numpy as np
 import pytest
-import timm
 import torch
 from torch import nn
 
 import tracker
-from tests.support.models import WIDTH, build, images, random
+from tests.support.models import build, random
 from tests.support.stacks import Attention, Stack, measured
 from tests.support.unchanged import assert_unchanged, snapshot
 
@@ -19,28 +18,6 @@ class Linear(nn.Module):
 
     def forward(self, x):
         return x + self.layer(x)
-
-
-@pytest.mark.parametrize("init", [1e-4, 1e-6, 1e-8])
-def test_small_residual_updates_keep_their_digits(init):
-    """LayerScale at its start: in float32, x + f leaves few digits of f; such a Jacobian is found in float64."""
-    model = timm.create_model(
-        "vit_tiny_patch16_224",
-        img_size=16,
-        patch_size=8,
-        embed_dim=WIDTH,
-        depth=3,
-        num_heads=4,
-        init_values=init,
-    )
-    seen, exact = (
-        tracker.measure(model, images(), k=4, dtype=dtype)
-        for dtype in (torch.float32, torch.float64)
-    )
-    assert seen.diagnostics_sliced.all()
-    relative = abs(seen.singular_value / exact.singular_value - 1)
-    assert float(relative.max()) < 1e-4
-    assert float(abs(seen.miscoupling - exact.miscoupling).max()) < 1e-3
 
 
 @pytest.mark.parametrize("how", ["prune", "parametrized"])
