@@ -1,8 +1,6 @@
 """What settles a row that differs from its values, for functions whose derivatives are known."""
 
 import math
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,12 +19,14 @@ from tracker.jacobians.judge import BOUNDS, judge, step
 from tracker.linalg.jacobian import Linearization, linearize
 from tracker.linalg.precision import TOLERANCE, Roundings
 from tracker.linalg.transfer import standard_normal
+from tracker.model.recording import BlockCall
 
 R, D = 3, 12
 W = random(R, D, D, seed=4) / D**0.5
 X = random(R, D, seed=5)
 V = standard_normal(X.shape, X, seed=1)
-CALL: Any = SimpleNamespace(layer=1, name="a block")
+CALL = object.__new__(BlockCall)
+CALL.layer, CALL.name = 1, "a block"
 LARGER = torch.tensor([1, 4, 2]).double()  # errors planted in the rows, relative to each other
 
 

@@ -270,13 +270,12 @@ def levels_by_rotations(b: Block, basis: Block, K: int, swapped: bool = False) -
     """Return the null levels of a pair alone, by the package's mean over rotations, which test_rotations.py compares."""
     if not b.s[0] or not basis.determined(K):
         return dict.fromkeys(BY_ROTATIONS, math.nan)
+    sides = (basis.V, basis.U) if swapped else (basis.U, basis.V)
     # Of one row and one block
-    J, s, U, V = (torch.from_numpy(part.copy())[None] for part in (b.J, b.s, basis.U, basis.V))
-    U, V = (V, U) if swapped else (U, V)
-    T = rotations.turned(J, rotations.frames(b.d))[:, None]
-    found = rotations.mean_levels(
-        T, s[:, None, :K], moments(J[:, None], s[:, :1]), U[:, None], V[:, None], (K,)
-    )
+    J, s, *UV = (torch.from_numpy(part)[None, None] for part in (b.J, b.s, *sides))
+    T = rotations.turned(J[0], rotations.frames(b.d))[:, None]
+    of, (U, V) = moments(J, s[..., 0]), (vectors[..., :K] for vectors in UV)
+    found = rotations.mean_levels(T, s[..., :K], of, U, V, (K,))
     return {name: float(level) for name, level in found.items()}
 
 
