@@ -2,13 +2,11 @@
 
 import gc
 
-import numpy as np
 import pytest
 import torch
 
 import tracker
 from tests.support.models import Size, language, tokens
-from tests.support.rounding import of_miscouplings
 from tracker.devices import is_allocation_failure, is_device_error, raise_device_errors
 from tracker.jacobians.rows import Jacobians
 
@@ -21,7 +19,6 @@ ALLOCATIONS = [
     torch.AcceleratorError(
         "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com"
     ),
-    torch.AcceleratorError("HIP error: out of memory"),
     RuntimeError(NO_HANDLE),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
     RuntimeError(
@@ -40,11 +37,9 @@ DEVICE = [
     RuntimeError(FAILED_KERNEL),
     RuntimeError("CUDA driver error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"),
     RuntimeError(
         "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnSsyevd(...)`"
     ),
-    RuntimeError("HIP error: unspecified launch failure"),
     RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
     RuntimeError("Triton Error [CUDA]: device-side assert triggered"),
     RuntimeError("NCCL error in: ProcessGroupNCCL.cpp:77, unhandled system error"),
@@ -114,43 +109,6 @@ def test_a_planted_error_is_raised_wherever_it_happens(pretend, svd, operator):
             with pretend.failing(f"aten::{operator}", after, NO_HANDLE, "runtime"):
                 measure()
         assert is_allocation_failure(raised.value)
-
-
-def test_products_that_do_not_run_at_once_are_computed_one_by_one():
-    """An error that is not the device's is still answered with one gradient per cotangent: the paths and values stay."""
-    model = language("GPTNeoXForCausalLM")(Size(width=16, depth=2, tokens=6))
-    options = {"k": 2, "measures": "coupling", "dtype": torch.float64}
-    expected = tracker.measure(model, tokens(1, 6), **options)
-
-    class WithoutBatch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            if torch._C._functorch.is_batchedtensor(gradient):
-                raise RuntimeError("no batching rule for this operation")
-            return gradient * 1.0
-
-    for layer in model.gpt_neox.layers:
-        layer.register_module("mlp", torch.nn.Sequential(layer.mlp, Applied(WithoutBatch)))
-    found = tracker.measure(model, tokens(1, 6), **options)
-    np.testing.assert_allclose(
-        found.miscoupling, expected.miscoupling, rtol=0, atol=of_miscouplings(expected)
-    )
-    assert found.diagnostics_sliced.all()
-
-
-class Applied(torch.nn.Module):
-    """A module that applies an autograd function."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function.apply(x)
 
 
 class WholeSequence(torch.nn.Module):

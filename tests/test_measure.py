@@ -14,7 +14,6 @@ from transformers import ASTConfig, ASTModel, BatchEncoding
 
 import tracker
 from tests.support import home_made
-from tests.support.dtypes import EACH_DTYPE
 from tests.support.models import (
     DEPTH,
     WIDTH,
@@ -29,7 +28,7 @@ from tests.support.models import (
     vision,
 )
 from tests.support.refused import refused
-from tests.support.rounding import of_miscouplings, rounding
+from tests.support.rounding import of_miscouplings
 from tests.support.unchanged import assert_unchanged, snapshot
 from tests.support.units import assert_same
 from tests.support.words import tokenizer
@@ -82,12 +81,6 @@ def _assert_equal_measures(ds, expected):
     assert_same(ds, expected, ("miscoupling", "lss", "token_position"), rtol=1e-4)
 
 
-def test_one_token_prompts():
-    model, _ = build("gpt_neox")
-    ds = tracker.measure(model, "cat", tokenizer=tokenizer(), k=4)
-    assert ds.sizes["position"] == 1 and bool(ds.miscoupling.notnull().all())
-
-
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 def test_half_precision_weights_are_measured_in_float32(stored):
     model, inputs = build("gpt_neox")
@@ -103,29 +96,18 @@ def test_half_precision_weights_are_measured_in_float32(stored):
     )
 
 
-def test_final_norm_conventions():
+def test_states_are_those_that_transformers_gives():
+    """It applies the final norm to the last one; "exclude" leaves this out."""
     model, inputs = build("gpt_neox")
-    ds = {
-        c: tracker.measure(model, inputs, k=4, final_norm=c, dtype="float64")
-        for c in ("include", "exclude")
-    }
-    auto = tracker.measure(model, inputs, k=4, dtype="float64")
-    np.testing.assert_array_equal(auto.miscoupling, ds["include"].miscoupling)
-    assert (
-        auto.attrs["final_norm"] == "include"
-        and auto.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
-    )
+    ds = tracker.measure(model, inputs, k=4, dtype="float64")
+    assert ds.attrs["final_norm_module"] == "gpt_neox.final_layer_norm"
     with torch.no_grad():
-        model.double()
-        hidden = model(inputs, output_hidden_states=True, use_cache=False).hidden_states
-    norms = torch.stack(
-        [h.norm(dim=-1) for h in hidden], 1
-    )  # transformers applies the final norm to the last hidden state
-    np.testing.assert_allclose(ds["include"].norm_normed, norms, rtol=1e-9)
-    np.testing.assert_allclose(ds["exclude"].norm[:, :-1], norms[:, :-1], rtol=1e-9)
-    np.testing.assert_array_equal(ds["exclude"].norm, ds["include"].norm)
-    np.testing.assert_array_equal(ds["exclude"].expodistance, ds["include"].expodistance)
-    assert "norm_normed" not in ds["exclude"]
+        hidden = model.double()(inputs, output_hidden_states=True, use_cache=False).hidden_states
+    norms = torch.stack([h.norm(dim=-1) for h in hidden], 1)
+    np.testing.assert_allclose(ds.norm_normed, norms, rtol=1e-9)
+    excluded = tracker.measure(model, inputs, k=4, dtype="float64", final_norm="exclude")
+    assert_same(excluded, ds, ("norm", "expodistance", "miscoupling"), rtol=1e-12)
+    assert not any(name.endswith("_normed") for name in excluded)
 
 
 def test_the_last_block_is_left_out_where_the_others_are_named():
@@ -299,11 +281,28 @@ BAD_INPUTS = {
 }
 
 
+BAD_LENGTHS = {
+    **{
+        f"{given!r} tokens": (["the cat"], given, f"max_tokens={given!r}; give a whole number")
+        for given in (0, "8", True)
+    },
+    "ids": (tokens(), 5, r"max_tokens=5 cuts prompts.*cut them: inputs\[:, :5\]"),
+    "a mapping": ({"input_ids": tokens()}, 5, "max_tokens=5 cuts prompts"),
+}
+
+
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_bad_inputs(case):
     inputs, message = BAD_INPUTS[case]
     with refused(message):
         tracker.measure(neox(), inputs, tokenizer=tokenizer())
+
+
+@pytest.mark.parametrize("case", BAD_LENGTHS)
+def test_bad_lengths(case):
+    inputs, max_tokens, message = BAD_LENGTHS[case]
+    with refused(message):
+        tracker.measure(neox(), inputs, tokenizer=tokenizer(), max_tokens=max_tokens)
 
 
 def test_a_mask_before_embeddings_is_not_taken_for_token_ids():
@@ -328,6 +327,8 @@ def test_a_mask_before_embeddings_is_not_taken_for_token_ids():
 
 
 def test_a_tokenizer_without_ids_and_a_class_token_out_of_range_are_named():
+    with refused("tokenizer="):
+        tracker.measure(neox(), ["the cat"])
     with refused(r"the tokenizer returns \['ids'\]; it has to return .* input_ids"):
         tracker.measure(neox(), ["the"], tokenizer=lambda text, **_: {"ids": [1]})
     blocks = find_blocks(timm_vit(), class_token=500)
@@ -337,8 +338,6 @@ def test_a_tokenizer_without_ids_and_a_class_token_out_of_range_are_named():
 
 IMAGE_MODELS = {
     "timm": (timm_vit, 3),
-    "torchvision": (torchvision_vit, 3),
-    "Hugging Face": (lambda: vision("ViTModel")(Size()), 3),
     "Hugging Face, one channel": (lambda: vision("ViTModel", num_channels=1)(Size()), 1),
     "home-made": (home_made.ViT, 3),
 }
@@ -387,42 +386,15 @@ def test_prompts_for_a_forward_that_calls_its_tokens_something_else():
         tracker.measure(model, torch.tensor([[1, 50]]))
 
 
-def test_prompts_need_a_tokenizer():
-    with refused("tokenizer="):
-        tracker.measure(neox(), ["the cat"])
-
-
-def test_max_tokens_cuts_long_prompts():
-    with pytest.warns(UserWarning, match="40 tokens; cut to its first 32"):
-        ds = tracker.measure(
-            neox(), ["the " * 40], tokenizer=tokenizer(), max_tokens=np.int64(32), k=2
-        )
-    assert ds.sizes["position"] == 32
-
-
-def test_cut_prompts_are_one_warning():
-    prompts = ["the cat " * 3, "the " * 7, "the " * 5]
+def test_long_prompts_are_cut_with_one_warning():
+    prompts = ["the cat " * 3, "the " * 7, "the " * 5, "the"]
     with pytest.warns(UserWarning) as caught:
-        ds = tracker.measure(
-            neox(), prompts, tokenizer=tokenizer(), max_tokens=5, measures="trajectory"
-        )
+        ds = tracker.measure(neox(), prompts, tokenizer=tokenizer(), max_tokens=np.int64(5), k=2)
     assert [str(one.message) for one in caught] == [
-        "2 of 3 prompts have up to 7 tokens; each is cut to its first 5 (max_tokens)"
+        "2 of 4 prompts have up to 7 tokens; each is cut to its first 5 (max_tokens)"
     ]
-    assert ds.lss.notnull().sum("position").values.tolist() == [5, 5, 5]
-
-
-@pytest.mark.parametrize("given", [0, "8", True])
-def test_a_length_that_is_no_number_of_tokens_is_refused(given):
-    with refused(f"max_tokens={given!r}; give a whole number of tokens, at least 1"):
-        tracker.measure(neox(), ["the cat"], tokenizer=tokenizer(), max_tokens=given)
-
-
-@pytest.mark.parametrize("inputs", [tokens(), {"input_ids": tokens()}])
-def test_max_tokens_of_inputs_that_are_no_prompts_is_refused(inputs):
-    """It was ignored."""
-    with refused(r"max_tokens=5 cuts prompts.*cut them: inputs\[:, :5\]"):
-        tracker.measure(neox(), inputs, max_tokens=5)
+    assert ds.lss.notnull().sum("position").values.tolist() == [5, 5, 5, 1]
+    assert bool(ds.miscoupling.notnull().all())
 
 
 def test_models_without_one_list_of_blocks_are_refused():
@@ -445,33 +417,3 @@ def test_import_loads_no_heavy_module():
     )
     code = f"import sys, tracker; assert not {heavy}, {heavy}; tracker.measure; assert 'lightning' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_python_random_state_is_unchanged():
-    """The check runs in a separate process, since the tests' type checker draws random numbers."""
-    code = (
-        "import random, torch, tracker; from tests.support.models import neox, tokens; model = neox(); "
-        "before = random.getstate(); tracker.measure(model, tokens(), k=2); assert random.getstate() == before"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@EACH_DTYPE
-def test_full_and_krylov_svd_agree(dtype):
-    model, inputs = neox(size=Size(width=96)), tokens(2, 6)
-    full, krylov = (
-        tracker.measure(model, inputs, k=(3, 8), dtype=dtype, svd=method)
-        for method in ("full", "krylov")
-    )
-    assert full.diagnostics_full_svd.all() and not krylov.diagnostics_full_svd.any()
-    assert krylov.diagnostics_complete.all() and float(krylov.diagnostics_residual.max()) < 1e-5
-    assert (full.attrs["svd"], krylov.attrs["svd"]) == ("full", "krylov")
-    for name in ("miscoupling", "offdiag_normalized"):
-        np.testing.assert_allclose(
-            krylov[name].values, full[name].values, atol=of_miscouplings(full)
-        )
-    s = full.singular_value
-    np.testing.assert_allclose(
-        krylov.singular_value, s, rtol=0, atol=rounding(dtype) * float(s.max())
-    )

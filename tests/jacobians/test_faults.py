@@ -18,11 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
 
 import tracker
+from tests.support.brute_force import in_one_graph
 from tests.support.central_differences import (
     assert_right,
     by_differences,
 )
-from tests.support.draws import integers
+from tests.support.draws import integers, normal
 from tests.support.measured import jacobians_at
 from tests.support.refused import refused
 from tracker.common.errors import Note
@@ -30,6 +31,8 @@ from tracker.common.errors import Note
 D, L, N = 16, 3, 6
 IDS = integers(0, 30, 4, N)
 EQUAL = IDS[:, :1].repeat(1, N)
+# Beside the first coordinate of the state of a token, as `Fault.model` draws it
+BESIDE = float(normal(30, D, seed=0)[IDS[0, -1], 0]) + 1e-12
 SINGLE, DOUBLE = torch.float32, torch.float64
 CLOSE = {SINGLE: 1e-4, DOUBLE: 1e-7}
 
@@ -48,24 +51,6 @@ OTHER_VALUES = "the derivative at single rows is not that of their values"
 OTHER_MODEL = "its derivative at single rows is not that of the model"
 
 
-class Older(nn.Module):
-    """Attention by the method of older families; to its weights, the identity over positions is added."""
-
-    def __init__(self):
-        super().__init__()
-        self.qk = nn.Linear(D, 2 * D)
-        self.register_buffer("diagonal", torch.eye(N))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key = self.qk(x).unsqueeze(1).chunk(2, -1)
-        return self._attn(query, key, x.unsqueeze(1))[0].squeeze(1)
-
-    def _attn(self, query, key, value, attention_mask=None, head_mask=None):
-        weights = (query @ key.mT).softmax(-1)
-        weights = weights + self.diagonal[: key.shape[-2], : key.shape[-2]]
-        return weights @ value, weights
-
-
 class Block(nn.Module):
     """Attention and an MLP, and if it is open what `adds(block, x, *given)` returns."""
 
@@ -75,7 +60,6 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.attn = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True)
         self.mlp, self.gate = nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Linear(D, 1)
-        self.older = Older() if fault.adds is older else None
         self.fault, self.is_open, self.calls = fault, True, 0
 
     def attend(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -239,10 +223,6 @@ def masked_by_state(block: Block, x: Tensor) -> Tensor:
     return block.attend(x, F.relu(4 * block.gate(x) - 3).mT[:, None])
 
 
-def older(block: Block, x: Tensor) -> Tensor:
-    return block.older(x)
-
-
 def without_graph(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with torch.no_grad():
         return compute(x)
@@ -355,6 +335,12 @@ FAULTS = {
         ),
         full=GIVEN,
     ),
+    # Every step ahead crosses it
+    "a jump beside a state": Fault(
+        lambda b, x: torch.where(x[..., :1] > BESIDE, b.mlp(x), 1 - b.mlp(x)),
+        exact=lambda b, x: torch.where(x[..., :1] > BESIDE + 1e-3, b.mlp(x), 1 - b.mlp(x)),
+        layers=[1],
+    ),
     # What autograd gives
     "wrong backward": Fault(lambda b, x: Scaled.apply(x, 0.5), f"{NOT_GIVEN}.*function Scaled"),
     "backward too large by a hundredth": Fault(lambda b, x: Scaled.apply(x, 1.01), NOT_GIVEN),
@@ -460,7 +446,7 @@ FAULTS = {
         lambda b, x: ((x @ x.mT).softmax(-1) + torch.eye(x.shape[1]).to(x)) @ x,
         full=f"{OTHER_MODEL}|{VALUES}",
     ),
-    "identity over positions, by an older method": Fault(older, full=SHAPES, attends=False),
+    "a table of positions": Fault(lambda b, x: torch.ones(N, 1).to(x) * x.tanh(), full=SHAPES),
     "two attentions": Fault(twice_with_a_global_token, full=DERIVATIVES),
     "a mask from the state": Fault(masked_by_state, full=MASK, attends=False, positions=range(N)),
     # Other ways of the state to a block
@@ -478,6 +464,7 @@ FAULTS = {
         lambda b, x, gate: gate * x.tanh(),
         OTHER_WAY,
         gives=lambda m, l, x: ((4 * m.outside[l](x)).sigmoid(),),
+        layers=[1, 2],  # beside block 1 alone there is a way from a first state
     ),
     "a number": Fault(
         lambda b, x, number: number * x.tanh(),
@@ -616,19 +603,32 @@ def test_what_begins_in_a_training_is_refused_at_each_of_its_steps(name):
 
 
 @full_sequence
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_a_jacobian_that_was_formed_wrongly_in_one_row_is_not_used(dtype, monkeypatch):
+    """All rows are formed together at single rows, and those of each position in the full sequence."""
+    formed, fault = tracker.jacobians.rows.dense_jacobian, FAULTS["none"]
+
+    def wrong(pullback, y, *given):
+        J = formed(pullback, y, *given)
+        if len(y) > len(fault.ids):
+            J[3] += 0.1 * J[3].flip(0)
+        return J
+
+    monkeypatch.setattr("tracker.jacobians.rows.dense_jacobian", wrong)
+    model = fault.model().to(dtype)
+    ds = fault.measured(model, dtype)
+    assert not ds.diagnostics_sliced.any()
+    assert_right(ds, model, states(model, fault), CLOSE[dtype], fault.positions)
+
+
+@full_sequence
 @pytest.mark.parametrize("name", [name for name in FAULTS if "equal" in name])
 def test_pairs_of_equal_tokens_are_right(name):
     fault = FAULTS[name]
     model, rows = fault.model().double(), [(0, 1, 4), (2, 0, 5)]
     found, x = jacobians_at(model, fault.ids, rows), states(model, fault)
     for (J, _), step in zip(found, model, strict=True):
-        for J_of_row, (sample, source, token) in zip(J, rows, strict=True):
-
-            def of_source(row, x=x, step=step, at=(sample, source), to=(sample, token)):
-                moved = x.clone()
-                moved[at] = row
-                return step(moved)[to]
-
-            expected = torch.autograd.functional.jacobian(of_source, x[sample, source])
-            torch.testing.assert_close(J_of_row, expected, atol=1e-9, rtol=0)
-        x = step(x).detach()
+        y = step(x.requires_grad_())
+        expected = [in_one_graph(x, y, *row) for row in rows]
+        torch.testing.assert_close(J, torch.stack(expected), atol=1e-9, rtol=0)
+        x = y.detach()

@@ -5,32 +5,28 @@ import math
 import pytest
 import torch
 
-from tests.support.measured import recorded
-from tests.support.models import build, random
+from tests.support.models import random
 from tracker.jacobians.independent import (
     DETACHED,
     PROBES,
     Disagreement,
-    amplified_rounding,
     differ_from_values,
     error_of_products,
     judge_rows,
     largest_error,
-    settle,
-    settle_full_sequence,
 )
 from tracker.jacobians.judge import BOUNDS, judge, step
-from tracker.jacobians.row_attention import by_formula
-from tracker.jacobians.rows import Jacobians
-from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.linalg.jacobian import Linearization, linearize
 from tracker.linalg.precision import TOLERANCE, Roundings
 from tracker.linalg.transfer import standard_normal
+from tracker.model.recording import BlockCall
 
 R, D = 3, 12
 W = random(R, D, D, seed=4) / D**0.5
 X = random(R, D, seed=5)
 V = standard_normal(X.shape, X, seed=1)
+CALL = object.__new__(BlockCall)
+CALL.layer, CALL.name = 1, "a block"
 LARGER = torch.tensor([1, 4, 2]).double()  # errors planted in the rows, relative to each other
 
 
@@ -47,18 +43,7 @@ def jumping(x):
     return (1e9 * x.detach()).sin().round() * 1e-2
 
 
-@pytest.fixture(scope="module")
-def recording():
-    replica, ((call, *_),) = recorded(build("gpt_neox")[0], [build("gpt_neox")[1]])
-    return replica, call
-
-
-@pytest.fixture(scope="module")
-def call(recording):
-    return recording[1]
-
-
-def judged(call, f, x=X, off=0.0, tangent=None, no_tangent="none", least=8):
+def judged(f, x=X, off=0.0, tangent=None, no_tangent="none", least=8):
     """Judge f, with J^T u too large by `off` of each row, and a tangent too large by as much."""
     true = linearize(f, x, V.to(x.dtype))
     error = off * torch.ones(R, 1, dtype=x.dtype)
@@ -68,7 +53,7 @@ def judged(call, f, x=X, off=0.0, tangent=None, no_tangent="none", least=8):
     block = Linearization(true.y, pullback, tangent, no_tangent)
     roundings = Roundings()
     roundings.least, roundings.seen = least, least < 8
-    return judge_rows(call, f, x, block, True, roundings)
+    return judge_rows(CALL, f, x, block, True, roundings)
 
 
 U = standard_normal((PROBES, R, D), X)
@@ -86,9 +71,9 @@ SLOPE = 1 - products(X).tanh() ** 2
 J = SLOPE[..., None] * W  # of `smooth`
 
 
-def test_the_largest_error_of_all_rows_is_returned(call):
+def test_the_largest_error_of_all_rows_is_returned():
     for planted in (1e-6 * LARGER, 1e-6 * LARGER.flip(0)):
-        found = judged(call, smooth, off=planted[:, None])
+        found = judged(smooth, off=planted[:, None])
         assert (found.method, found.reason) == ("differences", "")
         expected = errors_of((1 + planted[:, None, None]) * J, planted[:, None, None] * J).max()
         assert found.error == pytest.approx(float(expected), rel=1e-2)
@@ -96,26 +81,14 @@ def test_the_largest_error_of_all_rows_is_returned(call):
 
 @pytest.mark.parametrize("agrees", [False, True])
 @pytest.mark.parametrize("right", range(R))
-def test_rows_that_are_wrong_are_refused_with_their_largest_error(call, right, agrees):
+def test_rows_that_are_wrong_are_refused_with_their_largest_error(right, agrees):
     """Also where forward mode agrees with reverse mode."""
     off = 0.02 * LARGER[:, None, None]
     off[right] = 0
     tangent = off[:, 0, 0] if agrees else None
     errors = errors_of((1 + off) * J, -off * J)
     with pytest.raises(Disagreement, match=f"values by {float(errors.max()):.1e} \\(relative\\)"):
-        judged(call, smooth, off=off[..., 0], tangent=tangent)
-
-
-def test_a_wrong_forward_mode_is_named_with_the_error_of_rows_that_are_wrong(call):
-    off, error = torch.zeros(R, 1), torch.zeros(R).double()
-    off[1], error[1], error[2] = 0.02, 0.1, 0.2
-    of_values = errors_of((1 + off[..., None]) * J, -off[..., None] * J)[1]
-    of_forward = errors_of((1 + off[..., None]) * J, 0.08 * J)[1]
-    named = (
-        f"from forward mode by {of_forward:.1e} and from differences of values by {of_values:.1e}"
-    )
-    with pytest.raises(Disagreement, match=named):
-        judged(call, smooth, off=off, tangent=error)
+        judged(smooth, off=off[..., 0], tangent=tangent)
 
 
 def some_jump(x):
@@ -123,9 +96,9 @@ def some_jump(x):
     return smooth(x) + jumping(x) * torch.tensor([[0], [1], [1]])
 
 
-def test_where_differences_do_not_converge_forward_mode_has_to_agree(call):
+def test_where_differences_do_not_converge_forward_mode_has_to_agree():
     errors = TOLERANCE[torch.float64] * torch.tensor([0, 0.1, 0.02]).double()
-    found = judged(call, some_jump, tangent=errors)
+    found = judged(some_jump, tangent=errors)
     assert (found.method, found.reason) == ("forward mode", "differences do not converge")
     assert 0.02 < found.error / TOLERANCE[torch.float64] < 0.2  # the largest of the rows that jump
     for row, refused in enumerate([False, True, True]):
@@ -133,54 +106,51 @@ def test_where_differences_do_not_converge_forward_mode_has_to_agree(call):
         errors[row] = 100 * TOLERANCE[torch.float64]
         if refused:
             with pytest.raises(Disagreement, match="its J v differs from forward mode by"):
-                judged(call, some_jump, tangent=errors)
+                judged(some_jump, tangent=errors)
         else:  # its differences agree
-            assert judged(call, some_jump, tangent=errors).error < 1e-12
+            assert judged(some_jump, tangent=errors).error < 1e-12
 
 
-def test_without_forward_mode_nothing_is_known(call):
-    found = judged(call, some_jump, no_tangent="no rule")
+def test_without_forward_mode_nothing_is_known():
+    found = judged(some_jump, no_tangent="no rule")
     assert found.method == "none" and math.isnan(found.error)
     assert found.reason == "differences do not converge, and there is no forward mode: no rule"
 
 
-def test_numbers_of_two_bytes_are_compared_with_forward_mode_alone(call):
+def test_numbers_of_two_bytes_are_compared_with_forward_mode_alone():
     error = torch.full((R,), 0.01).double()
-    found = judged(call, smooth, tangent=error, least=2)
+    found = judged(smooth, tangent=error, least=2)
     assert found.method == "forward mode" and 0.005 < found.error < 0.02
     assert found.reason == "it computes in 16 bits, too coarse for differences"
     with pytest.raises(Disagreement, match="from forward mode"):
-        judged(call, smooth, tangent=50 * error, least=2)
+        judged(smooth, tangent=50 * error, least=2)
 
 
 def detaching(share):
     return lambda x: x + products(x) + share[:, None] * products(x.detach()).tanh()
 
 
-def test_what_detach_hides_is_told_with_its_largest_size(call):
+def test_what_detach_hides_is_told_with_its_largest_size():
     for share in (0.01 * LARGER, 0.01 * LARGER.flip(0), 0.01 * torch.tensor([0, 0, 1])):
-        found = judged(call, detaching(share))
+        found = judged(detaching(share))
         expected = float(errors_of(W, share[:, None, None] * J).max())
         assert found.method == DETACHED and found.error == pytest.approx(expected, rel=1e-4)
         assert found.reason == f"its code detaches tensors, which changes J v by {expected:.1e}"
 
 
 @pytest.mark.parametrize("row", range(R))
-def test_a_fault_beside_detach_is_refused(call, row):
+def test_a_fault_beside_detach_is_refused(row):
     hidden = torch.zeros(R)
     hidden[row] = 0.1
     f = lambda x: detaching(0.1 * torch.ones(R))(x) + hidden[:, None] * x.data  # noqa: E731
     with pytest.raises(Disagreement, match=r"Its code uses \.data, detach\(\)"):
-        judged(call, f)
+        judged(f)
 
 
 def test_steps_of_rows():
     x = torch.stack([torch.zeros(4), torch.ones(4), torch.full((4,), 3.0)])
-    expected = 1e-2 * torch.tensor([[4 / 3], [1], [3]])
-    torch.testing.assert_close(step(x, 1e-2), expected)
-    torch.testing.assert_close(step(x[:1], 1e-2), torch.tensor([[1e-2]]))
-    tiny = step(torch.full((1, 4), 1e-21), 1.0)
-    torch.testing.assert_close(tiny, torch.tensor([[torch.finfo(torch.float32).tiny ** 0.5]]))
+    torch.testing.assert_close(step(x, 1e-2), 1e-2 * torch.tensor([[4 / 3], [1], [3]]))
+    assert step(x[:1], 1e-2) == 1e-2 and step(1e-21 * x, 1.0)[1] > 1e-20
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -193,12 +163,7 @@ def test_the_largest_error_of_products(residual):
     found = largest_error(expected + errors * JTu, expected, residual, u)
     assert found == pytest.approx(4e-3)
     # Of one that is nearly the identity, at least 1 % of u
-    nearly = residual * u + 1e-6 * JTu
-    size = (0.01 * u[:, 1].norm(dim=-1)).square().sum().sqrt()
-    wrong = torch.zeros_like(u)
-    wrong[:, 1] = 1e-3 * u[:, 0]
-    expected = wrong[:, 1].norm() / size
-    assert largest_error(nearly + wrong, nearly, residual, u) == pytest.approx(float(expected))
+    assert largest_error(1.01 * u, u, True, u) == pytest.approx(1)
     off = W * (1 + errors[..., None])
     assert error_of_products(off, X, JTu + residual * u, residual) == pytest.approx(4e-3)
 
@@ -241,27 +206,27 @@ def kinked(x):
     return smooth(x) + arguments.relu() @ W[0].to(x.dtype)
 
 
-def test_at_a_kink_forward_mode_has_to_agree(call):
+def test_at_a_kink_forward_mode_has_to_agree():
     """There J is the derivative to one side of some units, and to the other side of others."""
-    found = judged(call, kinked, tangent=torch.zeros(R).double())
+    found = judged(kinked, tangent=torch.zeros(R).double())
     assert (found.method, found.reason) == ("forward mode", "differences do not converge")
     assert found.error < 1e-12
     wrong = torch.zeros(R).double()
     wrong[0] = 0.01
     with pytest.raises(Disagreement, match="from forward mode"):
-        judged(call, kinked, tangent=wrong)
+        judged(kinked, tangent=wrong)
     # A fault larger than the kink is refused, and any one in the rows that are not at it
     for row, off in enumerate((10, 0.01, 0.01)):
         planted = torch.zeros(R, 1)
         planted[row] = off
         with pytest.raises(Disagreement, match="from differences of values"):
-            judged(call, kinked, off=planted)
+            judged(kinked, off=planted)
 
 
-def test_a_difference_to_one_side_is_enough(call):
+def test_a_difference_to_one_side_is_enough():
     """Of one unit at its kink, J is the derivative to one side: a ReLU's is 0 at 0."""
     one = lambda x: smooth(x) + (x - X)[:, :1].relu()  # noqa: E731
-    found = judged(call, one)
+    found = judged(one)
     assert (found.method, found.reason) == ("differences", "") and found.error < BOUNDS[
         8
     ].differences
@@ -293,31 +258,3 @@ def test_one_evaluation_suffices_where_one_sided_differences_agree(allowed, eval
     assert len(points) == evaluations
     bounds = (1e-6, 1e-3) if evaluations == 1 else (0, 1e-7)
     assert (found > bounds[0]).all() and (found < bounds[1]).all()
-
-
-@pytest.fixture(scope="module")
-def at_rows(recording):
-    """Return the rows of a call, and their Jacobians."""
-    replica, call = recording
-    rows = Rows(torch.tensor([0, 1]), torch.tensor([3, 6]))
-    ((J, _),) = Jacobians(replica)([(call, rows)])
-    return rows, J
-
-
-@pytest.mark.parametrize("row_attention", [None, by_formula])
-def test_formed_jacobians_are_settled(call, at_rows, row_attention):
-    rows, J = at_rows
-    found = settle(call, rows, J, BOUNDS[8].differences, row_attention)
-    assert found.method == "differences" and found.error < 1e-7
-    for row in range(2):
-        off = J.clone()
-        off[row] *= 1.2
-        with pytest.raises((Disagreement, NotSliceable), match="from reverse mode|at single rows"):
-            settle(call, rows, off, BOUNDS[8].differences, row_attention)
-    assert settle_full_sequence(call, rows).method == "differences"
-
-
-def test_a_rounding_of_the_state_changes_products_little(call, at_rows):
-    rows, _ = at_rows
-    found = amplified_rounding(call, rows, None)
-    assert 1e-17 < found < 1e-13

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tracker
-from tests.support.models import build
+from tests.support.models import GROUPED, Size, build, language, tokens
 from tests.support.rounding import rounding
 from tests.support.sinks import with_sink
 from tracker.jacobians import row_attention, witness
@@ -50,12 +50,26 @@ def test_sound_models_are_measured(monkeypatch, name, seed):
     assert "not asked" not in ds.attrs["witness"]
 
 
+def test_code_that_amplifies_rounding_is_measured():
+    """Whether rounding hides a row depends on the weights."""
+
+    def checks(seed):
+        torch.manual_seed(seed)
+        model = language("LlamaForCausalLM", **GROUPED)(Size(depth=2))
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                weight.mul_(300 if "proj" in name else 1)
+        return tracker.measure(model, tokens(2, 9), k=4, tokens="all").attrs["independent_checks"]
+
+    assert any("its code amplifies rounding" in checks(seed) for seed in range(10))
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"), [("gpt_neox", "float32"), ("llama, grouped keys", "float64")]
 )
 def test_a_part_of_the_formula_that_is_off_is_not_used(monkeypatch, name, dtype):
     """The model's own code gives what the formula gave, at single rows."""
-    model, inputs = build(name)
+    model, inputs = build(name, Size(depth=1))
     options = {"k": 2, "dtype": dtype, "final_norm": "exclude"}
     right = tracker.measure(model, inputs, **options)
     for part in ("by_query", "by_score", "by_value"):

@@ -7,7 +7,8 @@ import tracker
 import tracker.jacobians.restriction
 import tracker.jacobians.rows
 from tests.support.brute_force import truth_of
-from tests.support.measured import detached, jacobians_at
+from tests.support.measured import detached
+from tests.support.models import Size, build
 from tests.support.sinks import with_sink
 from tracker.linalg.precision import FLOOR
 
@@ -31,40 +32,30 @@ FAMILIES = (
 )
 def test_sinks_are_computed_from_single_rows_and_are_right(name, dimensions):
     model, inputs = with_sink(name, dimensions)
-    ds = tracker.measure(model, inputs, k=4, tokens=[0])
+    ds = tracker.measure(model, inputs, k=4, tokens=[0, -1], keep="jacobian")
     assert ds.diagnostics_sliced.all(), ds.attrs["fallbacks"]
-    rows = [(0, 0), (1, 0), (1, 6)]
-    seen = jacobians_at(
-        model, inputs, rows, torch.float32, final_norm=ds.attrs["final_norm"] == "include"
-    )
-    right = truth_of(model.double().eval(), inputs, ds)
-    of_rows = [right.jacobians(t, normed=right.norm is not None)[b] for b, t in rows]
-    truth = torch.stack(of_rows, 1)
+    truth, norm = truth_of(model.double().eval(), inputs, ds), torch.linalg.matrix_norm
+    J = torch.stack([truth.jacobians(t) for t in (0, -1)], 1)
     # Root mean square of s
-    size = torch.stack([torch.linalg.matrix_norm(J) / J.shape[-1] ** 0.5 for J in truth])
-    hidden = size[:-1, :2] < FLOOR[torch.float32]  # the last block's norm gives -I
-    assert hidden.any() and not (size[:, 2] < FLOOR[torch.float32]).any()
-    for (J, _), expected in zip(seen, truth, strict=True):
-        error = torch.linalg.matrix_norm(J - expected) / torch.linalg.matrix_norm(expected)
-        assert float(error.max()) < 1e-4
+    hidden = norm(J) / J.shape[-1] ** 0.5 < FLOOR[torch.float32]
+    assert hidden[:, 0].any() and not hidden[:, 1].any()
+    error = norm(torch.from_numpy(ds.jacobian.values) - J) / norm(J)
+    assert float(error.max()) < 1e-4
+    normed = torch.linalg.svdvals(truth.jacobians(0, normed=truth.norm is not None))[..., :4]
     values = torch.from_numpy(ds.singular_value_normed.values[:, 0])
-    expected = torch.stack([torch.linalg.svdvals(J[:2])[:, :4] for J in truth], 1)
-    torch.testing.assert_close(values.double(), expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(values.double(), normed, rtol=1e-4, atol=0)
 
 
-PLANTED = [
-    (name, planted)
-    for name in ("llama, grouped keys", "gpt_neox", "opt")
-    for planted in ("key", "value")
-]
+SINKS = ("llama, grouped keys", "gpt_neox", "opt")
+PLANTED = [(name, planted) for name in SINKS for planted in ("key", "value")]
+PLANTED += [(name, "rotary") for name in SINKS[:2]]
 
 
-@pytest.mark.parametrize(
-    "name, planted", [*PLANTED, ("llama, grouped keys", "rotary"), ("gpt_neox", "rotary")]
-)
-def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted):
-    """The sink attends to other tokens: alone, its output does not depend on its key."""
-    model, inputs = with_sink(name, at=3)
+@pytest.mark.parametrize("name, planted", [*PLANTED, ("", "key"), ("", "value")])
+def test_planted_errors_are_found_also_at_a_sink(monkeypatch, name, planted):
+    """Outputs agree to the last bit with a detached key or value. At the first token a sink's does not depend on its key."""
+    size = Size(depth=1)
+    model, inputs = with_sink(name, at=3, size=size) if name else build("gpt_neox", size)
     if planted == "rotary":
         slice_argument = tracker.jacobians.restriction.slice_argument
 
@@ -82,4 +73,4 @@ def test_planted_errors_at_a_sink_are_found(monkeypatch, name, planted):
         monkeypatch.setattr(tracker.jacobians.rows, "PATHS", paths)
     with pytest.warns(UserWarning, match="single rows"):
         ds = tracker.measure(model, inputs, k=4, tokens=[3])
-    assert not ds.diagnostics_sliced.any()
+    assert not ds.diagnostics_sliced.any() and ds.attrs["independent_checks"] == "{}"

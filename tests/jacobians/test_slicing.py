@@ -32,25 +32,20 @@ def call():
 
 
 def test_rows_of_states():
-    X, source = numbers(B, n, 7), torch.tensor([0, 1, 2, 0])
-    of_sources = Rows(ROWS.sample, ROWS.token, source)
-    assert len(ROWS) == 4 and ROWS.live is ROWS.token and of_sources.live is source
-    assert torch.equal(ROWS.select(X), torch.stack([X[b, t] for b, t in PLACES]))
-    assert torch.equal(of_sources.select(X), ROWS.select(X))
-    expected = torch.stack([X[b, s] for (b, _), s in zip(PLACES, source.tolist(), strict=True)])
-    assert torch.equal(of_sources.select_sources(X), expected)
-    some = of_sources.subset(torch.tensor([3, 0]))
-    assert (some.sample.tolist(), some.token.tolist(), some.source.tolist()) == (
-        [1, 2],
-        [4, 4],
-        [0, 0],
-    )
-    assert ROWS.subset(slice(1)).source is None
-    at = ROWS.on(X.device)
-    assert ROWS.on(X.device) is at  # copied once
+    X, source = numbers(B, n, 7), [0, 1, 2, 0]
+    rows = Rows(ROWS.sample, ROWS.token, torch.tensor(source))
+    of_rows = torch.stack([X[b, t] for b, t in PLACES])
+    of_sources = torch.stack([X[b, s] for (b, _), s in zip(PLACES, source, strict=True)])
+    assert torch.equal(rows.select(X), of_rows) and torch.equal(rows.select_sources(X), of_sources)
+    assert torch.equal(ROWS.select_sources(X), of_rows) and len(ROWS) == 4
+    some = torch.tensor([3, 0])
+    assert torch.equal(rows.subset(some).select_sources(X), of_sources[some])
+    assert torch.equal(ROWS.subset(some).select_sources(X), of_rows[some])
+    at = rows.on(X.device)
     later = at.subset(slice(1, 3))
-    found = [indices.tolist() for indices in (later.sample, later.token, later.live)]
-    assert found == [[0, 2], [1, 3], [1, 3]]
+    assert torch.equal(X[later.sample, later.live], of_sources[1:3])
+    assert torch.equal(X[later.sample, later.token], of_rows[1:3])
+    assert rows.on(X.device) is at  # copied once
 
 
 def test_groups_hold_each_sample_once():
@@ -70,8 +65,10 @@ def test_what_is_given_by_token(call, shape):
         both = slice_argument("position_embeddings", kind([value, -value]), call, ROWS)
         assert type(both) is kind
         assert torch.equal(both[0], expected) and torch.equal(both[1], -expected)
-    nested = slice_argument("kwargs", {"position_ids": value, "use_cache": False}, call, ROWS)
-    assert torch.equal(nested["position_ids"], expected) and nested["use_cache"] is False
+    given = {"position_ids": value, "use_cache": False, "sizes": [1, 2]}
+    nested = slice_argument("kwargs", given, call, ROWS)
+    assert torch.equal(nested.pop("position_ids"), expected)
+    assert nested == {"use_cache": False, "sizes": [1, 2]}
 
 
 def test_what_is_given_by_token_for_all_samples(call):
@@ -107,9 +104,7 @@ def test_masks_of_single_rows_have_their_samples_and_length_one(call, shape, nam
 UNKNOWN = {  # how they divide can't be told
     "of one row": ("position_ids", numbers(B)),
     "of another length": ("position_ids", numbers(B, n + 1)),
-    "a list of another length": ("position_ids", [numbers(B, n + 1)]),
     "an unknown name": ("memory", numbers(B, n)),
-    "an unknown name in a list": ("memory", [numbers(B, n)]),
     "a mask of three axes": ("attention_mask", numbers(B, n, n)),
     "a mask of another length": ("attention_mask", numbers(B, 1, n, n + 1)),
     "masks in a list": ("attention_mask", [numbers(B, 1, n, n)]),
@@ -123,32 +118,23 @@ def test_what_can_not_be_divided_is_named(call, what):
         slice_argument(name, value, call, ROWS)
 
 
-def test_arguments_without_tensors_are_left(call):
-    value = {"use_cache": True, "sizes": [1, 2]}
-    assert slice_argument("options", value, call, ROWS) == value
-
-
 def test_arguments_of_several_recordings():
-    parts, sizes = [numbers(2, 3), -numbers(1, 3)], [2, 1]
-    together = torch.cat(parts)
-    assert torch.equal(concatenate_argument("a", parts, sizes), together)
-    shared = numbers(1, 3)
-    assert concatenate_argument("a", [shared, shared.clone()], sizes) is shared
-    assert concatenate_argument("a", [None, None], sizes) is None
-    assert concatenate_argument("a", ["x", "x"], sizes) == "x"
-    for kind in (tuple, list):
-        found = concatenate_argument("a", [kind([part, 1]) for part in parts], sizes)
-        assert type(found) is kind and torch.equal(found[0], together) and found[1] == 1
-    (found,) = concatenate_argument("a", [{"b": part} for part in parts], sizes).values()
-    assert torch.equal(found, together)
+    first, second, shared = numbers(2, 3), -numbers(1, 3), numbers(1, 3)
+    parts = [
+        (first, shared, {"a": [first]}, None, "x"),
+        (second, shared.clone(), {"a": [second]}, None, "x"),
+    ]
+    together = torch.cat([first, second])
+    joined, same, nested, none, text = concatenate_argument("a", parts, [2, 1])
+    assert torch.equal(joined, together) and same is shared
+    assert type(nested["a"]) is list and torch.equal(nested["a"][0], together)
+    assert none is None and text == "x"
 
 
 DIFFERENT = {
     "shapes": [numbers(2, 3), numbers(1, 4)],
     "a shared tensor's values": [numbers(3, 3), -numbers(3, 3)],
-    "shared tensors' shapes": [numbers(3, 3), numbers(4, 3)],
     "types": [numbers(2, 3), None],
-    "numbers": [1, 2],
     "keys": [{"b": 1}, {"c": 1}],
     "lengths": [(1,), (1, 1)],
 }

@@ -75,18 +75,6 @@ def test_a_copy_that_differs_is_refused_at_all_tokens_and_with_two_samples(where
         tracker.measure(model, IDS, k=4)
 
 
-class Little(Block):
-    def forward(self, x: Tensor, first: Tensor) -> Tensor:
-        return x + 0.05 * self.f(x) + 0.002 * first
-
-
-class MixingLittle(Mixing):
-    """As `Mixing`, with coefficients as small as those that trainings learn."""
-
-    def __init__(self):
-        Model.__init__(self, Little)
-
-
 class ShiftedGate(GateOfTheFirst):
     """Block 1 alone is given a gate, which at each token depends on the token before: it is no part of J of one token."""
 
@@ -106,7 +94,6 @@ class Looped(Model):
 
 SOUND = {
     "a first state mixed in": Mixing,
-    "a little of the first state mixed in": MixingLittle,
     "a gate from the token before": ShiftedGate,
     "one module three times": Looped,
 }

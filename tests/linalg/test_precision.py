@@ -98,12 +98,6 @@ def test_the_norm_of_a_wide_float32_matrix_equals_that_in_float64():
     torch.testing.assert_close(frobenius(A).double(), expected, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
-def test_the_norm_of_each_matrix_of_a_batch(shape):
-    A = torch.randn(*shape, 4, 5, dtype=torch.float64)
-    torch.testing.assert_close(frobenius(A), torch.linalg.matrix_norm(A))
-
-
 def test_epsilon_is_that_of_the_coarsest_format_of_its_size():
     for size, dtypes in {
         8: [torch.float64],
@@ -125,12 +119,8 @@ two_results = overridable(lambda x: (x, x.float()))
 writes_nothing = overridable(lambda x, y: None)
 ROUNDINGS = {  # code, and the bytes to which it rounds; None: it does not
     "a cast": (lambda: DOUBLE.float(), 4),
-    "a cast to two bytes": (lambda: DOUBLE.half(), 2),
     "two casts": (lambda: (DOUBLE.bfloat16(), DOUBLE.float()), 2),
-    "of float32": (lambda: SINGLE.bfloat16(), 2),
     "into a wider one": (lambda: SINGLE.double(), None),
-    "in one dtype": (lambda: SINGLE + SINGLE, None),
-    "to integers": (lambda: DOUBLE.long(), None),
     "of integers": (lambda: torch.arange(3).float(), None),
     "a float32 of its own": (lambda: torch.zeros(3), None),
     "written to a coarser one": (lambda: torch.zeros(3).copy_(DOUBLE), 4),

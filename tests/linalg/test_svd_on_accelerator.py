@@ -1,6 +1,7 @@
 """Singular triplets on a second device: the CPU's values, and few launches and waits."""
 
 import itertools
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from tests.support.draws import normal
 from tests.support.rounding import rounding
 from tests.support.spectra import (
-    FLAT,
+    FALLING,
     SPECTRA,
     assert_right,
-    assert_same_span,
+    flat,
     planted,
     top_singular_triplets,
 )
@@ -20,10 +21,8 @@ from tracker.linalg import svd
 from tracker.linalg.costs import BASES, GROUP, MATRICES, krylov_is_cheaper, matrices_at_once
 from tracker.linalg.krylov import basis_size
 from tracker.linalg.orthonormal import Orthonormaliser
-from tracker.linalg.svd import triplets_of_each
+from tracker.linalg.svd import Triplets, triplets_of_each
 
-ALL_SPECTRA = {name: torch.tensor(s, dtype=torch.float64) for name, s in SPECTRA.items()}
-ALL_SPECTRA |= {"flat": FLAT, "falling": FLAT * torch.logspace(0, -3, 160, dtype=torch.float64)}
 DTYPES = [torch.float32, torch.float64]
 
 
@@ -46,37 +45,16 @@ def cycles(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("method", ["full", "krylov"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ALL_SPECTRA)
-def test_values_and_certificates_of_every_spectrum(pretend, name, dtype, method):
-    s = ALL_SPECTRA[name]
-    J = planted(s).to(dtype)
-    t = top_singular_triplets(J.to(pretend.device), 10, method)
-    assert {getattr(t, part).device for part in "U S V gap residual complete full".split()} == {
-        pretend.device
-    }
-    assert bool(t.full) == (method == "full")
-    assert_right(t, s, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_one_batch_of_all_spectra_equals_the_cpu_one_by_one(pretend, dtype):
+def test_one_batch_of_all_spectra(pretend, dtype, method):
     """Zero and deficient matrices in a batch, which need tested steps, do not disturb the others."""
-    J = torch.cat(
-        [planted(s, seed) for seed, s in enumerate(ALL_SPECTRA.values()) if len(s) == 96]
-    ).to(dtype)
-    (t,) = triplets_of_each([J.to(pretend.device)], 10, "krylov", 1 << 26)
-    for b, name in enumerate(name for name, s in ALL_SPECTRA.items() if len(s) == 96):
-        one = top_singular_triplets(J[b : b + 1], 10, "krylov")
-        scale = float(one.S[0, 0]) or 1.0
-        # A value errs by that at most (Weyl)
-        residual = float((t.residual[b].cpu() + one.residual[0]).nan_to_num(0))
-        assert residual <= 2 * svd.TOLERANCE[dtype]
-        torch.testing.assert_close(
-            t.S[b].cpu() / scale, one.S[0] / scale, atol=rounding(dtype) + residual, rtol=0
-        )
-        assert bool(t.complete[b]), name
-        if name == "six decades":
-            assert_same_span(t.V[b].cpu(), one.V[0], 100 * svd.TOLERANCE[dtype])
+    spectra = [torch.tensor(s, dtype=torch.float64) for s in SPECTRA.values()] + [FALLING, flat(96)]
+    J = torch.cat([planted(s, seed) for seed, s in enumerate(spectra)]).to(dtype)
+    (t,) = triplets_of_each([J.to(pretend.device)], 10, method, 1 << 26)
+    parts = {field.name: getattr(t, field.name) for field in fields(t)}
+    assert {part.device for part in parts.values()} == {pretend.device}
+    assert bool((t.full == (method == "full")).all())
+    for b, s in enumerate(spectra):
+        assert_right(Triplets(**{name: part[b : b + 1] for name, part in parts.items()}), s, dtype)
 
 
 @pytest.mark.parametrize("K", [10, 50])
@@ -92,22 +70,6 @@ def test_waits_for_the_device_once_per_full_basis(pretend, cycles, falling, K):
     )
     assert counts.syncs - counts.to_device - counts.to_host == 1, "whether all entries are finite"
     assert counts.launches < 800
-
-
-def test_a_batch_takes_the_launches_of_one_matrix(pretend):
-    """Flat spectra, by J J^T, and falling ones, by J and J^T: about the launches of one matrix of each."""
-    Js = [random_matrices(1, 256, falling=i % 2 == 1).to(pretend.device) for i in range(8)]
-    with pretend.count() as one_by_one:
-        alone = [top_singular_triplets(J, 10, "krylov") for J in Js]
-    with pretend.count() as at_once:
-        together = triplets_of_each(Js, 10, "krylov", 1 << 26)
-    assert at_once.launches < one_by_one.launches / 5
-    assert at_once.syncs < one_by_one.syncs / 5
-    for t, expected in zip(together, alone, strict=True):
-        torch.testing.assert_close(
-            t.S.cpu(), expected.S.cpu(), atol=rounding(torch.float32), rtol=0
-        )
-        assert bool(t.complete) and not bool(t.full)
 
 
 def test_steps_are_repeated_with_tests_where_pivots_are_small(pretend, monkeypatch):

@@ -77,7 +77,7 @@ def assert_as_alone(together, alone, place: int, atol: float):
 def test_company_order_and_budget_change_no_number(kind, svd, dtype):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for chosen, budget in (((2, 0), 60_000), ((3, 0, 1), 400_000), ((1, 2), 4 << 30)):
+        for chosen, budget in (((2, 0), 60_000), ((3, 0, 1), 4 << 30)):
             together = measured(kind, chosen, svd, dtype, budget)
             for place, i in enumerate(chosen):
                 assert_as_alone(together, measured(kind, (i,), svd, dtype), place, TOLERANCE[dtype])

@@ -94,13 +94,6 @@ def test_prompts_of_several_lengths_count_by_their_tokens():
     assert (cost.samples, cost.tokens, cost.rows) == (3, (3, 7), 15)
 
 
-def test_measuring_after_a_dry_run_gives_the_same_numbers():
-    model, x = neox(), tokens()
-    before = tracker.measure(model, x)
-    dry_run(model, x)
-    assert before.miscoupling.equals(tracker.measure(model, x).miscoupling)
-
-
 def test_a_device_that_is_not_there_is_one_of_the_table():
     machine = named_machine("h100")
     assert (machine.device.type, machine.rate, machine.memory) == DEVICES["h100"]

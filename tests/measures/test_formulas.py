@@ -1,18 +1,12 @@
-"""Every declared variable against its formula, by brute force in float64, and under rotation, scale and permutation.
+"""Every declared variable against its formula, by brute force in float64.
 
-A new variable needs an entry of `formulas.FORMULAS`, or one of `WITHOUT_FORMULA` that names the test that checks it; and one of
-`EXPONENTS` if it is not invariant.
+A new variable needs an entry of `formulas.FORMULAS`, or one of `WITHOUT_FORMULA` that names the test that checks it.
 """
-
-from functools import cache
 
 import numpy as np
 import pytest
-import torch
 import xarray as xr
 
-import tracker
-from tests.support.draws import integers, normal
 from tests.support.formulas import (
     ANY,
     FORMULAS,
@@ -22,115 +16,21 @@ from tests.support.formulas import (
     evaluate,
     formula_name,
 )
-from tests.support.linear_blocks import LinearBlocks
-from tests.support.samples import SILENT, measured
+from tests.support.samples import SILENT, VARIANTS, measured
 from tracker.analysis.null_levels import null_level
 from tracker.measures import tokenwise
 from tracker.measures.registry import BY_NAME, KINDS, MEASURES
-from tracker.measures.settings import CHOICE_NAMES, EVERYTHING
+from tracker.measures.settings import CHOICE_NAMES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROUNDING = (
-    "a rounding error alone; planted errors are compared by tests/measures/test_certificates.py: "
-)
-WITHOUT_FORMULA = {  # why, and the tests that check them
-    f"diagnostics_{start}residual{end}": f"{ROUNDING}{tests}"
-    for tests in (
-        "test_certificates_are_those_of_each_jacobian, test_the_residual_of_a_wrong_vector",
-    )
-    for start, end in (("", ""), ("", "_normed"), *((f"{kind}_", "") for kind in KINDS))
-} | {
-    f"diagnostics_{name}_error{end}": f"{ROUNDING}test_errors_of_checks_are_those_planted"
-    for name in ("value", "derivative", "independent")
-    for end in ("", "_normed")
-}
+# Rounding errors alone; tests/measures/test_certificates.py compares planted ones
+WITHOUT_FORMULA = {
+    f"diagnostics_{start}{name}{end}"
+    for name in ("residual", "value_error", "derivative_error", "independent_error")
+    for start, end in VARIANTS
+} & BY_NAME.keys()
 OPTIONS = tuple(dict.fromkeys(measure.option for measure in MEASURES))
 MODELS = ("gpt_neox", "timm vit", "bert", SILENT)
-
-
-@cache
-def linear(how):
-    """Return what is measured of linear blocks as they are, or changed in a way."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        Q = torch.linalg.qr(normal(12, 12)).Q
-        made = {
-            "turned": {"Q": Q},
-            "longer states": {"of_states": 30.0},
-            "larger blocks": {"of_blocks": 0.1},
-        }
-        model = LinearBlocks(**made.get(how, {}))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    ids = integers(0, 20, 2, 5, seed=2)
-    keep = ("jacobian", "singular_vectors")
-    return tracker.measure(
-        model,
-        ids,
-        k=(2, 4),
-        tokens=(1, -1),
-        measures=EVERYTHING,
-        dtype="float64",
-        keep=keep,
-        pair_tokens=3,
-    )
-
-
-# Powers of a factor with which variables grow; 0: they do not change, None: they change in another way, as those of `_normed` do.
-OF_ALL = dict.fromkeys(BY_NAME.keys() - WITHOUT_FORMULA, 0)
-BASIS = dict.fromkeys(("jacobian", "left_singular_vector", "right_singular_vector"))
-GROW = (
-    "singular_value",
-    "isotropic",
-    "offdiag",
-    "offdiag_level",
-    "matrix",
-)
-GROW = [
-    *GROW,
-    "offdiag_vju",
-    "offdiag_level_vju",
-    *(f"{kind}_{name}" for kind in KINDS for name in GROW),
-    "jacobian",
-    "jacobian_gain",
-]
-OF_STATES = [
-    name
-    for name in BY_NAME
-    if BY_NAME[name].option in ("trajectory", "entropy", "pca", "products", "noise")
-]
-DRAWN = dict.fromkeys(
-    (
-        "noise_similarity",
-        *(name for name in BY_NAME if "_level" in name),
-    )
-)
-EXPONENTS = {
-    "turned": (1.0, OF_ALL | BASIS | DRAWN),
-    "longer states": (30.0, OF_ALL | dict.fromkeys(("norm", "pca"), 1)),
-    "larger blocks": (
-        0.1,
-        OF_ALL
-        | dict.fromkeys(GROW, 1)
-        | dict.fromkeys((*OF_STATES, "linear_error", "update_cosine", "block_influence")),
-    ),
-}
-
-
-@pytest.mark.parametrize("how", EXPONENTS)
-def test_invariances(how):
-    factor, exponents = EXPONENTS[how]
-    plain, changed = linear(""), linear(how)
-    assert set(exponents) | WITHOUT_FORMULA.keys() == set(BY_NAME)
-    for name, exponent in exponents.items():
-        left_out = exponent is None or (name.endswith("_normed") and how != "turned")
-        if not left_out:
-            expected = (
-                plain[name].values
-                if plain[name].dtype == object
-                else factor**exponent * plain[name].values
-            )
-            assert_equal(changed[name].values, expected, name)
 
 
 def assert_equal(found, expected, name):
@@ -184,11 +84,9 @@ def compared(model):
 
 
 def test_all_declared_variables_are_compared():
-    assert {
-        name for name in BY_NAME if formula_name(name) not in FORMULAS
-    } == WITHOUT_FORMULA.keys()
+    assert {name for name in BY_NAME if formula_name(name) not in FORMULAS} == WITHOUT_FORMULA
     names = {measure.name for measure in compared("gpt_neox")}
-    assert names == BY_NAME.keys() - WITHOUT_FORMULA.keys() and len(BY_NAME) == len(MEASURES)
+    assert names == BY_NAME.keys() - WITHOUT_FORMULA and len(BY_NAME) == len(MEASURES)
     assert {measure.option for measure in MEASURES} == set(OPTIONS) == {"", "keep", *CHOICE_NAMES}
     ds, _ = measured("gpt_neox")
     assert ds["noise"].values.tolist() == list(NOISE)

@@ -1,19 +1,12 @@
-"""Null levels by rotations: against blocks that are turned one by one, many rotations drawn otherwise, and unrelated blocks.
+"""Null levels by rotations: against many rotations drawn otherwise, and unrelated blocks."""
 
-`test_formulas` compares those of measured models, in the same way.
-"""
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tracker
 from tests.support.draws import seeded
-from tests.support.formulas import Block, levels_by_rotations
 from tests.support.kinds_of_matrices import KINDS, planted
-from tests.support.models import neox, tokens
 from tracker.measures import coupling, rotations
 from tracker.measures.coupling import BY_ROTATIONS, DEFINITIONS
 
@@ -51,29 +44,6 @@ def values_of(J, K):
     return {name: formula(A, s[..., None, :K]) for name, formula in FORMULAS.items()}
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "few large"])
-@pytest.mark.parametrize("ks", [(1,), (2, 5), (6,), (3, 9), (12,)])
-def test_levels_are_means_over_blocks_that_are_turned(kind, ks):
-    """Also with frames of a whole rotation, 2 K > d."""
-    generator = seeded(1)
-    J = (
-        few_large(D, L, generator)
-        if kind == "few large"
-        else torch.stack([planted(kind, D, 0.5, i) for i in range(L)])
-    )
-    found = levels_of(J[None], ks)
-    blocks = [Block(one.numpy(), np.zeros(D), np.zeros(D), ks) for one in J]
-    for i, k in enumerate(ks):
-        for l, m in np.ndindex(L, L):
-            # Elsewhere V' has little or no part outside of the span of U', and the oracle no basis of it.
-            if 2 * k > D or kind in ("random", "with a trace", "few large"):
-                expected = levels_by_rotations(blocks[l], blocks[m], k)
-                for name in BY_ROTATIONS:
-                    assert float(found[name][0, i, l, m]) == pytest.approx(
-                        expected[name], rel=1e-6, abs=1e-9
-                    ), name
-
-
 @pytest.mark.parametrize(
     ("kind", "K", "most"),
     [
@@ -98,25 +68,30 @@ def test_what_frames_leave_of_chance(kind, K, most, monkeypatch):
     assert float(error.square().mean().sqrt()) <= most and abs(float(error.mean())) <= most / 2
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "few large"])
-@pytest.mark.parametrize("K", [1, 2, 3, 8])
-def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, K, monkeypatch):
+PAIRS = [(kind, kind) for kind in (*KINDS, "few large")] + [("antisymmetric", "symmetric")]
+
+
+@pytest.mark.parametrize(("kind", "other"), PAIRS)
+@pytest.mark.parametrize("K", [1, 2, 3, 8, 16])
+def test_levels_are_those_of_many_rotations_that_are_drawn_otherwise(kind, other, K, monkeypatch):
+    """In float32: expected squares may be rounding errors, of an antisymmetric Jacobian in a symmetric basis or with K = 1."""
     d, draws = 24, 4000
-    J = torch.stack([planted(kind, d, 0.7, i) for i in (2, 3)]) if kind in KINDS else None
-    J = few_large(d, 2, seeded(2)) if J is None else J
+    J = few_large(d, 2, seeded(2))
+    if kind in KINDS:
+        J = torch.stack([planted(kind, d, 0.7, 2), planted(other, d, 0.7, 3)])
     # Of many rotations, so that few columns are those of several frames
     for name, value in (("COLUMNS", 2000 * K), ("ENTRIES", 2000 * K**2)):
         monkeypatch.setattr(rotations, name, value)
     forget()
-    found = levels_of(J[None], (K,))
+    found = levels_of(J[None].float(), (K,))
     forget()
-    U, _, Vh = torch.linalg.svd(J[1])
-    A = coupling.simulated(J[0], U[:, :K], Vh[:K].mT, draws, seeded(3))
-    s = torch.linalg.svdvals(J[0])[:K]
+    U, s, Vh = torch.linalg.svd(J)
+    A = coupling.simulated(J[0], U[1, :, :K], Vh[1, :K].mT, draws, seeded(3))
     for name in BY_ROTATIONS:
-        drawn = FORMULAS[name](A, s)
+        drawn = FORMULAS[name](A, s[0, :K])
         chance = 4.5 * float(drawn.std()) * (1 / draws + 1 / 2000) ** 0.5
-        assert abs(float(drawn.mean() - found[name][0, 0, 0, 1])) <= chance + 1e-12, name
+        error = abs(float(drawn.mean() - found[name][0, 0, 0, 1]))
+        assert error <= chance + 1e-4 * float(s[0, 0]), name
 
 
 def test_unrelated_blocks_have_no_coupling():
@@ -139,25 +114,6 @@ def test_unrelated_blocks_have_no_coupling():
     )
 
 
-def test_blocks_that_lack_the_same_direction_are_not_wholly_unrelated():
-    """Eq. 13 of blocks P J P, where P removes one direction, is above its level by a factor of d / (d - 1).
-
-    A level of rotations that leave this direction as it is, those of the other d - 1, has no such offset.
-    """
-    d, K, count, blocks = 16, 6, 150, 4
-    generator = seeded(5)
-    J = torch.randn(count, blocks, d - 1, d - 1, generator=generator, dtype=torch.float64)
-    basis = torch.linalg.qr(torch.randn(d, d - 1, generator=generator, dtype=torch.float64))[0]
-    apart, offsets = ~torch.eye(blocks, dtype=torch.bool), {}
-    for width, of_width in ((d - 1, J), (d, basis @ J @ basis.mT)):
-        values, levels = values_of(of_width, K)["offdiag"], levels_of(of_width, (K,))["offdiag"]
-        by_model = (values / levels[:, 0])[:, apart].mean(1) - 1
-        assert float(by_model.std()) / count**0.5 < 0.004
-        offsets[width] = float(by_model.mean())
-    assert offsets[d - 1] == pytest.approx(0, abs=0.012)
-    assert offsets[d] == pytest.approx(1 / (d - 1), abs=0.012)
-
-
 @settings(max_examples=15, deadline=None)
 @given(
     signs=st.lists(st.sampled_from([-1.0, 1.0]), min_size=4, max_size=4),
@@ -173,36 +129,25 @@ def test_signs_of_vectors_scale_and_order_of_blocks_do_not_matter(signs, scale, 
         torch.testing.assert_close(changed[name], expected, rtol=1e-9, atol=0)
 
 
-def test_levels_in_float32_and_of_zero_jacobians():
+@pytest.mark.parametrize("K", [1, 5, 6, 7])
+def test_bases_in_the_columns_of_their_frame(K):
+    """Those of V' have its product with U' and its own products; U' is the first ones, unless the frame is a whole rotation."""
+    U, _, Vh = torch.linalg.svd(planted("with a trace", D, 0.5, 0)[None, None])
+    U, V = U[..., :K], Vh[..., :K, :].mT
+    left, right = rotations._coordinates(U, V)
+    if 2 * K > D:
+        assert left is U and right is V
+        return
+    torch.testing.assert_close(right[..., :K, :], U.mT @ V)
+    torch.testing.assert_close(right.mT @ right, torch.eye(K).to(V)[None, None])
+    assert left is None
+
+
+def test_levels_of_zero_jacobians():
     J = torch.stack([planted("random", D, 0.5, i) for i in range(L)])[None]
-    for name, values in levels_of(J.float(), (4,)).items():
-        torch.testing.assert_close(values.double(), levels_of(J, (4,))[name], rtol=0, atol=1e-5)
     J[:, 1] = 0
     for values in levels_of(J, (4,)).values():
         assert values[0, 0, 1].isnan().all() and values[0, 0, 0, [0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("K", [1, 2])
-@pytest.mark.parametrize("basis", ["symmetric", "antisymmetric"])
-def test_expected_squares_that_are_zero_but_for_rounding(basis, K, seed):
-    """The mean of squares of entries is 0 there, so that weights are of rounding errors, unless they are bounded."""
-    generator = seeded(seed)
-    first, other = torch.randn(2, 24, 24, generator=generator)
-    J = torch.stack(
-        [first - first.mT, other + other.mT if basis == "symmetric" else other - other.mT]
-    )
-    U, s, Vh = torch.linalg.svd(J)
-    found = levels_of(J[None], (K,))
-    draws = coupling.simulated(
-        J[0].double(), U[1, :, :K].double(), Vh[1, :K].mT.double(), 2000, generator
-    )
-    for name in ("miscoupling", "miscoupling_release", "offdiag"):
-        expected = FORMULAS[name](draws, s[0, :K].double())
-        chance = 5 * float(expected.std()) * (1 / len(draws) + K / rotations.COLUMNS) ** 0.5
-        assert abs(float(found[name][0, 0, 0, 1] - expected.mean())) <= chance + 1e-3 * float(
-            s[0, 0]
-        ), name
 
 
 def test_rows_and_frames_in_parts(monkeypatch):
@@ -221,21 +166,8 @@ def test_frames_are_haar_and_leave_the_global_generator_alone():
     F, columns = rotations.frames(16), rotations.drawn(16, 3)[1]
     assert F.shape == (rotations.COLUMNS // 16, 16, 16)
     assert columns.shape == (rotations.ENTRIES // 9, 6)
-    torch.testing.assert_close(F.mT @ F, torch.eye(16, dtype=F.dtype).expand(len(F), 16, 16))
     assert abs(F.diagonal(dim1=-2, dim2=-1).mean()) < 0.07, "QR alone gives a diagonal of one sign"
     forget()
     assert torch.equal(F, rotations.frames(16)) and torch.equal(columns, rotations.drawn(16, 3)[1])
     assert torch.equal(state, torch.get_rng_state())
     assert rotations.frames(200).shape == (1, 200, rotations.COLUMNS)
-    assert rotations.drawn(16, 9)[1].shape == (rotations.ENTRIES // 81, 16)
-
-
-def test_the_same_weights_have_the_same_levels_whatever_is_measured_with_them():
-    model, ids = neox(), tokens(4)
-    state = torch.get_rng_state()
-    whole, part = (tracker.measure(model, ids[:n], k=(2, 5)) for n in (4, 2))
-    full = tracker.measure(model, ids, k=(2, 5), svd="full")
-    assert torch.equal(state, torch.get_rng_state())
-    for name in (f"{name}_level" for name in BY_ROTATIONS):
-        np.testing.assert_allclose(whole[name][:2], part[name], atol=2e-5)
-        np.testing.assert_allclose(whole[name], full[name], atol=2e-5)

@@ -11,7 +11,7 @@ import tracker
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tracker.measures.options import settings_from
-from tracker.measures.settings import OPTIONS, Settings
+from tracker.measures.settings import CHOICE_NAMES, OPTIONS, Settings
 from tracker.walk import command
 from vit.train import recipe_of
 
@@ -136,11 +136,31 @@ def test_an_unknown_option_of_the_callback_is_refused_with_the_callbacks_own():
         ),
         ({"memory_budget": -1}, "memory_budget=-1; give a number with a unit"),
         ({"measures": []}, "^measures is empty; choose from all, coupling"),
+        (
+            {"measures": "every"},
+            "all leaves out tokenwise, eigenvalues.*all,tokenwise,eigenvalues adds",
+        ),
+        (
+            {"measures": "couplng"},
+            r"^measures 'couplng' \(did you mean 'coupling'\?\); choose from all",
+        ),
+        ({"measures": "lss"}, r"^measures 'lss' \(lss is a variable that 'trajectory' measures\)"),
+        (
+            {"measures": ["coupling", "offdiag"]},
+            r"offdiag' \(offdiag is .* that 'coupling' measures\)",
+        ),
     ],
 )
 def test_values_that_are_not_allowed(options, message):
     with refused(message):
         settings_from(options, "test")
+
+
+def test_all_leaves_out_what_is_expensive():
+    left_out = {"tokenwise", "eigenvalues"}
+    for added in ((), ("tokenwise",)):
+        found = settings_from({"measures": ["all", *added]}, "test")
+        assert {name for name in CHOICE_NAMES if not found.includes(name)} == left_out - {*added}
 
 
 def test_an_option_is_part_of_an_identity_where_it_is_named_or_not_the_default():

@@ -62,28 +62,30 @@ def assert_equal(found, expected, atol=1e-10):
             )
 
 
-@pytest.mark.parametrize("at_once", [1, CALLS - 1, CALLS])
-def test_jacobians_that_do_not_fit_wait_in_a_file_and_are_formed_once(formed, in_files, at_once):
+BETWEEN_TOKENS = {"measures": "tokenwise", "pair_tokens": 3, "pair_layers": 0}
+
+
+@pytest.mark.parametrize(
+    ("measured", "at_once", "waits"),
+    [
+        (OF_ALL, 1, True),
+        (OF_ALL, CALLS - 1, True),
+        (OF_ALL, CALLS, False),
+        (BETWEEN_TOKENS, 2, True),
+    ],
+)
+def test_jacobians_that_do_not_fit_wait_in_a_file_and_are_formed_once(
+    formed, in_files, measured, at_once, waits
+):
     model, given = model_on("cpu")
-    roomy = tracker.measure(model, given, **OPTIONS, **OF_ALL)
+    roomy = tracker.measure(model, given, **OPTIONS, **measured)
     assert not in_files
     each = sorted(formed.each())
     formed.clear()
-    tight = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * at_once * ONE)
-    assert sorted(formed.each()) == each and len(set(each)) == CALLS * SAMPLES
-    assert sum(map(len, in_files)) == (0 if at_once == CALLS else CALLS * SAMPLES)
-    assert_equal(tight, roomy)
-
-
-def test_jacobians_between_tokens_that_do_not_fit_wait_in_a_file(formed, in_files):
-    model, given = model_on("cpu")
-    options = OPTIONS | {"measures": "tokenwise", "pair_tokens": 3, "pair_layers": 0}
-    roomy = tracker.measure(model, given, **options)
-    assert not in_files
-    number = len(formed.each())
-    formed.clear()
-    tight = tracker.measure(model, given, **options, memory_budget=4 * ONE)
-    assert len(formed.each()) == number and in_files
+    tight = tracker.measure(model, given, **OPTIONS, **measured, memory_budget=2 * at_once * ONE)
+    assert sorted(formed.each()) == each and len(set(each)) == len(each)
+    assert bool(in_files) == waits
+    assert measured is BETWEEN_TOKENS or sum(map(len, in_files)) == waits * len(each)
     assert_equal(tight, roomy)
 
 
@@ -108,30 +110,24 @@ def test_a_full_disk(directory):
         file.keep(torch.randn(1, 1000, 1))
 
 
-@pytest.mark.parametrize("at_once", [1, 2])
-def test_beside_an_accelerator_jacobians_wait_on_the_host(
-    pretend, formed, in_files, monkeypatch, at_once
+@pytest.mark.parametrize(
+    ("at_once", "host", "in_file"),
+    [(1, 1 << 30, False), (2, 1 << 30, False), (1, CALLS * ONE - 1, True)],
+)
+def test_beside_an_accelerator_jacobians_wait_on_the_host_or_without_memory_there_in_a_file(
+    pretend, formed, in_files, monkeypatch, at_once, host, in_file
 ):
     model, given = model_on(pretend.device)
     held = tracker.measure(model, given, **OPTIONS, **OF_ALL)
     kept = []
     on_host = layers.on_host
-    monkeypatch.setattr(layers, "on_host", lambda J: kept.append(J.nbytes) or on_host(J))
+    monkeypatch.setattr(layers, "on_host", lambda J: kept.append(J) or on_host(J))
+    monkeypatch.setattr(plan, "host_memory", lambda: host)
     formed.clear()
     again = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * at_once * ONE)
-    assert len(formed.each()) == len(set(formed.each())) == CALLS * SAMPLES and not in_files
-    assert sum(kept) == CALLS * SAMPLES * ONE
-    assert_equal(again, held)
-
-
-def test_beside_a_host_without_memory_they_wait_in_a_file(pretend, formed, in_files, monkeypatch):
-    model, given = model_on(pretend.device)
-    held = tracker.measure(model, given, **OPTIONS, **OF_ALL)
-    monkeypatch.setattr(plan, "host_memory", lambda: CALLS * ONE - 1)
-    formed.clear()
-    again = tracker.measure(model, given, **OPTIONS, **OF_ALL, memory_budget=2 * ONE)
     assert len(formed.each()) == len(set(formed.each())) == CALLS * SAMPLES
-    assert sum(map(len, in_files)) == CALLS * SAMPLES
+    waiting = (in_files, kept) if in_file else (kept, in_files)
+    assert [sum(map(len, of_one)) for of_one in waiting] == [CALLS * SAMPLES, 0]
     assert_equal(again, held)
 
 
@@ -152,11 +148,10 @@ def test_what_waits_takes_no_memory_of_the_device_and_comes_back(pretend, where)
 def test_the_matrices_of_all_pairs_of_blocks_count_in_the_budget(pretend):
     """In a narrow model with many rows they are larger than the Jacobians."""
     model, _ = build("gpt_neox", Size(width=16, depth=8))
-    model, given = model.to(pretend.device), torch.randint(0, 50, (8, 16))
+    model, given = model.to(pretend.device), torch.randint(0, 50, (1, 12))
     budget = 4_000_000
     pretend.reset_peak()
     before = pretend.live_bytes()
-    tracker.measure(
-        model, given, k=16, tokens="all", svd="full", measures="coupling", memory_budget=budget
-    )
+    options = OPTIONS | {"k": 16, "tokens": "all", "dtype": "float32", "measures": "coupling"}
+    tracker.measure(model, given, **options, memory_budget=budget)
     assert pretend.peak_bytes() - before <= budget

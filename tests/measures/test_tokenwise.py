@@ -6,7 +6,6 @@ import torch
 import tracker
 from tests.support.models import Letters, Size, build, neox, padded, tokens
 from tests.support.refused import refused
-from tracker.measures.tokenwise import _together, tokenwise_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -23,9 +22,6 @@ def test_no_jacobian_is_computed_twice(apart, concerned, formed):
         len(asked) == len(set(asked)) == len(concerned) * (3 * 4 - 3)
         and {l for l, *_ in asked} == concerned
     )
-    formed.clear()
-    tracker.measure(model, inputs[:1], **options, memory_budget=1 << 10)
-    assert set(map(len, formed)) == {1} and sorted(formed.each()) == sorted(asked)
 
 
 def test_one_block_has_no_other():
@@ -79,11 +75,3 @@ def test_bad_choices(options, message):
     model, inputs = build("gpt_neox")
     with refused(message):
         tracker.measure(model, inputs, **options)
-
-
-def test_steps_and_jacobians_of_several_recordings():
-    """Of 3 tokens: 3 links of a token with itself, (0, t) and (t, 2), of which (0, 2) is one; blocks 1 to 3 are measured."""
-    assert tokenwise_steps(3, {1: 2, 2: 3}) == 2 * 6 * 3
-    one, two = torch.randn(2, 4, 4), torch.randn(3, 4, 4)
-    assert torch.equal(_together([one, two]), torch.cat([one, two]))
-    assert _together([one]) is one

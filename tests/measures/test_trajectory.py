@@ -14,13 +14,6 @@ def states(seed: int = 0, L: int = 8, n: int = 5, d: int = 6):
 
 
 def test_what_is_undefined_is_nan():
-    X = states()
-    X[3, 0] = X[2, 0]  # token 0 stands still once
-    assert trajectory.lss(X)[0].isnan() and trajectory.lss(X)[1:].isfinite().all()
-    X[3, 1] = 0
-    assert trajectory.update_ratio(X).isnan().nonzero().tolist() == [[3, 1]]
-    assert trajectory.update_cosine(X).isnan().nonzero().tolist() == [[2, 0], [3, 1]]
-    assert trajectory.block_influence(X).isnan().nonzero().tolist() == [[2, 1], [3, 1]]
     turning = torch.tensor([[1.0, 0], [0, 1.0], [-1.0, 0], [0, -1.0]])[:, None]  # constant norm
     assert trajectory.expodistance(turning).isnan().all()
     back_and_forth = torch.tensor([[1.0, 0], [2.0, 0], [1.0, 0]])[:, None]
@@ -40,11 +33,14 @@ def test_default_width(L, width):
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_each_token_by_itself(name, scale):
     X = scale * states()
+    X[3, 0] = X[2, 0]  # token 0 stands still once
+    if name.startswith(("update", "block")):
+        X[3, 1] = 0
     measure, paths = getattr(trajectory, name.removesuffix("_window")), X.movedim(1, 0).numpy()
     windows = [{"window": width} for width in (3, 5, 9, 11)]
     for options in windows if name.endswith("_window") else [{}]:
         expected = np.stack([OF_PATHS[name](path, **options) for path in paths], -1)
-        np.testing.assert_allclose(measure(X, *options.values()), expected, rtol=1e-10)
+        np.testing.assert_allclose(measure(X, *options.values()), expected, rtol=1e-10, atol=1e-15)
 
 
 def test_growth_that_is_zero_but_for_rounding_has_no_expodistance():

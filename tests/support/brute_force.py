@@ -1,12 +1,48 @@
 """What a model computes, block by block: its states, its Jacobians and their mis-couplings, by code that is not the tracker's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 import xarray as xr
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def states_of(
+    model: nn.Module,
+    inputs: Any,
+    blocks: Sequence[nn.Module],
+    change: Callable[[int, Tensor], Tensor] = lambda l, x: x,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a model; return what each block is given, before its own pre-hooks, and what it returns, after its own hooks.
+
+    Args:
+        inputs: a tensor, or tensors by the name of an argument.
+        change: returns the state that block l, from 0, is given in place of another.
+    """
+    x: list[Tensor] = []
+    y: list[Tensor] = []
+
+    def enter(block: nn.Module, args: tuple) -> tuple:
+        state = change(len(x), args[0].clone())
+        needs_graph = torch.is_grad_enabled() and not state.requires_grad
+        x.append(state.requires_grad_() if needs_graph else state)
+        return x[-1].clone(), *args[1:]  # the block may write to its input
+
+    def leave(block: nn.Module, args: tuple, output: Any):
+        y.append((output[0] if isinstance(output, tuple) else output).clone())
+
+    handles = [block.register_forward_pre_hook(enter, prepend=True) for block in blocks]
+    handles += [block.register_forward_hook(leave) for block in blocks]
+    if isinstance(inputs, Mapping):
+        model(**inputs)
+    else:
+        model(inputs)
+    for handle in handles:
+        handle.remove()
+    return x, y
 
 
 class Truth:
@@ -34,39 +70,17 @@ class Truth:
         self.model, self.L, self.d = model.requires_grad_(), len(blocks), d
         self.blocks = [model.get_submodule(block) for block in blocks]
         self.norm = model.get_submodule(norm) if norm else None
-        self.inputs = dict(inputs) if isinstance(inputs, Mapping) else {"": inputs}
-        copies = {name: given.repeat_interleave(d, dim=0) for name, given in self.inputs.items()}
-        self.x, self.y = self._pass(copies)
-        self.batch_first = len(self.x[0]) == len(next(iter(copies.values())))
+        self.inputs = inputs
+        copies = tree_map(lambda given: given.repeat_interleave(d, dim=0), inputs)
+        with torch.enable_grad():
+            self.x, self.y = states_of(model, copies, self.blocks)
+        self.batch_first = len(self.x[0]) == len(tree_leaves(copies)[0])
         if self.norm is not None:
             self.x.append(self.x[-1])
             self.y.append(self.norm(self.y[-1]))
         states = [self.x[0], *self.y]
         self.states = torch.stack([self._turned(state)[::d] for state in states], 1).detach()
         self._gradients = cache(self._gradients_of)
-
-    def _pass(
-        self, inputs: dict[str, Tensor], first: Tensor | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Run the model, perhaps with another first state; return the input and the output of each block."""
-        x = []
-        y = []
-
-        def enter(block: nn.Module, args: tuple) -> tuple:
-            state = args[0].clone() if x or first is None else first
-            x.append(state if state.requires_grad else state.requires_grad_())
-            return x[-1].clone(), *args[1:]  # the block may write to its input
-
-        def leave(block: nn.Module, args: tuple, output: Any):
-            y.append((output[0] if isinstance(output, tuple) else output).clone())
-
-        handles = [block.register_forward_pre_hook(enter) for block in self.blocks]
-        handles += [block.register_forward_hook(leave) for block in self.blocks]
-        with torch.enable_grad():
-            self.model(*([inputs[""]] if "" in inputs else []), **({} if "" in inputs else inputs))
-        for handle in handles:
-            handle.remove()
-        return x, y
 
     def _turned(self, state: Tensor) -> Tensor:
         """Exchange samples and tokens if the blocks take tokens first."""
@@ -79,7 +93,7 @@ class Truth:
 
     def paths_from(self, first: Tensor) -> Tensor:
         """Return the states where the first block takes another one (B, n, d), batch first."""
-        _, y = self._pass(self.inputs, first)
+        _, y = states_of(self.model, self.inputs, self.blocks, lambda l, x: x if l else first)
         return torch.stack([first, *y], 1).detach()
 
     def _gradients_of(self, l: int, token: int) -> Tensor:

@@ -9,6 +9,7 @@ import xarray as xr
 from torch import Tensor, nn
 
 import tracker
+from tests.support.brute_force import states_of
 
 SAMPLE, TOKEN = 0, 2
 
@@ -57,53 +58,27 @@ def assert_right(
         x = block(x).detach()
 
 
-def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
-
-
+@torch.no_grad()
 def differences(
     model: nn.Module, inputs: Any, blocks: Sequence[nn.Module], h: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the states (L + 1, d) of one token, and J - I (L, d, d) of each block there.
+    """Return the states (L + 1, d) of one token, and J - I (L, d, d) of each block there."""
+    x, y = states_of(model, inputs, blocks)
+    states = torch.stack([x[0], *y])[:, SAMPLE, TOKEN]
+    I = torch.eye(states.shape[1], dtype=states.dtype)
 
-    A block's state is what it is given, before its own pre-hooks, and what it returns, after its own forward hooks.
-    """
-    moved = {}
-    given = []
-    returned = []
+    def moved(layer: int, step: Tensor) -> Tensor:
+        def change(l: int, x: Tensor) -> Tensor:
+            x[SAMPLE, TOKEN] += step if l == layer else 0
+            return x
 
-    def enter(block: nn.Module, arguments: tuple) -> tuple:
-        x = arguments[0].clone()
-        if block in moved:
-            x[SAMPLE, TOKEN] += moved[block]
-        given.append(x[SAMPLE, TOKEN].clone())
-        return x, *arguments[1:]
+        return states_of(model, inputs, blocks, change)[1][layer][SAMPLE, TOKEN]
 
-    def leave(block: nn.Module, arguments: tuple, output: Any):
-        returned.append(_first(output)[SAMPLE, TOKEN].clone())
-
-    def run() -> Tensor:
-        given.clear(), returned.clear()
-        model(inputs)
-        return torch.stack([given[0], *returned])
-
-    handles = [block.register_forward_pre_hook(enter, prepend=True) for block in blocks]
-    handles += [block.register_forward_hook(leave) for block in blocks]
-    with torch.no_grad():
-        states = run()
-        jacobians = []
-        for layer, block in enumerate(blocks):
-            columns = []
-            for step in h * torch.eye(states.shape[1], dtype=states.dtype):
-                moved[block] = step
-                ahead = run()[layer + 1]
-                moved[block] = -step
-                columns.append((ahead - run()[layer + 1]) / (2 * h))
-            moved.clear()
-            jacobians.append(torch.stack(columns, 1) - torch.eye(states.shape[1]))
-    for handle in handles:
-        handle.remove()
-    return states, torch.stack(jacobians)
+    columns = [
+        torch.stack([(moved(l, h * step) - moved(l, -h * step)) / (2 * h) for step in I], 1)
+        for l in range(len(blocks))
+    ]
+    return states, torch.stack(columns) - I
 
 
 def assert_measured_as_it_runs(

@@ -6,9 +6,12 @@ import tracker
 from tests.support.brute_force import truth_of
 from tests.support.formulas import Sample
 from tests.support.models import Size, build, silence
+from tracker.measures.registry import KINDS
 from tracker.measures.settings import EVERYTHING
 from tracker.model.random_numbers import seed_of
 
+# Beginning and end of the names of a diagnostic
+VARIANTS = [("", ""), ("", "_normed"), *((f"{kind}_", "") for kind in KINDS)]
 SILENT = "a block that adds nothing"
 
 

@@ -7,9 +7,9 @@ from tests.support.models import build
 SINK = 3  # the id of the token with large states
 
 
-def with_sink(name, dimensions=slice(None), at=0):
+def with_sink(name, dimensions=slice(None), at=0, size=None):
     """Return a model and inputs whose first token, or another, has large states, in all dimensions or in some."""
-    model, inputs = build(name)
+    model, inputs = build(name, size)
     inputs = inputs.clamp(min=SINK + 1)
     inputs[:, at] = SINK
     with torch.no_grad():

@@ -1,5 +1,8 @@
 """What a measurement leaves as it was: the model, random numbers and global settings."""
 
+import os
+import random
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -25,7 +28,12 @@ def snapshot(model):
         "attributes": {n: _attributes(m) for n, m in model.named_modules()},
         "attention": getattr(config, "_attn_implementation", None),
         "config": str(config.to_dict()) if hasattr(config, "to_dict") else None,
-        "rng": (torch.get_rng_state().tolist(), np.random.get_state()[1].tobytes()),
+        "rng": (
+            torch.get_rng_state().tolist(),
+            np.random.get_state()[1].tobytes(),
+            # beartype draws from Python's numbers while it checks shapes
+            None if os.environ.get("CHECK_SHAPES") == "1" else random.getstate(),
+        ),
         "global": (
             torch.is_grad_enabled(),
             torch.backends.mha.get_fastpath_enabled(),

@@ -16,6 +16,11 @@ def conditioning(s: Tensor, k: int) -> float:
     return max(1.0, float((s[..., :1] / -s[..., : k + 1].diff()).max()) / 10)
 
 
+def ends(truth: Truth) -> dict[str, bool]:
+    """Return how names of variables end, and whether they count the final norm."""
+    return {"": False} | ({"_normed": True} if truth.norm is not None else {})
+
+
 def jacobian_error(ds: xr.Dataset, truth: Truth) -> float:
     """Return the largest difference of a kept Jacobian's entry, relative to its largest entry where that is above 1."""
     positions = ds.token_position.values[0].astype(int)
@@ -30,10 +35,9 @@ def assert_jacobians(ds: xr.Dataset, truth: Truth):
     assert ("miscoupling_normed" in ds) == (truth.norm is not None)
     of_jacobians, of_couplings = TOLERANCE[ds.attrs["dtype"]]
     assert jacobian_error(ds, truth) <= of_jacobians
-    ends = {"": False} | ({"_normed": True} if truth.norm is not None else {})
     for i, token in enumerate(ds.token_position.values[0].astype(int)):
         found = ds.isel(token=i)
-        for end, normed in ends.items():
+        for end, normed in ends(truth).items():
             J = truth.jacobians(token, normed=normed)
             s = torch.linalg.svdvals(J)
             seen = torch.as_tensor(found[f"singular_value{end}"].values)
@@ -51,19 +55,10 @@ def assert_jacobians(ds: xr.Dataset, truth: Truth):
 
 
 def assert_states(ds: xr.Dataset, truth: Truth):
-    """Assert that what is measured of the states, in float64, is what formulas give for the path of each token."""
-    for name, formula in OF_PATHS.items():
-        for normed in (False, True) if truth.norm is not None else (False,):
-            variable = f"{name}_normed" if normed else name
-            if variable not in ds or name.endswith("_window"):
-                continue
-            paths = truth.paths(normed).transpose(1, 2)
-            expected = np.array([[formula(path.numpy()) for path in of_one] for of_one in paths])
-            found = ds[variable].transpose("prompt", "position", ...).values
-            if name == "expodistance":
-                # Undefined where norms keep the length of the state.
-                growth = np.log(np.linalg.norm(paths, axis=-1))
-                still = np.abs(growth[..., -1] - growth[..., 0]) < 1e-13
-                assert (np.isnan(found) <= still).all()
-                found, expected = found[~still], expected[~still]
-            np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-9, err_msg=variable)
+    """Assert that lengths of states, and their directions by the line-shape score, are those of the path of each token."""
+    for end, normed in ends(truth).items():
+        paths = truth.paths(normed).transpose(1, 2)
+        for name in ("norm", "lss"):
+            expected = [[OF_PATHS[name](path.numpy()) for path in of_one] for of_one in paths]
+            found = ds[f"{name}{end}"].transpose("prompt", "position", ...)
+            np.testing.assert_allclose(found, expected, rtol=1e-7, atol=1e-9, err_msg=name)
