@@ -86,6 +86,19 @@ def suite(tmp_path_factory) -> Path:
         return nano.train(recipe=TINY)
 
 
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    from tests.support.browser import CHROMIUM
+
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield chromium
+        chromium.close()
+
+
 USUAL = ("--measures", "coupling,trajectory")
 
 

@@ -21,7 +21,7 @@ from scipy import stats
 
 import tracker
 from tests.conftest import ROOT
-from tests.support.browser import CHROMIUM, browser_test
+from tests.support.browser import browser_test
 from tests.support.models import neox, tokens
 from tests.support.refused import refused
 from tests.support.stores import generated, stored, unit
@@ -241,17 +241,6 @@ class TestText:
         page = write_page(curves, tmp_path / "few.html")
         said = "Fits between results: 3 of 4 results have scores and layer pairs; a fit needs 4"
         assert said in page.read_text()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")
