@@ -53,7 +53,3 @@ def test_no_onset(shown):
 def test_undefined_values_are_left_out(shown):
     assert "strongest at step 8" in findings(changed(shown, [1, 0.999, 0.8, np.nan]))
     assert findings({**shown, "layers": 1}) == "" and findings({**shown, "curves": {}}) == ""
-
-
-def test_a_generated_store(shown):
-    assert findings(shown).endswith("mean over pairs of different blocks).")
