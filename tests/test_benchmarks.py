@@ -5,17 +5,11 @@ import multiprocessing
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import (
-    callback,
-    coupling,
-    machine,
-    shapes,
-    stores,
-    timing,
-)
+from benchmarks import callback, coupling, machine, shapes, stores, timing
 from tests.support.rounding import of_vectors, rounding
 from tests.support.stores import generated
 from tracker.measures.registry import MISCOUPLINGS
@@ -62,10 +56,9 @@ def test_ours_and_the_published_algorithm_agree(compared):
         assert max(errors[name] for name in MISCOUPLINGS if name in errors) < of_couplings
         assert {"miscoupling", "offdiag_normalized"} <= set(errors)
     assert compared["certificate"]["complete"] and compared["certificate"]["sliced"] == 1
-    assert (
-        compared["by_hand"]["ratio"]["whole"]
-        == compared["by_hand"]["seconds"] / compared["ours"]["seconds"]
-    )
+    for name in ("published", "by_hand"):
+        seconds = compared[name]["seconds"]
+        assert compared[name]["ratio"]["whole"] == seconds / compared["ours"]["seconds"]
 
 
 def test_the_result_records_settings_and_environment(compared):
@@ -79,18 +72,12 @@ def test_the_result_records_settings_and_environment(compared):
     assert list(compared["ours"]["stages"]) == ["forward", "jacobian", "checks", "svd", "pairs"]
     for algorithm in (compared["ours"], compared["published"]):
         assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
-    assert (
-        compared["published"]["ratio"]["whole"]
-        == compared["published"]["seconds"] / compared["ours"]["seconds"]
-    )
     printed = coupling.table(compared)
-    algorithms = ["ours", "published", "by_hand"]
-    for name, key in (("seconds", "seconds"), ("stages.jacobian", "jacobian")):
-        numbers = [{**compared[one], **compared[one]["stages"]}[key] for one in algorithms]
-        row = " +".join([name, *(f"{number:.4g}" for number in numbers)])
-        assert re.search(f"^{row}$", printed, re.MULTILINE), row
+    seconds = [compared[one]["seconds"] for one in ("ours", "published", "by_hand")]
     ratio = compared["published"]["ratio"]["whole"]
-    assert re.search(f"^ratio.whole +NaN +{ratio:.4g} ", printed, re.MULTILINE)
+    for row in (["seconds", *seconds], ["ratio.whole", np.nan, ratio]):
+        cells = " +".join(f"{cell:.4g}" if cell == cell else "NaN" for cell in row[1:])
+        assert re.search(f"^{row[0]} +{cells}", printed, re.MULTILINE), row
 
 
 @pytest.mark.slow
@@ -130,6 +117,7 @@ def test_plain_products_have_the_precision_they_are_compared_in(
 def test_weights_in_float16_are_measured(directory, capsys):
     result = run(directory, "--weights", "float16", "--published", "false")
     assert result["settings"]["weights"] == "float16" and result["certificate"]["complete"]
+    assert "published" not in result and "published" not in coupling.table(result)
     model = shapes.model("14m", 1, "cpu", weights="float16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert torch.get_default_dtype() == torch.float32
@@ -155,12 +143,6 @@ def test_an_interrupted_benchmark_leaves_the_repeats_so_far(tmp_path, monkeypatc
     assert len(result["ours"]["runs"]) == 2 and result["ours"]["seconds"] > 0
 
 
-def test_without_the_baseline(directory):
-    result = run(directory, "--published", "false")
-    assert not {"published", "by_hand"} & result.keys()
-    assert "published" not in coupling.table(result)
-
-
 @pytest.mark.slow  # two fresh processes that import everything
 def test_memory_is_measured_in_fresh_processes(directory):
     result = run(directory, "--shape", "70m", "--tokens", "64", "--blocks", "1", "--memory", "true")
@@ -181,12 +163,6 @@ def test_bad_settings_are_one_message(arguments, message, capsys):
     assert coupling.main([*QUICK, *arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and re.search(message, error)
-
-
-def test_an_unknown_shape_lists_the_shapes(capsys):
-    with pytest.raises(SystemExit) as stop:
-        coupling.main(["--shape", "3b"])
-    assert stop.value.code == 2 and "410m" in capsys.readouterr().err
 
 
 def test_the_clock_waits_for_the_device(pretend):
