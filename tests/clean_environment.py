@@ -32,7 +32,7 @@ def main():
     blocks = (
         nn.TransformerEncoderLayer(32, 4, 64, norm_first=True, batch_first=True) for _ in range(3)
     )
-    model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.Linear(32, 50))
+    model = nn.Sequential(nn.Embedding(50, 32), *blocks, nn.LayerNorm(32), nn.Linear(32, 50))
     ids = torch.randint(50, (2, 9))
     ds = tracker.measure(model, ids, k=4)
     assert ds.miscoupling.shape == (2, 1, 1, 3, 3)
