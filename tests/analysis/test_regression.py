@@ -10,7 +10,6 @@ from tracker.analysis.regression import (
     clustered_mean,
     detectable_correlation,
     exponential_fit,
-    holm,
     linear_fit,
     mean_interval,
     partial_correlation,
@@ -47,18 +46,6 @@ def test_fits_of_three_points_or_without_spread_are_undefined(x, y):
     assert np.isnan(
         [fit[name] for name in "r r2 slope p r_low r_high r2_low r2_high".split()]
     ).all() and fit["n"] == len(x)
-
-
-def test_holm_by_its_definition():
-    p = np.random.default_rng(3).random(20) ** 4
-    order = np.argsort(p)
-    for alpha in np.linspace(0.001, 0.6, 97):
-        rejected = np.zeros(20, bool)
-        for i, j in enumerate(order):
-            if p[j] > alpha / (20 - i):
-                break
-            rejected[j] = True
-        np.testing.assert_array_equal(holm(p) <= alpha, rejected)
 
 
 def test_partial_correlation_is_that_of_a_multiple_regression():
@@ -232,19 +219,10 @@ def test_means_leave_out_what_is_undefined_and_one_prompt_has_no_interval():
     assert low == pytest.approx(mean_interval(values[0, :25], label[:25])[0]) and np.isnan(none)
 
 
-@pytest.mark.parametrize("df, rho", [(8, 0.6), (30, 0.0), (64, -0.3)])
-def test_power_is_the_share_of_samples_with_small_p(df, rho):
-    random = np.random.default_rng(27)
-    x = random.standard_normal((4000, df + 2))
-    y = rho * x + np.sqrt(1 - rho**2) * random.standard_normal(x.shape)
-    r = np.array([np.corrcoef(*pair)[0, 1] for pair in zip(x, y, strict=True)])
-    p = 2 * stats.t.sf(abs(r) * np.sqrt(df / (1 - r**2)), df)
-    assert (p < 0.05).mean() == pytest.approx(power_of_correlation(rho, df), abs=0.03)
-
-
 def test_detectable_correlation_has_the_power_that_it_states():
     for df in (5, 30, 200):
         assert power_of_correlation(detectable_correlation(df), df) == pytest.approx(0.8)
+        assert power_of_correlation(0, df) == pytest.approx(0.05, abs=0.005)
     assert np.isnan([detectable_correlation(1), power_of_correlation(0.5, 1)]).all()
     assert 0.9 < detectable_correlation(2) < 1 and 0 < power_of_correlation(0.5, 2) < 1
 

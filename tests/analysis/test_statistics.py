@@ -21,15 +21,6 @@ def ds():
     return tracker.measure(neox(), tokens(3), k=[2, 4], tokens=[0, -1])
 
 
-def test_medians_over_tokens_and_prompts(ds):
-    points = curves(ds)
-    for name in ("lss", "expodistance", "alpha_mean"):
-        for statistic, q in (("q25", 0.25), ("median", 0.5), ("q75", 0.75)):
-            assert float(points[name].sel(statistic=statistic)) == pytest.approx(
-                np.quantile(ds[name].values, q), rel=1e-6
-            )
-
-
 def test_a_text_is_the_name_of_one_measure(ds):
     assert curves(ds, "lss").identical(curves(ds, ["lss"]))
     with refused("'lsss' is no measure; similar names are lss, "):

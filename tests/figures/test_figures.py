@@ -308,15 +308,6 @@ def test_9_shows_the_difficulty_of_prompts_that_have_one(one):
     close(of_rated.coupling, table.coupling)
 
 
-def test_12_shows_the_first_and_the_last_token(one):
-    first, *_ = figure_of("12", one)[0].axes
-    shown = {text.get_text() for text in first.get_legend().get_texts()}
-    drawn_as = {line.get_label(): line.get_xydata() for line in first.lines}
-    assert shown == {"first token; the later, the lighter", "last token"}
-    at = open_results(one).pca.isel(step=0, prompt=0, position=-1)
-    close(drawn_as["last token"], at.transpose("depth", "component"))
-
-
 @pytest.fixture
 def few_points(monkeypatch):
     """Let figures draw fits of four points."""
@@ -519,16 +510,6 @@ def test_logarithmic_axes_have_plain_numbers(low, high, labels):
         for text in texts
         if text.get_text() and low <= text.get_position()[1] <= high
     } == labels
-
-
-def test_the_notes_of_the_table_are_within_the_figure(one):
-    results = {"toy": open_results(one).drop_vars("tokens_seen")}
-    figure, _ = draw("table1", results, None)
-    figure.draw_without_rendering()
-    note = figure._supxlabel.get_window_extent()
-    assert (
-        0 <= note.x0 and note.x1 <= figure.bbox.x1 and "training tokens" in figure.get_supxlabel()
-    )
 
 
 def test_list(one, capsys):

@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 import time
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,7 +33,6 @@ from vit.statistics import (
     fit_units,
     named_tests,
     primary,
-    smallest_grid,
     unit_means,
 )
 
@@ -44,10 +44,8 @@ AT = {"token": "last patch", "measure": "offdiag_normalized", "k": 10, "pairs": 
 def synthetic_grid(seed: int = 0) -> xr.Dataset:
     """Return values for the paper's grid: at AT, accuracy follows coupling at a fixed rate, and coupling rises with the rate."""
     random = np.random.default_rng(seed)
-    decays, rates = (
-        np.array([float(v) for v in text.split(",")]) for text in (WEIGHT_DECAYS, DROP_PATHS)
-    )
-    decay, rate = (v.ravel() for v in np.meshgrid(decays, rates, indexing="ij"))
+    settings = ([float(of) for of in text.split(",")] for text in (WEIGHT_DECAYS, DROP_PATHS))
+    decay, rate = np.array([*product(*settings)]).T
     steps, ks = [0, 1, 2, 4, 8, 1000], [10, 30, 50]
     shape = (len(decay), len(steps), 2, len(MISCOUPLINGS), len(ks), len(PAIRS))
     miscoupling = 0.9 + 0.01 * random.standard_normal(shape)
@@ -79,15 +77,11 @@ def synthetic_grid(seed: int = 0) -> xr.Dataset:
 
 def with_seeds(count: int, effect: float) -> xr.Dataset:
     """Return the synthetic grid `count` times, as seeds whose accuracy and coupling differ by an effect of the seed."""
-    grids = []
+    grids, grid = [], synthetic_grid()
     for seed in range(count):
-        grid = synthetic_grid().assign_coords(seed=("cell", np.full(64, seed)))
-        grids.append(
-            grid.assign(
-                accuracy=grid.accuracy + effect * seed, miscoupling=grid.miscoupling + effect * seed
-            )
-        )
-    return xr.concat(grids, "cell").assign_attrs(synthetic_grid().attrs)
+        added = {name: grid[name] + effect * seed for name in ("accuracy", "miscoupling")}
+        grids.append(grid.assign(added).assign_coords(seed=("cell", np.full(64, seed))))
+    return xr.concat(grids, "cell").assign_attrs(grid.attrs)
 
 
 def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_level():
@@ -102,11 +96,9 @@ def test_coupling_is_null_level_minus_miscoupling_and_named_otherwise_without_a_
     np.testing.assert_array_equal(
         final_coupling(one_unknown, AT), -grid.miscoupling.isel(step=-1).sel(AT)
     )
-    tests = named_tests(one_unknown)
-    assert (
-        tests.question[0] == "accuracy rises with minus mis-coupling"
-        and tests.x[0] == "minus mis-coupling"
-    )
+    first = named_tests(one_unknown).iloc[0]
+    words = "minus mis-coupling"
+    assert first.question == f"accuracy rises with {words}" and first.x == words
     assert column(one_unknown, AT).startswith("minus mis-coupling/")
     assert column(one_unknown, AT | {"k": 30}).startswith("coupling/")
 
@@ -230,11 +222,9 @@ def of_size(decays: int, rates: int, seeds: int) -> xr.Dataset:
     grid = with_seeds(seeds, effect=0.01)
     noise = 0.01 * np.random.default_rng(7).standard_normal(grid.sizes["cell"])
     grid = grid.assign(miscoupling=grid.miscoupling + xr.DataArray(noise, dims="cell"))
-    few = [
-        np.isin(grid[name], np.unique(grid[name])[:n])
-        for name, n in (("weight_decay", decays), ("drop_path", rates))
-    ]
-    return grid.isel(cell=np.flatnonzero(few[0] & few[1]))
+    kept = np.isin(grid.weight_decay, np.unique(grid.weight_decay)[:decays])
+    kept &= np.isin(grid.drop_path, np.unique(grid.drop_path)[:rates])
+    return grid.isel(cell=np.flatnonzero(kept))
 
 
 @pytest.mark.parametrize(
@@ -261,9 +251,7 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     foreseen = " ".join(unanswerable(*size))
     for why, rows, lines in ((within, tests[:4], texts[:4]), (across, tests[4:], texts[4:])):
         assert rows.why.str.startswith(why).all() and (rows.why == "").all() == (why == "")
-        assert (
-            rows.r.isna().all() == rows.p.isna().all() == rows.detectable.isna().all() == bool(why)
-        )
+        assert {*rows[["r", "p", "detectable"]].isna().all()} == {bool(why)}
         assert all(("not answered, because " + why in line) == bool(why) for line in lines)
         assert (why in foreseen) or not why
     assert bool(foreseen) == bool(within or across)
@@ -271,15 +259,6 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     assert [("r = " in panel.get_title(), len(panel.lines)) for panel in panels] == [
         (not within, int(not within))
     ] * size[1]
-
-
-@pytest.mark.parametrize("size", [(2, 2, 1), (8, 8, 1), (8, 1, 1), (3, 3, 2), (8, 4, 2)])
-def test_the_smallest_grid_that_answers_does_and_a_smaller_one_does_not(size):
-    smallest = smallest_grid(*size)
-    assert not unanswerable(*smallest)
-    for axis, (least, given) in enumerate(zip(smallest, size, strict=True)):
-        fewer = [n - (i == axis) for i, n in enumerate(smallest)]
-        assert least == given or unanswerable(*fewer)
 
 
 def test_an_answer_says_what_remains_given_the_weight_decay():

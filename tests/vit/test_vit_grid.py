@@ -1,6 +1,5 @@
 """Tests of the grid: trained in turn in this process, and by Ray in processes that are killed."""
 
-import json
 import threading
 from dataclasses import replace
 from itertools import product
@@ -151,19 +150,16 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     monkeypatch.setattr("vit.training.train_cell", finish)
     monkeypatch.setattr(grid, "PATIENCE", 0.05)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
-    driver = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0)))
+    driver, printed = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0))), []
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
-        printed = []
         processes.wait_until(
             lambda: printed.append(capsys.readouterr().out) or "waiting for it" in "".join(printed)
         )
         assert cells.is_done(recipes[1].directory)
-        assert "".join(printed).startswith(f"{recipes[0].cell}: trained by another process")
+    assert "".join(printed).startswith(f"{recipes[0].cell}: trained by another process")
     driver.join(300)
-    assert (
-        cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
-    )
+    assert cells.is_done(recipes[0].directory)
 
 
 class TestUsage:
@@ -207,23 +203,15 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
     assert sweep["method"] == "grid" and "vit.train" in sweep["command"]
 
 
-def test_the_state_of_a_cell_is_its_accuracy_epochs_or_failure(tmp_path):
-    recipes = grid.cells(
-        grid.GridCommand(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY
-    )
-    states = [
-        ("result", {"status": "finished", "accuracy": 0.875}),
-        ("history", [{}, {}]),
-        ("failed", {"reason": "no memory: none"}),
-    ]
-    for recipe, (name, content) in zip(recipes, states, strict=False):
-        recipe.directory.mkdir()
-        (recipe.directory / f"{name}.json").write_text(json.dumps(content))
-    recipes[3].directory.mkdir()
-    (recipes[3].directory / "history.json").write_bytes(b"\xff\xfe")  # no text
-    assert [*map(overview.state_of, recipes)] == [
-        "0.8750",
-        "2/3",
-        "crashed: no memory: none",
-        "not started",
-    ]
+@pytest.mark.parametrize(
+    "name, content, state",
+    [
+        ("result", b'{"status": "finished", "accuracy": 0.875}', "0.8750"),
+        ("history", b"[{}, {}]", "2/3"),
+        ("failed", b'{"reason": "no memory: none"}', "crashed: no memory: none"),
+        ("history", b"\xff\xfe", "not started"),  # no text
+    ],
+)
+def test_the_state_of_a_cell_is_its_accuracy_epochs_or_failure(name, content, state, tmp_path):
+    (tmp_path / f"{name}.json").write_bytes(content)
+    assert overview.state_of(replace(TINY, out=tmp_path)) == state
