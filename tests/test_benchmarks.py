@@ -194,8 +194,8 @@ def test_callback_is_timed_from_an_idle_device_to_an_idle_device(tmp_path, monke
     (seconds,) = result["seconds_of_a_stretch"]
     assert 0 < result["seconds_of_a_measurement"] < seconds and 0 < result["share"] < 1
     # Runs of 1,000 steps would be 250 times as long, apart from the measurement.
-    rest = 250 * (seconds - result["seconds_of_a_measurement"])
-    share = result["seconds_of_a_measurement"] / (result["seconds_of_a_measurement"] + rest)
+    measuring = result["seconds_of_a_measurement"]
+    share = measuring / (measuring + 250 * (seconds - measuring))
     assert result["share_every_1000_steps"] == pytest.approx(share)
     assert "one measurement" in capsys.readouterr().out
     assert callback.main(["--device", "cuda:99"]) == 2

@@ -57,16 +57,11 @@ def test_links_lead_somewhere(document):
         assert not parts.fragment or parts.fragment in anchors(target), link
 
 
-def packages() -> list[str]:
-    """Return the rows of the design's table of packages, without its head."""
-    (table,) = re.findall(
-        r"^\| package \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE
-    )
-    return table.splitlines()
-
-
-def named() -> list[str]:
-    return [name for row in packages() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+def first_cells(head: str) -> list[list[str]]:
+    """Return the names in the first cell of each row of a table of the design."""
+    rows = rf"^\| {head} \|.*\n\|.*\n((?:\|.*\n)*)"
+    (table,) = re.findall(rows, text(ROOT / "docs" / "design.md"), re.MULTILINE)
+    return [re.findall(r"`([\w.]+)`", row.split("|")[1]) for row in table.splitlines()]
 
 
 def test_the_table_names_every_package_and_top_level_directory():
@@ -77,7 +72,7 @@ def test_the_table_names_every_package_and_top_level_directory():
     subpackages = {
         f"tracker.{init.parent.name}" for init in (ROOT / "tracker").glob("*/__init__.py")
     }
-    assert sorted(named()) == sorted(top_level | subpackages)
+    assert sorted(sum(first_cells("package"), [])) == sorted(top_level | subpackages)
 
 
 @pytest.mark.parametrize(
@@ -111,16 +106,11 @@ def test_the_variables_that_a_document_names_exist(document):
 
 
 def test_the_design_lists_the_layers_of_the_import_contract():
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
-        "contracts"
-    ]
-    (layers,) = [
-        contract["layers"] for contract in contracts if contract.get("containers") == ["tracker"]
-    ]
-    (table,) = re.findall(
-        r"^\| layer \|.*\n\|.*\n((?:\|.*\n)*)", text(ROOT / "docs" / "design.md"), re.MULTILINE
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (
+        of["layers"] for of in settings["contracts"] if of.get("containers") == ["tracker"]
     )
-    listed = [" | ".join(re.findall(r"`(\w+)`", row.split("|")[1])) for row in table.splitlines()]
+    listed = [" | ".join(names) for names in first_cells("layer")]
     assert listed == layers
 
 

@@ -119,11 +119,10 @@ def test_the_summary_names_equal_blocks(looped):
 
 
 def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
-    config = transformers.AlbertConfig(
-        vocab_size=VOCABULARY, embedding_size=16, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
-        intermediate_size=2 * WIDTH,
-    )  # fmt: skip
-    network, layers = transformers.AlbertModel(config).eval(), "encoder.albert_layer_groups"
+    sizes = {"embedding_size": 16, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    sizes |= {"vocab_size": VOCABULARY, "num_attention_heads": HEADS, "num_hidden_layers": 4}
+    network = transformers.AlbertModel(transformers.AlbertConfig(**sizes)).eval()
+    layers = "encoder.albert_layer_groups"
     with refused(f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'"):
         tracker.measure(network, tokens(), k=K)
     ds = tracker.measure(network, tokens(), k=K, blocks=layers)

@@ -63,10 +63,10 @@ def assert_same(one, other):
     else:
         for axes, others in zip(one.axes, other.axes, strict=True):
             assert axes.get_title() == others.get_title()
-            for drawn, as_well in zip(axes.lines, others.lines, strict=True):
-                np.testing.assert_allclose(drawn.get_xydata(), as_well.get_xydata(), rtol=1e-6)
-            for drawn, as_well in zip(axes.images, others.images, strict=True):
-                np.testing.assert_allclose(drawn.get_array(), as_well.get_array(), rtol=1e-6)
+            for kind, of in (("lines", "get_xydata"), ("images", "get_array")):
+                for both in zip(getattr(axes, kind), getattr(others, kind), strict=True):
+                    drawn, expected = (getattr(one, of)() for one in both)
+                    np.testing.assert_allclose(drawn, expected, rtol=1e-6)
         plt.close("all")
 
 

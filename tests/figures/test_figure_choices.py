@@ -21,7 +21,7 @@ def course():
     """Two steps of a model of five blocks, with every measure that a figure of one result needs."""
     units = [
         tracker.measure(
-            neox(size=Size(32, L)), tokens(3), k=[2, K], measures="all", window=3
+            neox(size=Size(32, L)), tokens(3), k=[2, K], measures="all,tokenwise", window=3
         ).assign_coords(step=step)
         for step in (0, 100)
     ]
@@ -50,12 +50,6 @@ def test_the_paper_s_coupling_is_minus_the_mis_coupling_over_all_pairs_with_the_
     assert label == "Minus mis-coupling, eq. 14, with the final norm, all pairs, K = 4"
     _, table = of("9", course, convention="paper")
     np.testing.assert_allclose(table["minus mis-coupling"], expected.isel(step=-1), rtol=1e-6)
-
-
-def test_the_package_s_coupling_is_never_called_otherwise(course):
-    figure, table = of("1b", course)
-    assert "coupling" in table and "minus mis-coupling" not in table
-    assert figure.axes[0].get_ylabel().startswith("Coupling: null level −\nmis-coupling, eq. 14")
 
 
 def test_fig_15_of_the_paper_counts_pairs_of_one_module(course):
@@ -103,6 +97,7 @@ def test_blocks_are_chosen(course):
         ("29", {"layers": [3, 5]}, "toy has no window at block 5; choose from 1 to 4"),
         ("3", {"layers": [9]}, "layer 9 was not measured in all .*; they share 1, 2, 3, 4, 5"),
         ("1b", {"layers": [3]}, "layers 3 is for the figures 3, 4, 18, 19, 28, 29"),
+        ("27", {"measure": "offdiag"}, "measure offdiag is for the figures curves, heatmap, 1b"),
         ("3", {"layers": "12"}, "layer 12 was not measured in all results"),
         ("3", {"layers": "last"}, "^layers='last'; give whole numbers with commas"),
         ("27", {"axis": "logarithmic"}, "axis 'logarithmic'; choose from auto, linear, log"),
@@ -114,15 +109,11 @@ def test_what_can_not_be_chosen(course, name, chosen, said):
         tracker.plot({"toy": course}, name, **chosen)
 
 
-def test_one_block_is_chosen_that_is_compared_with_another():
-    ds = tracker.measure(
-        neox(size=Size(32, L)), tokens(1), k=K, measures="coupling,matrices,tokenwise"
-    )
-    ds = ds.expand_dims(step=[0])
-    assert set(of("4", ds, layers=[4])[1].block) == {4}
+def test_one_block_is_chosen_that_is_compared_with_another(course):
+    assert set(of("4", course, layers=[4])[1].block) == {4}
     for layers in ([L], [2, 3]):  # the last block is compared with none
         with refused(f"{layers[-1]}: this figure shows one block .* choose from 1, 2, 3, 4$"):
-            of("4", ds, layers=layers)
+            of("4", course, layers=layers)
 
 
 UNEVEN = [0, 1, 2, 4, 8, 256]
@@ -193,12 +184,7 @@ def test_ordered_lines_have_enough_contrast_with_paper():
 
 def test_1c_shows_the_steps_around_the_onset(course):
     """The last before it, the first at half of the largest coupling, and the last."""
-    units = [course.isel(step=0, drop=True)] * 8
-    ds = xr.concat(
-        [unit.assign_coords(step=2**i) for i, unit in enumerate(units)],
-        "step",
-        combine_attrs="override",
-    )
+    ds = course.isel(step=[0] * 8).assign_coords(step=2 ** np.arange(8))
     depth = xr.DataArray([0, 0, 0, 0.05, 0.15, 0.3, 0.4, 0.35], dims="step")
     level = null_level(ds, "offdiag_normalized")
     ds["offdiag_normalized"] = (level - depth.where(ds.layer != ds.layer_other, 0)).transpose(

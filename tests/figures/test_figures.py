@@ -290,9 +290,8 @@ def test_matrices_state_their_layers_and_are_those_of_the_table(name, one):
     # The second row of tiles and its first column
     at = {"block": 2, "block_other": 1} if name == "3" else {"token": 2, "token_other": 0}
     rows = table[(table[["step", *at]] == [2000, *at.values()]).all(axis=1)]
-    ds = open_results(one).isel(step=-1, prompt=0)
     variable = {"3": "", "4": "self_", "18": "fixed_input_", "19": "fixed_output_"}[name]
-    s = ds[f"{variable}singular_value"].isel(rank=0)
+    s = open_results(one)[f"{variable}singular_value"].isel(step=-1, prompt=0, rank=0)
     s = s.isel(token=0, layer=1) if name == "3" else s.isel(pair_token=1, layer=0)
     tile = last.images[0].get_array()[K + 1 : 2 * K + 1, :K]
     close(tile.ravel() * float(s), rows.value, rtol=1e-5)
@@ -317,19 +316,16 @@ def few_points(monkeypatch):
 
 @pytest.mark.slow
 def test_34_has_the_line_of_1_over_s(one, several, few_points):
-    table = table_of("33", one)
-    assert table[table["rank"] == 1].r2.isna().all()  # three layers: no line
-    _, inverse = figure_of("33", one)[0].axes
+    _, inverse = figure_of("33", one)[0].axes  # three layers: no line
     assert "no line" in inverse.get_title() and len(inverse.lines) == 1
     figure, table = figure_of("34", several[3])
     s = table[table["rank"] == 1]
     fit = stats.linregress(s.layer, 1 / s.value)
     close([s.r2, s.slope, s.n], [[of] * 5 for of in (fit.rvalue**2, fit.slope, 5)])
-    _, inverse = figure.axes
-    points, line = inverse.lines
-    close(points.get_xydata(), np.stack([s.layer, 1 / s.value], 1))
-    close(line.get_xydata(), np.stack([s.layer, fit.intercept + fit.slope * s.layer], 1))
-    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
+    points, line = (drawn.get_xydata() for drawn in figure.axes[1].lines)
+    close(points, np.stack([s.layer, 1 / s.value], 1))
+    close(line, np.stack([s.layer, fit.intercept + fit.slope * s.layer], 1))
+    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in figure.axes[1].get_title()
 
 
 def couplings_and_scores(paths):
@@ -387,15 +383,11 @@ def test_31(several, few_points):
         results[name] = with_scores(ds, arc=0.1 * i, wino=0.3, gsm8k=0.05 * i**2)
     figure, table = draw("31", results)
     one = [0.05 * i**2 for i in range(5)]
-    mean = [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
-    close(table.gsm8k, one)
-    close(table["mean score"], mean)
+    mean = [(0.1 * i + 0.3 + of) / 3 for i, of in enumerate(one)]
+    close(table[["mean score", "gsm8k"]].T, [mean, one])
     fit = stats.linregress(mean, one)
-    close(
-        figure.axes[0].lines[0].get_ydata(),
-        fit.intercept + fit.slope * np.array([min(mean), max(mean)]),
-        rtol=1e-4,
-    )
+    x, y = figure.axes[0].lines[0].get_xydata().T
+    close(y, fit.intercept + fit.slope * x, rtol=1e-4)
     assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
     with refused("compares at least 4 results; 3 given"):
         figure_of("31", *several[:3])
@@ -485,7 +477,7 @@ def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys)
     # One line for one cause.
     scored = ", ".join(name for name in FIGURES if name in SCORED)
     assert f"not drawn: {scored}: it compares at least 4 results; 1 given" in printed.splitlines()
-    assert len([line for line in printed.splitlines() if line.startswith("not drawn")]) == 2
+    assert printed.count("not drawn") == 2
     for suffix in ("pdf", "png", "csv"):
         files = [file for file in (tmp_path / "all").glob(f"*.{suffix}") if file.stat().st_size]
         assert {file.stem for file in files} == {*FIGURES} - {*SCORED, "15"}

@@ -162,12 +162,6 @@ def test_stores_and_their_directories(measured, tmp_path):
     assert tracker.plot(stores[0]).axes[0].images
 
 
-def test_one_step_of_a_store(measured):
-    """As `on_measure` hands it over."""
-    figure = tracker.plot(measured.assign_coords(step=64), "1c")
-    assert figure.axes[0].get_title() == "GPTNeoXForCausalLM, step 64"
-
-
 NOT_MEASURED = "step 7 was not measured in all results; they share "
 NO_MEASURE = "'lss' is no measure of pairs of blocks; choose from miscoupling, miscoupling_normed, "
 
@@ -210,11 +204,6 @@ def test_values_that_were_not_measured(course, name):
     ):
         with refused(said):
             tracker.plot(results, name, **chosen)
-
-
-def test_a_measure_is_for_some_figures(course):
-    with refused("measure offdiag is for the figures curves, heatmap, 1b"):
-        tracker.plot(course, "27", measure="offdiag")
 
 
 def test_what_is_no_result(measured, tmp_path):
