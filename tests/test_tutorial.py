@@ -61,7 +61,7 @@ def test_what_is_committed_is_small_and_was_run():
     nbformat.validate(notebook)
     assert FILE.stat().st_size < 500_000
     counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
-    assert counts == list(range(1, len(counts) + 1))
+    assert counts == [*range(1, len(counts) + 1)]
     assert sum("image/png" in output.get("data", {}) for output in outputs(notebook)) == 5
-    assert not [output for output in outputs(notebook) if output.output_type in ("error",)]
+    assert "error" not in {output.output_type for output in outputs(notebook)}
     assert "/home/" not in FILE.read_text() and "/tmp/" not in FILE.read_text()

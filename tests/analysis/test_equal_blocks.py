@@ -195,19 +195,11 @@ def test_which_blocks_are_equal(case):
 
 def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
     encoder = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
-    x = torch.randn(3, 6, WIDTH)
-    units = {}
-    for step in (0, 10):
-        units[step] = tracker.measure(encoder, x, k=K)
-        with torch.no_grad():
-            for parameter in encoder.parameters():
-                parameter += torch.randn_like(parameter)
+    moved, x = changed(encoder, 30), torch.randn(3, 6, WIDTH)
+    units = {0: tracker.measure(encoder, x, k=K), 10: tracker.measure(moved, x, k=K)}
     store = stored(tmp_path / "store", units)
     results = open_results(store)
-    assert results["equal_blocks"].values.tolist() == [
-        "alike weights (100%): 1 2 3",
-        "none",
-    ]
+    assert results["equal_blocks"].values.tolist() == ["alike weights (100%): 1 2 3", "none"]
     said = repr(tracker.summary(store))
     assert "At step 0: Blocks 1, 2, 3 have alike weights" in said and ONE_IN_40 not in said
     parts = repr(tracker.summary(results.assign_coords(step=[0.25, 0.5])))
@@ -252,13 +244,13 @@ def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
     """All that needs no pairs, without an error or a warning of numpy's."""
     network = neox(num_hidden_layers=1) if inside else nn.Sequential(layer()).eval()
     inputs = tokens() if inside else torch.randn(3, 6, WIDTH)
-    ds = tracker.measure(network, inputs, k=K, measures="all", blocks=None if inside else ["0"])
+    blocks = None if inside else ["0"]
+    ds = tracker.measure(network, inputs, k=K, measures="all", blocks=blocks)
     assert ds.sizes["layer"] == 1 and float(ds.lss.median()) == pytest.approx(1)
     table = tracker.summary(ds)
     assert set(table.index.get_level_values("measure")) == {"lss", "expodistance", "alpha_mean"}
     assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
     store = stored(tmp_path / "store", {0: ds, 10: ds})
-    tracker.summary(store)
     # The entropy is of logits
     for figure in ("1b", "1c", "30", "curves", "heatmap", *["26"] * inside):
         tracker.plot(store, figure)

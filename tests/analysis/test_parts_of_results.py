@@ -45,7 +45,6 @@ ANALYSES = {
     "scalars": tracker.scalars,
     "plot": tracker.plot,
     "plot 9": lambda results: tracker.plot(results, 9),
-    "plot 34": lambda results: tracker.plot(results, 34),
 }
 
 
@@ -147,10 +146,6 @@ REFUSED = {
         lambda ds: ds.mean("prompt"),
         "lacks the dimension prompt: leave means to the analysis",
     ),
-    "a dropped label": (
-        lambda ds: ds.isel(k=0, drop=True),
-        "lacks the dimension k: .* which keeps its label",
-    ),
     "where": (
         lambda ds: ds.where(ds.prompt == 0),
         "has the dimension prompt, on which no measurement of it depends",
@@ -172,7 +167,6 @@ REFUSED = {
         lambda ds: ds.isel(layer=[0, 1, 1]),
         "this selection has layer 2 more than once; select it once",
     ),
-    "another name": (lambda ds: ds.rename(layer="block"), "lacks the dimension layer"),
     "a step in words": (
         lambda ds: ds.assign_coords(step="last"),
         r"has step last; steps are numbers: results.assign_coords\(step=",

@@ -114,7 +114,6 @@ def test_states(ds, unit):
     np.testing.assert_array_equal(unit.pca_paths, ds.pca.values[0])
     assert unit.path.values.tolist() == ds.position.values.tolist()
     shorter = reduced(ds.isel(prompt=[1, 0]))  # of the first prompt, which has fewer tokens now
-    assert shorter.path.values.tolist() == [*range(LENGTHS[1])]
     np.testing.assert_array_equal(shorter.pca_paths, ds.pca.values[1][:, : LENGTHS[1]])
     similar = ds.noise_similarity.values.astype(float)
     expected = np.stack([np.nanmean(similar[:, :, at], axis=-1).mean(0) for at in (1, -1)], -1)
@@ -168,7 +167,7 @@ def test_steps_give_the_same_values_as_units(tmp_path):
 
 def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
     doubled = ds.assign({name: 2 * ds[name] for name in MISCOUPLINGS})
-    store = stored(tmp_path, {0: doubled.assign_attrs(created="another day"), 8: ds})
+    stored(tmp_path, {0: doubled.assign_attrs(created="another day"), 8: ds})
     read = read_miscouplings(tmp_path)
     assert read.sizes == {"step": 2, "token": 2, "measure": 5, "k": 2, "pairs": 3}
     # When steps were measured differs between the cells of a grid
@@ -182,6 +181,3 @@ def test_miscouplings_of_a_store_are_read_for_each_token(ds, tmp_path):
             np.testing.assert_allclose(found[part], points[f"{name}{end}"], rtol=1e-6)
     with pytest.raises(FileNotFoundError):
         read_miscouplings(tmp_path / "none")
-    store.file(9).write_bytes(store.file(0).read_bytes()[:5000])
-    with pytest.raises(ValueError, match="step00000009.nc is damaged"):
-        read_miscouplings(tmp_path)

@@ -99,9 +99,8 @@ def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
 
 CLUSTERS = {
     "nothing": ({}, None),
-    "labels": ({"prompt_source": ["a", "b", "a"]}, [0, 1, 0]),
+    "labels, one missing": ({"prompt_source": ["a", "", "a"]}, [0, 1, 0]),
     "labels that are numbers, most missing": ({"prompt_source": [3.0, np.nan, np.nan]}, None),
-    "missing texts": ({"prompt_source": ["a", "", ""]}, None),
     "one label": ({"prompt_source": ["a"] * 3}, None),
     "objects": ({"prompt_source": np.array([None, "a", "a"], object)}, [0, 1, 1]),
     "different inputs": ({"prompt_digest": [7, 8, 9]}, None),
@@ -157,10 +156,8 @@ PADDED = torch.tensor([[1, 2, 0], [1, 2, 7]])
 @pytest.mark.parametrize(
     "inputs, valid, n, different",
     [
-        ([IDS, IMAGES], (0, 1, 2), 3, 2),
         ([IDS, [IMAGES]], (0, 1, 2), 3, 2),
         ([IDS, torch.arange(5)], (0, 1, 2), 3, 1),
-        ([PADDED], (0, 1, 2), 3, 2),
         ([PADDED], (0, 1), 3, 1),
         ([PADDED], (0,), 1, 2),  # one token of three numbers
     ],

@@ -284,9 +284,9 @@ def test_matrices_state_their_layers_and_are_those_of_the_table(name, one):
     figure, table = figure_of(name, one)
     first, last, bar = figure.axes
     assert bar.get_ylabel() == "|A| relative to the largest\nsingular value of the row's Jacobian"
-    titles = [panel.get_title() for panel in (first, last)]
-    assert [title.split("\n")[0] for title in titles] == ["toy, step 0", "toy, step 2,000"]
-    assert titles[0].endswith("J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2")
+    layers = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
+    title = first.get_title()
+    assert title.startswith("toy, step 0\n") and title.endswith(layers)
     # The second row of tiles and its first column
     at = {"block": 2, "block_other": 1} if name == "3" else {"token": 2, "token_other": 0}
     rows = table[(table[["step", *at]] == [2000, *at.values()]).all(axis=1)]
@@ -439,12 +439,7 @@ def test_the_docs_state_which_results_every_figure_needs():
         assert all(option in results or results == "as for 4" for option in of_option), name
 
 
-def test_subsets_of_models(several):
-    couplings, scores = couplings_and_scores(several)
-    _, table = figure_of("table4", *several)
-    assert table.subset.tolist() == ["all"], "one family, and halves of three and two, are too few"
-    fit = stats.linregress(couplings, scores)
-    close(table.loc[0, ["n", "r2", "p"]], [5, fit.rvalue**2, fit.pvalue], rtol=1e-3)
+def test_subsets_of_models():
     made = pd.DataFrame(np.random.default_rng(0).normal(size=(12, 2)), columns=["c", "score"])
     made = made.assign(architecture=[*"aaaaaabbbbbc"], parameters=range(12), cluster=range(12))
     table = subset_fits(made, "c")

@@ -95,7 +95,6 @@ KNOWN = {
         "_Controls.__init__: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
         "_coordinates: ROUNDINGS * k -> ROUNDINGS / k": "a margin above rounding",
     },
-    "tracker/analysis/null_levels.py": {},
     "tracker/analysis/onset.py": {
         "coupled: [1] -> [2]": "degrees of freedom of no error",
         "pairs_of_blocks: matrices.shape[-1] -> matrices.shape[-2]": "as many blocks along both axes",
