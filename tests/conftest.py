@@ -183,10 +183,7 @@ def pytest_collection_modifyitems(config, items):
     if CHECK_SHAPES or os.environ.get("FIRST_CASES") == "1":
         first = {}
         for item in items:
-            first.setdefault(
-                (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)),
-                item,
-            )
+            first.setdefault(item.nodeid.partition("[")[0], item)
         config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
         items[:] = first.values()
     # The files that take longest first, so that all processes end together

@@ -64,14 +64,16 @@ def test_ours_and_the_published_algorithm_agree(compared):
 def test_the_result_records_settings_and_environment(compared):
     assert (compared["width"], compared["blocks"], compared["tokens"]) == (128, 2, 6)
     assert compared["settings"]["k"] == 5
-    assert compared["environment"]["torch"] and compared["environment"]["threads"] >= 1
+    assert compared["environment"]["torch"]
     assert compared["gemm"]["layers"] == [[384, 128], [128, 128], [512, 128], [128, 512]]
     assert compared["ours"]["products_saved"] == pytest.approx(5 / 12)
-    stages = ["forward", "jacobian", "svd", "pairs"]
-    assert list(compared["published"]["stages"]) == stages
-    assert list(compared["ours"]["stages"]) == ["forward", "jacobian", "checks", "svd", "pairs"]
-    for algorithm in (compared["ours"], compared["published"]):
-        assert 0 < sum(algorithm["stages"].values()) <= algorithm["seconds"]
+    stages = {
+        "ours": "forward jacobian checks svd pairs",
+        "published": "forward jacobian svd pairs",
+    }
+    for algorithm, names in stages.items():
+        of = compared[algorithm]
+        assert [*of["stages"]] == names.split() and 0 < sum(of["stages"].values()) <= of["seconds"]
     printed = coupling.table(compared)
     seconds = [compared[one]["seconds"] for one in ("ours", "published", "by_hand")]
     ratio = compared["published"]["ratio"]["whole"]

@@ -104,6 +104,8 @@ def test_the_page_has_both_fits(results):
     corrected = holm(np.array([fit["p"] for fit in every]))
     np.testing.assert_allclose([fit["p_holm"] for fit in every], corrected)
     at = found["coupling"]["offdiag_normalized"][4]["mean_offdiag"]
+    last = [reduced(ds).isel(step=-1).sel(k=4, pairs="mean_offdiag") for ds in results.values()]
+    np.testing.assert_allclose(at["values"], [ds.offdiag_normalized_coupling for ds in last])
     fit = stats.linregress(means(at["values"]), means(found["score"]))
     assert at["fit"]["averaged"]["p"] == pytest.approx(fit.pvalue) and at["fit"]["n"] == 7
     whole = stats.linregress(at["values"], found["score"])
@@ -120,13 +122,9 @@ def test_all_fits_are_undefined_where_the_coupling_of_one_result_is(results):
     unknown = results | {"1b": results["1b"].assign(miscoupling=results["1b"].miscoupling * np.nan)}
     at = compared(unknown)["coupling"]["miscoupling"][4]["mean"]
     assert at["values"].count(None) == 1
-    fits = [
-        at["fit"],
-        at["fit"]["averaged"],
-        at["controlled"]["averaged"],
-        at["size_fits"]["width"]["averaged"],
-    ]
-    assert all(fit["r2"] is None for fit in fits) and at["subsets"]["r2"][:2] == [None, None]
+    fits = at["fit"], at["controlled"], at["size_fits"]["width"]
+    undefined = [of["r2"] for fit in fits for of in (fit, fit["averaged"])]
+    assert undefined + at["subsets"]["r2"][:2] == [None] * 8
 
 
 @pytest.mark.slow

@@ -41,12 +41,6 @@ def test_onset_of_a_ramp():
     assert "(95 % interval over prompts in 4 clusters: 8 to 16)" in of_sources.words
 
 
-def test_the_onset_is_at_a_tenth_of_the_maximum():
-    ramp = np.array([0, 0, 0.01, 0.02, 0.05, 0.09, 0.11, 0.5, 1])
-    found = onset(STEPS, ramp[:, None] * np.linspace(0.99, 1.01, 5))
-    assert (found.earlier, found.later) == (found.low, found.high) == (16, 32)
-
-
 @pytest.mark.parametrize("dependence", [0, 0.95])
 @pytest.mark.parametrize("pairs", [3, 15, 66])
 def test_rate_of_false_onsets(pairs, dependence):
@@ -76,7 +70,7 @@ def test_pairs_that_are_undefined_or_few():
     np.testing.assert_array_equal(pairs_of_blocks(matrices), both)
 
 
-def test_the_interval_is_that_of_t_tests_at_each_step():
+def test_the_onset_is_at_a_tenth_of_the_maximum_and_its_interval_that_of_t_tests():
     random = np.random.default_rng(17)
     rise = np.array([0, 0, 0.02, 0.05, 0.1, 0.15, 0.3, 0.4, 0.2])
     before = [0, *STEPS]
@@ -87,26 +81,21 @@ def test_the_interval_is_that_of_t_tests_at_each_step():
         if not found.found:
             continue
         mean, peak = curve.mean(1), curve.mean(1).argmax()
-        p = {
-            side: ttest_1samp(curve - 0.1 * curve[peak], 0, axis=1, alternative=side).pvalue
+        below, above = (
+            ttest_1samp(curve - 0.1 * curve[peak], 0, axis=1, alternative=side).pvalue
             for side in ("less", "greater")
-        }
+        )
         first = np.flatnonzero(mean >= 0.1 * mean[peak])[0]
-        possible = [
+        low, *_, high = [
             step
             for step in range(peak + 1)
-            if step == first
-            or (p["less"][step] >= 0.025 and (p["greater"][:step] >= 0.025 / 8).all())
-        ]
-        assert (found.low, found.high) == (before[possible[0]], STEPS[possible[-1]])
-        intervals.add((found.low, found.high))
-        assert (found.low, found.high) == ends_of(np.repeat(curve, 2, 1), np.arange(12) // 2)
+            if step == first or (below[step] >= 0.025 and (above[:step] >= 0.025 / 8).all())
+        ] * 2
+        assert (found.earlier, found.later) == (before[first], STEPS[first])
+        intervals.add(ends := (before[low], STEPS[high]))
+        of_sources = onset(STEPS, np.repeat(curve, 2, 1), np.arange(12) // 2)
+        assert [(of.low, of.high) for of in (found, of_sources)] == [ends] * 2
     assert len(intervals) > 7
-
-
-def ends_of(curve, sources):
-    found = onset(STEPS, curve, sources)
-    return found.low, found.high
 
 
 def test_prompts_and_steps_that_are_undefined_do_not_move_the_onset():

@@ -38,16 +38,6 @@ def test_regression_with_groups_is_that_with_dummies():
     assert linear_fit(x, y)["slope"] < 0 < fit["slope"]
 
 
-@pytest.mark.parametrize(
-    "x, y", [([1.0, 2, 3], [1.0, 2, 4]), ([1.0] * 5, range(5)), (range(5), [2.0] * 5)]
-)
-def test_fits_of_three_points_or_without_spread_are_undefined(x, y):
-    fit = linear_fit(np.array(x, float), np.array(y, float))
-    assert np.isnan(
-        [fit[name] for name in "r r2 slope p r_low r_high r2_low r2_high".split()]
-    ).all() and fit["n"] == len(x)
-
-
 def test_partial_correlation_is_that_of_a_multiple_regression():
     random = np.random.default_rng(4)
     depth, width = random.standard_normal((2, 20))
@@ -60,14 +50,6 @@ def test_partial_correlation_is_that_of_a_multiple_regression():
     )
     t = oracle.tvalues[1]
     assert fit["r2"] == pytest.approx(t**2 / (t**2 + oracle.df_resid))
-
-
-def test_a_variable_that_the_controls_explain_has_no_partial_correlation():
-    x = np.arange(8.0)
-    assert np.isnan(partial_correlation(x, x**2, [x])["r2"])
-    assert np.isnan(
-        partial_correlation(x[:5], x[:5] ** 2, [x[:5] ** 3, x[:5] ** 0.5, x[:5] ** 1.5])["p"]
-    )
 
 
 @pytest.mark.parametrize("a, b", [(-3.0, -0.02), (1e-3, 40.0), (5.0, 1e-6)])
@@ -94,20 +76,35 @@ def test_an_exponential_is_fitted_in_y_not_in_its_logarithm():
     assert fit["r2"] == pytest.approx(1 - best / ((y - y.mean()) ** 2).sum())
 
 
-@pytest.mark.parametrize(
-    "x, y",
-    [
-        (range(5), [-1, 1, 2, 3, 4]),
-        ([np.nan, 1, 2, 3, 4], range(1, 6)),
-        (range(5), [2] * 5),
-        ([1] * 5, range(1, 6)),
-        (range(3), [1, 2, 4]),
-    ],
-    ids=["both signs", "undefined", "constant y", "constant x", "three points"],
-)
-def test_no_exponential(x, y):
-    fit = exponential_fit(np.array(x, float), np.array(y, float))
-    assert np.isnan([fit["a"], fit["b"], fit["r2"]]).all() and fit["n"] == len(x)
+LINE = np.arange(1.0, 9)
+NO_FIT = {
+    "three points": (LINE[:3], LINE[:3] ** 2),
+    "constant x": (np.ones(5), LINE[:5]),
+    "constant y": (LINE[:5], np.ones(5)),
+}
+UNDEFINED = {
+    **{f"linear, {case}": (linear_fit, *points) for case, points in NO_FIT.items()},
+    **{f"exponential, {case}": (exponential_fit, *points) for case, points in NO_FIT.items()},
+    "exponential, both signs": (exponential_fit, LINE, LINE - 1.5),
+    "exponential, undefined": (exponential_fit, np.append(np.nan, LINE), np.append(1, LINE)),
+    "constant but for rounding": (linear_fit, [0.1] * 3 + [0.2] * 3, LINE[:6], [0] * 3 + [1] * 3),
+    "explained by the controls": (partial_correlation, LINE, LINE**2, [LINE]),
+    "as many controls as points": (
+        partial_correlation,
+        LINE[:5],
+        LINE[:5] ** 2,
+        [LINE[:5] ** power for power in (3, 0.5, 1.5)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNDEFINED)
+def test_no_fit(case):
+    fit, x, *more = UNDEFINED[case]
+    found = fit(x, *more)
+    assert found.pop("n") == len(x)
+    found.pop("df", None)
+    assert np.isnan([*found.values()]).all()
 
 
 @pytest.mark.filterwarnings("error")
@@ -225,8 +222,3 @@ def test_detectable_correlation_has_the_power_that_it_states():
         assert power_of_correlation(0, df) == pytest.approx(0.05, abs=0.005)
     assert np.isnan([detectable_correlation(1), power_of_correlation(0.5, 1)]).all()
     assert 0.9 < detectable_correlation(2) < 1 and 0 < power_of_correlation(0.5, 2) < 1
-
-
-def test_values_that_are_constant_but_for_rounding_have_no_correlation():
-    x, groups = np.array([0.1] * 3 + [0.2] * 3), np.array([0] * 3 + [1] * 3)
-    assert np.isnan(linear_fit(x, np.arange(6.0) ** 2, groups)["r"])

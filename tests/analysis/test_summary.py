@@ -125,8 +125,11 @@ def test_results_side_by_side(store, tmp_path):
     row = table.loc["miscoupling", "all pairs", "other − toy"]
     assert_ends(row, interval(coupled[1] - coupled[0]))
     row = table.loc["lss", "median of tokens", "other − toy"]
-    assert row.value == pytest.approx(np.nanmedian(second.lss) - np.nanmedian(first.lss), rel=1e-5)
+    medians = [np.nanmedian(ds.lss) for ds in (first, second)]
+    assert row.value == pytest.approx(medians[1] - medians[0], rel=1e-5)
     assert row.low < row.value < row.high and row.answer == ""
+    named = tracker.summary([first.drop_vars("step"), second.drop_vars("step")])
+    assert named.attrs["title"] == "Generated (1), Generated (2), the last step of each; K = 4"
     # With other prompts, and another number of them, the interval is Welch's.
     fewer = second.isel(prompt=slice(4)).assign_attrs(inputs_sha256="others")
     table = tracker.summary({"a": first, "b": fewer})
@@ -221,14 +224,6 @@ def test_untrained_steps_are_rarely_said_to_rise_or_fall():
         finding = tracker.summary(xr.concat(pair, "step", combine_attrs="override"))
         verdicts.append(finding.attrs["finding"].split("; ")[0].split()[1])
     assert sum(verdict in ("rises", "falls") for verdict in verdicts) <= 3, verdicts
-
-
-def test_names_of_results_in_a_list(store):
-    """Their steps are named if all state one."""
-    ds, name = tracker.measure(neox(), tokens(2), k=4), "GPTNeoXForCausalLM"
-    for results, names in (([ds, ds], f"{name} (1), {name} (2)"), ([ds, store], f"{name}, toy")):
-        said = f"{names}, the last step of each; K = 4"
-        assert tracker.summary(results).attrs["title"] == said
 
 
 def test_an_interval_above_0_beside_another_answer_is_explained():

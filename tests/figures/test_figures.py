@@ -152,7 +152,6 @@ TOKENS = {"step": 2000, "block": 1, "block_other": 2, "token": 0, "token_other":
 # A figure, rows of its table, columns, and their values, of the results
 NUMBERS = [
     ("1b", {}, "coupling", lambda ds: off_diagonal(below_null(ds)).mean(1)),
-    ("1b", {}, "unrelated", lambda ds: [0] * len(STEPS)),
     (
         "1c",
         {"step": 2000, "layer": 1, "layer_other": 3},
@@ -194,12 +193,6 @@ NUMBERS = [
         {"step": 2000, "rank": 2, "layer": 3},
         "value",
         median("from_first_singular_value", step=2000, rank=2, layer=3),
-    ),
-    (
-        "products",
-        {"step": 0, "exponent": 5},
-        "value",
-        median("lyapunov_exponent", step=0, exponent=5),
     ),
     *(
         (name, {"step": 8, "variable": variable}, QUARTILES, quantiles(variable, step=8))
@@ -269,9 +262,7 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
     ds, measure = with_onset(open_results(one), STEPS, np.arange(4) >= 2), "offdiag_normalized"
     level, sign = null_level(ds, measure), xr.where(ds.layer + ds.layer_other == 3, -1.9, 1.0)
     ds[measure] = (level - sign * (level - ds[measure])).transpose(*ds[measure].dims)
-    figure, table = draw("1b", {"toy": ds}, None)
-    assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
-    assert table.onset_by.isna().all()
+    assert draw("1b", {"toy": ds})[1].onset_by.isna().all()
     assert contents(reduced(ds))["onset"][measure][K]["words"] == "none beyond chance"
 
 
@@ -328,22 +319,15 @@ def test_34_has_the_line_of_1_over_s(one, several, few_points):
     assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in figure.axes[1].get_title()
 
 
-def couplings_and_scores(paths):
-    """Mean coupling and score of each model at the last step."""
-    last = [open_results(path).sel(step=2000) for path in paths]
-    couplings = [off_diagonal(coupling(ds).values[:, 0]).mean() for ds in last]
-    return couplings, [float(ds.score.mean()) for ds in last]
-
-
 COUPLING = f"coupling by eq. 14, K = {K}"
 
 
 @pytest.mark.slow
 def test_of_several_models(several):
-    couplings, scores = couplings_and_scores(several)
+    last = [open_results(path).sel(step=2000) for path in several]
     properties = {
-        COUPLING: couplings,
-        "score": scores,
+        COUPLING: [off_diagonal(coupling(ds).values[:, 0]).mean() for ds in last],
+        "score": [ds.score.mean() for ds in last],
         "blocks": [3, 4, 3, 5, 4],
         "width": [32, 40, 48, 56, 64],
         "training tokens": [1e6 * (2000 + i) for i in range(5)],
@@ -409,34 +393,24 @@ def test_table_1(several):
     )
 
 
-def rows_of_the_docs():
-    """Title, results and what is drawn of each figure in the tables of docs/figures.md, by the figure's names."""
-    tables = (
-        (ROOT / "docs" / "figures.md")
-        .read_text()
-        .split("| figure | shows | results | drawn |\n|---|---|---|---|\n")[1:]
-    )
-    lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()]
-    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-    return {names: rest for names, *rest in cells}
-
-
 def test_the_tables_in_the_docs_are_those_of_the_registry():
-    listed = rows_of_the_docs()
-    drawn = {", ".join((name, *figure.also)): figure.title for name, figure in FIGURES.items()}
-    assert {names: title for names, (title, *_) in listed.items() if title} == drawn
-    assert {
-        name for names, (title, *_) in listed.items() if not title for name in names.split(", ")
-    } == {*NOT_DRAWN}
-
-
-def test_the_docs_state_which_results_every_figure_needs():
-    listed = {names.split(", ")[0]: rest for names, rest in rows_of_the_docs().items()}
-    for name, figure in FIGURES.items():
-        _, results, _ = listed[name]
-        assert (figure.results < 4) == ("4 models or more with scores" not in results), name
+    """Names, titles, and which results a figure needs."""
+    head = "| figure | shows | results | drawn |\n|---|---|---|---|\n"
+    _, *tables = (ROOT / "docs" / "figures.md").read_text().split(head)
+    lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    listed = {names: (title, results) for names, title, results, _ in rows if title}
+    drawn = {", ".join((name, *figure.also)): figure for name, figure in FIGURES.items()}
+    assert listed.keys() == drawn.keys()
+    assert {one for names, title, *_ in rows if not title for one in names.split(", ")} == {
+        *NOT_DRAWN
+    }
+    for names, figure in drawn.items():
+        title, results = listed[names]
+        assert title == figure.title
+        assert (figure.results < 4) == ("4 models or more with scores" not in results), names
         of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
-        assert all(option in results or results == "as for 4" for option in of_option), name
+        assert all(option in results or results == "as for 4" for option in of_option), names
 
 
 def test_subsets_of_models():
@@ -491,12 +465,9 @@ def test_logarithmic_axes_have_plain_numbers(low, high, labels):
     logarithmic_y(axes)
     axes.set_ylim(low, high)
     axes.figure.draw_without_rendering()
-    texts = axes.get_yticklabels() + axes.get_yticklabels(minor=True)
-    assert {
-        float(text.get_text())
-        for text in texts
-        if text.get_text() and low <= text.get_position()[1] <= high
-    } == labels
+    texts = [*axes.get_yticklabels(), *axes.get_yticklabels(minor=True)]
+    shown = {text.get_position()[1]: text.get_text() for text in texts if text.get_text()}
+    assert {float(text) for place, text in shown.items() if low <= place <= high} == labels
 
 
 def test_list(one, capsys):

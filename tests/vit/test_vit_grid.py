@@ -131,8 +131,8 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     assert tried == [0, 0, 1, 1, 2, 2]
     with pytest.raises(RuntimeError, match="no memory"):
         grid.train_on_ray(recipes[1])
-    assert cells.read(recipes[0].directory, "failed") is None
-    assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
+    failed = [cells.read(recipe.directory, "failed") for recipe in recipes]
+    assert failed[0] is failed[2] is None and failed[1]["reason"] == "RuntimeError: no memory"
     assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
 
 
