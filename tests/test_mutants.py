@@ -62,7 +62,6 @@ def test_what_is_left_alone_exists():
     [
         ("tracker/linalg/svd.py", "its own", "linalg/test_svd_on_accelerator.py"),
         ("tracker/linalg/svd.py", "its package's", "linalg/test_krylov.py"),
-        ("checkpoints/hub.py", "its package's", "checkpoints/test_files.py"),
         ("vit/data.py", "other", "test_measure.py"),
     ],
 )

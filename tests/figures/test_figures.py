@@ -413,6 +413,12 @@ def test_the_tables_in_the_docs_are_those_of_the_registry():
         assert all(option in results or results == "as for 4" for option in of_option), names
 
 
+def test_the_models_that_the_authors_code_names_are_listed():
+    models = pd.read_csv(ROOT / "checkpoints" / "data" / "paper_models.csv")
+    assert len(models) == 45 and models.nunique().to_dict() == {"model": 45, "repository": 45}
+    assert models.repository.str.fullmatch(r"[\w-]+/[\w.-]+").all()
+
+
 def test_subsets_of_models():
     made = pd.DataFrame(np.random.default_rng(0).normal(size=(12, 2)), columns=["c", "score"])
     made = made.assign(architecture=[*"aaaaaabbbbbc"], parameters=range(12), cluster=range(12))

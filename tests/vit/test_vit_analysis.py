@@ -123,7 +123,7 @@ def test_a_value_that_rounds_to_zero_has_no_sign():
 def test_named_questions_are_answered_with_one_uncorrected_test():
     grid = with_seeds(2, effect=0.5)
     tests = named_tests(grid)
-    assert primary(grid) == AT and len(tests) == 8
+    assert primary(grid) == AT
     first = tests.iloc[0]
     assert first.question == "accuracy rises with coupling" and first.token == "last patch"
     means = [
@@ -247,7 +247,7 @@ def test_one_rule_of_what_is_too_few(size, within, across):
     grid = of_size(*size)
     tests = named_tests(grid)
     texts = answers(tests)
-    assert len(texts) == 8 and "nan" not in " ".join(texts)
+    assert "nan" not in " ".join(texts)
     foreseen = " ".join(unanswerable(*size))
     for why, rows, lines in ((within, tests[:4], texts[:4]), (across, tests[4:], texts[4:])):
         assert rows.why.str.startswith(why).all() and (rows.why == "").all() == (why == "")
