@@ -86,6 +86,19 @@ def suite(tmp_path_factory) -> Path:
         return nano.train(recipe=TINY)
 
 
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    from tests.support.browser import CHROMIUM
+
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield chromium
+        chromium.close()
+
+
 USUAL = ("--measures", "coupling,trajectory")
 
 
@@ -170,10 +183,7 @@ def pytest_collection_modifyitems(config, items):
     if CHECK_SHAPES or os.environ.get("FIRST_CASES") == "1":
         first = {}
         for item in items:
-            first.setdefault(
-                (item.path, getattr(item, "cls", None), getattr(item, "originalname", item.name)),
-                item,
-            )
+            first.setdefault(item.nodeid.partition("[")[0], item)
         config.hook.pytest_deselected(items=[item for item in items if item not in first.values()])
         items[:] = first.values()
     # The files that take longest first, so that all processes end together

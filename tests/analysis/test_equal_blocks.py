@@ -88,9 +88,8 @@ def assert_means(ds, counted):
 
 
 def test_pairs_of_the_same_two_modules_are_one_pair_of_a_test(looped):
-    departure = (
-        (null_level(looped, "miscoupling") - looped.miscoupling).mean(("prompt", "token")).sel(k=K)
-    )
+    departure = null_level(looped, "miscoupling") - looped.miscoupling
+    departure = departure.mean(("prompt", "token")).sel(k=K)
     values = departure.values
     expected = []
     for a, b in itertools.combinations(range(3), 2):
@@ -98,48 +97,36 @@ def test_pairs_of_the_same_two_modules_are_one_pair_of_a_test(looped):
         expected.append(np.mean([values[l, m] for l, m in directions]))
     found = independent_pairs(departure, looped)
     np.testing.assert_allclose(sorted(found[np.isfinite(found)]), sorted(expected), rtol=1e-5)
-    own = measured([layer() for _ in range(3)])
-    plain = (null_level(own, "miscoupling") - own.miscoupling).mean(("prompt", "token")).sel(k=K)
-    both = [(plain.values[l, m] + plain.values[m, l]) / 2 for l, m in ((0, 1), (0, 2), (1, 2))]
-    np.testing.assert_array_equal(independent_pairs(plain, own), both)
 
 
 def test_the_summary_names_equal_blocks(looped):
     said = repr(tracker.summary(looped))
     assert "Some blocks are one module (1, 4; 2, 5; 3, 6)" in said and ONE_IN_40 not in said
+    assert "All pairs of the same two modules are one pair of it." in said
     torch.manual_seed(0)
     encoder = nn.TransformerEncoder(layer(), 4, enable_nested_tensor=False).eval()
     ds = tracker.measure(encoder, torch.randn(3, 6, WIDTH), k=K)
     assert ds.attrs["equal_blocks"] == "alike weights (100%): 1 2 3 4"
     said = repr(tracker.summary(ds))
-    assert (
-        "Blocks 1, 2, 3, 4 have alike weights, of 100% of their parameters" in said
-        and ONE_IN_40 not in said
-    )
+    assert "Blocks 1, 2, 3, 4 have alike weights, of 100% of their parameters" in said
+    assert ONE_IN_40 not in said
     assert (counted_pairs(ds).values > 0).sum() == 12
     both = repr(tracker.summary({"looped": looped, "copies": ds}))
-    assert (
-        "looped: Some blocks are one module" in both
-        and "copies: Blocks 1, 2, 3, 4 have alike weights" in both
-    )
-    assert ONE_IN_40 not in both
+    assert "looped: Some blocks are" in both and "copies: Blocks 1, 2, 3, 4 have" in both
+    assert ONE_IN_40 not in both and "Blocks with alike weights pass it untrained." in both
     own = measured([layer() for _ in range(3)])
     assert own.attrs["equal_blocks"] == "none" and ONE_IN_40 in repr(tracker.summary(own))
 
 
 def test_where_all_blocks_are_one_module_the_pairs_are_shown_and_named():
-    config = transformers.AlbertConfig(
-        vocab_size=VOCABULARY, embedding_size=16, hidden_size=WIDTH, num_hidden_layers=4, num_attention_heads=HEADS,
-        intermediate_size=2 * WIDTH,
-    )  # fmt: skip
-    network, layers = transformers.AlbertModel(config).eval(), "encoder.albert_layer_groups"
+    sizes = {"embedding_size": 16, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    sizes |= {"vocab_size": VOCABULARY, "num_attention_heads": HEADS, "num_hidden_layers": 4}
+    network = transformers.AlbertModel(transformers.AlbertConfig(**sizes)).eval()
+    layers = "encoder.albert_layer_groups"
     with refused(f"A list of one block .* is measured if it is named.\n.*\n  blocks='{layers}'"):
         tracker.measure(network, tokens(), k=K)
     ds = tracker.measure(network, tokens(), k=K, blocks=layers)
     assert ds.attrs["equal_blocks"] == "one module: 1 2 3 4"
-    assert sorted(zip(*np.nonzero(counted_pairs(ds).values), strict=True)) == list(
-        itertools.permutations(range(4), 2)
-    )
     table = tracker.summary(ds)
     expected = ds.miscoupling.sel(k=K).where(ds.layer != ds.layer_other).mean()
     assert table.loc["miscoupling", "all pairs"].value == pytest.approx(float(expected), rel=1e-6)
@@ -183,11 +170,7 @@ def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
     for part, shared in zip(tied.modules(), c.modules(), strict=True):
         part._parameters = shared._parameters
     return {
-        "a copy": ([a, b, again, b], "one module: 2 4; alike weights (100%): 1 3"),
-        "a module and its copy": (
-            [a, b, again, a],
-            "one module: 1 4; alike weights (100%): 1 3 4",
-        ),
+        "a module and its copy": ([a, b, again, a], "one module: 1 4; alike weights (100%): 1 3 4"),
         "a copy that has moved": ([a, b, changed(a, 1)], "alike weights (100%): 1 3"),
         "a copy that has moved far": ([a, b, changed(a, 30)], "none"),
         "opposite weights": ([a, negated(a), b], "none"),
@@ -198,7 +181,6 @@ def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
             [a, b, changed(a, 1), changed(b, 1)],
             "alike weights (100%): 1 3; alike weights (100%): 2 4",
         ),
-        "own weights": ([a, b, c], "none"),
     }
 
 
@@ -213,25 +195,15 @@ def test_which_blocks_are_equal(case):
 
 def test_blocks_may_be_equal_at_the_first_step_alone(tmp_path):
     encoder = nn.TransformerEncoder(layer(), 3, enable_nested_tensor=False)
-    x = torch.randn(3, 6, WIDTH)
-    units = {}
-    for step in (0, 10):
-        units[step] = tracker.measure(encoder, x, k=K)
-        with torch.no_grad():
-            for parameter in encoder.parameters():
-                parameter += torch.randn_like(parameter)
+    moved, x = changed(encoder, 30), torch.randn(3, 6, WIDTH)
+    units = {0: tracker.measure(encoder, x, k=K), 10: tracker.measure(moved, x, k=K)}
     store = stored(tmp_path / "store", units)
     results = open_results(store)
-    assert results["equal_blocks"].values.tolist() == [
-        "alike weights (100%): 1 2 3",
-        "none",
-    ]
+    assert results["equal_blocks"].values.tolist() == ["alike weights (100%): 1 2 3", "none"]
     said = repr(tracker.summary(store))
     assert "At step 0: Blocks 1, 2, 3 have alike weights" in said and ONE_IN_40 not in said
     parts = repr(tracker.summary(results.assign_coords(step=[0.25, 0.5])))
     assert "At step 0.25: Blocks 1, 2, 3 have alike weights" in parts
-    read = read_miscouplings(store)
-    assert read.miscoupling.sel(step=10, pairs="mean_offdiag").notnull().all()
 
 
 def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path):
@@ -240,28 +212,23 @@ def test_read_miscouplings_figures_and_the_page_leave_them_out(looped, tmp_path)
     results = open_results(store)
     values = looped[measure].sel(k=K)
     above = (null_level(looped, measure).sel(k=K) - values).values
-    mean, coupling = (
-        np.mean([of[..., l, m] for l, m in COUNTED], 0) for of in (values.values, above)
-    )
+    coupling = np.mean([above[..., l, m] for l, m in COUNTED], 0)
     by_layer = [np.mean([above[..., l, m] for l, m in COUNTED if l == layer]) for layer in range(6)]
-    page = contents(reduced(results))
     read = read_miscouplings(store).sel(measure=measure, k=K, pairs="mean_offdiag", step=10)
     two = {"looped": results, "again": results}
     tables = {name: draw(name, two, K)[1] for name in ("1b", "1c", "9", "15")}
     tables = {name: table[table.result == "looped"] for name, table in tables.items()}
     for found, expected in (
-        (read.miscoupling, mean.mean(0)),
+        (read.null - read.miscoupling, coupling.mean(0)),
         (tables["9"].coupling, coupling.mean(1)),
         (tables["1b"].coupling, coupling.mean()),
         (tables["15"].coupling, by_layer),
-        (page["curves"][measure][K]["mean_offdiag"]["value"], mean.mean()),
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
     edges = tables["1c"].dropna()[["layer", "layer_other"]].drop_duplicates().values.tolist()
     assert edges == [[l + 1, m + 1] for l, m in COUNTED if l < m]
-    l, m = page["most_coupled"][measure][K]
+    l, m = contents(reduced(results))["most_coupled"][measure][K]
     assert (l - m) % 3
-    draw("heatmap", two, K)
 
 
 def test_what_earlier_versions_wrote_is_read():
@@ -277,13 +244,13 @@ def test_one_block_is_measured_without_pairs(inside, recwarn, tmp_path):
     """All that needs no pairs, without an error or a warning of numpy's."""
     network = neox(num_hidden_layers=1) if inside else nn.Sequential(layer()).eval()
     inputs = tokens() if inside else torch.randn(3, 6, WIDTH)
-    ds = tracker.measure(network, inputs, k=K, measures="all", blocks=None if inside else ["0"])
+    blocks = None if inside else ["0"]
+    ds = tracker.measure(network, inputs, k=K, measures="all", blocks=blocks)
     assert ds.sizes["layer"] == 1 and float(ds.lss.median()) == pytest.approx(1)
     table = tracker.summary(ds)
     assert set(table.index.get_level_values("measure")) == {"lss", "expodistance", "alpha_mean"}
     assert "One block makes no pairs" in repr(table) and ONE_IN_40 not in repr(table)
     store = stored(tmp_path / "store", {0: ds, 10: ds})
-    tracker.summary(store)
     # The entropy is of logits
     for figure in ("1b", "1c", "30", "curves", "heatmap", *["26"] * inside):
         tracker.plot(store, figure)

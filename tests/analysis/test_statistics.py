@@ -6,7 +6,7 @@ import torch
 import xarray as xr
 
 import tracker
-from tests.support.models import Size, neox, padded, tokens
+from tests.support.models import neox, padded, tokens
 from tests.support.refused import refused
 from tests.support.stores import stored
 from tracker.analysis.curves import CURVES, curves, layers_in_words, middle_layers, scalars, sources
@@ -20,15 +20,6 @@ from tracker.store import open_results
 @pytest.fixture(scope="module")
 def ds():
     return tracker.measure(neox(), tokens(3), k=[2, 4], tokens=[0, -1])
-
-
-def test_medians_over_tokens_and_prompts(ds):
-    points = curves(ds)
-    for name in ("lss", "expodistance", "alpha_mean"):
-        for statistic, q in (("q25", 0.25), ("median", 0.5), ("q75", 0.75)):
-            assert float(points[name].sel(statistic=statistic)) == pytest.approx(
-                np.quantile(ds[name].values, q), rel=1e-6
-            )
 
 
 def test_a_text_is_the_name_of_one_measure(ds):
@@ -58,22 +49,21 @@ def test_optional_measures_in_logs():
     points, flat = curves(ds, CURVES), scalars(ds)
     assert ds.pair_position.notnull().sum("pair_token").values.tolist() == [4, 3]
     for kind in ("self", "fixed_input", "fixed_output"):
-        measured = ds[f"{kind}_offdiag_normalized"].sel(k=4)  # l' = l + 1: also t = t'
-        null = null_level(ds, f"{kind}_offdiag_normalized").sel(k=4).where(measured.notnull())
-        expected, level = (
-            np.mean([np.nanmean(of_prompt) for of_prompt in values]) for values in (measured, null)
-        )
-        assert flat[f"tokens/{kind}/offdiag_normalized/k4"] == pytest.approx(expected, rel=1e-6)
-        assert flat[f"tokens/{kind}/offdiag_normalized_null/k4"] == pytest.approx(level, rel=1e-6)
+        name = f"{kind}_offdiag_normalized"
+        measured = ds[name].sel(k=4)  # l' = l + 1: also t = t'
+        null = null_level(ds, name).sel(k=4).where(measured.notnull())
+        for values, part in ((measured, ""), (null, "_null")):
+            expected = np.mean([np.nanmean(of_prompt) for of_prompt in values])
+            found = flat[f"tokens/{kind}/offdiag_normalized{part}/k4"]
+            assert found == pytest.approx(expected, rel=1e-6)
     last = ds.entropy.values[:, -1]
     assert flat["trajectory/entropy/q75"] == pytest.approx(np.nanquantile(last, 0.75), rel=1e-6)
-    similar = ds.noise_similarity.sel(noise=0.1).values[:, -1]
-    assert flat["trajectory/noise_similarity/10pct"] == pytest.approx(
-        np.nanmean(similar, -1).mean(), rel=1e-6
-    )
-    assert (
-        float(points.noise_similarity.sel(noise=0.1)) == flat["trajectory/noise_similarity/10pct"]
-    )
+    similar = np.nanmean(ds.noise_similarity.sel(noise=0.1).values[:, -1], -1).mean()
+    for found in (
+        flat["trajectory/noise_similarity/10pct"],
+        points.noise_similarity.sel(noise=0.1),
+    ):
+        assert float(found) == pytest.approx(similar, rel=1e-6)
     assert not [name for name in flat if "." in name]
 
 
@@ -90,69 +80,53 @@ def test_no_jacobian_in_its_own_basis_counts():
 
 
 @pytest.mark.parametrize(
-    ("pair_layers", "said", "middle"),
+    "others, said, middle",
     [
-        (1, "l' = l + 1", (2, 3)),
-        (0, "l' = l", (2, 2)),
-        (-2, "l' = l − 2", (3, 1)),
+        ([2, 3, 4, np.nan], "l' = l + 1", (2, 3)),
+        ([1, 2, 3, 4], "l' = l", (2, 2)),
+        ([np.nan, np.nan, 1, 2], "l' = l − 2", (3, 1)),
+        ([2, np.nan, 3, np.nan], "(l, l') = (1, 2), (3, 3)", (1, 2)),  # as could be listed
     ],
 )
-def test_which_layers_were_compared_across_tokens(pair_layers, said, middle):
-    model = neox(size=Size(32, 4))
-    ds = tracker.measure(
-        model, tokens(1), k=4, measures="tokenwise", pair_tokens=2, pair_layers=pair_layers
-    )
+def test_which_layers_were_compared_across_tokens(others, said, middle):
+    coords = {"layer": [1, 2, 3, 4], "pair_layer_other": ("layer", others)}
+    ds = xr.Dataset(coords=coords)
     assert (layers_in_words(ds), middle_layers(ds)) == (said, middle)
-    # Pairs could be listed
-    older = ds.assign_coords(pair_layer_other=("layer", [2, np.nan, 3, np.nan]))
-    assert (layers_in_words(older), middle_layers(older)) == ("(l, l') = (1, 2), (3, 3)", (1, 2))
 
 
-@pytest.mark.slow
-def test_the_page_s_summary_is_of_the_same_numbers_where_prompts_differ_in_length():
-    measures = ["coupling", "trajectory", "vju", "tokenwise", "noise"]
-    unit = tracker.measure(neox(), padded(7, 4), k=[2, 4], measures=measures, pair_tokens=4)
-    ours, theirs = reduced(unit), curves(unit, CURVES)
-    names = [name for name in theirs.data_vars if name in ours]
-    assert {"self_miscoupling_null", "miscoupling_vju", "miscoupling_coupling"} <= {*names}
-    for name in names:
-        xr.testing.assert_allclose(ours[name], theirs[name], rtol=1e-12)
+CLUSTERS = {
+    "nothing": ({}, None),
+    "labels, one missing": ({"prompt_source": ["a", "", "a"]}, [0, 1, 0]),
+    "labels that are numbers, most missing": ({"prompt_source": [3.0, np.nan, np.nan]}, None),
+    "one label": ({"prompt_source": ["a"] * 3}, None),
+    "objects": ({"prompt_source": np.array([None, "a", "a"], object)}, [0, 1, 1]),
+    "different inputs": ({"prompt_digest": [7, 8, 9]}, None),
+    "equal inputs": ({"prompt_digest": [7, 8, 7]}, [0, 1, 0]),
+    "one text, of which several prompts were made": (
+        {"prompt_digest": [7, 8, 9], "prompt_text": ["a"] * 3},
+        None,
+    ),
+    "equal texts of unknown inputs": ({"prompt_text": ["a", "b", "a"]}, [0, 1, 0]),
+    "equal inputs of two sources": (
+        {"prompt_digest": [7, 7, 8], "prompt_source": ["a", "b", "b"]},
+        [0, 0, 0],
+    ),
+    "equal inputs of one source": (
+        {"prompt_digest": [7, 8, 7], "prompt_source": ["a"] * 3},
+        [0, 1, 0],
+    ),
+}
 
 
-def test_what_prompts_were_drawn_from(ds):
-    """A user's labels, of any type; prompts without one, and those of a single source, stand for themselves."""
-    assert sources(ds) is None
-    for labels, clusters in (
-        (["a", "b", "a"], [0, 1, 0]),
-        ([3.0, np.nan, np.nan], None),
-        (["a", "", ""], None),
-        (["a"] * 3, None),
-        (np.array([None, "a", "a"], object), [0, 1, 1]),
-    ):
-        found = sources(ds.assign_coords(prompt_source=("prompt", labels)))
+@pytest.mark.parametrize("given, clusters", CLUSTERS.values(), ids=CLUSTERS)
+def test_clusters_of_prompts(ds, given, clusters):
+    """Prompts without a label, and those of a single source, stand for themselves."""
+    known = {"prompt_text": [""] * 3} | given
+    coords = {name: ("prompt", values) for name, values in known.items()}
+    labelled = ds.drop_vars("prompt_digest").assign_coords(coords)
+    for of in (labelled, reduced(labelled)):
+        found = sources(of)
         assert (found is None) if clusters is None else found.tolist() == clusters
-    assert (
-        "prompt_source"
-        in reduced(ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))).coords
-    )
-
-
-def test_equal_prompts_are_one_cluster(ds):
-    """By what the model received, padding left out, or by their text where that is not known; with sources they join these."""
-
-    def found(digests, texts=("", "", ""), labels=None):
-        coords = {"prompt_digest": digests, "prompt_text": list(texts), "prompt_source": labels}
-        given = {name: ("prompt", values) for name, values in coords.items() if values is not None}
-        clusters = sources(ds.drop_vars(coords, errors="ignore").assign_coords(given))
-        return None if clusters is None else clusters.tolist()
-
-    assert (
-        found([7, 8, 9]) is None and found([7, 8, 7]) == [0, 1, 0] and found([7, 7, 7]) == [0, 0, 0]
-    )
-    assert found([7, 8, 9], ("a", "a", "a")) is None, "one text, of which several prompts were made"
-    assert found(None, ("a", "b", "a")) == [0, 1, 0] and found(None) is None
-    assert found([7, 7, 8], labels=["a", "b", "b"]) == [0, 0, 0]
-    assert found([7, 8, 7], labels=["a", "a", "a"]) == [0, 1, 0]
 
 
 def test_the_digest_of_a_prompt_is_of_what_the_model_received():
@@ -163,44 +137,35 @@ def test_the_digest_of_a_prompt_is_of_what_the_model_received():
     assert digests.max() >= 2**32, "of more bits than a seed has"
     again = tracker.measure(model, ids, k=2).prompt_digest.values
     assert again.tolist() == digests[[0, 1, 3]].tolist()
-    repeated = tracker.summary(tracker.measure(model, ids[[0, 1, 2] * 4], k=2)).loc[
-        "miscoupling", "all pairs"
-    ]
-    once = tracker.summary(tracker.measure(model, ids, k=2)).loc["miscoupling", "all pairs"]
-    assert repeated.over == "3 clusters of samples"
-    np.testing.assert_allclose(
-        repeated[["low", "high"]].astype(float), once[["low", "high"]].astype(float), rtol=1e-4
-    )
 
 
-def test_the_digest_of_a_prompt_is_of_all_of_its_inputs():
-    """Such as one text with several images, or several samples at one time."""
-    first, other = torch.tensor([[1, 2, 0], [1, 2, 0]]), torch.tensor([[[0.0]], [[1.0]]])
+IDS, IMAGES = torch.tensor([[1, 2, 0], [1, 2, 0]]), torch.tensor([[[0.0]], [[1.0]]])
+PADDED = torch.tensor([[1, 2, 0], [1, 2, 7]])
 
-    def digests(*arguments, valid=((0, 1, 2),) * 2, n=3, **keywords):
-        found = Batch(arguments, keywords, [""] * 2).sample_digests(valid, n)
-        assert all(0 < one < 2**63 for one in found)
-        return found
 
-    assert len(set(digests(first, other))) == len(set(digests(first, images=[other]))) == 2
-    assert len(set(digests(first, other[[0, 0]]))) == len(set(digests(first, torch.arange(5)))) == 1
-    assert digests(first, torch.arange(5)) != digests(first, torch.arange(1, 6)), (
-        "belongs to every sample"
-    )
-    padded = torch.tensor([[1, 2, 0], [1, 2, 7]])
-    assert len(set(digests(padded))) == 2 and len(set(digests(padded, valid=((0, 1),) * 2))) == 1
-    assert len(set(digests(padded, n=1, valid=((0,),) * 2))) == 2, "one token of three numbers"
-    assert Batch((), {"length": 4}, [""] * 2).sample_digests(((0,),) * 2, 1) == [0, 0]
+@pytest.mark.parametrize(
+    "inputs, valid, n, different",
+    [
+        ([IDS, [IMAGES]], (0, 1, 2), 3, 2),
+        ([IDS, torch.arange(5)], (0, 1, 2), 3, 1),
+        ([PADDED], (0, 1), 3, 1),
+        ([PADDED], (0,), 1, 2),  # one token of three numbers
+    ],
+)
+def test_the_digest_of_a_prompt_is_of_all_of_its_inputs(inputs, valid, n, different):
+    """Such as one text with several images, or several samples at one time, without padding."""
+
+    def digests(*arguments):
+        return Batch(arguments, {}, [""] * 2).sample_digests((valid,) * 2, n)
+
+    found = digests(*inputs)
+    assert len(set(found)) == different and all(0 < one < 2**63 for one in found)
+    assert digests(*inputs, torch.arange(5)) != digests(*inputs, torch.arange(1, 6))
+    assert digests(4) == [0, 0], "nothing is known of them"
 
 
 @pytest.mark.slow
 def test_steps_measured_before_prompts_had_sources_take_those_of_later_ones(ds, tmp_path):
-    later = ds.assign_coords(commit="b", prompt_source=("prompt", ["a", "b", "a"]))
-    stored(tmp_path, {0: ds.assign_coords(commit="a"), 1: later})
-    joined = open_results(tmp_path)
-    assert joined.prompt_source.dims == ("prompt",) and joined.prompt_source.values.tolist() == [
-        "a",
-        "b",
-        "a",
-    ]
-    assert joined["commit"].values.tolist() == ["a", "b"]
+    stored(tmp_path, {0: ds, 1: ds.assign_coords(prompt_source=("prompt", ["a", "b", "a"]))})
+    joined = open_results(tmp_path).prompt_source
+    assert joined.dims == ("prompt",) and joined.values.tolist() == ["a", "b", "a"]

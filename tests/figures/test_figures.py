@@ -1,5 +1,6 @@
 """Each figure is drawn, and the numbers that it plots are computed again by other means."""
 
+import re
 from functools import cache, partial
 
 import numpy as np
@@ -151,7 +152,6 @@ TOKENS = {"step": 2000, "block": 1, "block_other": 2, "token": 0, "token_other":
 # A figure, rows of its table, columns, and their values, of the results
 NUMBERS = [
     ("1b", {}, "coupling", lambda ds: off_diagonal(below_null(ds)).mean(1)),
-    ("1b", {}, "unrelated", lambda ds: [0] * len(STEPS)),
     (
         "1c",
         {"step": 2000, "layer": 1, "layer_other": 3},
@@ -193,12 +193,6 @@ NUMBERS = [
         {"step": 2000, "rank": 2, "layer": 3},
         "value",
         median("from_first_singular_value", step=2000, rank=2, layer=3),
-    ),
-    (
-        "products",
-        {"step": 0, "exponent": 5},
-        "value",
-        median("lyapunov_exponent", step=0, exponent=5),
     ),
     *(
         (name, {"step": 8, "variable": variable}, QUARTILES, quantiles(variable, step=8))
@@ -251,19 +245,15 @@ def test_1b_draws_the_onset_between_steps_on_the_axis(one, steps, first):
     ds = with_onset(open_results(one), steps, np.arange(4) >= first)
     figure, table = draw("1b", {"toy": ds}, None)
     (panel,) = figure.axes
-    earlier, later = 0 if first == 0 else steps[first - 1], steps[first]
-    assert set(table.onset_after) == set(table.onset_low) == {earlier}
-    assert set(table.onset_by) == set(table.onset_high) == {later}
+    onset = [0, *steps][first : first + 2] if first else [0, steps[0]]
+    ends = table[["onset_after", "onset_by", "onset_low", "onset_high"]].drop_duplicates()
+    assert ends.values.tolist() == [onset * 2]
     bands = [patch.get_extents().intervalx for patch in panel.patches]
-    np.testing.assert_allclose(
-        bands, [panel.transData.transform([(earlier, 0), (later, 0)])[:, 0]] * 2, atol=1e-6
-    )
+    places = panel.transData.transform([(step, 0) for step in onset])[:, 0]
+    np.testing.assert_allclose(bands, [places] * 2, atol=1e-6)
     assert len(panel.lines) == 2, "no line at a point between the steps"
     left, right = panel.get_xlim()
-    assert left < earlier and right > steps[-1]
-    place = panel.transData.transform([(step, 0) for step in (left, steps[1], right)])[:, 0]
-    if 0 in steps and steps[1] == 64:
-        assert place[1] - place[0] < 0.45 * (place[2] - place[0]), "half of the axis holds no step"
+    assert left < onset[0] and right > steps[-1]
 
 
 @pytest.mark.slow
@@ -272,9 +262,7 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
     ds, measure = with_onset(open_results(one), STEPS, np.arange(4) >= 2), "offdiag_normalized"
     level, sign = null_level(ds, measure), xr.where(ds.layer + ds.layer_other == 3, -1.9, 1.0)
     ds[measure] = (level - sign * (level - ds[measure])).transpose(*ds[measure].dims)
-    figure, table = draw("1b", {"toy": ds}, None)
-    assert figure.axes[0].get_legend().get_texts()[-1].get_text() == "onset: none beyond chance"
-    assert table.onset_by.isna().all()
+    assert draw("1b", {"toy": ds})[1].onset_by.isna().all()
     assert contents(reduced(ds))["onset"][measure][K]["words"] == "none beyond chance"
 
 
@@ -283,26 +271,21 @@ def test_1c_without_an_onset_shows_evenly_spaced_steps(one):
 
 
 @pytest.mark.parametrize("name", ["3", "4", "18", "19"])
-def test_matrices_have_a_colour_bar_and_state_their_layers(name, one):
+def test_matrices_state_their_layers_and_are_those_of_the_table(name, one):
     figure, table = figure_of(name, one)
     first, last, bar = figure.axes
     assert bar.get_ylabel() == "|A| relative to the largest\nsingular value of the row's Jacobian"
-    assert [panel.get_title().split("\n")[0] for panel in (first, last)] == [
-        "toy, step 0",
-        "toy, step 2,000",
-    ]
-    title = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
-    assert first.get_title().endswith(title) and (name == "3" or "block 2" in first.get_xlabel())
-    picture, ds = last.images[0].get_array(), open_results(one).sel(step=2000).isel(prompt=0)
-    if name == "3":
-        A, s = ds.matrix.isel(token=0), ds.singular_value.isel(token=0).sel(rank=1)
-        expected = abs(A.sel(layer=2, layer_other=1)) / s.sel(layer=2)
-    else:
-        variant = {"4": "self", "18": "fixed_input", "19": "fixed_output"}[name]
-        A = ds[f"{variant}_matrix"].sel(layer=1)
-        s = ds[f"{variant}_singular_value"].sel(layer=1, rank=1)
-        expected = abs(A.isel(pair_token=1, pair_token_other=0)) / s.isel(pair_token=1)
-    close(picture[K + 1 : 2 * K + 1, :K], expected, rtol=1e-5)
+    layers = "J of token 6, blocks l and l'" if name == "3" else "l = 1, l' = 2"
+    title = first.get_title()
+    assert title.startswith("toy, step 0\n") and title.endswith(layers)
+    # The second row of tiles and its first column
+    at = {"block": 2, "block_other": 1} if name == "3" else {"token": 2, "token_other": 0}
+    rows = table[(table[["step", *at]] == [2000, *at.values()]).all(axis=1)]
+    variable = {"3": "", "4": "self_", "18": "fixed_input_", "19": "fixed_output_"}[name]
+    s = open_results(one)[f"{variable}singular_value"].isel(step=-1, prompt=0, rank=0)
+    s = s.isel(token=0, layer=1) if name == "3" else s.isel(pair_token=1, layer=0)
+    tile = last.images[0].get_array()[K + 1 : 2 * K + 1, :K]
+    close(tile.ravel() * float(s), rows.value, rtol=1e-5)
 
 
 def test_9_shows_the_difficulty_of_prompts_that_have_one(one):
@@ -315,25 +298,6 @@ def test_9_shows_the_difficulty_of_prompts_that_have_one(one):
     close(of_rated.coupling, table.coupling)
 
 
-def test_12_shows_the_first_and_the_last_token(one):
-    first, *_ = figure_of("12", one)[0].axes
-    shown = {text.get_text() for text in first.get_legend().get_texts()}
-    drawn_as = {line.get_label(): line.get_xydata() for line in first.lines}
-    assert shown == {"first token; the later, the lighter", "last token"}
-    at = open_results(one).pca.isel(step=0, prompt=0, position=-1)
-    close(drawn_as["last token"], at.transpose("depth", "component"))
-
-
-@pytest.mark.slow
-def test_15(one, several):
-    other = several[3]
-    table = figure_of("15", one, other)[1]
-    last = below_null(open_results(other))[-1].mean(0)
-    np.fill_diagonal(last, 0)
-    found = table[table.result == other.name].coupling
-    close(found, last.sum(1) / (len(last) - 1), atol=1e-6)
-
-
 @pytest.fixture
 def few_points(monkeypatch):
     """Let figures draw fits of four points."""
@@ -343,26 +307,16 @@ def few_points(monkeypatch):
 
 @pytest.mark.slow
 def test_34_has_the_line_of_1_over_s(one, several, few_points):
-    table = table_of("33", one)
-    assert table[table["rank"] == 1].r2.isna().all()  # three layers: no line
-    _, inverse = figure_of("33", one)[0].axes
+    _, inverse = figure_of("33", one)[0].axes  # three layers: no line
     assert "no line" in inverse.get_title() and len(inverse.lines) == 1
     figure, table = figure_of("34", several[3])
     s = table[table["rank"] == 1]
     fit = stats.linregress(s.layer, 1 / s.value)
     close([s.r2, s.slope, s.n], [[of] * 5 for of in (fit.rvalue**2, fit.slope, 5)])
-    _, inverse = figure.axes
-    points, line = inverse.lines
-    close(points.get_xydata(), np.stack([s.layer, 1 / s.value], 1))
-    close(line.get_xydata(), np.stack([s.layer, fit.intercept + fit.slope * s.layer], 1))
-    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in inverse.get_title()
-
-
-def couplings_and_scores(paths):
-    """Mean coupling and score of each model at the last step."""
-    last = [open_results(path).sel(step=2000) for path in paths]
-    couplings = [off_diagonal(coupling(ds).values[:, 0]).mean() for ds in last]
-    return couplings, [float(ds.score.mean()) for ds in last]
+    points, line = (drawn.get_xydata() for drawn in figure.axes[1].lines)
+    close(points, np.stack([s.layer, 1 / s.value], 1))
+    close(line, np.stack([s.layer, fit.intercept + fit.slope * s.layer], 1))
+    assert f"R² = {fit.rvalue**2:.2f}, n = 5 blocks" in figure.axes[1].get_title()
 
 
 COUPLING = f"coupling by eq. 14, K = {K}"
@@ -370,10 +324,10 @@ COUPLING = f"coupling by eq. 14, K = {K}"
 
 @pytest.mark.slow
 def test_of_several_models(several):
-    couplings, scores = couplings_and_scores(several)
+    last = [open_results(path).sel(step=2000) for path in several]
     properties = {
-        COUPLING: couplings,
-        "score": scores,
+        COUPLING: [off_diagonal(coupling(ds).values[:, 0]).mean() for ds in last],
+        "score": [ds.score.mean() for ds in last],
         "blocks": [3, 4, 3, 5, 4],
         "width": [32, 40, 48, 56, 64],
         "training tokens": [1e6 * (2000 + i) for i in range(5)],
@@ -393,22 +347,14 @@ def test_of_several_models(several):
 
 
 def test_fits_of_few_points_are_not_drawn(several):
-    for name in ("1a", "7"):
-        figure, table = figure_of(name, *several)
-        assert (
-            figure.axes[0].get_title() == "n = 5: fewer than 8 points, no fit" and len(table) == 5
-        )
-        assert not figure.axes[0].lines or not any(
-            len(line.get_xdata()) for line in figure.axes[0].lines
-        )
+    said = "n = 5: fewer than 8 points, no fit"
+    (panel,) = figure_of("7", *several)[0].axes
+    assert panel.get_title() == said
+    assert not [line for line in panel.lines if len(line.get_xdata())]
     figure, table = figure_of("table4", *several)
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
-        "all\nn = 5: fewer than 8 points, no fit"
-    ]
-    assert (
-        table.r2.notnull().all()
-        and not np.isfinite(np.asarray(figure.axes[0].lines[0].get_xdata(), float)).any()
-    )
+    (panel,) = figure.axes
+    assert [label.get_text() for label in panel.get_yticklabels()] == [f"all\n{said}"]
+    assert table.r2.notnull().all() and np.isnan(panel.lines[0].get_xdata().astype(float)).all()
 
 
 @pytest.mark.slow
@@ -421,15 +367,11 @@ def test_31(several, few_points):
         results[name] = with_scores(ds, arc=0.1 * i, wino=0.3, gsm8k=0.05 * i**2)
     figure, table = draw("31", results)
     one = [0.05 * i**2 for i in range(5)]
-    mean = [(0.1 * i + 0.3 + 0.05 * i**2) / 3 for i in range(5)]
-    close(table.gsm8k, one)
-    close(table["mean score"], mean)
+    mean = [(0.1 * i + 0.3 + of) / 3 for i, of in enumerate(one)]
+    close(table[["mean score", "gsm8k"]].T, [mean, one])
     fit = stats.linregress(mean, one)
-    close(
-        figure.axes[0].lines[0].get_ydata(),
-        fit.intercept + fit.slope * np.array([min(mean), max(mean)]),
-        rtol=1e-4,
-    )
+    x, y = figure.axes[0].lines[0].get_xydata().T
+    close(y, fit.intercept + fit.slope * x, rtol=1e-4)
     assert f"R² = {fit.rvalue**2:.2f}" in figure.axes[0].get_title()
     with refused("compares at least 4 results; 3 given"):
         figure_of("31", *several[:3])
@@ -439,89 +381,53 @@ def test_31(several, few_points):
 def test_table_1(several):
     results = of_stores(*several)
     unscored = results["model0"].drop_dims("task").drop_vars("tokens_seen")
-    figure, table = draw(
-        "table1", results | {"unscored": unscored.assign_attrs(final_norm="exclude")}
-    )
-    assert table.width.tolist() == [32, 40, 48, 56, 64, 32]
-    assert table.parameters.tolist() == [width**2 for width in table.width]
-    assert table.blocks.tolist() == [3, 4, 3, 5, 4, 3]
-    assert set(table.architecture) == {"GPTNeoX"}
-    close(table["training tokens"], [1e6 * (2000 + i) for i in range(5)] + [np.nan])
-    close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
+    results["unscored"] = unscored.assign_attrs(final_norm="exclude")
+    figure, table = draw("table1", results)
     (cells,) = figure.axes[0].tables
-    assert cells[1, 5].get_text().get_text() == "2,000,000,000"
-    last = [cells[6, column].get_text().get_text() for column in (0, 3, 5, 6)]
-    assert last == ["unscored", "32", "—", "—"]
+    drawn = [cells[row, column].get_text().get_text() for row in (1, 6) for column in range(7)]
+    first = ["model0", "GPTNeoX", "3", "32", "1,024", "2,000,000,000", "0.1600"]
+    assert drawn == [*first, "unscored", *first[1:5], "—", "—"]
+    close(table.score, [(0.1 * i + 2e-2 + 0.3) / 2 for i in range(5)] + [np.nan])
     assert figure.get_supxlabel() == (
         "score: mean of arc, wino\ntraining tokens: read by a walk from the names of checkpoints, see docs/checkpoints.md"
     )
 
 
-def rows_of_the_docs():
-    """Title, results and what is drawn of each figure in the tables of docs/figures.md, by the figure's names."""
-    tables = (
-        (ROOT / "docs" / "figures.md")
-        .read_text()
-        .split("| figure | shows | results | drawn |\n|---|---|---|---|\n")[1:]
-    )
-    lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()]
-    cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-    return {names: rest for names, *rest in cells}
-
-
 def test_the_tables_in_the_docs_are_those_of_the_registry():
-    listed = rows_of_the_docs()
-    drawn = {", ".join((name, *figure.also)): figure.title for name, figure in FIGURES.items()}
-    assert {names: title for names, (title, *_) in listed.items() if title} == drawn
-    assert {
-        name for names, (title, *_) in listed.items() if not title for name in names.split(", ")
-    } == {*NOT_DRAWN}
-
-
-def test_the_docs_state_which_results_every_figure_needs():
-    listed = {names.split(", ")[0]: rest for names, rest in rows_of_the_docs().items()}
-    for name, figure in FIGURES.items():
-        _, results, _ = listed[name]
-        assert (figure.results < 4) == ("4 models or more with scores" not in results), name
+    """Names, titles, and which results a figure needs."""
+    head = "| figure | shows | results | drawn |\n|---|---|---|---|\n"
+    _, *tables = (ROOT / "docs" / "figures.md").read_text().split(head)
+    lines = [line for table in tables for line in table.partition("\n\n")[0].splitlines()]
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    listed = {names: (title, results) for names, title, results, _ in rows if title}
+    drawn = {", ".join((name, *figure.also)): figure for name, figure in FIGURES.items()}
+    assert listed.keys() == drawn.keys()
+    assert {one for names, title, *_ in rows if not title for one in names.split(", ")} == {
+        *NOT_DRAWN
+    }
+    for names, figure in drawn.items():
+        title, results = listed[names]
+        assert title == figure.title
+        assert (figure.results < 4) == ("4 models or more with scores" not in results), names
         of_option = {BY_NAME[need].option for need in figure.needs if need in BY_NAME} - set(USUAL)
-        assert all(option in results or results == "as for 4" for option in of_option), name
+        assert all(option in results or results == "as for 4" for option in of_option), names
 
 
 def test_the_models_that_the_authors_code_names_are_listed():
     models = pd.read_csv(ROOT / "checkpoints" / "data" / "paper_models.csv")
-    assert models.columns.tolist() == ["model", "repository"] and len(models) == 45
-    assert models.model.is_unique and models.repository.is_unique
+    assert len(models) == 45 and models.nunique().to_dict() == {"model": 45, "repository": 45}
     assert models.repository.str.fullmatch(r"[\w-]+/[\w.-]+").all()
 
 
-def test_subsets_of_models(several):
-    couplings, scores = couplings_and_scores(several)
-    _, table = figure_of("table4", *several)
-    assert table.subset.tolist() == ["all"], "one family, and halves of three and two, are too few"
-    fit = stats.linregress(couplings, scores)
-    close(
-        table[["n", "r2", "slope", "p"]].values[0],
-        [5, fit.rvalue**2, fit.slope, fit.pvalue],
-        rtol=1e-3,
-    )
-
-    rng = np.random.default_rng(0)
-    made = pd.DataFrame(
-        {
-            "c": rng.normal(size=12),
-            "architecture": ["a"] * 6 + ["b"] * 5 + ["c"],
-            "parameters": np.arange(12),
-            "cluster": range(12),
-        }
-    )
-    made["score"] = made["c"] + rng.normal(size=12)
+def test_subsets_of_models():
+    made = pd.DataFrame(np.random.default_rng(0).normal(size=(12, 2)), columns=["c", "score"])
+    made = made.assign(architecture=[*"aaaaaabbbbbc"], parameters=range(12), cluster=range(12))
     table = subset_fits(made, "c")
     names = ["all", "a only", "without a", "b only", "without b", "without c"]
     assert table.subset.tolist()[:6] == names and table.n.tolist() == [12, 6, 6, 5, 7, 11, 6, 6]
     assert (table.p_holm >= table.p).all()
-    fit = stats.linregress(made.c[made.architecture == "b"], made.score[made.architecture == "b"])
-    only = table[table.subset == "b only"].iloc[0]
-    close([only.r2, only.p], [fit.rvalue**2, fit.pvalue])
+    fit = stats.linregress(made.c[6:11], made.score[6:11])
+    close(table.loc[3, ["r2", "p"]], [fit.rvalue**2, fit.pvalue])
 
 
 @pytest.mark.parametrize(
@@ -546,7 +452,7 @@ def test_all_that_can_be_drawn_and_why_the_others_can_not(one, tmp_path, capsys)
     # One line for one cause.
     scored = ", ".join(name for name in FIGURES if name in SCORED)
     assert f"not drawn: {scored}: it compares at least 4 results; 1 given" in printed.splitlines()
-    assert len([line for line in printed.splitlines() if line.startswith("not drawn")]) == 2
+    assert printed.count("not drawn") == 2
     for suffix in ("pdf", "png", "csv"):
         files = [file for file in (tmp_path / "all").glob(f"*.{suffix}") if file.stat().st_size]
         assert {file.stem for file in files} == {*FIGURES} - {*SCORED, "15"}
@@ -565,22 +471,9 @@ def test_logarithmic_axes_have_plain_numbers(low, high, labels):
     logarithmic_y(axes)
     axes.set_ylim(low, high)
     axes.figure.draw_without_rendering()
-    texts = axes.get_yticklabels() + axes.get_yticklabels(minor=True)
-    assert {
-        float(text.get_text())
-        for text in texts
-        if text.get_text() and low <= text.get_position()[1] <= high
-    } == labels
-
-
-def test_the_notes_of_the_table_are_within_the_figure(one):
-    results = {"toy": open_results(one).drop_vars("tokens_seen")}
-    figure, _ = draw("table1", results, None)
-    figure.draw_without_rendering()
-    note = figure._supxlabel.get_window_extent()
-    assert (
-        0 <= note.x0 and note.x1 <= figure.bbox.x1 and "training tokens" in figure.get_supxlabel()
-    )
+    texts = [*axes.get_yticklabels(), *axes.get_yticklabels(minor=True)]
+    shown = {text.get_position()[1]: text.get_text() for text in texts if text.get_text()}
+    assert {float(text) for place, text in shown.items() if low <= place <= high} == labels
 
 
 def test_list(one, capsys):
@@ -598,24 +491,19 @@ def test_every_figure_and_table_of_the_paper_is_drawn_or_has_a_reason():
     assert {*map(str, range(1, 37)), *(f"table{i}" for i in range(1, 5))} <= numbers
 
 
-MISNAMED = {"heatmp": "heatmap", "Table 2": "table2", "6a": "6"}
-
-
-@pytest.mark.parametrize("name", [*NOT_DRAWN, *MISNAMED])
-def test_names_are_checked_before_results_are_opened(name, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "name, said",
+    [
+        ("6", "error: figure 6 is not drawn here: .*python -m vit.analysis GRID"),
+        ("6a", "did you mean '6'"),
+        ("Table 2", "did you mean 'table2'"),
+    ],
+)
+def test_names_are_checked_before_results_are_opened(name, said, monkeypatch, capsys):
     monkeypatch.setattr("tracker.store.open_results", lambda _: pytest.fail("opened"))
     assert main([name, "results"]) == 2
     error = capsys.readouterr().err
-    assert len(error.strip().splitlines()) == 1
-    assert (f"figure {name} is not drawn here: " in error) == (name in NOT_DRAWN)
-    assert (f"did you mean {MISNAMED.get(name)!r}?" in error) == (name in MISNAMED)
-    assert ("python -m vit.analysis GRID" in error) == (name in ("6", "10", "11"))
-
-
-def test_what_can_not_be_drawn(several, tmp_path, capsys):
-    assert main(["3", str(several[0]), "--out", str(tmp_path)]) == 2
-    message = "lacks matrix; measure again with measures='coupling,trajectory,matrices' (a walk: --measures, another --out)"
-    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert re.match(f".*{said}", error) and error.count("\n") == 1
 
 
 def test_a_measure_k_and_step_are_chosen_on_the_command_line(one, tmp_path):

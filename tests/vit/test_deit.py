@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import yaml
 from timm.data.auto_augment import AugmentOp
 from timm.data.mixup import Mixup
 from timm.data.transforms_factory import create_transform
@@ -29,7 +28,8 @@ from vit.data import load
 from vit.loaders import Batches, Order
 from vit.model import build
 from vit.module import Classifier
-from vit.recipe import Recipe, recipe_file
+from vit.recipe import Recipe
+from vit.train import recipe_of
 
 STD = torch.tensor([0.2, 0.25, 0.3])
 # The defaults of DeiT's main.py (github.com/facebookresearch/deit).
@@ -84,9 +84,8 @@ def test_image_augmentation_has_the_distribution_of_deits_transform(monkeypatch)
     one_by_one = torch.stack([theirs(to_pil_image(image[0])) for _ in range(1500)])
     batch = augment(image.repeat(1500, 1, 1, 1), recipe, MEAN).float() / 255
     batch = erase((batch - MEAN[:, None, None]) / STD[:, None, None], recipe.erasing)
-    scale = one_by_one.std()
-    assert (batch.mean(0) - one_by_one.mean(0)).abs().mean() < 0.05 * scale
-    assert (batch.std(0) - one_by_one.std(0)).abs().mean() < 0.06 * scale
+    for of, share in ((torch.mean, 0.05), (torch.std, 0.06)):
+        assert (of(batch, 0) - of(one_by_one, 0)).abs().mean() < share * one_by_one.std()
 
 
 def _ignoring_posterize_to_nothing(call):
@@ -100,13 +99,13 @@ def _ignoring_posterize_to_nothing(call):
     return guarded
 
 
-@pytest.mark.parametrize("recipe, tokens", [("cifar10", 65), ("cifar10_patch2", 257)])
-def test_model_is_deits_at_32_pixels(recipe, tokens):
+@pytest.mark.parametrize("name, tokens", [("cifar10", 65), ("cifar10_patch2", 257)])
+def test_model_is_deits_at_32_pixels(name, tokens):
     """On the same weights the same logits as timm's model with DeiT-Ti's arguments, as a fork of DeiT by an author has it."""
-    given = parse_config(recipe)
+    recipe = recipe_of(["--config", name])
     theirs = VisionTransformer(
         img_size=32,
-        patch_size=given["patch_size"],
+        patch_size=recipe.patch_size,
         embed_dim=192,
         depth=12,
         num_heads=3,
@@ -115,38 +114,25 @@ def test_model_is_deits_at_32_pixels(recipe, tokens):
         norm_layer=partial(torch.nn.LayerNorm, eps=1e-6),
         num_classes=10,
     ).eval()
-    ours = build(Recipe(patch_size=given["patch_size"]), 10).eval()
+    ours = build(recipe, 10).eval()
     ours.load_state_dict(theirs.state_dict())
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(ours(images), theirs(images)) and ours.pos_embed.shape[1] == tokens
-    assert (given["epochs"], given["batch_size"]) == (300, 512)
-
-
-def parse_config(name: str) -> dict:
-    return yaml.safe_load(Path(recipe_file(name)).read_text())
+    assert (recipe.epochs, recipe.batch_size) == (300, 512)
 
 
 def test_initial_weights_have_deits_standard_deviations():
     """Truncated normal, 0.02, without biases; the projection of patches is PyTorch's convolution, as in DeiT."""
-    model = build(Recipe(), 10)
-    assert all(
-        not p.any()
-        for name, p in model.named_parameters()
-        if name.endswith("bias") and "patch" not in name
-    )
-    projection = model.patch_embed.proj.weight
+    weights = dict(build(Recipe(), 10).named_parameters())
+    biases = [name for name in weights if name.endswith("bias") and "patch" not in name]
+    assert biases and not any(weights[name].any() for name in biases)
+    projection = weights["patch_embed.proj.weight"]
     # Uniform, of 4 * 4 * 3 inputs
     assert float(projection.abs().max()) == pytest.approx(48**-0.5, rel=0.01)
     assert float(projection.std()) == pytest.approx(48**-0.5 / 3**0.5, rel=0.05)
-    assert model.cls_token is not None and model.pos_embed is not None
-    assert float(model.cls_token.std()) == pytest.approx(0.02, rel=0.2)
-    for weight in (
-        model.pos_embed,
-        model.blocks[3].attn.qkv.weight,
-        model.blocks[3].mlp.fc2.weight,
-        model.head.weight,
-    ):
-        assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(weights["cls_token"].std()) == pytest.approx(0.02, rel=0.2)
+    for name in ("pos_embed", "blocks.3.attn.qkv.weight", "blocks.3.mlp.fc2.weight", "head.weight"):
+        assert float(weights[name].std()) == pytest.approx(0.02, rel=0.05)
 
 
 def test_stochastic_depth_rises_linearly_over_the_blocks():
@@ -174,16 +160,13 @@ def test_optimizer_is_deits(module):
         group["lr"] = group["initial_lr"]
     assert groups(ours) == groups(theirs)
     undecayed = {name for name, p in module.model.named_parameters() if groups(ours)[id(p)][0] == 0}
-    assert undecayed == {name for name, p in module.model.named_parameters() if p.ndim == 1} | {
-        "cls_token",
-        "pos_embed",
-    }
+    vectors = {name for name, p in module.model.named_parameters() if p.ndim == 1}
+    assert undecayed == vectors | {"cls_token", "pos_embed"}
 
 
 def test_the_rate_is_in_proportion_to_the_images_of_a_step():
-    optimizer = Classifier(Recipe(batch_size=128), 10, steps_per_epoch=97).configure_optimizers()[
-        "optimizer"
-    ]
+    module = Classifier(Recipe(batch_size=128), 10, steps_per_epoch=97)
+    optimizer = module.configure_optimizers()["optimizer"]
     assert {group["initial_lr"] for group in optimizer.param_groups} == {5e-4 * 128 / 512}
 
 
@@ -226,16 +209,7 @@ def test_mixup_and_cutmix_are_deits():
     ours = Batches(data, Recipe(data="digits")).mixup
     images = torch.randn(8, 3, 32, 32)
     labels = torch.arange(8)
-    theirs = Mixup(
-        mixup_alpha=0.8,
-        cutmix_alpha=1.0,
-        cutmix_minmax=None,
-        prob=1.0,
-        switch_prob=0.5,
-        mode="batch",
-        label_smoothing=0.1,
-        num_classes=10,
-    )
+    theirs = Mixup(0.8, 1.0, None, 1.0, 0.5, "batch", label_smoothing=0.1, num_classes=10)
     assert ours is not None
     for seed in range(8):
         pairs = []
@@ -267,10 +241,7 @@ def test_repeated_augmentation_is_deits_sampler(repeats, world):
             600, repeats, world, rank, order.epoch
         )
     if world == 1:
-        assert (
-            all(drawn.count(image) == repeats for image in set(drawn))
-            and len(set(drawn)) == 600 // repeats
-        )
+        assert torch.tensor(drawn).bincount().unique().tolist() in ([0, repeats], [repeats])
 
 
 def deits_sampler(images: int, repeats: int, world: int, rank: int, epoch: int) -> list[int]:
@@ -293,19 +264,11 @@ def test_ranks_and_epochs_draw_different_augmentations():
 
 def test_the_table_names_tests_that_exist():
     """Every row of docs/vit.md's table is verified by tests of this directory, or says that it is not tested."""
-    text = (
-        (ROOT / "docs" / "vit.md")
-        .read_text()
-        .partition("## DeiT, element by element")[2]
-        .partition("\n## ")[0]
-    )
-    rows = [row.split("|")[1:-1] for row in text.splitlines() if row.startswith("|")][2:]
-    defined = set(
-        re.findall(
-            r"def (test_\w+)",
-            "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py")),
-        )
-    )
+    _, _, text = (ROOT / "docs" / "vit.md").read_text().partition("## DeiT, element by element")
+    lines = text.partition("\n## ")[0].splitlines()
+    rows = [line.split("|")[1:-1] for line in lines if line.startswith("|")][2:]
+    files = Path(__file__).parent.glob("test_*.py")
+    defined = {*re.findall(r"def (test_\w+)", "".join(file.read_text() for file in files))}
     assert len(rows) > 15
     for element, *_, tests in rows:
         named = set(re.findall(r"`(test_\w+)`", tests))

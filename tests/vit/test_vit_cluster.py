@@ -39,10 +39,9 @@ def test_what_fails_is_tried_again_and_the_others_wait_for_their_turn(tmp_path, 
     with cluster.connected(None, cpus=1, gpus=None) as gpus:
         assert signal.signal(signal.SIGTERM, before) is ours  # not Ray's
         failed = dict(cluster.failures(work, [*expected], jobs=2, cpus=1, gpus=gpus, retries=1))
-    assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == expected and max(
-        at_once
-    ) == 2
-    assert sorted(failed) == ["dies always", "raises always"] and not ray.is_initialized()
+    assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == expected
+    assert max(at_once) == 2 and not ray.is_initialized()
+    assert sorted(failed) == ["dies always", "raises always"]
     assert failed["raises always"].endswith("LookupError: no such thing")
     assert failed["dies always"].endswith("\nits process died, often for lack of memory")
 
@@ -50,7 +49,7 @@ def test_what_fails_is_tried_again_and_the_others_wait_for_their_turn(tmp_path, 
 @pytest.fixture
 def pretended(monkeypatch):
     """Ray without processes, interrupted when it is waited for; what was asked for, what was started."""
-    found = SimpleNamespace(machines=[], requests=[], started=[], ended=[])
+    found = SimpleNamespace(machines=[TWO_GPUS], requests=[], started=[], ended=[])
 
     def interrupt(running):
         raise KeyboardInterrupt
@@ -62,66 +61,55 @@ def pretended(monkeypatch):
         )
 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "init", lambda **_: None)
-    monkeypatch.setattr(
-        ray, "nodes", lambda: [{"Alive": True, "Resources": machine} for machine in found.machines]
-    )
-    monkeypatch.setattr(ray, "remote", remote)
-    monkeypatch.setattr(ray, "wait", interrupt)
+    nodes = lambda: [{"Alive": True, "Resources": machine} for machine in found.machines]  # noqa: E731
+    pretended = {"init": lambda **_: None, "nodes": nodes, "remote": remote, "wait": interrupt}
+    for name, function in pretended.items():
+        monkeypatch.setattr(ray, name, function)
     monkeypatch.setattr(ray, "shutdown", lambda: found.ended.append(True))
     return found
 
 
+CPUS = {"CPU": 64.0}
+ONE_GPU = {"CPU": 8.0, "GPU": 1.0, "memory": 1e9}
+
+
 @pytest.mark.parametrize(
-    "options, accelerator, machine, expected",
+    "machines, accelerator, options, gpus",
     [
-        ({}, "auto", TWO_GPUS, 1.0),
-        ({}, "auto", {"CPU": 8.0}, 0.0),
-        ({}, "cpu", TWO_GPUS, 0.0),
-        ({"gpus_per_cell": 0.25}, "auto", TWO_GPUS, 0.25),
+        ([TWO_GPUS], "auto", {}, 1.0),
+        ([CPUS], "auto", {}, 0.0),
+        ([TWO_GPUS], "cpu", {}, 0.0),
+        ([TWO_GPUS], "auto", {"gpus_per_cell": 0.25}, 0.25),
+        ([ONE_GPU, CPUS], "auto", {"cpus_per_cell": 8}, 1.0),
+        ([ONE_GPU, CPUS], "auto", {"cpus_per_cell": 64, "gpus_per_cell": 0}, 0),
+        ([ONE_GPU, CPUS], "auto", {"cpus_per_cell": 65, "gpus_per_cell": 0}, None),
+        ([ONE_GPU, CPUS], "auto", {"cpus_per_cell": 9, "gpus_per_cell": 0.5}, None),
+        ([ONE_GPU, CPUS], "auto", {"gpus_per_cell": 2}, None),
     ],
 )
-def test_rays_machines_decide_on_the_gpus_of_a_grid(
-    options, accelerator, machine, expected, pretended, tmp_path, monkeypatch
+def test_rays_machines_decide_on_the_gpus_of_a_cell_which_must_fit_on_one(
+    machines, accelerator, options, gpus, pretended, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    pretended.machines = [machine]
-    assert (
-        grid.run(
-            grid.GridCommand(out="out", jobs=3, **options),
-            Recipe(accelerator=accelerator, **DIGITS),
-        )
-        == 130
-    )
-    assert (
-        pretended.requests == [{"num_cpus": 1.0, "num_gpus": expected, "max_retries": 0}]
-        and pretended.ended
-    )
+    pretended.machines = machines
+    if gpus is None:
+        monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
+    command = grid.GridCommand(out="out", jobs=3, **options)
+    status = grid.run(command, Recipe(accelerator=accelerator, **DIGITS))
+    assert pretended.ended and status == (2 if gpus is None else 130)
+    if gpus is None:
+        cpus = options.get("cpus_per_cell", 1)
+        error = capsys.readouterr().err
+        assert f"{cpus} CPUs and {options['gpus_per_cell']} GPUs (--cpus_per_cell" in error
+        assert "no machine has that" in error and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in error
+        return
+    request = {"num_cpus": options.get("cpus_per_cell", 1.0), "num_gpus": gpus, "max_retries": 0}
+    assert pretended.requests == [request] and len(pretended.started) == 3
     directories = {(cell.directory.parent, cell.data_dir) for cell in pretended.started}
-    assert directories == {(tmp_path / "out", tmp_path / "data")} and len(pretended.started) == 3
-
-
-def test_a_cell_must_fit_on_one_machine(pretended, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("vit.data.load", lambda recipe: pytest.fail("loaded"))
-    pretended.machines = [{"CPU": 8.0, "GPU": 1.0, "memory": 1e9}, {"CPU": 64.0}]
-    for cpus, gpus in ((8, 1), (64, 0), (1, 0.25)):
-        with cluster.connected(None, cpus, gpus):
-            pass
-    for cpus, gpus in ((65, 0), (9, 0.5), (1, 2)):
-        command = grid.GridCommand(out=tmp_path / "out", cpus_per_cell=cpus, gpus_per_cell=gpus)
-        assert grid.run(command, Recipe(**DIGITS)) == 2
-        message = (
-            f"{cpus} CPUs and {gpus} GPUs (--cpus_per_cell, --gpus_per_cell); no machine has that"
-        )
-        assert (
-            message in (err := capsys.readouterr().err)
-            and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in err
-        )
-    assert len(pretended.ended) == 6 and not (tmp_path / "out").exists()
+    assert directories == {(tmp_path / "out", tmp_path / "data")}
 
 
 def test_a_cluster_must_answer(pretended, monkeypatch):
-    pretended.machines = [TWO_GPUS]
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         with cluster.connected(f"ray://{address}", 1, None):

@@ -7,6 +7,7 @@ import sys
 import tarfile
 from functools import partial
 from http.server import SimpleHTTPRequestHandler
+from pathlib import Path
 
 import lightning
 import numpy as np
@@ -23,41 +24,41 @@ from vit.loaders import Batches, Order
 from vit.recipe import Recipe
 
 
-class SilentHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
 def tiny_cifar10(tmp_path, monkeypatch):
-    """Serve a CIFAR10 of 60 images, with its own checksums, from a local server; yield the path of the archive."""
+    """Serve a CIFAR10 of 60 images, with its own checksums; yield the path of the archive."""
     source = tmp_path / "source" / CIFAR10.base_folder
     source.mkdir(parents=True)
-    random, lists = np.random.default_rng(0), {}
-    for name, n in (("data_batch_1", 40), ("test_batch", 20)):
-        content = {
-            "data": random.integers(0, 256, (n, 3072), dtype=np.uint8),
-            "labels": [i % 10 for i in range(n)],
-        }
+    random = np.random.default_rng(0)
+    contents = {
+        name: {"data": random.integers(0, 256, (n, 3072), dtype=np.uint8), "labels": LABELS[:n]}
+        for name, n in (("data_batch_1", 40), ("test_batch", 20))
+    }
+    contents["batches.meta"] = {"label_names": list("abcdefghij")}
+    for name, content in contents.items():
         (source / name).write_bytes(pickle.dumps(content))
-        lists[name] = [[name, hashlib.md5((source / name).read_bytes()).hexdigest()]]
-    (source / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
     archive = tmp_path / "source" / CIFAR10.filename
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(source, CIFAR10.base_folder)
-    meta = {**CIFAR10.meta, "md5": hashlib.md5((source / "batches.meta").read_bytes()).hexdigest()}
-    handler = partial(SilentHandler, directory=archive.parent)
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    train, test, meta = ([name, md5(source / name)] for name in contents)
     members = {
-        "tgz_md5": hashlib.md5(archive.read_bytes()).hexdigest(),
-        "train_list": lists["data_batch_1"],
-        "test_list": lists["test_batch"],
-        "meta": meta,
+        "tgz_md5": md5(archive),
+        "train_list": [train],
+        "test_list": [test],
+        "meta": {**CIFAR10.meta, "md5": meta[1]},
     }
-    with serving(handler) as address:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with serving(partial(SimpleHTTPRequestHandler, directory=archive.parent)) as address:
         members["url"] = f"{address}/{archive.name}"
         monkeypatch.setattr(data_module, "CIFAR10", type("Tiny", (CIFAR10,), members))
         yield archive
+
+
+def md5(file) -> str:
+    return hashlib.md5(file.read_bytes()).hexdigest()
+
+
+LABELS = [*range(10)] * 4
 
 
 def cifar10(root) -> Recipe:
@@ -67,26 +68,23 @@ def cifar10(root) -> Recipe:
 def test_cifar10_is_downloaded_once(tiny_cifar10, tmp_path):
     data = load(cifar10(tmp_path / "here"))
     assert data.train.images.shape == (40, 3, 32, 32) and data.test.images.shape == (20, 3, 32, 32)
-    assert data.classes == list("abcdefghij") and data.train.labels.tolist() == [
-        i % 10 for i in range(40)
-    ]
+    assert data.classes == list("abcdefghij") and data.train.labels.tolist() == LABELS
     batch = pickle.loads((tmp_path / "here" / CIFAR10.base_folder / "data_batch_1").read_bytes())
     np.testing.assert_array_equal(data.train.images[7], batch["data"][7].reshape(3, 32, 32))
     tiny_cifar10.unlink()
     assert torch.equal(load(cifar10(tmp_path / "here")).train.images, data.train.images)
 
 
-def test_missing_files_without_network_are_reported(tiny_cifar10, tmp_path):
-    tiny_cifar10.unlink()
-    with pytest.raises(
-        DataError, match="is missing, .*can't be downloaded.*--data digits, which needs no network"
-    ):
-        load(cifar10(tmp_path / "here"))
-
-
-def test_download_with_a_wrong_checksum_is_refused(tiny_cifar10, tmp_path):
-    tiny_cifar10.write_bytes(b"not the archive")
-    with pytest.raises(DataError, match="checksum is wrong"):
+@pytest.mark.parametrize(
+    "damage, said",
+    [
+        (Path.unlink, "is missing, .*can't be downloaded.*--data digits, which needs no network"),
+        (lambda archive: archive.write_bytes(b"not the archive"), "checksum is wrong"),
+    ],
+)
+def test_what_can_not_be_downloaded(tiny_cifar10, tmp_path, damage, said):
+    damage(tiny_cifar10)
+    with pytest.raises(DataError, match=said):
         load(cifar10(tmp_path / "here"))
 
 
@@ -127,22 +125,15 @@ class TestDigits:
         with pytest.raises(DataError, match="--probe_size 361"):
             self.data.probe(361)
 
-    def test_train_size_selects_a_fixed_balanced_subset(self):
-        few = digits(train_size=25).train
-        assert sorted(torch.bincount(few.labels).tolist()) == [2] * 5 + [3] * 5
-        again = digits(train_size=25, seed=9).train
-        assert torch.equal(few.images, again.images)
-        more = digits(train_size=50).train
-        assert torch.equal(more.images[:25], few.images)
-
-    def test_unused_images_are_tested_on_request(self):
-        few = digits(train_size=200, test_unused=True)
-        plain = digits(train_size=200)
-        assert torch.equal(few.train.images, plain.train.images) and len(few.test) == 1797 - 200
-        assert torch.equal(few.test.images[:360], plain.test.images)
-        drawn = torch.cat([few.train.labels, few.test.labels])
-        whole = torch.cat([self.data.train.labels, self.data.test.labels])
-        assert torch.equal(torch.bincount(drawn), torch.bincount(whole))
+    def test_train_size_selects_a_fixed_balanced_subset_and_the_others_are_tested_on_request(self):
+        few, again = digits(train_size=25), digits(train_size=25, seed=9, test_unused=True)
+        counts = torch.bincount(few.train.labels)
+        assert sorted(counts.tolist()) == [2] * 5 + [3] * 5
+        assert torch.equal(few.train.images, again.train.images)
+        assert torch.equal(digits(train_size=50).train.images[:25], few.train.images)
+        assert torch.equal(again.test.images[:360], few.test.images)
+        whole = torch.bincount(torch.cat([self.data.train.labels, self.data.test.labels]))
+        assert torch.equal(torch.bincount(again.test.labels), whole - counts)
 
     def test_requesting_more_images_than_exist_is_refused(self):
         with pytest.raises(DataError, match="1437 training images"):
@@ -168,10 +159,9 @@ class TestDigits:
 def test_statistics_are_those_of_float64():
     images = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8)
     images[:, 1] //= 3
-    mean, std = data_module.statistics(images)
-    pixels = images.transpose(0, 1).reshape(3, -1).double() / 255
-    torch.testing.assert_close(mean, pixels.mean(1), rtol=1e-13, atol=0)
-    torch.testing.assert_close(std, pixels.std(1), rtol=1e-12, atol=0)
+    pixels = images.transpose(0, 1).flatten(1).double() / 255
+    expected = pixels.mean(1), pixels.std(1)
+    torch.testing.assert_close(data_module.statistics(images), expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow
@@ -191,10 +181,6 @@ def test_preparing_cifar10_takes_little_more_memory_than_its_images():
     )
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert int(process.stdout) < 600_000, process.stderr  # kilobytes
-
-
-def _index(folder, file) -> int:
-    return sorted((folder / "train").rglob("*.png")).index(file)
 
 
 def test_order_depends_on_seed_and_epoch():
@@ -225,12 +211,8 @@ class TestFolder:
 
     def test_images_of_any_size_are_cropped_to_squares(self, folder):
         data = self.load(folder)
-        assert data.train.images.shape == (8, 3, 32, 32) and data.test.labels.tolist() == [
-            0,
-            0,
-            1,
-            1,
-        ]
+        assert data.train.images.shape == (8, 3, 32, 32)
+        assert data.test.labels.tolist() == [0, 0, 1, 1]
         assert data.classes == ["cat", "dog"]
 
     def test_val_is_read_where_there_is_no_test(self, folder):
@@ -238,35 +220,29 @@ class TestFolder:
         (folder / "test").rename(folder / "val")
         assert torch.equal(self.load(folder).test.images, expected)
 
-    def test_missing_split(self, folder):
-        (folder / "test").rename(folder / "dev")
-        with pytest.raises(DataError, match="test/CLASS.* or .*val/CLASS.*is needed"):
+    @pytest.mark.parametrize(
+        "name, other, said",
+        [
+            ("test", "dev", "test/CLASS.* or .*val/CLASS.*is needed"),
+            ("test/dog", "test/wolf", r"\['dog', 'wolf'\]"),
+        ],
+    )
+    def test_a_folder_that_is_missing(self, folder, name, other, said):
+        (folder / name).rename(folder / other)
+        with pytest.raises(DataError, match=said):
             self.load(folder)
 
     def test_only_the_selected_images_are_decoded(self, folder):
         """The selection is that of the whole data set; a damaged image outside of it is not read."""
         train = self.load(folder).train
-        whole = train[balanced(train.labels, 6)]
-        assert torch.equal(self.load(folder, train_size=6).train.images, whole.images)
-        unused = next(
-            file
-            for file in sorted((folder / "train").rglob("*.png"))
-            if not (whole.images == train.images[_index(folder, file)]).flatten(1).all(1).any()
-        )
-        with_unused = self.load(folder, train_size=6, test_unused=True)
-        assert (
-            torch.equal(with_unused.train.images, whole.images) and len(with_unused.test) == 4 + 2
-        )
-        unused.write_bytes(b"damaged")
-        assert torch.equal(self.load(folder, train_size=6).train.images, whole.images)
+        selected = balanced(train.labels, 6)
+        unused, _ = {*range(8)}.difference(selected.tolist())
+        sorted((folder / "train").rglob("*.png"))[unused].write_bytes(b"damaged")
+        few = self.load(folder, train_size=6).train
+        assert torch.equal(few.images, train.images[selected])
 
     def test_damaged_image(self, folder):
         file = folder / "train" / "dog" / "2.png"
         file.write_bytes(file.read_bytes()[:100])
         with pytest.raises(DataError, match=r"dog/2\.png can't be read"):
-            self.load(folder)
-
-    def test_classes_that_differ(self, folder):
-        (folder / "test" / "dog").rename(folder / "test" / "wolf")
-        with pytest.raises(DataError, match=r"\['dog', 'wolf'\]"):
             self.load(folder)

@@ -1,6 +1,5 @@
 """Tests of the grid: trained in turn in this process, and by Ray in processes that are killed."""
 
-import json
 import threading
 from dataclasses import replace
 from itertools import product
@@ -22,7 +21,6 @@ from vit import cells, grid, overview
 from vit.analysis import main as analyse
 from vit.recipe import RECIPES
 from vit.results import read_grid
-from vit.training import train
 
 CELLS = [f"wd{decay}_sd{rate}_seed0" for decay, rate in product(("0.01", "0.1"), ("0", "0.1"))]
 
@@ -36,17 +34,12 @@ def trained_grid(tmp_path_factory) -> Path:
 
 
 @pytest.mark.slow
-def test_cell_equals_a_single_training(trained_grid, tmp_path):
-    assert sorted(path.name for path in (trained_grid / "grid").iterdir()) == sorted(CELLS)
-    recipe = replace(TINY, measure_at=GRID_STEPS, weight_decay=0.01, drop_path=0.1)
-    train(replace(recipe, out=tmp_path / "one"))
-    assert_same_training(trained_grid / "grid" / CELLS[1], tmp_path / "one")
-    assert "epoch 3/3" in (trained_grid / "grid" / CELLS[1] / "log.txt").read_text()
-
-
-@pytest.mark.slow
 def test_finished_cells_are_not_run_again(trained_grid, capsys):
-    files = [trained_grid / "grid" / name / "result.json" for name in CELLS]
+    out = trained_grid / "grid"
+    assert sorted(path.name for path in out.iterdir()) == sorted(CELLS)
+    assert "epoch 3/3" in (out / CELLS[1] / "log.txt").read_text()
+    assert cells.read(out / CELLS[1], "result")["recipe"]["drop_path"] == 0.1
+    files = [out / name / "result.json" for name in CELLS]
     times = [file.stat().st_mtime_ns for file in files]
     for jobs in (1, 2):
         assert grid.main(grid_arguments(trained_grid, jobs=jobs)) == 0
@@ -59,13 +52,11 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     out = trained_grid / "grid"
     ds, results = read_grid(out), [cells.read(out / name, "result") for name in sorted(CELLS)]
     assert ds.attrs["chance"] == results[0]["chance"]
-    assert ds.sizes["cell"] == 4 and ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
+    assert ds.k.values.tolist() == [2, 4] and ds.step.values[-1] == 9
     assert ds.accuracy.values.tolist() == [result["accuracy"] for result in results]
     assert analyse([str(out), "--k", "4"]) == 0
     page = out / "analysis" / "report.html"
-    assert (
-        capsys.readouterr().out.strip() == str(page) and "4 vision transformers" in page.read_text()
-    )
+    assert capsys.readouterr().out.strip() == str(page) and page.exists()
     assert analyse([str(out), "--k", "3"]) == 2
     assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
@@ -119,7 +110,6 @@ def test_failing_cells_do_not_stop_the_others(tmp_path, capsys):
     assert f"{CELLS[0]}: crashed: ValueError: " in err and "last.ckpt can't be read" in err
     assert all(f"{name}: diverged: the training loss" in err for name in CELLS[1:])
     assert "Traceback" in cells.read(first, "failed")["error"]
-    assert analyse([str(tmp_path / "grid")]) == 2
 
 
 def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possible(
@@ -140,8 +130,8 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
     assert tried == [0, 0, 1, 1, 2, 2]
     with pytest.raises(RuntimeError, match="no memory"):
         grid.train_on_ray(recipes[1])
-    assert cells.read(recipes[0].directory, "failed") is None
-    assert cells.read(recipes[1].directory, "failed")["reason"] == "RuntimeError: no memory"
+    failed = [cells.read(recipe.directory, "failed") for recipe in recipes]
+    assert failed[0] is failed[2] is None and failed[1]["reason"] == "RuntimeError: no memory"
     assert f"{recipes[2].cell}: RuntimeError: no memory" in capsys.readouterr().err
 
 
@@ -153,19 +143,16 @@ def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch,
     monkeypatch.setattr("vit.training.train_cell", finish)
     monkeypatch.setattr(grid, "PATIENCE", 0.05)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
-    driver = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0)))
+    driver, printed = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0))), []
     with cells.claim(recipes[0].directory, recipes[0]):
         driver.start()
-        printed = []
         processes.wait_until(
             lambda: printed.append(capsys.readouterr().out) or "waiting for it" in "".join(printed)
         )
         assert cells.is_done(recipes[1].directory)
-        assert "".join(printed).startswith(f"{recipes[0].cell}: trained by another process")
+    assert "".join(printed).startswith(f"{recipes[0].cell}: trained by another process")
     driver.join(300)
-    assert (
-        cells.is_done(recipes[0].directory) and cells.read(recipes[0].directory, "failed") is None
-    )
+    assert cells.is_done(recipes[0].directory)
 
 
 class TestUsage:
@@ -192,11 +179,10 @@ class TestUsage:
         assert message in err and err.count("\n") == 1 and not (tmp_path / "grid").exists()
 
     def test_other_settings_are_refused(self, tmp_path, capsys):
-        decays, rates = "0.01,0.1", "0,0.1"
-        command = grid.GridCommand(weight_decays=decays, drop_paths=rates, out=tmp_path / "grid")
-        first, *_ = grid.cells(command, replace(TINY, measure_at=GRID_STEPS))
-        first.directory.mkdir(parents=True)
-        cells.write(first.directory, "recipe", first.identity)
+        first = replace(TINY, measure_at=GRID_STEPS, weight_decay=0.01, drop_path=0.0)
+        directory = tmp_path / "grid" / first.cell
+        directory.mkdir(parents=True)
+        cells.write(directory, "recipe", first.identity)
         assert grid.main([*grid_arguments(tmp_path), "--epochs", "5"]) == 2
         assert "epochs was 3, now 5" in capsys.readouterr().err
 
@@ -210,23 +196,15 @@ def test_default_grid_and_sweep_file_have_the_papers_cells():
     assert sweep["method"] == "grid" and "vit.train" in sweep["command"]
 
 
-def test_the_state_of_a_cell_is_its_accuracy_epochs_or_failure(tmp_path):
-    recipes = grid.cells(
-        grid.GridCommand(weight_decays="0.01,0.1", drop_paths="0,0.1", out=tmp_path), TINY
-    )
-    states = [
-        ("result", {"status": "finished", "accuracy": 0.875}),
-        ("history", [{}, {}]),
-        ("failed", {"reason": "no memory: none"}),
-    ]
-    for recipe, (name, content) in zip(recipes, states, strict=False):
-        recipe.directory.mkdir()
-        (recipe.directory / f"{name}.json").write_text(json.dumps(content))
-    recipes[3].directory.mkdir()
-    (recipes[3].directory / "history.json").write_bytes(b"\xff\xfe")  # no text
-    assert [*map(overview.state_of, recipes)] == [
-        "0.8750",
-        "2/3",
-        "crashed: no memory: none",
-        "not started",
-    ]
+@pytest.mark.parametrize(
+    "name, content, state",
+    [
+        ("result", b'{"status": "finished", "accuracy": 0.875}', "0.8750"),
+        ("history", b"[{}, {}]", "2/3"),
+        ("failed", b'{"reason": "no memory: none"}', "crashed: no memory: none"),
+        ("history", b"\xff\xfe", "not started"),  # no text
+    ],
+)
+def test_the_state_of_a_cell_is_its_accuracy_epochs_or_failure(name, content, state, tmp_path):
+    (tmp_path / f"{name}.json").write_bytes(content)
+    assert overview.state_of(replace(TINY, out=tmp_path)) == state

@@ -27,8 +27,8 @@ from tracker.store import Store
 from vit import cells, grid
 from vit.data import load
 from vit.module import Classifier
-from vit.recipe import RECIPES, Recipe, check, recipe_file
-from vit.train import main
+from vit.recipe import RECIPES, Recipe, check
+from vit.train import main, recipe_of
 from vit.training import AtomicCheckpoints, train
 
 
@@ -41,7 +41,8 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_result_history_and_coupling(trained):
-    result = cells.read(trained, "result")
+    """The recorded loss is that of the plain training images, in evaluation mode."""
+    result, progress = (cells.read(trained, name) for name in ("result", "progress"))
     assert result["status"] == "finished" and result["images"] == {"train": 96, "test": 360}
     assert [row["step"] for row in result["history"]] == [3, 6, 9]
     assert result["accuracy"] == result["history"][-1]["test/accuracy"]
@@ -50,16 +51,9 @@ def test_result_history_and_coupling(trained):
     assert cells.read(trained, "history") == result["history"]
     ds = tracker.open_results(trained / "coupling")
     assert ds.step.values.tolist() == [0, 1, 2, 4, 8, 9] and ds.k.values.tolist() == [2, 4]
-    assert ds.sizes["prompt"] == 2 and ds.attrs["final_norm"] == "exclude"
-
-
-@pytest.mark.slow
-def test_training_loss_is_recorded_at_each_measured_step(trained):
-    """Class token and last patch are measured; the loss is that of the plain training images, in evaluation mode."""
-    units = tracker.open_results(trained / "coupling")
-    assert units.sizes["token"] == 2
-    progress = cells.read(trained, "progress")
-    assert [row["step"] for row in progress] == units.step.values.tolist()
+    # Class token and last patch
+    assert (ds.sizes["prompt"], ds.sizes["token"], ds.attrs["final_norm"]) == (2, 2, "exclude")
+    assert [row["step"] for row in progress] == ds.step.values.tolist()
     assert progress[-1]["loss"] == pytest.approx(loss_of(trained, "train"), rel=1e-5)
 
 
@@ -87,15 +81,8 @@ def test_neither_measuring_nor_testing_changes_a_training(trained, tmp_path, mon
 
 @pytest.mark.slow
 def test_diverged_training_is_recorded_and_reported(tmp_path, capsys):
-    arguments = [
-        "--config",
-        write_config(tmp_path),
-        "--out",
-        str(tmp_path / "cell"),
-        "--lr",
-        "1e30",
-    ]
-    assert main(arguments) == 1
+    cell = ["--config", write_config(tmp_path), "--out", str(tmp_path / "cell")]
+    assert main([*cell, "--lr", "1e30"]) == 1
     assert "diverged: the training loss is" in capsys.readouterr().err
     result = cells.read(tmp_path / "cell", "result")
     assert result["status"] == "diverged" and result["accuracy"] is None
@@ -122,8 +109,7 @@ def test_a_cell_is_not_trained_twice_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"drop_path": 1.0}, "--drop_path 1.0; it must be at least 0 and below 1"),
-        ({"drop_path": float("nan")}, "--drop_path nan"),
+        ({"drop_path": float("nan")}, "--drop_path nan; it must be at least 0 and below 1"),
         ({"patch_size": 5}, "--patch_size 5; it has to divide --image_size 32: 2, 4, 8, 16"),
         ({"batch_size": 33, "mixup": 0.8}, "even number; or --mixup 0 --cutmix 0"),
         ({"batch_size": 30, "devices": 4}, "split over 4 devices"),
@@ -147,17 +133,10 @@ def test_bad_settings_are_refused_before_anything_is_loaded(settings, message, m
     assert message in str(raised.value)
 
 
-def test_every_recipe_is_valid_and_states_time_and_accuracy():
-    names = {file.stem for file in RECIPES.glob("*.yaml")}
-    assert {"cifar10", "digits"} <= names
-    for name in names:
-        text = Path(recipe_file(name)).read_text()
-        assert "# Time: " in text and "Accuracy: " in text
-        from jsonargparse import ArgumentParser
-
-        parser = ArgumentParser()
-        parser.add_class_arguments(Recipe, as_group=False, skip={"options"})
-        check(Recipe(**parser.parse_path(recipe_file(name)).as_dict()))
+@pytest.mark.parametrize("file", RECIPES.glob("*.yaml"), ids=lambda file: file.stem)
+def test_every_recipe_is_valid_and_states_time_and_accuracy(file):
+    assert "# Time: " in (text := file.read_text()) and "Accuracy: " in text
+    check(recipe_of(["--config", file.stem]))
 
 
 STAYS_IN_MID_EPOCH = (
@@ -171,14 +150,10 @@ sys.exit(main(sys.argv[2:]))
 
 
 class TestCommandLine:
-    def test_options_override_the_recipe(self, capsys):
-        with pytest.raises(SystemExit):
-            main("--data digits --config digits --epochs 7 --print_config".split())
-        shown = capsys.readouterr().out
-        assert "patch_size: 8" in shown and "epochs: 7" in shown and "mixup: 0.0" in shown
-        with pytest.raises(SystemExit):
-            main(["--config", "cifar10", "--print_config"])
-        assert "patch_size: 4" in capsys.readouterr().out
+    def test_options_override_the_recipe(self):
+        recipe = recipe_of("--data digits --epochs 7".split())
+        assert (recipe.patch_size, recipe.epochs, recipe.mixup) == (8, 7, 0)
+        assert recipe_of(["--config", "cifar10"]).patch_size == 4
 
     def test_usage_errors(self, tmp_path, capsys):
         assert main(["--data", "digits", "--drop_path", "1", "--out", str(tmp_path / "cell")]) == 2
@@ -186,9 +161,6 @@ class TestCommandLine:
         assert not (tmp_path / "cell").exists()
         assert main(["--data", f"folder:{tmp_path}/nothing", "--out", str(tmp_path / "cell")]) == 2
         assert "nothing/train/CLASS" in capsys.readouterr().err
-        with pytest.raises(SystemExit) as stopped:
-            main(["--weight_dekay", "1"])
-        assert stopped.value.code == 2
 
     @pytest.mark.slow
     def test_interrupted_run_is_resumed(self, trained, tmp_path):
@@ -197,12 +169,8 @@ class TestCommandLine:
         processes.wait_for_line(process, "staying")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
-        assert (
-            process.returncode == 130
-            and "the same command continues" in err
-            and "Traceback" not in err
-        ), err
-        assert len(cells.read(tmp_path / "cell", "history")) == 1
+        assert process.returncode == 130 and "the same command continues" in err, err
+        assert "Traceback" not in err and len(cells.read(tmp_path / "cell", "history")) == 1
         assert main(arguments) == 0
         assert_same_training(trained, tmp_path / "cell")
 
@@ -220,10 +188,6 @@ def test_run_killed_in_mid_epoch_is_resumed(tmp_path):
     with two_ranks("tests.support.statements", STAYS_IN_MID_EPOCH, *killed) as ranks:
         processes.wait_for_line(ranks[0], "staying")
     assert Store(tmp_path / "killed" / "coupling").steps() == [0, 1, 2, 4]
-    assert (
-        not cells.is_done(tmp_path / "killed")
-        and len(cells.read(tmp_path / "killed", "history")) == 1
-    )
     run_on_two_ranks("vit.train", *killed)
     assert_same_training(*directories)
 
@@ -244,44 +208,31 @@ def test_a_training_that_ends_with_its_last_measurement_has_all_of_them(tmp_path
 
 
 @pytest.mark.slow
-def test_each_training_of_a_process_has_a_run_of_its_own_and_the_weights_of_its_seed(
-    tmp_path, monkeypatch
-):
-    """Without a key, W&B writes to the disk: the cell and its settings, and what was measured."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    options = ["--config", write_config(tmp_path, wandb="auto"), "--epochs", "2"]
+def test_each_training_of_a_process_has_a_run_of_its_own_and_the_weights_of_its_seed(tmp_path):
+    """A run has the cell and its settings, and what was measured."""
+    options = ["--config", write_config(tmp_path, wandb="offline"), "--epochs", "2"]
     directories = [tmp_path / "one", tmp_path / "two"]
     for seed, directory in enumerate(directories):
         more = ["--seed", str(seed), "--measure_at", "6", "--out", str(directory)]
         assert main([*options, *more]) == 0
     runs = [cells.read(directory, "wandb-run") for directory in directories]
     assert all(runs) and runs[0] != runs[1] and wandb.run is None
-    wandb.teardown()  # or the process keeps the settings that it read without WANDB_MODE
     embedded = [weights(directory)["model.pos_embed"].ravel() for directory in directories]
     assert torch.corrcoef(torch.stack(embedded))[0, 1] < 0.3, "other initial weights"
     found = records(offline_run(directories[0]))
-    text = json.dumps(of("run", found))
+    run, rows = (json.dumps(of(kind, found)) for kind in ("run", "history"))
     for field in ("wd0.05_sd0.1_seed0", '"digits"', '"wd0.05"', '"sd0.1"', "label_smoothing"):
-        assert field in text, field
-    rows = [row["item"] for row in of("history", found)]
-    assert any("test/accuracy" in row for row in rows)
-    assert any("miscoupling/mean_offdiag" in row for row in rows)
+        assert field in run, field
+    assert "test/accuracy" in rows and "miscoupling/mean_offdiag" in rows
 
 
-def test_a_checkpoint_is_replaced_as_a_whole_and_a_damaged_one_is_named(tmp_path, monkeypatch):
+def test_a_checkpoint_is_replaced_as_a_whole(tmp_path, monkeypatch):
     checkpoints, file = AtomicCheckpoints(), tmp_path / "new" / "last.ckpt"
     checkpoints.save_checkpoint({"a": torch.ones(2)}, file)
-    with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
-        with pytest.raises(OSError):
-            checkpoints.save_checkpoint({"a": torch.zeros(2)}, file)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(OSError):
+        checkpoints.save_checkpoint({"a": torch.zeros(2)}, file)
     assert torch.equal(checkpoints.load_checkpoint(file)["a"], torch.ones(2))
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ValueError, match="last.ckpt can't be read .*; remove it"):
-        checkpoints.load_checkpoint(file)
 
 
 def test_a_finished_training_is_returned_on_every_rank(tmp_path, monkeypatch):
@@ -295,10 +246,7 @@ def test_a_finished_training_is_returned_on_every_rank(tmp_path, monkeypatch):
 def test_directories_may_be_given_as_text(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Recipe(data_dir="~/images").data_dir == tmp_path / "images"  # type: ignore[arg-type]
-    one = grid.cells(grid.GridCommand(weight_decays="1", drop_paths="0", out="runs"), TINY)  # type: ignore[arg-type]
-    assert [str(cell.directory) for cell in one] == ["runs/wd1_sd0_seed0"]
+    assert grid.GridCommand(out="runs").out == Path("runs")  # type: ignore[arg-type]
     for option, kind in (("out", Recipe), ("data_dir", Recipe), ("out", grid.GridCommand)):
-        with pytest.raises(
-            ValueError, match=f"--{option} 3; give a directory, as text or as a path"
-        ):
+        with pytest.raises(ValueError, match=f"--{option} 3; give a directory, as text"):
             kind(**{option: 3})
