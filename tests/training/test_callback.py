@@ -264,7 +264,7 @@ def test_refused_at_setup(module, options, message):
         (dict(weights="ema"), "choose 'raw' or 'averaged'"),
         (dict(log="most"), "log='most'; choose 'headline'"),
         (dict(log=[]), "log="),
-        (dict(max_overhead=5), "a share of the run's time"),
+        (dict(max_overhead=1.5), "a share of the run's time"),
         (dict(probe="a prompt", tokenizer="gpt2"), "AutoTokenizer.from_pretrained('gpt2')"),
     ],
 )
