@@ -87,6 +87,7 @@ def test_the_hub_is_not_asked_about_pythia(walker, served_pythia, capsys):
     )
     assert found["model"].startswith("from the shape in checkpoints/data/pythia.toml")
     assert "per checkpoint" in found["in all"] and "H100" in found["time"]
+    assert "; h100, float32; " in found[""]
 
 
 def test_what_the_cache_holds_is_not_computed(walker, served_pythia, capsys, monkeypatch, tmp_path):
