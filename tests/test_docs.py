@@ -149,7 +149,9 @@ def usage(module: str) -> str:
     "module, options", commands(), ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_commands_exist_and_know_their_options(module, options):
-    assert importlib.util.find_spec(module) is not None
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert not spec.submodule_search_locations or importlib.util.find_spec(f"{module}.__main__")
     unknown = [option for option in options if not re.search(rf"(?<!\S){option}\b", usage(module))]
     assert unknown == []
 

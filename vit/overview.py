@@ -70,7 +70,11 @@ def seconds_of_step(recipe: Recipe, weights: int) -> float:
 
     if recipe.threads:
         torch.set_num_threads(recipe.threads)
-    gpu = None if recipe.accelerator == "cpu" else torch.accelerator.current_accelerator()
+    gpu = (
+        None
+        if recipe.accelerator == "cpu"
+        else torch.accelerator.current_accelerator(check_available=True)
+    )
     machine = this_machine(gpu or torch.device("cpu"))
     tokens = 1 + (recipe.image_size // recipe.patch_size) ** 2
     return 6 * weights * tokens * recipe.batch_size / (SHARE * machine.rate)

@@ -191,8 +191,16 @@ def course(store, change: float, by_eq_14: float) -> xr.Dataset:
     [
         (0.3, 0.2, ("Coupling rises from", "coupling by eq. 14 rises from")),
         (-0.3, -0.2, ("Coupling falls from", "coupling by eq. 14 falls from")),
-        (0.3, 0, ("Coupling rises from", "coupling by eq. 14 does not change beyond chance, from")),
-        (0, -0.2, ("Coupling does not change beyond chance, from", "eq. 14 falls from")),
+        (
+            0.3,
+            0,
+            (
+                "Coupling rises from",
+                "coupling by eq. 14 goes from",
+                "; no change beyond chance over pairs of blocks).",
+            ),
+        ),
+        (0, -0.2, ("Coupling goes from", "; no change beyond chance over", "eq. 14 falls from")),
         (0.3, -0.2, ("rises", "falls", "The definitions disagree: report both")),
     ],
 )
@@ -208,7 +216,7 @@ def test_the_last_line_says_whether_coupling_rises(store, change, by_eq_14, said
     )
     low, high = interval(second - first)
     ends = f"from {first.mean():.3f} to {second.mean():.3f} (by {(second - first).mean():z.3f}"
-    assert f"{ends} [{low:z.3f}, {high:z.3f}] over prompts, these weights alone)" in last
+    assert f"{ends} [{low:z.3f}, {high:z.3f}] over prompts, these weights alone" in last
     assert tracker.summary(ds.isel(step=[0])).attrs["finding"] == ""
 
 

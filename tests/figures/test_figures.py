@@ -263,7 +263,9 @@ def test_1b_and_the_page_state_no_onset_where_pairs_of_blocks_do_not_agree(one):
     level, sign = null_level(ds, measure), xr.where(ds.layer + ds.layer_other == 3, -1.9, 1.0)
     ds[measure] = (level - sign * (level - ds[measure])).transpose(*ds[measure].dims)
     assert draw("1b", {"toy": ds})[1].onset_by.isna().all()
-    assert contents(reduced(ds))["onset"][measure][K]["words"] == "none beyond chance"
+    assert (
+        contents(reduced(ds))["onset"][measure][K]["words"] == "none beyond chance at 2.5 % / steps"
+    )
 
 
 def test_1c_without_an_onset_shows_evenly_spaced_steps(one):

@@ -81,7 +81,7 @@ def served_pythia(served, suite):
 def test_the_hub_is_not_asked_about_pythia(walker, served_pythia, capsys):
     found = dry_run(capsys, *walker.arguments("--steps", "128,256", "--on", "h100", model="14m"))
     assert not served_pythia.requested("pythia")
-    assert found["download"].startswith("107 MB; 0 MB") and "53.3 MB per" in found["disk"]
+    assert found["download"].startswith("107 MB, 0.9 s at 1 Gbit/s; 0 MB") and "53.3 MB per" in found["disk"]
     assert found["sizes"].startswith(
         "2 checkpoints computed from the shape that ships in checkpoints/data/pythia.toml"
     )
@@ -96,7 +96,7 @@ def test_what_the_cache_holds_is_not_computed(walker, served_pythia, capsys, mon
     shutil.copytree(served_pythia.root / cache.name, cache)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     found = dry_run(capsys, *walker.arguments("--steps", "128,512", model="14m"))
-    assert found["download"].startswith("53.3 MB; 53.3 MB are in the cache")
+    assert found["download"].startswith("53.3 MB, 0.4 s at 1 Gbit/s; 53.3 MB are in")
     assert found["sizes"].startswith("1 checkpoint as listed; 1 checkpoint computed from the shape")
     assert found["model"].startswith("from the checkpoint's configuration")
 

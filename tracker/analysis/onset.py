@@ -139,7 +139,7 @@ def onset(
     peak = int(np.nan_to_num(mean, nan=-np.inf).argmax())
     # Bonferroni: the maximum is over S steps.
     if not coupled(pairs, departure, clusters, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
-        return _without_steps("none beyond chance")
+        return _without_steps("none beyond chance at 2.5 % / steps")
     first = int((mean >= SHARE * mean[peak]).argmax())
     # What is above the tenth at the first measured step has departed at some time since the start.
     before = np.concatenate([[0.0], steps[:-1]])

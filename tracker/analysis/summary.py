@@ -336,12 +336,14 @@ def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | Non
             coupled(sign * by_pair[None], sign * by_prompt[None], after.clusters)[0]
             for sign in (1, -1)
         )
-        verb = "rises" if rises else "falls" if falls else "does not change beyond chance,"
-        why = f", {after.answer}" if after.answer.startswith("no test") else ""
+        verb = "rises" if rises else "falls" if falls else "goes"
+        why = "" if verb != "goes" else "; no change beyond chance over pairs of blocks"
+        if after.answer.startswith("no test"):
+            verb, why = "goes", f", {after.answer}"
         verbs.add(verb)
         interval = f" [{low:z.3f}, {high:z.3f}] over {over}, these weights alone" if over else ""
         said.append(
-            f"{BY_DEFINITION[name]} {'goes' if why else verb} from {before.middle:z.3f} to {after.middle:z.3f} "
+            f"{BY_DEFINITION[name]} {verb} from {before.middle:z.3f} to {after.middle:z.3f} "
             f"(by {change:z.3f}{interval}{why})"
         )
     sentence = f"{'; '.join(said)}."

@@ -113,7 +113,10 @@ def _download_lines(
         kept, limit = min(download, disk_budget), f"--disk_budget {size(disk_budget)}"
     counts = [f"{counted(count, 'checkpoint')} {source}" for source, count in sources.items()]
     cached = sum(present.values())
-    yield entry("download", f"{size(download)}; {size(cached)} are in the cache already")
+    yield entry(
+        "download",
+        f"{size(download)}, {duration(8 * download / 1e9)} at 1 Gbit/s; {size(cached)} are in the cache already",
+    )
     yield entry("sizes", "; ".join(counts))
     yield entry(
         "disk", f"at most {size(kept)} of downloads ({limit}); {size(largest)} per checkpoint"
