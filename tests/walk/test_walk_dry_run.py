@@ -81,7 +81,10 @@ def served_pythia(served, suite):
 def test_the_hub_is_not_asked_about_pythia(walker, served_pythia, capsys):
     found = dry_run(capsys, *walker.arguments("--steps", "128,256", "--on", "h100", model="14m"))
     assert not served_pythia.requested("pythia")
-    assert found["download"].startswith("107 MB, 0.9 s at 1 Gbit/s; 0 MB") and "53.3 MB per" in found["disk"]
+    assert (
+        found["download"].startswith("107 MB, 0.9 s at 1 Gbit/s; 0 MB")
+        and "53.3 MB per" in found["disk"]
+    )
     assert found["sizes"].startswith(
         "2 checkpoints computed from the shape that ships in checkpoints/data/pythia.toml"
     )
