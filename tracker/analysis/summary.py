@@ -337,7 +337,7 @@ def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | Non
             for sign in (1, -1)
         )
         verb = "rises" if rises else "falls" if falls else "goes"
-        why = "" if verb != "goes" else "; no change beyond chance over pairs of blocks"
+        why = "; no change beyond chance over pairs of blocks" if verb == "goes" else ""
         if after.answer.startswith("no test"):
             verb, why = "goes", f", {after.answer}"
         verbs.add(verb)
