@@ -103,6 +103,12 @@ def test_a_store_is_summarised_at_its_first_and_last_step(store):
         assert row == pytest.approx(expected, rel=1e-6)
     assert contents(reduced(ds))["most_coupled"]["miscoupling"][4] == (2, 4)
     assert "the first and the last of 4 steps" in table.attrs["title"]
+    highest = tracker.summary(store, step=512)
+    value = highest.coupling["miscoupling", "all pairs", "512"]
+    assert table.attrs["finding"].endswith(f"highest at step 512, with {value:.3f}.")
+    assert "highest" not in highest.attrs["finding"]
+    with refused("step 9 of toy was not measured; choose from 0, 64, 512, 4096"):
+        tracker.summary(store, step=9)
     parts = tracker.summary(ds.assign_coords(step=ds.step / 8192))
     assert [at for *_, at in parts.index] == [
         {"0": "0.0", "4,096": "0.5"}[at] for *_, at in table.index
@@ -142,6 +148,18 @@ def test_results_side_by_side(store, tmp_path):
     assert any("The results differ in inputs" in note for note in table.attrs["notes"])
 
 
+def test_recipes_are_said_to_be_highest_at_an_earlier_step(tmp_path):
+    steps = [0, 8, 16]
+    runs = [generated(tmp_path / str(seed), steps, prompts=2, seed=seed) for seed in range(4)]
+    table = tracker.summary({"a": runs[:2], "b": runs[2:]})
+    listed = []
+    for name, (first, second) in {"a": runs[:2], "b": runs[2:]}.items():
+        of_runs = (tracker.curves(run).miscoupling_coupling for run in (first, second))
+        mean = (sum(of_runs) / 2).isel(k=0).sel(pairs="mean_offdiag")
+        listed.append(f"{name} {mean.max().item():z.3f} at step {mean.idxmax().item():.0f}")
+    assert f"highest earlier: {', '.join(listed)}. " in table.attrs["finding"]
+
+
 def test_recipes_are_compared_over_their_runs(tmp_path):
     runs = [generated(tmp_path / str(seed), [8], seed=seed) for seed in range(6)]
     each = [tracker.summary(run) for run in runs]
@@ -157,7 +175,7 @@ def test_recipes_are_compared_over_their_runs(tmp_path):
         assert_ends(rows.loc["b − a"], welch(a, b))
         assert rows.over.tolist() == ["3 runs", "2 runs", "", "2 runs and 3 runs", ""]
     said, alone = repr(table), repr(tracker.summary({"a": [runs[0]], "b": [runs[1]]}))
-    assert "holds for these prompts alone. A recipe of one run has none." in said
+    assert "holds for these prompts alone. A recipe of one run has none" in said
     for words in ("holds for these weights alone", "Two runs of one recipe differ", "above 0"):
         assert words in alone and words not in said
 

@@ -4,13 +4,15 @@
     all pairs    mean over pairs of different blocks
     neighbours   mean over pairs of blocks that follow each other
 
-A store is summarised at its first and last step: a step that is chosen for its coupling has no interval. Several results
-stand side by side, with the difference of each from the first. Intervals of results are over their prompts, which share the
-weights. Where a recipe has several runs, intervals are over runs: that of its mean, and Welch's of the difference of two means.
+A store is summarised at its first and last step: a step that is chosen for its coupling has no interval, so the highest value of
+all steps is stated without one. Several results stand side by side, with the difference of each from the first. Intervals of
+results are over their prompts, which share the weights. Where a recipe has several runs, intervals are over runs: that of its
+mean, and Welch's of the difference of two means.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from itertools import chain
 from typing import Any
@@ -19,8 +21,9 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.curves import sources
+from tracker.analysis.curves import curves, sources
 from tracker.analysis.doubts import OF_RECIPE, describe_differences, doubts
+from tracker.analysis.null_levels import READ
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
     describe_equal_blocks,
@@ -29,11 +32,11 @@ from tracker.analysis.pairs import (
     independent_pairs,
     is_one_module,
 )
-from tracker.analysis.reduction import IN_SUMMARY, PERCENTILES, reduced
+from tracker.analysis.reduction import COORDINATES, IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import clustered_mean, error_of_sum, t_margin
 from tracker.analysis.selections import opened, with_steps
 from tracker.common.errors import UsageError
-from tracker.common.text import at_tokens, capitalised, counted, escaped, find_repeats
+from tracker.common.text import at_tokens, capitalised, counted, escaped, find_repeats, join_names
 from tracker.measures.declaration import POSITION
 from tracker.measures.registry import BY_NAME
 from tracker.store import (
@@ -41,6 +44,7 @@ from tracker.store import (
     Store,
     attribute_values,
     by_name,
+    join,
     require_steps,
     short_name,
 )
@@ -68,8 +72,8 @@ class Summary(pd.DataFrame):
         return pd.DataFrame  # a part of the table is a plain DataFrame
 
     def __repr__(self) -> str:
-        """Return the title, the table and the notes."""
-        table = self.to_string(float_format=lambda value: f"{value:z.3f}", na_rep="")
+        """Return the title, the table without columns that are empty, and the notes."""
+        table = self._shown().to_string(float_format=lambda value: f"{value:z.3f}", na_rep="")
         lines = [self.attrs["title"], "", table, "", *self.attrs["notes"], self.attrs["finding"]]
         return escaped("\n".join(lines).rstrip("\n"))
 
@@ -80,12 +84,18 @@ class Summary(pd.DataFrame):
 
     def html_table(self) -> str:
         """Return the table as HTML, without title and notes."""
-        return self.to_html(float_format=lambda value: f"{value:z.3f}", na_rep="", border=0)
+        return self._shown().to_html(
+            float_format=lambda value: f"{value:z.3f}", na_rep="", border=0
+        )
+
+    def _shown(self) -> pd.DataFrame:
+        return self.loc[:, (self != "").any()]
 
 
 def summary(
     results: Result | Mapping[str, Result | Sequence[Result]] | Sequence[Result],
     k: int | None = None,
+    step: int | None = None,
 ) -> Summary:
     """Return how far blocks are coupled beyond chance, how straight paths are and how evenly norms grow, as a table.
 
@@ -93,6 +103,7 @@ def summary(
         results: a Dataset of `measure` or `open_results`, or a part of one; a store or its directory; or several of these, by
             name or as a list, of which the last steps are compared. In a mapping, a list or a mapping holds the runs of a recipe.
         k: number of singular vectors; the smallest measured by default.
+        step: the step to take in place of the last, as if nothing had been measured after it.
 
     Returns:
         A DataFrame with a row for each measure, choice of pairs, and step or result; `Summary` describes its columns. Where
@@ -101,13 +112,13 @@ def summary(
 
     Raises:
         FileNotFoundError: if a directory holds no results.
-        UsageError: for a K that was not measured, for results without mis-couplings and without paths, for a part of results
-            without what the table needs, and for runs of a recipe that were not measured alike, or have the same numbers.
+        UsageError: for a K or a step that was not measured, for results without mis-couplings and without paths, for a part of
+            results without what the table needs, and for runs of a recipe that were not measured alike, or have the same numbers.
     """
     of_recipes = isinstance(results, Mapping) and not isinstance(results, xr.Dataset) and results
     named: Any = results if of_recipes else by_name(results)
     recipes = {
-        str(name): {run: _result(result) for run, result in by_name(runs).items()}
+        str(name): {run: _until(_result(of), step, run) for run, of in by_name(runs).items()}
         for name, runs in named.items()
     }
     return _of_recipes(recipes, k)
@@ -125,11 +136,13 @@ class _Result:
     Attributes:
         steps: ascending.
         curve: returns some steps, `reduced`.
+        couplings: returns the `curves` of the measures of `SHOWN` at some steps.
         skipped: the steps without results, and why.
     """
 
     steps: list[int]
     curve: Callable[[list[int]], xr.Dataset]
+    couplings: Callable[[list[int]], xr.Dataset]
     skipped: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -137,16 +150,49 @@ Recipes = Mapping[str, Mapping[str, _Result]]  # the runs of each, by name
 
 
 def _of_curve(curve: xr.Dataset) -> _Result:
-    return _Result(curve["step"].values.tolist(), lambda steps: curve.sel(step=steps))
+    def at(steps: list[int]) -> xr.Dataset:
+        return curve.sel(step=steps)
+
+    return _Result(curve["step"].values.tolist(), at, at)
 
 
 def _result(result: Result) -> _Result:
     if isinstance(result, xr.Dataset):
         ds = with_steps(opened(result), 0)
-        return _Result(ds["step"].values.tolist(), lambda steps: reduced(ds.sel(step=steps)))
+        return _Result(
+            ds["step"].values.tolist(),
+            lambda steps: reduced(ds.sel(step=steps)),
+            lambda steps: curves(ds.sel(step=steps), SHOWN),
+        )
     store = Store(result)
-    steps = require_steps(store)
-    return _Result(steps, lambda steps: reduced(store.curve(steps)), store.skipped())
+    return _Result(
+        require_steps(store),
+        lambda steps: reduced(store.curve(steps)),
+        partial(_read_couplings, store),
+        store.skipped(),
+    )
+
+
+def _read_couplings(store: Store, steps: list[int]) -> xr.Dataset:
+    """Return the curves of the mis-couplings of a store, without units that are damaged."""
+    needed = {*SHOWN, *READ, *COORDINATES, "prompt_text"}
+    parts = store.curves(steps, leave_out=lambda *_: None, names=needed)
+    return join([curves(part, SHOWN) for part in parts], store.path)
+
+
+def _until(result: _Result, step: int | None, name: str) -> _Result:
+    """Return a result as if `step` was its last.
+
+    Raises:
+        UsageError: if it was not measured.
+    """
+    if step is None:
+        return result
+    if step not in result.steps:
+        raise UsageError(
+            f"step {step} of {name} was not measured; choose from {join_names(result.steps)}"
+        )
+    return replace(result, steps=result.steps[: result.steps.index(step) + 1])
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> int | None:
@@ -319,7 +365,27 @@ def _of_steps(result: _Result, k: int | None) -> Summary:
         title += f"; the first and the last of {counted(len(steps), 'step')}"
     notes = [*_of_rows(units, rows, k), *doubts(curve, result.skipped)]
     finding = _of_change(units, cells, k) if several else ""
+    highest = _highest([result], k)
+    if finding and highest and steps[0] < highest[1] < steps[-1]:
+        finding += f" Coupling was highest at step {highest[1]:,}, with {highest[0]:z.3f}."
     return _table(rows, "step" if several else "", title, notes, finding)
+
+
+def _highest(runs: Sequence[_Result], k: int | None) -> tuple[float, float] | None:
+    """Return the highest coupling, a mean over runs, and its step; None without a curve of couplings."""
+    if k is None or any(len(run.steps) < 2 for run in runs):
+        return None
+    # Of the steps that all runs have
+    first, *others = (run.couplings(run.steps) for run in runs)
+    mean = sum(others, first) / len(runs)
+    measured = [f"{name}_coupling" for name in SHOWN if f"{name}_coupling" in mean]
+    if not measured:
+        return None
+    coupling = mean[measured[0]].sel(k=k, pairs="mean_offdiag").dropna("step")
+    if not coupling.size:
+        return None
+    at = int(coupling.values.argmax())
+    return coupling.values[at].item(), coupling["step"].values[at].item()
 
 
 def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | None) -> str:
@@ -423,7 +489,17 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
     notes += [
         f"The results differ in {difference}." for difference in describe_differences(of_each)
     ]
-    return _table(rows, "result", title, notes)
+    highest = {name: _highest([*of_recipe.values()], k) for name, of_recipe in recipes.items()}
+    finding = ""
+    if any(
+        at and at[1] < max(run.steps[-1] for run in recipes[name].values())
+        for name, at in highest.items()
+    ):
+        listed = join_names(
+            f"{name} {at[0]:z.3f} at step {at[1]:,}" for name, at in highest.items() if at
+        )
+        finding = f"Coupling was highest earlier: {listed}. To compare at another step: summary(..., step=...)."
+    return _table(rows, "result", title, notes, finding)
 
 
 Rows = dict[str, dict[tuple[str, str], Row]]
@@ -479,7 +555,7 @@ def _of_rows(units: Sequence[xr.Dataset], rows: Rows, k: int | None) -> Iterator
     elif any(over.endswith(" runs") for over in overs):
         yield (
             f"low and high: 95 % interval {quantity}, over runs: of their mean, and Welch's of the difference of two means. It "
-            f"holds for these {kind}s alone. A recipe of one run has none."
+            f"holds for these {kind}s alone. A recipe of one run has none, and of two a wide one: train three or more."
         )
     else:
         in_clusters = any("clusters" in over for over in overs)
