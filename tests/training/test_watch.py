@@ -8,6 +8,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.demos import Transformer
 from lightning.pytorch.loggers import WandbLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 import tracker
@@ -44,6 +45,17 @@ def test_the_summary_of_the_store_is_printed_at_the_end(tmp_path, capsys, measur
     printed, shown = capsys.readouterr().out, path.replace("\x1b", r"\x1b")
     stored = f"stored in {shown}: tracker.plot('{shown}'), python -m tracker.report '{shown}'\n"
     assert printed == (f"{tracker.summary(path)!r}\n{stored}" if measures == "coupling" else "")
+
+
+def test_a_warning_of_each_measurement_is_given_once_in_a_run():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="norms") as given:
+            with tracker.Watch(1, k=K, probe=torch.randn(2, 5, 16)) as watch:
+                watch(0, encoder)
+                watch(1, encoder)
+        assert ["norms" in str(warning.message) for warning in given].count(True) == 1
 
 
 def test_a_store_that_is_damaged_meanwhile_does_not_stop_the_end_of_a_training(tmp_path):

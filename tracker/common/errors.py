@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -119,11 +120,30 @@ class Note(UserWarning):
     """A warning of nothing that is wrong: commands print it as a note."""
 
 
-def warn_caller(message: str, category: type[UserWarning] = UserWarning) -> None:
-    """Warn at the innermost line that belongs neither to this package nor to a framework that calls it.
+# What has been said, where each warning is given once
+_said: ContextVar[set[str] | None] = ContextVar("_said", default=None)
 
-    Python shows the same warning once for each such line, so a training run that measures often warns once.
+
+@contextmanager
+def warning_once(said: set[str]) -> Iterator[None]:
+    """Give no warning that was said before, and add to `said` those that are given.
+
+    Python shows a warning again for the same line whenever a library has changed the filters in between, as xarray and pandas do.
     """
+    before = _said.set(said)
+    try:
+        yield
+    finally:
+        _said.reset(before)
+
+
+def warn_caller(message: str, category: type[UserWarning] = UserWarning) -> None:
+    """Warn at the innermost line that belongs neither to this package nor to a framework that calls it."""
+    said = _said.get()
+    if said is not None:
+        if message in said:
+            return
+        said.add(message)
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_internal(
         frame.f_code.co_filename, frame.f_globals.get("__name__", "")

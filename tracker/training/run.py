@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tracker.analysis.summary import summary
-from tracker.common.errors import UsageError, warn_caller
+from tracker.common.errors import UsageError, warn_caller, warning_once
 from tracker.common.text import escaped
 from tracker.devices import release_memory
 from tracker.loggers.protocol import Logger, Row, check_log, select_metrics
@@ -109,6 +109,7 @@ class TrainingRun:
         self.open_store: Store | None = None
         self.held: Held | None = None  # on rank 0, until the training has ended
         self.skipped = Skipped(None, warn_caller)
+        self.said: set[str] = set()  # warnings of its measurements
         self.any_tried = self.any_measured = False
         self.loggers: Sequence[Logger] = ()
         self.metrics: Metrics | None = None
@@ -242,6 +243,7 @@ class TrainingRun:
         self.open_store = self.store if stores else None
         store = self.open_store if rank == 0 else None
         self.skipped = Skipped(store, warn_caller)
+        self.said = set()
         self.any_tried = self.any_measured = False
         self.loggers, self.metrics = loggers, metrics
         with preserve_random_state():
@@ -291,7 +293,7 @@ class TrainingRun:
         if not due or self.last_measured == step:
             return None
         with preserve_random_state():
-            with self.overhead:
+            with self.overhead, warning_once(self.said):
                 unit = self._measure_and_publish(step, module, device)
             self._attempt(step, "not logged", self._log_cost, step)
         if self.regular:  # where many steps are measured at first, the share falls later
