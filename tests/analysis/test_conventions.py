@@ -31,6 +31,16 @@ def test_results_of_different_conventions_differ(key):
     assert describe_differences(several, ["blocks"]) == []
 
 
+@pytest.mark.parametrize(("ids", "same"), [("12", True), ("34", False)])
+def test_inputs_of_the_same_token_ids(ids, same):
+    several = {
+        "a": result(token_ids_sha256="12"),
+        "b": result(inputs_sha256="cd", token_ids_sha256=ids),
+    }
+    (said,) = describe_differences(several)
+    assert said == f"inputs (a: ab; b: cd{'; their token ids are the same' * same})"
+
+
 def test_values_along_step():
     changed = xr.Dataset(
         coords={"step": [0, 1], "final_norm": ("step", np.array(["include", "exclude"], object))}
