@@ -405,7 +405,8 @@ def short_name(ds: xr.Dataset) -> str:
 Result = xr.Dataset | os.PathLike[str] | str  # a Dataset, or a store or its directory
 GIVE = (
     "give a Dataset as from tracker.measure or tracker.open_results, a directory of results, or several of these in a list or in "
-    'a mapping from names; tracker.summary also takes the runs of recipes, {"a": [run, run], "b": [run, run]}'
+    'a mapping from names; tracker.summary and the curves of tracker.plot also take the runs of recipes, {"a": [run, run], '
+    '"b": [run, run]}'
 )
 
 
@@ -433,6 +434,13 @@ def by_name(results: Any) -> dict[str, Result]:
         if len(set(names)) < len(names):
             names = [f"{name} ({i})" for i, name in enumerate(names, 1)]
     return dict(zip(names, listed, strict=True))
+
+
+def runs_of_recipes(results: Any) -> dict[str, dict[str, Result]]:
+    """Return the runs of each recipe by name, as `by_name`; a result that is no list or mapping of runs is a recipe of one."""
+    of_recipes = isinstance(results, Mapping) and not isinstance(results, xr.Dataset) and results
+    named: Any = results if of_recipes else by_name(results)
+    return {str(recipe): by_name(runs) for recipe, runs in named.items()}
 
 
 def distinct_names(directories: Sequence[Path]) -> list[str]:

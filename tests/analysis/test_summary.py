@@ -361,7 +361,7 @@ def test_what_can_not_be_summarised(tmp_path):
     for given, message in (
         (lambda: tracker.summary(ds, k=3), "K = 3 was not measured; choose from 2"),
         (lambda: tracker.summary({"a": []}), "no results"),
-        (lambda: tracker.summary([[ds]]), "list is no result; .* takes the runs of recipes"),
+        (lambda: tracker.summary([[ds]]), "list is no result; .* take the runs of recipes"),
         (
             lambda: tracker.summary({"a": [ds, ds]}),
             r"\(1\) and .* \(2\) of a have the same numbers",
@@ -370,7 +370,6 @@ def test_what_can_not_be_summarised(tmp_path):
             lambda: tracker.summary({"a": [ds, ds.assign_attrs(blocks="x")], "b": ds}),
             r"the runs of a differ in blocks \(",
         ),
-        (lambda: tracker.plot({"a": [ds]}), "list is no result"),
         (lambda: tracker.summary(ds[["norm"]]), "no mis-couplings and no paths"),
     ):
         with refused(message):

@@ -129,6 +129,17 @@ def test_several_results_stand_beside_each_other_with_a_warning_of_what_differs(
     assert first.get_color() != second.get_color() == lss.lines[1].get_color()
 
 
+def test_runs_of_a_recipe_have_one_colour_and_one_label(course):
+    recipes = {"a": [course, course], "b": course}
+    coupling, *_ = tracker.plot(recipes).axes
+    first, second, third = (line.get_color() for line in coupling.lines[:3])
+    assert first == second != third
+    labels = [text.get_text() for text in coupling.get_legend().texts]
+    assert labels == ["a", "b", "unrelated blocks"]
+    with refused("recipes a,b is for the figures curves"):
+        tracker.plot(recipes, "heatmap")
+
+
 @pytest.mark.parametrize("measure", VARIANTS)
 def test_every_measure_of_pairs_of_blocks_is_drawn(course, measure):
     """Of another step and K."""

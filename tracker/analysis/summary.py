@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -43,9 +42,9 @@ from tracker.store import (
     Result,
     Store,
     attribute_values,
-    by_name,
     join,
     require_steps,
+    runs_of_recipes,
     short_name,
 )
 
@@ -115,11 +114,9 @@ def summary(
         UsageError: for a K or a step that was not measured, for results without mis-couplings and without paths, for a part of
             results without what the table needs, and for runs of a recipe that were not measured alike, or have the same numbers.
     """
-    of_recipes = isinstance(results, Mapping) and not isinstance(results, xr.Dataset) and results
-    named: Any = results if of_recipes else by_name(results)
     recipes = {
-        str(name): {run: _until(_result(of), step, run) for run, of in by_name(runs).items()}
-        for name, runs in named.items()
+        recipe: {run: _until(_result(of), step, run) for run, of in runs.items()}
+        for recipe, runs in runs_of_recipes(results).items()
     }
     return _of_recipes(recipes, k)
 
@@ -478,10 +475,13 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
             for at, cell in columns[name].items()
             if at in columns[first]
         }
-    title = f"{', '.join(units)}, the last step of each"
+    last = dict.fromkeys(f"{run.steps[-1]:,}" for run in runs)
     # 0 is also the step of a result that states none.
-    if all(run.steps[-1] for run in runs):
-        title += f" ({', '.join(f'{run.steps[-1]:,}' for run in runs)})"
+    if len(last) == 1 and runs[0].steps[-1]:
+        title = f"{', '.join(units)}, at step {', '.join(last)}"
+    else:
+        title = f"{', '.join(units)}, the last step of each"
+        title += f" ({', '.join(last)})" if "0" not in last else ""
     title += "" if k is None else f"; K = {k}"
     notes = [*_of_rows(every, rows, k), *[OF_WEIGHTS] * (not over_runs)]
     equal = {name: describe_equal_blocks(unit) for name, unit in of_each.items() if k is not None}

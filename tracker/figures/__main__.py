@@ -118,7 +118,12 @@ def _run(parsed: Namespace, wanted: Sequence[str], results: "Results") -> None:
         print("\n".join(availability(results)))
     lacking: dict[str, list[str]] = {}  # figures by what the results lack for them
     for figure in wanted:
-        options = [option for option in CHOSEN if not every or option in FIGURES[figure].takes]
+        # Recipes are given in Python alone.
+        options = [
+            option
+            for option in CHOSEN
+            if option in parsed and (not every or option in FIGURES[figure].takes)
+        ]
         chosen = {option: getattr(parsed, option) for option in (*options, "convention")}
         try:
             _save(figure, *draw(figure, results, parsed.k, **chosen), parsed.out)

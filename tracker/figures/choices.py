@@ -1,6 +1,6 @@
 """What the caller of a figure chooses: K, the measure, a step, blocks, the axis of training steps, and whose convention."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -27,6 +27,7 @@ class Choices:
             them, and variables that count the final norm, where there are such; results without them are refused.
         layers: the blocks to show; None for those of the figure.
         ax: the axes to draw into, for a figure of one panel.
+        recipes: the results that are runs of each recipe; None where each result is a recipe by itself.
     """
 
     k: int = 0
@@ -36,6 +37,7 @@ class Choices:
     convention: Convention = "package"
     layers: Sequence[int] | None = None
     ax: "Axes | None" = None
+    recipes: Mapping[str, Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         for option, known in (("axis", Axis), ("convention", Convention)):

@@ -5,6 +5,7 @@ Coupling is the null level minus the mis-coupling; by the paper's convention it 
 record them (`regression.clustered_mean`).
 """
 
+from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -68,8 +69,8 @@ HALF = 0.5  # of the largest coupling
 def training_curves(results: Results, choices: Choices) -> "Plotted":
     """Draw coupling, LSS and expodistance over training, with quartile bands.
 
-    Several results are drawn over each other, each in its colour. Unless a measure is chosen, coupling by m_K is shown and, of a
-    single result, that by the paper's equation 14 too.
+    Several results are drawn over each other, each in its colour, and runs of a recipe in one. Unless a measure is chosen,
+    coupling by m_K is shown and, of a single result, that by the paper's equation 14 too.
     """
     figure, axes = panels(1 + len(TRAJECTORY), choices.ax, size=(3.3, 3.2))
     coupling, lss, expodistance = axes
@@ -79,13 +80,20 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
     if choices.measure:
         measures = [choices.measure]
     paths = {choices.variable(path): heading for path, heading in TRAJECTORY.items()}
+    recipes = choices.recipes or {name: [name] for name in results}
+    # Lines of a recipe have one colour, and the first has its label.
+    of_lines = {
+        name: (colour, recipe if name == names[0] else None)
+        for (recipe, names), colour in zip(recipes.items(), cycle(SERIES["light"]), strict=False)
+        for name in names
+    }
     tables, any_suspect = [], False
-    for i, (name, ds) in enumerate(results.items()):
+    for name, ds in results.items():
         points = curves(ds, [*measures, *paths])
         columns: dict[str, Any] = {"result": name, "step": points["step"].values}
-        of_result = None if single else SERIES["light"][i % len(SERIES["light"])]
+        of_result, label = (None, None) if single else of_lines[name]
         for measure in measures:
-            label = f"by {definition(measure)}" if single else name
+            label = f"by {definition(measure)}" if single else label
             colour = of_result or colours.get(measure, BLUE)
             columns |= _draw_curve(coupling, points, measure, choices, colour, label)
         for panel, path in zip((lss, expodistance), paths, strict=True):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 Theme = Literal["light", "dark"]
 
 SERIES: Mapping[Theme, tuple[str, ...]] = {  # of lines and markers, in this order
-    "light": ("#0072B2", "#D55E00", "#007A5A", "#A6477F", "#8A6100", "#2B7FB8", "#1a1d21"),
-    "dark": ("#56B4E9", "#E69F00", "#00B386", "#CC79A7", "#F0E442", "#FF8C42", "#e8eaed"),
+    "light": ("#0072B2", "#D55E00", "#007A5A", "#A6477F", "#8A6100", "#1a1d21", "#2B7FB8"),
+    "dark": ("#56B4E9", "#E69F00", "#00B386", "#CC79A7", "#F0E442", "#e8eaed", "#FF8C42"),
 }
 SURFACE: Mapping[Theme, Mapping[str, str]] = {
     "light": {
@@ -74,6 +74,7 @@ DIVERGING = ("#67001f", "#d6604d", "#f7f7f7", "#4393c3", "#053061")  # from -1 t
 
 LETTERS_OF_LABEL = 34
 LETTERS_OF_LEGEND = 44  # of a line
+BELOW_AXIS = 0.42  # inches from an x axis to its legend
 MOST_MARKERS = 60  # of a line
 PER_ROW = 4  # panels, at most
 STEP_TICKS = 6  # at most one more than this on an axis of training steps
@@ -142,9 +143,18 @@ def label_y(axes: "Sequence[Axes]", label: str) -> None:
 
 def legend_below(axes: "Axes") -> None:
     """Add the legend of a panel below its x axis, where it covers no data."""
+    from matplotlib.transforms import ScaledTranslation
+
     longest = max(map(len, axes.get_legend_handles_labels()[1]), default=1)
     columns = max(1, LETTERS_OF_LEGEND // (longest + 8))  # 8: the line and the space beside it
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False, ncols=columns)
+    below = ScaledTranslation(0, -BELOW_AXIS, axes.figure.dpi_scale_trans)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0),
+        bbox_transform=axes.transAxes + below,
+        frameon=False,
+        ncols=columns,
+    )
 
 
 def at_step(name: str, ds: xr.Dataset, i: int) -> str:

@@ -75,7 +75,7 @@ _DECLARATIONS = (
         ("miscoupling", "offdiag_normalized", "lss", "expodistance"),
         steps=2,
         alike=(),
-        takes=("measure", "step", "axis"),
+        takes=("measure", "step", "axis", "recipes"),
     ),
     FigureSpec(
         "heatmap",

@@ -24,7 +24,7 @@ from tracker.figures.registry import ALIASES, FIGURES, NOT_DRAWN, FigureSpec
 from tracker.measures.declaration import NORMED
 from tracker.measures.registry import BY_NAME, VARIANTS
 from tracker.measures.settings import CHOICE_NAMES, USUAL
-from tracker.store import Result, by_name
+from tracker.store import Result, runs_of_recipes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tracker.figures.drawing import Plotted
 
 
-CHOSEN = ("measure", "step", "axis", "layers")  # the choices that only some figures take
+CHOSEN = ("measure", "step", "axis", "layers", "recipes")  # the choices that only some figures take
 LETTERS_PER_INCH = 13  # of a title
 
 
@@ -106,7 +106,7 @@ def _adjusted(figure: FigureSpec, choices: Choices) -> FigureSpec:
         value = getattr(choices, option)
         if value != getattr(Choices(), option) and option not in figure.takes:
             taking = ", ".join(name for name, other in FIGURES.items() if option in other.takes)
-            shown = ",".join(map(str, value)) if option == "layers" else value
+            shown = ",".join(map(str, value)) if option in ("layers", "recipes") else value
             raise UsageError(f"{option} {shown} is for the figures {taking}")
     measure = choices.measure
     if measure is not None and measure not in VARIANTS:
@@ -196,7 +196,7 @@ def availability(results: Mapping[str, xr.Dataset]) -> list[str]:
 
 
 def plot(
-    results: Result | Sequence[Result] | Mapping[str, Result],
+    results: Result | Sequence[Result] | Mapping[str, Result | Sequence[Result]],
     name: str | int | None = None,
     *,
     measure: str | None = None,
@@ -214,7 +214,8 @@ def plot(
 
     Args:
         results: a Dataset of `tracker.measure` or `tracker.open_results`, or a part of one; a store or its directory; or several
-            of them, as a list or as a mapping from names, which the figure shows. A Dataset without training steps allows the
+            of them, as a list or as a mapping from names, which the figure shows. In a mapping, a list or a mapping holds the
+            runs of a recipe, of which "curves" draws a line each, in one colour. A Dataset without training steps allows the
             figures that need one step. Of several results that were measured by different conventions, "curves", "heatmap" and
             "1b" are drawn with a warning.
         name: "curves", "heatmap", or a figure of the paper such as "1b" (`python -m tracker.figures list` lists them). None
@@ -236,10 +237,14 @@ def plot(
         ImportError: without the extra `report`.
     """
     require("matplotlib", "tracker.plot")
-    several = {
-        label: with_steps(opened(result), float("nan"))
-        for label, result in by_name(results).items()
-    }
+    recipes, several = {}, {}
+    for recipe, runs in runs_of_recipes(results).items():
+        labelled = {
+            recipe if len(runs) == 1 else f"{recipe}, {run}": with_steps(opened(of), float("nan"))
+            for run, of in runs.items()
+        }
+        recipes[recipe] = list(labelled)
+        several |= labelled
     from matplotlib.axes import Axes
 
     if not isinstance(ax, Axes | None):
@@ -259,6 +264,7 @@ def plot(
         "axis": axis,
         "convention": convention,
         "ax": ax,
+        "recipes": recipes if len(recipes) < len(several) else None,
     }
     figure, _ = draw(resolve(name), several, k, **chosen)
     return figure
