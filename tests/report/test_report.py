@@ -182,9 +182,11 @@ class TestText:
         shown = [worded(value) for value in (["all", "noise"], "", "{}", np.int64(1714176), "sdpa")]
         assert shown == ["all, noise", "none", "none", "1,714,176", "sdpa"]
 
-    def test_doubts_and_how_it_was_measured(self, written):
+    def test_doubts_and_how_it_was_measured(self, written, data):
         said = unescape(written("one").read_text())
+        onset = data["onset"]["miscoupling"][4]["words"]
         for text in (
+            f"Onset of coupling (mis-coupling m_K, K = 4, mean over pairs of different blocks): {onset}.",
             "Step 1 is suspect: another shard's weights.",
             "Undefined values, left out of means and quartiles: ",
             "<th scope=row>final norm</th><td>include</td>",
@@ -706,7 +708,8 @@ class TestBrowser:
         visible = page.evaluate(f"{VISIBLE}.map((c) => c.id)")
         assert visible and ("coupling" in visible) == (measures == "coupling")
         assert ("lss" in visible) == (measures == "trajectory")
-        assert "1 checkpoint at step 7" in page.inner_text("header")
+        header = page.inner_text("header")
+        assert "1 checkpoint at step 7" in header and "Onset" not in header
         assert page.is_disabled("#step")
         page.close()
         assert_silent(said)

@@ -4,7 +4,7 @@
 - `picture`: the picture at the top: two coupling matrices A = U'ᵀ J V', of a block in the basis of an unrelated block and of a
   coupled one, and a mis-coupling that falls below its null level. The numbers are made up;
 - `provenance`, `lacking`: how the numbers were measured, as a table, and what the stores lack;
-- `findings`: what the curves of one store say: when coupling begins, when it is strongest, and what is left at the end.
+- `onset_sentence`: when coupling begins in one store.
 """
 
 from collections.abc import Mapping
@@ -254,38 +254,18 @@ def worded(value: Any) -> str:
     return "none" if text in ("", "{}") else text
 
 
-def findings(contents: Mapping[str, Any]) -> str:
-    """Describe the curve that the page shows first: the first measure, the smallest K, pairs of different blocks.
+def onset_sentence(contents: Mapping[str, Any]) -> str:
+    """Say when the curve that the page shows first departs: the first measure, the smallest K, pairs of different blocks.
 
     Args:
         contents: what `tracker.report.contents.contents` returns.
 
     Returns:
-        A sentence, "" where fewer than two steps have a value.
+        A sentence, "" without a curve of couplings.
     """
     name = next((name for name in MISCOUPLINGS if name in contents["curves"]), None)
-    if name is None or contents["layers"] < 2:
+    if name is None or contents["layers"] < 2 or len(contents["steps"]) < 2:
         return ""
     k = min(contents["ks"])
-    curve = contents["curves"][name][k]["mean_offdiag"]
-    value, null = (np.array(curve[part], float) for part in ("value", "null"))
-    steps = np.array(contents["steps"])
-    defined = np.isfinite(value) & np.isfinite(null)
-    steps, value, null = steps[defined], value[defined], null[defined]
-    if len(steps) < 2:
-        return ""
     of = f"{BY_NAME[name].label}, K = {k}, mean over pairs of different blocks"
-    begins = contents["onset"][name][k]
-    # A largest value is there in any curve: without an onset, it may be chance.
-    if not np.isfinite(np.array(begins["later"], float)):
-        return f"Onset of coupling {begins['words']} ({of})."
-    strongest = int((null - value).argmax())
-    text = f"Coupling begins {begins['words'].partition(' (')[0]}"
-    text += f" and is strongest at step {steps[strongest]:,}: {_difference(null[strongest], value[strongest])}"
-    if strongest < len(steps) - 1:
-        text += f"; at the last step, {steps[-1]:,}, it is {_difference(null[-1], value[-1])}"
-    return f"{text} ({of})."
-
-
-def _difference(null: float, value: float) -> str:
-    return f"{null - value:.3f} (mis-coupling {value:.3f}, null level {null:.3f})"
+    return f"Onset of coupling ({of}): {contents['onset'][name][k]['words']}."

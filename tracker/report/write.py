@@ -91,8 +91,8 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     from tracker.analysis.summary import kind_of_inputs
     from tracker.report.contents import carried, contents
     from tracker.report.texts import (
-        findings,
         lacking,
+        onset_sentence,
         picture,
         precision_of_arrays,
         provenance,
@@ -119,7 +119,7 @@ def _page(summaries: Mapping[str, "xr.Dataset"], directories: Mapping[str, Path]
     for array in carried(data):
         arrays.append(array["codes"])
         array["codes"] = len(arrays) - 1
-    said = {name: [_summary(ds), findings(models[name])] for name, ds in summaries.items()}
+    said = {name: [_summary(ds), onset_sentence(models[name])] for name, ds in summaries.items()}
     stores = {name: Store(directory) for name, directory in directories.items()}
     tables = [
         f"<details{'' if several else ' open'}><summary>{_text(name)}</summary>"
