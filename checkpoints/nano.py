@@ -34,6 +34,7 @@ from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock, cache_root, write_atomic
 
 if TYPE_CHECKING:
+    from torch import Generator, Tensor
     from transformers import GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 REPO = "block-coupling/nano"
@@ -65,6 +66,10 @@ class NanoRecipe:
     def tokens_per_step(self) -> int:
         """Tokens in one optimiser step."""
         return self.batch * self.length
+
+    def arranged(self, ids: "Tensor", generator: "Generator") -> "Tensor":
+        """Return the tokens of the text, (tokens,), in the order in which they are trained on."""
+        return ids
 
     def rate_at(self, t: int) -> float:
         """Return the learning rate of step t + 1, as a share of the largest: a linear rise, then a cosine."""
@@ -143,6 +148,7 @@ def _train(seed: int, recipe: NanoRecipe, directory: Path, callbacks: Sequence[A
         starts = torch.randint(
             len(ids) - recipe.length, (max(recipe.steps) * recipe.batch,), generator=generator
         )
+        ids = recipe.arranged(ids, generator)
         sequences = torch.stack([ids[start : start + recipe.length] for start in starts])
         trainer = lightning.Trainer(
             max_steps=max(recipe.steps),
