@@ -17,6 +17,7 @@ from shlex import quote
 from typing import Any
 
 from tracker.common.command_line import FAILED, OK, reports_errors
+from tracker.common.text import counted
 from tracker.common.values import as_path
 from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
 from vit.overview import describe, shown, state_of
@@ -91,7 +92,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     for cell in recipes:
         check_settings(cell.directory, cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
-    counts = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done"
+    counts = f"{counted(len(recipes), 'cell')}, {len(recipes) - len(missing)} already done"
     out = recipes[0].directory.parent
     with _training(grid, missing) as failures:
         from tracker.loggers.wandb import resolve_mode

@@ -214,7 +214,7 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
         return "one seed does not tell an effect of the rate from what the seed adds at each rate"
     units = units or (decays if within == "drop_path" else rates * seeds)
     if units < FEWEST_POINTS:
-        return f"it takes {counted(FEWEST_POINTS, UNITS[within])}, and there {'is' if units == 1 else 'are'} {units}"
+        return f"it takes {counted(FEWEST_POINTS, UNITS[within])}, and the grid has {units}"
     return ""
 
 

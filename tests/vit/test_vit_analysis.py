@@ -230,14 +230,14 @@ def of_size(decays: int, rates: int, seeds: int) -> xr.Dataset:
 @pytest.mark.parametrize(
     "size, within, across",
     [
-        ((2, 2, 1), "it takes 8 weight decays, and there are 2", "one seed does not tell"),
+        ((2, 2, 1), "it takes 8 weight decays, and the grid has 2", "one seed does not tell"),
         (
             (2, 2, 3),
-            "it takes 8 weight decays, and there are 2",
-            "it takes 8 rate-seed pairs, and there are 6",
+            "it takes 8 weight decays, and the grid has 2",
+            "it takes 8 rate-seed pairs, and the grid has 6",
         ),
         ((8, 8, 1), "", "one seed does not tell"),
-        ((7, 4, 2), "it takes 8 weight decays, and there are 7", ""),
+        ((7, 4, 2), "it takes 8 weight decays, and the grid has 7", ""),
         ((8, 1, 3), "", "there is one stochastic depth rate"),
         ((8, 4, 2), "", ""),
     ],

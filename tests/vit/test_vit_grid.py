@@ -164,7 +164,7 @@ class TestUsage:
             (["--seeds", "1,two"], "--seeds '1,two'; give numbers"),
             (["--jobs", "0"], "at least 1 job"),
             (["--devices", "2"], "each cell of a grid trains on one device"),
-            (["--train_size", "9999"], "1437 training images"),
+            (["--train_size", "9999"], "fewer training images: give at most 1437"),
             (["--address", "auto"], "--address auto --jobs 1; one cell at a time is trained here"),
             (["--rand_augment", "m9"], "--rand_augment 'm9': give timm's notation"),
             (["--accelerator", "gpu"], "--accelerator gpu; PyTorch finds no GPU"),
