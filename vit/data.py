@@ -190,7 +190,7 @@ def _digits() -> Sources:
     images = (pixels.view(-1, 1, 8, 8) * 255 / 16).round().byte().repeat(1, 3, 1, 1)
     order = balanced(labels, len(labels))
     test, train = (_in_memory(images[of], labels[of]) for of in (order[:360], order[360:]))
-    return train, test, [str(digit) for digit in range(10)]
+    return train, test, [*"0123456789"]
 
 
 def _in_memory(images: UInt8[Tensor, "n 3 h w"], labels: Tensor | list[int]) -> Source:

@@ -156,11 +156,16 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
             fit = fit_units(grid, x, y, question.within)
             if nothing_learned and question.y in ("accuracy", "loss"):
                 fit = _undefined(fit, "no model is above chance")
-            row = {"question": question.name.format(coupling=word), "token": token}
-            row |= {"role": "secondary" if rows else "primary", "expected": question.expected}
-            row |= {axis: getattr(question, axis).replace("coupling", word) for axis in ("x", "y")}
-            row |= {"unit": UNITS[question.within], **{name: fit[name] for name in OF_TESTS}}
-            rows.append(row)
+            row = {
+                "question": question.name.format(coupling=word),
+                "token": token,
+                "role": "secondary" if rows else "primary",
+                "expected": question.expected,
+                "x": question.x.replace("coupling", word),
+                "y": question.y.replace("coupling", word),
+                "unit": UNITS[question.within],
+            }
+            rows.append(row | {name: fit[name] for name in OF_TESTS})
     _, *p = (row["p"] for row in rows)
     return pd.DataFrame(rows).assign(p_holm=[np.nan, *holm(np.array(p))])
 

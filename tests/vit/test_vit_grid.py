@@ -137,14 +137,14 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
 
 def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
     def finish(recipe):
-        with cells.claim(recipe.directory, recipe):
+        with cells.claim(recipe):
             cells.write(recipe.directory, "result", {})
 
     monkeypatch.setattr("vit.training.train_cell", finish)
     monkeypatch.setattr(grid, "PATIENCE", 0.05)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
     driver, printed = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0))), []
-    with cells.claim(recipes[0].directory, recipes[0]):
+    with cells.claim(recipes[0]):
         driver.start()
         processes.wait_until(
             lambda: printed.append(capsys.readouterr().out) or "waiting for it" in "".join(printed)

@@ -100,7 +100,7 @@ def test_run_is_not_resumed_with_other_settings(trained):
 def test_a_cell_is_not_trained_twice_at_a_time(tmp_path):
     recipe = replace(TINY, out=tmp_path / "cell")
     with (
-        cells.claim(recipe.directory, recipe),
+        cells.claim(recipe),
         pytest.raises(cells.BusyError, match=rf"trained already \(.*, process {os.getpid()}, "),
     ):
         train(recipe)
