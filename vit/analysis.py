@@ -27,13 +27,13 @@ POINTS = (
 )
 CAPTIONS = {
     "accuracy": f"Test accuracy against {{coupling}} (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z), over "
-    "weight decays. Grey bars are one standard error of an accuracy on so many test images.",
-    "loss": f"Test loss against {{coupling}}. {POINTS}",
+    "weight decays. Grey bars are one standard error of an accuracy on so many test images; the axis spans at least 16 of them.",
+    "loss": f"Test loss against {{coupling}}. {POINTS} The axis spans at least a tenth of the largest loss.",
     "rates": "{coupling} against stochastic depth for every weight decay (paper, Figs. 6b and 10). Points are seeds, the line is "
     "their mean.",
 }
 COUPLING_IS = {
-    "coupling": "Coupling is the null level, the mis-coupling of unrelated blocks, minus mis-coupling: 0 (dotted) for unrelated "
+    "coupling": "Coupling is the null level, the mis-coupling of unrelated blocks, minus mis-coupling: 0 for unrelated "
     "blocks, and higher the more the blocks share one basis.",
     "minus mis-coupling": "This grid holds no exact null level of this definition, so that minus mis-coupling stands for "
     "coupling: it has no zero, and is higher the more the blocks share one basis.",
