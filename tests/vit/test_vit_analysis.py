@@ -19,8 +19,8 @@ from tracker.analysis.regression import holm, linear_fit
 from tracker.measures.registry import MISCOUPLINGS
 from tracker.store import Store
 from vit import statistics
-from vit.analysis import main, write_analysis
-from vit.answers import answers, cautions, correlation, unanswerable
+from vit.analysis import SHOWN, main, write_analysis
+from vit.answers import answers, cautions, unanswerable
 from vit.figures import outcome_against_coupling
 from vit.grid import DROP_PATHS, WEIGHT_DECAYS
 from vit.recipe import SETTINGS
@@ -484,6 +484,17 @@ def test_a_cell_that_lacks_a_step_is_left_out_and_listed(measured, tmp_path):
     assert grid.attrs["unfinished"] == [
         "cell0.1: no results of step 4: OutOfMemoryError: CUDA out of memory"
     ]
+
+
+def test_what_figures_show_is_chosen_by_the_words_of_the_help(monkeypatch, capsys):
+    monkeypatch.setattr("vit.analysis.write_analysis", lambda grid, at, out: at["token"])
+    monkeypatch.setattr("vit.results.read_grid", lambda *_: synthetic_grid())
+    words = ("cls", "-1", "last patch", "5")
+    assert [main(["grid", "--token", word]) for word in words] == [0, 0, 0, 2]
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["class token", "last patch", "last patch"]
+    assert "--token 5 was not measured; choose from cls, last\n" in err
+    assert {*MISCOUPLINGS} < {*SHOWN["measure"].replace(",", "").split()}
 
 
 def test_command_line_reports_missing_cells(tmp_path, capsys):
