@@ -13,27 +13,35 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from tracker.common.command_line import OK, reports_errors
+from tracker.common.errors import UsageError
 from tracker.common.files import write_atomic
+from tracker.common.text import capitalised, counted
 
 if TYPE_CHECKING:
     import pandas as pd
     import xarray as xr
 
 TEMPLATE = Path(__file__).parent / "page.html"
-SHOWN = {"token": str, "measure": str, "k": int, "pairs": str}  # of the mis-coupling in the figures
+# Of the mis-coupling in the figures
+SHOWN = {
+    "token": "cls, last, or the name of another position that was measured, such as 'position 5'",
+    "measure": "miscoupling, miscoupling_release, miscoupling_release_trace, offdiag or offdiag_normalized",
+    "k": "number of top singular vectors, one of vit.grid's --k",
+    "pairs": "mean_offdiag (all pairs of blocks) or mean_adjacent (neighbours)",
+}
 POINTS = (
     "Each panel is a stochastic depth rate, each large point a setting (the mean over its seeds), each small point a cell; "
     "colours show the weight decay."
 )
 CAPTIONS = {
     "accuracy": f"Test accuracy against {{coupling}} (paper, Fig. 6a). {POINTS} r with its 95 % interval (Fisher's z), over "
-    "weight decays. Grey bars are one standard error of an accuracy on so many test images.",
-    "loss": f"Test loss against {{coupling}}. {POINTS}",
+    "weight decays. Grey bars are one standard error of an accuracy on so many test images; the axis spans at least 16 of them.",
+    "loss": f"Test loss against {{coupling}}. {POINTS} The axis spans at least a tenth of the largest loss.",
     "rates": "{coupling} against stochastic depth for every weight decay (paper, Figs. 6b and 10). Points are seeds, the line is "
     "their mean.",
 }
 COUPLING_IS = {
-    "coupling": "Coupling is the null level, the mis-coupling of unrelated blocks, minus mis-coupling: 0 (dotted) for unrelated "
+    "coupling": "Coupling is the null level, the mis-coupling of unrelated blocks, minus mis-coupling: 0 for unrelated "
     "blocks, and higher the more the blocks share one basis.",
     "minus mis-coupling": "This grid holds no exact null level of this definition, so that minus mis-coupling stands for "
     "coupling: it has no zero, and is higher the more the blocks share one basis.",
@@ -112,7 +120,6 @@ def _drawn(grid: "xr.Dataset", at: dict[str, Any]) -> dict[str, bytes]:
 
 
 def _grid(grid: "xr.Dataset") -> str:
-    from tracker.common.text import counted
     from vit.recipe import SETTINGS
 
     decays, rates, seeds = (len(set(grid[name].values)) for name in SETTINGS)
@@ -130,7 +137,7 @@ def _items(lines: Sequence[str]) -> str:
 
 def _table(table: "pd.DataFrame", headings: dict[str, str]) -> str:
     """Return columns under their headings as HTML."""
-    shown = table[[*headings]].set_axis([*headings.values()], axis=1)
+    shown = table.rename(columns=headings)[[*headings.values()]]
     return shown.to_html(
         index=False,
         border=0,
@@ -140,8 +147,6 @@ def _table(table: "pd.DataFrame", headings: dict[str, str]) -> str:
 
 
 def _figure(caption: str, coupling: str, picture: bytes) -> str:
-    from tracker.common.text import capitalised
-
     caption = html.escape(capitalised(caption.format(coupling=coupling)))
     source = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
     return (
@@ -169,22 +174,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="directory for tables, figures and page; default: analysis, in the first directory",
     )
-    for name, kind in SHOWN.items():
+    for name, values in SHOWN.items():
         parser.add_argument(
-            f"--{name}", type=kind, help="shown in figures; default: that of the primary test"
+            f"--{name}", help=f"what figures show: {values}; default: as in the primary test"
         )
     parsed = parser.parse_args(arguments)
-    from tracker.common.errors import UsageError
-    from vit.results import read_grid
+    from vit.results import POSITIONS, read_grid
     from vit.statistics import primary
 
     first = parsed.grid[0]
     grid = read_grid(*parsed.grid)
-    at = primary(grid) | {name: parsed[name] for name in SHOWN if parsed[name] is not None}
-    for name, value in at.items():
-        if value not in grid[name].values:
+    at = primary(grid)
+    words = {token: word for word, token in POSITIONS.items()}
+    for name in SHOWN:
+        measured = {words.get(value, str(value)): value for value in grid[name].values.tolist()}
+        given = parsed[name]
+        word = words.get(POSITIONS.get(given) or given, given)
+        if word in measured:
+            at[name] = measured[word]
+        elif given is not None:
             raise UsageError(
-                f"--{name} {value} was not measured; choose from {', '.join(map(str, grid[name].values))}"
+                f"--{name} {given} was not measured; choose from {', '.join(measured)}"
             )
     out = parsed.out or (first.parent if first.is_file() else first) / "analysis"
     print(write_analysis(grid, at, out))

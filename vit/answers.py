@@ -12,21 +12,16 @@ if TYPE_CHECKING:
 
 
 def cautions(grid: "xr.Dataset") -> list[str]:
-    """State what keeps the accuracies from saying anything: that they are at chance, or equal."""
-    accuracy, chance = grid["accuracy"].values, int(at_chance(grid).sum())
-    lines = []
-    if chance:
-        rest = (
-            "No question on accuracy or test loss is answered."
-            if chance == len(accuracy)
-            else "They count as others."
-        )
-        lines.append(
-            f"Accuracy is not above chance in {chance} of {counted(len(accuracy), 'model')}. {rest}"
-        )
-    if len(accuracy) > 1 and accuracy.min() == accuracy.max():
-        lines.append(f"Accuracy is {accuracy[0]:.4f} in all {len(accuracy)} models.")
-    return lines
+    """State in how many models accuracy is not above chance, if in any."""
+    models, chance = grid.sizes["cell"], int(at_chance(grid).sum())
+    if not chance:
+        return []
+    rest = (
+        "No question on accuracy or test loss is answered."
+        if chance == models
+        else "They count as others."
+    )
+    return [f"Accuracy is not above chance in {chance} of {counted(models, 'model')}. {rest}"]
 
 
 def unanswerable(decays: int, rates: int, seeds: int) -> list[str]:

@@ -25,7 +25,6 @@ from vit.recipe import Recipe
 
 SCHEMA = 1  # of result.json
 ROWS = ("history", "progress")  # the files that hold lists
-PATIENCE = 10.0  # seconds between attempts to train a cell that another process trains
 
 
 class BusyError(RuntimeError):
@@ -65,32 +64,32 @@ def record_failure(recipe: Recipe, error: str) -> None:
         print(f"{recipe.cell}: {reason} ({failure})", file=sys.stderr, flush=True)
 
 
-def check_settings(directory: Path, recipe: Recipe) -> None:
-    """Check that a directory is empty or was started with the same settings.
+def check_settings(recipe: Recipe) -> None:
+    """Check that a cell's directory is empty or was started with the same settings.
 
     Raises:
         ValueError: if settings differ; the message names each.
     """
-    stored = read(directory, "recipe")
+    stored = read(recipe.directory, "recipe")
     if stored is not None:
-        require_same_settings(directory, stored, recipe.identity)
+        require_same_settings(recipe.directory, stored, recipe.identity)
 
 
 @contextmanager
-def claim(directory: Path, recipe: Recipe) -> Iterator[None]:
+def claim(recipe: Recipe) -> Iterator[None]:
     """Lock a cell for this process; the lock is released when the process ends for any reason.
 
     Raises:
         BusyError: if another process or thread holds the lock.
         ValueError: if the cell was started with other settings.
     """
-    check_settings(directory, recipe)
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / ".lock"
+    check_settings(recipe)
+    recipe.directory.mkdir(parents=True, exist_ok=True)
+    file = recipe.directory / ".lock"
     lock = Lock.take(file)
     if lock is None:
         raise BusyError(
-            f"{directory} is being trained already ({Lock.holder(file)}); wait for it, or stop it"
+            f"{recipe.directory} is being trained already ({Lock.holder(file)}); wait for it, or stop it"
         )
     with lock:
         lock.sign()

@@ -59,10 +59,10 @@ def connected(address: str | None, cpus: float, gpus: float | None) -> Iterator[
             gpus = float(any(gpu for _, gpu in sizes))
         # Ray waits without end for such a one
         if not any(cpus <= cpu and gpus <= gpu for cpu, gpu in sizes):
-            largest = "; ".join(f"{cpu:g} CPUs and {gpu:g} GPUs" for cpu, gpu in sizes)
+            largest = " or ".join(f"{cpu:g} and {gpu:g}" for cpu, gpu in sizes)
             raise UsageError(
-                f"{cpus:g} CPUs and {gpus:g} GPUs (--cpus_per_cell, --gpus_per_cell); no machine has that, so nothing "
-                f"would start: give at most what one has ({largest})"
+                f"--cpus_per_cell {cpus:g} --gpus_per_cell {gpus:g}; no machine has that, so nothing would start: give at "
+                f"most what one has, {largest}"
             )
         yield gpus
     finally:

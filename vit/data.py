@@ -86,7 +86,7 @@ class Data:
         """Return the test images to measure on: balanced over classes, and the same for every seed."""
         if size > len(self.test):
             raise DataError(
-                f"--probe_size {size}: the test split has {len(self.test)} images; give at most that"
+                f"--probe_size {size}; there are fewer test images: give at most {len(self.test)}"
             )
         return self.normalise(self.test.images[balanced(self.test.labels, size)])
 
@@ -112,7 +112,7 @@ def prepared(sources: Sources, recipe: Recipe) -> Data:
     train, test = _splits(sources[0], sources[1], recipe)
     if recipe.batch_size > len(train):
         raise DataError(
-            f"--batch_size {recipe.batch_size}: {len(train)} training images do not fill a batch; give at most {len(train)}"
+            f"--batch_size {recipe.batch_size}; there are fewer training images: give at most {len(train)}"
         )
     mean, std = statistics(train.images)
     if not (std > 0).all():
@@ -139,7 +139,7 @@ def _splits(train: Source, test: Source, recipe: Recipe) -> tuple[Split, Split]:
     if size is not None:
         if size > len(everything):
             raise DataError(
-                f"--train_size {size}: {recipe.data} has {len(everything)} training images; give at most that"
+                f"--train_size {size}; {recipe.data} has fewer training images: give at most {len(everything)}"
             )
         used = balanced(train.labels, size)
     tested = test.decoded(torch.arange(len(test.labels)), side)
@@ -190,7 +190,7 @@ def _digits() -> Sources:
     images = (pixels.view(-1, 1, 8, 8) * 255 / 16).round().byte().repeat(1, 3, 1, 1)
     order = balanced(labels, len(labels))
     test, train = (_in_memory(images[of], labels[of]) for of in (order[:360], order[360:]))
-    return train, test, [str(digit) for digit in range(10)]
+    return train, test, [*"0123456789"]
 
 
 def _in_memory(images: UInt8[Tensor, "n 3 h w"], labels: Tensor | list[int]) -> Source:

@@ -17,12 +17,14 @@ from shlex import quote
 from typing import Any
 
 from tracker.common.command_line import FAILED, OK, reports_errors
+from tracker.common.text import counted
 from tracker.common.values import as_path
-from vit.cells import PATIENCE, BusyError, check_settings, is_done, read, record_failure
+from vit.cells import BusyError, check_settings, is_done, read, record_failure
 from vit.overview import describe, shown, state_of
 from vit.recipe import DEFAULTS, FLAGS, SETTINGS, Recipe, check, from_dict
 from vit.train import parse
 
+PATIENCE = 10.0  # seconds between attempts to train a cell that another process trains
 # The weight decays are the paper's. It states 64 trainings, hence eight stochastic depth rates, but only 0, 0.05, 0.1 and
 # 0.3 of them; the others are our choice.
 WEIGHT_DECAYS = "0.005,0.01,0.02,0.04,0.06,0.08,0.1,0.2"
@@ -89,9 +91,9 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
     """Train the missing cells of a grid and show their progress; return the exit status."""
     recipes = cells(grid, recipe)
     for cell in recipes:
-        check_settings(cell.directory, cell)
+        check_settings(cell)
     missing = [cell for cell in recipes if not is_done(cell.directory)]
-    counts = f"{len(recipes)} cells, {len(recipes) - len(missing)} already done"
+    counts = f"{counted(len(recipes), 'cell')}, {len(recipes) - len(missing)} already done"
     out = recipes[0].directory.parent
     with _training(grid, missing) as failures:
         from tracker.loggers.wandb import resolve_mode

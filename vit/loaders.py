@@ -36,7 +36,7 @@ class Batches(lightning.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         """Return full batches, in an order that depends on seed and epoch only."""
-        recipe, rank, world = self.recipe, *self._rank_and_world()
+        recipe, rank, world = self.recipe, self.trainer.global_rank, self.trainer.world_size
         order = Order(len(self.data.train), recipe.repeats, recipe.seed, rank, world)
         # Lightning sets the epoch too, but after a resumed run has fetched the first batch. At this point its `current_epoch` is
         # still that of the checkpoint.
@@ -54,8 +54,7 @@ class Batches(lightning.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         """Return the test split, each image once."""
-        rank, world = self._rank_and_world()
-        share = self.data.test[slice(rank, None, world)]
+        share = self.data.test[self.trainer.global_rank :: self.trainer.world_size]
         return DataLoader(share, TEST_BATCH, collate_fn=tuple, pin_memory=self._pins())
 
     def on_after_batch_transfer(
@@ -74,9 +73,6 @@ class Batches(lightning.LightningDataModule):
     def _pins(self) -> bool:
         """Whether batches go to a device that copies asynchronously from pinned memory alone."""
         return copies_beside_work(self.trainer.strategy.root_device)
-
-    def _rank_and_world(self) -> tuple[int, int]:
-        return self.trainer.global_rank, self.trainer.world_size
 
 
 class Order(RepeatAugSampler):

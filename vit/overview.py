@@ -75,9 +75,9 @@ def seconds_of_step(recipe: Recipe, weights: int) -> float:
         if recipe.accelerator == "cpu"
         else torch.accelerator.current_accelerator(check_available=True)
     )
-    machine = this_machine(gpu or torch.device("cpu"))
+    rate = SHARE * this_machine(gpu or torch.device("cpu")).rate
     tokens = 1 + (recipe.image_size // recipe.patch_size) ** 2
-    return 6 * weights * tokens * recipe.batch_size / (SHARE * machine.rate)
+    return 6 * weights * tokens * recipe.batch_size / rate
 
 
 def state_of(recipe: Recipe) -> str:

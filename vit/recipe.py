@@ -61,8 +61,9 @@ class Recipe:
         crop_padding: random crops of the image padded by this many pixels.
         flip: probability of a horizontal flip.
         seed: random seed of initial weights, order of images, augmentation and stochastic depth.
-        precision: Lightning's precision of training. Default: bf16-mixed on a GPU, 32-true elsewhere.
-        accelerator: Lightning's accelerator.
+        precision: Lightning's precision of training, such as 32-true, bf16-mixed or 16-mixed. Default: bf16-mixed on a GPU,
+            32-true elsewhere.
+        accelerator: Lightning's accelerator: auto, cpu, gpu, cuda or mps.
         compile: whether torch.compile makes graphs of the model in training, on one device. Default: on a CUDA GPU.
         devices: number of devices.
         threads: number of CPU threads; results are reproducible for the same number. Default: torch's choice.

@@ -21,7 +21,8 @@ from tracker.store import Store
 from vit.cells import read
 from vit.recipe import SETTINGS
 
-POSITIONS = {"cls": "class token", "0": "class token", "-1": "last patch", "last": "last patch"}
+# Positions as --tokens takes them; messages name the last word of each
+POSITIONS = {"0": "class token", "cls": "class token", "-1": "last patch", "last": "last patch"}
 GRID_FILE = "grid.nc"  # what the analysis reads of all cells
 
 

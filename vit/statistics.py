@@ -156,11 +156,16 @@ def named_tests(grid: xr.Dataset) -> pd.DataFrame:
             fit = fit_units(grid, x, y, question.within)
             if nothing_learned and question.y in ("accuracy", "loss"):
                 fit = _undefined(fit, "no model is above chance")
-            row = {"question": question.name.format(coupling=word), "token": token}
-            row |= {"role": "secondary" if rows else "primary", "expected": question.expected}
-            row |= {axis: getattr(question, axis).replace("coupling", word) for axis in ("x", "y")}
-            row |= {"unit": UNITS[question.within], **{name: fit[name] for name in OF_TESTS}}
-            rows.append(row)
+            row = {
+                "question": question.name.format(coupling=word),
+                "token": token,
+                "role": "secondary" if rows else "primary",
+                "expected": question.expected,
+                "x": question.x.replace("coupling", word),
+                "y": question.y.replace("coupling", word),
+                "unit": UNITS[question.within],
+            }
+            rows.append(row | {name: fit[name] for name in OF_TESTS})
     _, *p = (row["p"] for row in rows)
     return pd.DataFrame(rows).assign(p_holm=[np.nan, *holm(np.array(p))])
 
@@ -214,7 +219,7 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
         return "one seed does not tell an effect of the rate from what the seed adds at each rate"
     units = units or (decays if within == "drop_path" else rates * seeds)
     if units < FEWEST_POINTS:
-        return f"it takes {counted(FEWEST_POINTS, UNITS[within])}, and there {'is' if units == 1 else 'are'} {units}"
+        return f"it takes {counted(FEWEST_POINTS, UNITS[within])}, and the grid has {units}"
     return ""
 
 

@@ -55,14 +55,14 @@ def train(recipe: Recipe, show: bool = False) -> Row:
     check(recipe)
     check_accelerator(recipe.accelerator)
     directory = recipe.directory
-    check_settings(directory, recipe)
+    check_settings(recipe)
     # On all ranks, none of which would wait for another
     if (result := read(directory, "result")) is not None:
         return result
     # Of several processes that train one model, only the first writes to the directory
     if rank_zero_only.rank:
         return _train(recipe, show=False)
-    with claim(directory, recipe):
+    with claim(recipe):
         if (result := read(directory, "result")) is not None:
             return result
         (directory / "failed.json").unlink(missing_ok=True)
@@ -130,15 +130,12 @@ def _train(recipe: Recipe, show: bool) -> Row:
         except DivergedError as error:
             reason = str(error)
         finally:
-            loggers: list[Any] = [] if has_run else [*trainer.loggers]
+            loggers: Any = () if has_run else trainer.loggers
             for logger in loggers:  # the next training of this process has a run of its own
                 if unsent := finish(logger.experiment, failed):
                     print(f"W&B {unsent}; send it with: wandb sync", file=sys.stderr)
-    device = trainer.strategy.root_device
-    return {
-        **_result(recipe, module, data, device, reason),
-        "seconds": time.perf_counter() - started,
-    }
+    result = _result(recipe, module, data, trainer.strategy.root_device, reason)
+    return result | {"seconds": time.perf_counter() - started}
 
 
 def make_trainer(
@@ -178,14 +175,15 @@ def _coupling(recipe: Recipe, data: Data, module: Classifier) -> list[CouplingCa
     steps = recipe.measured_steps(recipe.epochs * recipe.steps_per_epoch(len(data.train)))
     if steps is None:
         return []
-    coupling = CouplingCallback(
-        steps=steps,
-        probe=data.probe(recipe.probe_size),
-        **recipe.settings.as_options(),
-        save_dir=str(recipe.directory / "coupling"),
-        on_measure=_record_loss(recipe, data, module),
-    )
-    return [coupling]
+    return [
+        CouplingCallback(
+            steps=steps,
+            probe=data.probe(recipe.probe_size),
+            **recipe.settings.as_options(),
+            save_dir=str(recipe.directory / "coupling"),
+            on_measure=_record_loss(recipe, data, module),
+        )
+    ]
 
 
 def _record_loss(recipe: Recipe, data: Data, module: Classifier) -> Callable[[xr.Dataset], None]:
@@ -259,12 +257,10 @@ def _result(
         "chance": float(torch.bincount(data.test.labels).max() / len(data.test)),
         "history": module.history,
         "recipe": recipe.identity,
-        "environment": {
-            **describe(module.model, device),
-            **{
-                f"{name}_version": package_version(name)
-                for name in ("timm", "torchvision", "lightning")
-            },
+        "environment": describe(module.model, device)
+        | {
+            f"{name}_version": package_version(name)
+            for name in ("timm", "torchvision", "lightning")
         },
     }
 

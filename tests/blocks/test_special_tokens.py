@@ -144,7 +144,6 @@ def test_ids_with_padding_are_read_with_the_config():
 # The class token.
 
 
-UNSTATED = r"only a config can state the class token .* or indices"
 NO_CLASS_TOKEN = {
     "tokenizer": (PROMPTS, "[CLS] $A [SEP]", {}, "the tokenizer has no class token"),
     "prompt": (
@@ -153,8 +152,7 @@ NO_CLASS_TOKEN = {
         {"cls_token": "[CLS]"},
         "prompt 0 begins with token 6, not with the class token, 2.*choose 'last', 'all' or indices",
     ),
-    "ids": (torch.tensor([[6, 7, 8, 9]]), "$A", {}, UNSTATED),
-    "a mapping of ids": ({"input_ids": torch.tensor([[6, 7]])}, "$A", {}, UNSTATED),
+    "no ids": ({"inputs_embeds": torch.ones(1, 2, 8)}, "$A", {}, "the model has no class token"),
 }
 
 

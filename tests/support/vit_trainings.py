@@ -10,7 +10,7 @@ import xarray as xr
 import tracker
 from tests.support.stores import lasting
 from vit import cells
-from vit.recipe import Recipe
+from vit.recipe import SETTINGS, Recipe
 
 TINY = Recipe(
     data="digits",
@@ -45,13 +45,11 @@ AUGMENTED = {
 }
 HARD = replace(TINY, **AUGMENTED, drop_path=0.3)
 GRID_STEPS = "0,1,9"
-# Options that a grid varies
-VARIED = ("weight_decay", "drop_path", "seed")
 
 
 def write_config(directory: Path, **more) -> str:
     """Write TINY, without the options that a grid varies, to a YAML file; return its path."""
-    settings = {name: value for name, value in TINY.identity.items() if name not in VARIED}
+    settings = {name: value for name, value in TINY.identity.items() if name not in SETTINGS}
     settings |= {"threads": 1, "accelerator": "cpu", "wandb": "off", **more}
     file = directory / "tiny.yaml"
     file.write_text(json.dumps(settings))  # JSON is YAML

@@ -32,26 +32,19 @@ from vit.recipe import Recipe
 from vit.train import recipe_of
 
 STD = torch.tensor([0.2, 0.25, 0.3])
-# The defaults of DeiT's main.py (github.com/facebookresearch/deit).
+# The defaults of DeiT's main.py (github.com/facebookresearch/deit), as far as they are not timm's.
 DEIT = {
     "epochs": 300,
     "opt": "adamw",
     "opt_eps": 1e-8,
-    "opt_betas": None,
     "momentum": 0.9,
     "weight_decay": 0.05,
     "sched": "cosine",
     "lr": 5e-4,
-    "lr_noise": None,
-    "lr_noise_pct": 0.67,
-    "lr_noise_std": 1.0,
     "warmup_lr": 1e-6,
     "min_lr": 1e-5,
-    "decay_epochs": 30,
     "warmup_epochs": 5,
     "cooldown_epochs": 10,
-    "patience_epochs": 10,
-    "decay_rate": 0.1,
 }
 
 

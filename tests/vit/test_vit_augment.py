@@ -11,10 +11,10 @@ from tests.support.photographs import MEAN, POLICY, photographs
 from vit.augment import HIGHEST_LEVEL, apply, erase, padded_crop, parse, rand_augment
 
 FILL = tuple(round(255 * m) for m in MEAN.tolist())
-SIGNED = {"Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"} | {
+MOVES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
+SIGNED = {*MOVES} | {
     f"{name}Increasing" for name in ("Color", "Contrast", "Brightness", "Sharpness")
 }
-MOVES = ("Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel")
 
 
 def noise(count: int) -> torch.Tensor:

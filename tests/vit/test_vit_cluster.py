@@ -100,8 +100,8 @@ def test_rays_machines_decide_on_the_gpus_of_a_cell_which_must_fit_on_one(
     if gpus is None:
         cpus = options.get("cpus_per_cell", 1)
         error = capsys.readouterr().err
-        assert f"{cpus} CPUs and {options['gpus_per_cell']} GPUs (--cpus_per_cell" in error
-        assert "no machine has that" in error and "(8 CPUs and 1 GPUs; 64 CPUs and 0 GPUs)" in error
+        assert f"--cpus_per_cell {cpus} --gpus_per_cell {options['gpus_per_cell']}; no " in error
+        assert "no machine has that" in error and "what one has, 8 and 1 or 64 and 0\n" in error
         return
     request = {"num_cpus": options.get("cpus_per_cell", 1.0), "num_gpus": gpus, "max_retries": 0}
     assert pretended.requests == [request] and len(pretended.started) == 3

@@ -42,8 +42,11 @@ def test_finished_cells_are_not_run_again(trained_grid, capsys):
     files = [out / name / "result.json" for name in CELLS]
     times = [file.stat().st_mtime_ns for file in files]
     for jobs in (1, 2):
-        assert grid.main(grid_arguments(trained_grid, jobs=jobs)) == 0
-        assert "4 cells, 4 already done" in capsys.readouterr().out
+        arguments = grid_arguments(
+            trained_grid, "--weight_decays", "0.1", "--drop_paths", "0", jobs=jobs
+        )
+        assert grid.main(arguments) == 0
+        assert "1 cell, 1 already done" in capsys.readouterr().out
     assert times == [file.stat().st_mtime_ns for file in files]
 
 
@@ -57,8 +60,6 @@ def test_analysis_reads_what_the_grid_wrote(trained_grid, capsys):
     assert analyse([str(out), "--k", "4"]) == 0
     page = out / "analysis" / "report.html"
     assert capsys.readouterr().out.strip() == str(page) and page.exists()
-    assert analyse([str(out), "--k", "3"]) == 2
-    assert "--k 3 was not measured; choose from 2, 4" in capsys.readouterr().err
 
 
 # Workers stay in mid-training: in the first epoch, after two measurements.
@@ -137,14 +138,14 @@ def test_a_failed_cell_is_tried_again_and_its_failure_recorded_if_that_is_possib
 
 def test_a_cell_that_another_process_trains_is_waited_for(tmp_path, monkeypatch, capsys):
     def finish(recipe):
-        with cells.claim(recipe.directory, recipe):
+        with cells.claim(recipe):
             cells.write(recipe.directory, "result", {})
 
     monkeypatch.setattr("vit.training.train_cell", finish)
     monkeypatch.setattr(grid, "PATIENCE", 0.05)
     recipes = [replace(TINY, seed=seed, out=tmp_path / str(seed)) for seed in range(2)]
     driver, printed = threading.Thread(target=lambda: list(grid.train_in_turn(recipes, 0))), []
-    with cells.claim(recipes[0].directory, recipes[0]):
+    with cells.claim(recipes[0]):
         driver.start()
         processes.wait_until(
             lambda: printed.append(capsys.readouterr().out) or "waiting for it" in "".join(printed)
@@ -164,7 +165,7 @@ class TestUsage:
             (["--seeds", "1,two"], "--seeds '1,two'; give numbers"),
             (["--jobs", "0"], "at least 1 job"),
             (["--devices", "2"], "each cell of a grid trains on one device"),
-            (["--train_size", "9999"], "1437 training images"),
+            (["--train_size", "9999"], "fewer training images: give at most 1437"),
             (["--address", "auto"], "--address auto --jobs 1; one cell at a time is trained here"),
             (["--rand_augment", "m9"], "--rand_augment 'm9': give timm's notation"),
             (["--accelerator", "gpu"], "--accelerator gpu; PyTorch finds no GPU"),

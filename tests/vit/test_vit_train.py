@@ -51,8 +51,8 @@ def test_result_history_and_coupling(trained):
     assert cells.read(trained, "history") == result["history"]
     ds = tracker.open_results(trained / "coupling")
     assert ds.step.values.tolist() == [0, 1, 2, 4, 8, 9] and ds.k.values.tolist() == [2, 4]
-    # Class token and last patch
-    assert (ds.sizes["prompt"], ds.sizes["token"], ds.attrs["final_norm"]) == (2, 2, "exclude")
+    assert (ds.sizes["prompt"], ds.attrs["final_norm"]) == (2, "exclude")
+    assert "K = 2, mean over tokens 0, -1;" in tracker.summary(ds).attrs["title"]
     assert [row["step"] for row in progress] == ds.step.values.tolist()
     assert progress[-1]["loss"] == pytest.approx(loss_of(trained, "train"), rel=1e-5)
 
@@ -100,7 +100,7 @@ def test_run_is_not_resumed_with_other_settings(trained):
 def test_a_cell_is_not_trained_twice_at_a_time(tmp_path):
     recipe = replace(TINY, out=tmp_path / "cell")
     with (
-        cells.claim(recipe.directory, recipe),
+        cells.claim(recipe),
         pytest.raises(cells.BusyError, match=rf"trained already \(.*, process {os.getpid()}, "),
     ):
         train(recipe)

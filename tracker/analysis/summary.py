@@ -155,7 +155,7 @@ def _of_curve(curve: xr.Dataset) -> _Result:
 
 def _result(result: Result) -> _Result:
     if isinstance(result, xr.Dataset):
-        ds = with_steps(opened(result), 0)
+        ds = _naming_its_tokens(with_steps(opened(result), 0))
         return _Result(
             ds["step"].values.tolist(),
             lambda steps: reduced(ds.sel(step=steps)),
@@ -190,6 +190,19 @@ def _until(result: _Result, step: int | None, name: str) -> _Result:
             f"step {step} of {name} was not measured; choose from {join_names(result.steps)}"
         )
     return replace(result, steps=result.steps[: result.steps.index(step) + 1])
+
+
+def _naming_its_tokens(ds: xr.Dataset) -> xr.Dataset:
+    """Return results whose attribute `tokens` names those that were selected of several indices.
+
+    >>> part = xr.Dataset(coords={"token": [1]}, attrs={"tokens": "0, -1"})
+    >>> _naming_its_tokens(part).attrs["tokens"]
+    '-1'
+    """
+    named = ds.attrs["tokens"].split(", ")
+    if "token" not in ds.dims or len(named) == 1:
+        return ds
+    return ds.assign_attrs(tokens=", ".join(named[i] for i in ds["token"].values))
 
 
 def _chosen(ds: xr.Dataset, k: int | None) -> int | None:
@@ -541,7 +554,9 @@ def kind_of_inputs(unit: xr.Dataset) -> str:
 
 def _title(unit: xr.Dataset, k: int | None) -> str:
     inputs = counted(unit.sizes["prompt"], kind_of_inputs(unit))
-    of_coupling = "" if k is None else f", K = {k}, {at_tokens(unit.attrs['tokens'])}"
+    tokens = at_tokens(unit.attrs["tokens"])
+    mean = "mean over " * tokens.startswith("tokens")
+    of_coupling = "" if k is None else f", K = {k}, {mean}{tokens}"
     return f"{short_name(unit)}: {inputs}{of_coupling}"
 
 

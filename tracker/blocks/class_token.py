@@ -23,12 +23,12 @@ def require_class_token(calls: Sequence[Batch]) -> None:
 
 def _why_no_class_token(batch: Batch, i: int) -> str:
     """Return why a prompt does not begin with a class token; "" if it does."""
+    if batch.ids is None:
+        return "the model has no class token (a parameter such as cls_token), or does not classify from it"
     if batch.token_texts and batch.special.first is None:
         return "the tokenizer has no class token (cls_token_id)"
     if batch.special.first is None:
         return "without prompts and a tokenizer, only a config can state the class token (cls_token_id), and none does"
-    if batch.ids is None:
-        return "the inputs have no token ids, among which the class token could be found"
     valid = (
         torch.ones_like(batch.ids)
         if batch.valid is None

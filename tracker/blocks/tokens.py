@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 
 from tracker.common.errors import UsageError
-from tracker.common.values import whole_numbers
 from tracker.model.inputs import Batch
 from tracker.model.recording import BlockCall, Recording
 
@@ -80,33 +79,29 @@ def positions(tokens: str | Sequence[int], valid: list[int], class_token: int | 
     """Return the positions of one sample that `tokens` selects.
 
     Args:
-        tokens: "last", "cls", "all", or indices into the valid positions.
+        tokens: "last", "cls", "all", or indices into the valid positions, as `values.TOKENS` converts them.
         valid: the positions that are not padding.
-        class_token: the class token's index, if the model has one.
+        class_token: the class token's index, which "cls" needs.
 
     Raises:
-        UsageError: for an unknown choice, or an index out of range.
+        UsageError: for an index out of range.
     """
-    name, n = tokens if isinstance(tokens, str) else "", len(valid)
-    if name == "last":
+    n = len(valid)
+    if tokens == "last":
         return valid[-1:]
-    if name == "all":
+    if tokens == "all":
         return valid
-    if name == "cls" and class_token is not None:
+    if isinstance(tokens, str):
+        assert class_token is not None  # `prepare` requires it
         if not -n <= class_token < n:
             raise UsageError(
                 f"class_token={class_token}, but the shortest sample has {n} tokens; give its index: "
                 "blocks=find_blocks(model, class_token=...)"
             )
         return [valid[class_token]]
-    indices = whole_numbers(tokens)
-    if not indices:
-        raise UsageError(
-            f"tokens={tokens!r}; give 'last', 'cls', 'all' or a list of indices such as [0, -1]"
-        )
-    outside = [t for t in indices if not -n <= t < n]
+    outside = [t for t in tokens if not -n <= t < n]
     if outside:
         raise UsageError(
             f"token indices {outside} are out of range: the shortest sample has {n} tokens, 0 to {n - 1}"
         )
-    return [valid[t] for t in indices]
+    return [valid[t] for t in tokens]

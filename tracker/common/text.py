@@ -127,11 +127,16 @@ def size(bytes: int) -> str:
 def at_tokens(tokens: object) -> str:
     """Say in words which tokens are measured, from the option `tokens` or the attribute of a result.
 
-    >>> at_tokens("cls"), at_tokens((0, -1))
-    ('class token', 'tokens (0, -1)')
+    >>> at_tokens("cls"), at_tokens("5"), at_tokens((0, -1))
+    ('class token', 'token 5', 'tokens (0, -1)')
     """
-    named = {"last": "last token", "last non-special": "last word", "cls": "class token"}
-    return named.get(str(tokens), f"tokens {tokens}")
+    named = {
+        "last": "last token",
+        "last non-special": "last word",
+        "cls": "class token",
+        "all": "all tokens",
+    }
+    return named.get(str(tokens), f"token{'s' * (',' in str(tokens))} {tokens}")
 
 
 UNTRAINED = "untrained, seed "  # prefix of the revision of an untrained model
