@@ -314,11 +314,6 @@ class Witness:
         return copy
 
     @property
-    def _finest(self) -> torch.dtype:
-        """The finest dtype in which a copy runs: code may need another one than float64."""
-        return torch.float64 if self._of_copy(torch.float64) else self.model.replica.dtype
-
-    @property
     def _own(self) -> torch.dtype:
         """The dtype that the model computes in."""
         coarse = model_bytes(self.model.replica) <= 4
@@ -339,7 +334,7 @@ class Witness:
 
     def _rounded_gradient(self, l: int) -> Float[Tensor, " B"]:
         """Return how far roundings take the model's J^T u of a block from its true value."""
-        true = self._of_copy(self._finest)[l].JTu
+        true = self._of_copy(torch.float64).get(l, self.answers[l]).JTu
         return self._rounding(l, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
     def _ask_crowded(self, sample: int) -> None:
@@ -432,12 +427,13 @@ class Witness:
         # Else the sum u + J^T u hides J^T u.
         hidden = not (rounding <= allowed).all()
         agrees = bool((errors <= allowed + rounding).all())
-        finest = {} if agrees and not hidden else self._of_copy(self._finest)
-        if agrees and l not in finest:
+        finer = {} if agrees and not hidden else self._of_copy(torch.float64)
+        if agrees and l not in finer:
             self.findings.note("derivative", error)
             return
-        if l in finest:
-            true = finest[l].JTu[asked]
+        if self._repeats:
+            # Its code may need another dtype than float64
+            true = finer.get(l, answer).JTu[asked]
             of_J, of_model = _ratio(true - JTu, JTu), _ratio(answer.JTu[asked] - true, JTu)
             # Nothing is finer than the copy: its sum u + J^T u rounds, too.
             allowed_J = allowed + CLOSER * EPSILON[8] * _ratio(answer.u[asked], JTu)
@@ -519,9 +515,9 @@ class Witness:
             return judge(f, x, own, v, error, size, precision, allowed)
 
         verdict = by_values(self.model, answer.bytes)
-        finest = {} if verdict.agree.all() else self._of_copy(self._finest)
-        if l in finest and finest[l].bytes > answer.bytes:
-            verdict = by_values(self._copy_in(self._finest), finest[l].bytes)
+        finer = {} if verdict.agree.all() else self._of_copy(torch.float64)
+        if l in finer and finer[l].bytes > answer.bytes:
+            verdict = by_values(self._copy_in(torch.float64), finer[l].bytes)
         if verdict.agree.all():
             self.findings.note("differences", float(verdict.error.where(seen, 0.0).max()))
             return
