@@ -321,16 +321,15 @@ class Witness:
 
     def _rounding(
         self, l: int, part: Callable[[Backward], Tensor], none: Tensor
-    ) -> Float[Tensor, "B *rows"]:
+    ) -> Float[Tensor, "*rows"]:
         """Return the largest of a part of what copies, moved by roundings of the model's dtype, answer about a block."""
         found = [of[l] for k in range(MOVES) if (of := self._of_copy(self._own, 1 + k))]
         # Nothing is explained if its code fails.
         return torch.stack([part(of) for of in found]).amax(0) if found else none
 
-    def _rounded_values(self, l: int) -> Float[Tensor, "B n"]:
+    def _rounded_values(self, l: int) -> Float[Tensor, "*rows"]:
         """Return how much roundings change f at each row of a block."""
-        shape = self.model.calls[0].x[self.model.samples].shape[:2]
-        return self._rounding(l, lambda of: of.values[0], torch.zeros(shape))
+        return self._rounding(l, lambda of: of.values[0], torch.zeros(()))
 
     def _rounded_gradient(self, l: int) -> Float[Tensor, " B"]:
         """Return how far roundings take the model's J^T u of a block from its true value."""
@@ -438,12 +437,13 @@ class Witness:
             # Nothing is finer than the copy: its sum u + J^T u rounds, too.
             allowed_J = allowed + CLOSER * EPSILON[8] * _ratio(answer.u[asked], JTu)
             allowed_model = allowed + rounding
-            if (of_J <= allowed_J).all() and (of_model <= allowed_model).all():
+            J_agrees, model_agrees = (of_J <= allowed_J).all(), (of_model <= allowed_model).all()
+            if J_agrees and model_agrees:
                 self.findings.note("derivative", float(of_J.max()))
                 return
-            if not (of_J <= allowed_J).all():
+            if not J_agrees:
                 allowed_J = allowed_J + CLOSER * rounding_of_J()
-            if not (of_model <= allowed_model).all():
+            if not model_agrees:
                 of_rows = self._rounded_gradient(l)[asked] / norm(JTu).clamp_min(TINY)
                 # Few draws find what roundings change most in each row.
                 allowed_model = allowed_model + CLOSER * of_rows.max()
