@@ -1,6 +1,5 @@
 """Tests of the walk's command line: real processes, the real hub client and W&B files, interrupted and killed walks."""
 
-import shutil
 import signal
 from pathlib import Path
 
@@ -111,8 +110,6 @@ def test_walk_measures_only_missing_checkpoints_and_writes_the_page(walker):
     assert [str(c) for c in ds.commit.values] == [commit(walker.cache, s) for s in STEPS]
     assert ds.score.dims == ("step", "task") and (np.diff(ds.score.values[:, 0]) < 0).all()
     assert ds.attrs["final_norm"] == "include"
-    assert ds.diagnostics_complete.all()
-    assert ds.diagnostics_sliced.all()
 
 
 @pytest.mark.slow
@@ -247,11 +244,11 @@ def test_a_prompt_longer_than_the_context_is_cut(walker):
 
 
 def without_tokenizer(suite: Path, run: Path, *steps: int):
-    """Copy checkpoints, their weights and configuration alone."""
+    """Copy checkpoints, all but their tokenizers."""
     for step in steps:
-        (run / f"checkpoint-{step}").mkdir(parents=True)
-        for name in ("config.json", "model.safetensors"):
-            shutil.copy(checkpoint_of(suite, step) / name, run / f"checkpoint-{step}" / name)
+        copied(suite, step, run / f"checkpoint-{step}")
+    for file in run.rglob("tokenizer*"):
+        file.unlink()
 
 
 @pytest.mark.slow
