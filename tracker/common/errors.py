@@ -122,7 +122,8 @@ class Note(UserWarning):
 def warn_caller(message: str, category: type[UserWarning] = UserWarning) -> None:
     """Warn at the innermost line that belongs neither to this package nor to a framework that calls it.
 
-    Python shows the same warning once for each such line, so a training run that measures often warns once.
+    Python shows the same warning once for each such line, and again after any code has entered `warnings.catch_warnings`, as
+    xarray and pandas do: a training run that measures often may repeat it.
     """
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_internal(
