@@ -74,7 +74,9 @@ def warn_of_missing_norm(recording: Recording, blocks: Blocks) -> None:
     unknown = blocks.include_final_norm is None and recording.final_norm is None
     if unknown and recording.logits is not None:
         norm = " or ".join(blocks.final_norms)
-        found = f"{norm} does not take" if norm else "no module was found that normalizes"
+        found = (
+            f"the module {norm} does not take" if norm else "no module was found that normalizes"
+        )
         warn_caller(
             f"this is a language model ({recording.logits} logits for each token), but {found} the last block's output itself. "
             "Its measures are those without a final norm (final_norm='exclude') and not comparable to those of models whose norm "
