@@ -52,8 +52,6 @@ def load(directory: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
         CheckpointError: if a tensor is missing, unexpected or mis-shaped, a file is damaged or missing, or the checkpoint needs
             Python code of its own.
     """
-    if not any(file.name.startswith(TOKENIZER_FILES) for file in directory.iterdir()):
-        raise CheckpointError(f"{directory} has no tokenizer; {TOKENIZER_REMEDY}")
     model = load_model(directory)
     with readable(directory, f"the tokenizer in {directory}", TOKENIZER_REMEDY):
         return model, _tokenizer(directory)
@@ -177,9 +175,8 @@ def users_loader(load: "str | Callable[[Path], nn.Module]") -> "Callable[[Path],
         ValueError: if there is no such function. The loader raises UsageError for whatever the function raises, and if it
             returns no model.
     """
-    if not isinstance(load, str):
-        return _reporting(load, name_of_loader(load), "")
-    return _reporting(_imported("load", load, "function"), load, "")
+    function = _imported("load", load, "function") if isinstance(load, str) else load
+    return _reporting(function, name_of_loader(load), "")
 
 
 def name_of_loader(load: "str | Callable[[Path], nn.Module]") -> str:
@@ -259,11 +256,12 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     Raises:
         ValueError: if there is none.
     """
-    if Path(name).is_dir() and (cached := describe_cache(Path(name).resolve(), "--tokenizer")):
+    directory = Path(name)
+    if directory.is_dir() and (cached := describe_cache(directory.resolve(), "--tokenizer")):
         raise ValueError(cached)
     try:
-        if Path(name).is_dir():
-            return _tokenizer(Path(name))
+        if directory.is_dir():
+            return _tokenizer(directory)
         try:
             return _tokenizer(name, local_files_only=True)
         except (OSError, ValueError):

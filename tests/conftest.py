@@ -167,6 +167,13 @@ class Walker:
 
 
 @pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """Where temporary files are made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
 def walker(suite, tmp_path, monkeypatch) -> Walker:
     """Return a runner of walks; those in this process read the suite, too."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(suite))

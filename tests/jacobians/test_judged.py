@@ -30,6 +30,13 @@ def zero_states():
     return model, inputs
 
 
+def in_single_alone():
+    """Before the blocks, which add little; they themselves run in float64, too."""
+    model, inputs = scaled("gpt2", 0.005)
+    model.transformer.wpe.register_forward_hook(lambda module, args, y: y @ torch.eye(y.shape[-1]))
+    return model, inputs
+
+
 SOUND = {
     "zero states": zero_states,
     "saturated, x 30": lambda: scaled("nn.TransformerEncoder, pre-norm", 30),
@@ -39,6 +46,7 @@ SOUND = {
     "bfloat16": lambda: scaled("mixtral", 1, torch.bfloat16),
     "sinks": lambda: with_sink("llama, grouped keys"),
     "small": lambda: scaled("gpt2", 0.02),
+    "small, float32 alone": in_single_alone,
 }
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import tracker
-from tests.support.asked import IDS, Block, D, GateOfTheFirst, Mixing, Model
+from tests.support.asked import IDS, Block, D, Mixing, Model, WithGates
 from tests.support.models import build
 from tests.support.refused import refused
 from tracker.jacobians.witness import Witness
@@ -75,7 +75,7 @@ def test_a_copy_that_differs_is_refused_at_all_tokens_and_with_two_samples(where
         tracker.measure(model, IDS, k=4)
 
 
-class ShiftedGate(GateOfTheFirst):
+class ShiftedGate(WithGates):
     """Block 1 alone is given a gate, which at each token depends on the token before: it is no part of J of one token."""
 
     def step(self, l: int, x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """A memory budget that does not hold the Jacobians of all blocks: they wait in the host's memory or in a file."""
 
-import tempfile
-
 import numpy as np
 import pytest
 import torch
@@ -23,11 +21,7 @@ OF_ALL = {
 }
 
 
-@pytest.fixture(autouse=True)
-def directory(tmp_path, monkeypatch):
-    """Where temporary files are made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 @pytest.fixture

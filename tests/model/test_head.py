@@ -247,6 +247,11 @@ def test_a_language_model_without_a_norm_that_can_be_found_is_measured_with_a_wa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tracker.measure(model, tokens(), measures="trajectory", final_norm="exclude")
+    named = find_blocks(model, final_norm="embed")  # which takes another tensor
+    with pytest.warns(
+        UserWarning, match="the module embed does not take the last block's output itself"
+    ):
+        tracker.measure(model, tokens(), blocks=named, measures="trajectory")
 
 
 class Classifier(nn.Module):

@@ -1,7 +1,6 @@
 """Recordings beyond their budget are in files: the same numbers, in less memory, and no file is left."""
 
 import ctypes
-import tempfile
 
 import pytest
 import torch
@@ -22,13 +21,6 @@ from tracker.model.recording import Spill
 from tracker.model.replica import Replica
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def directory(tmp_path, monkeypatch):
-    """Where temporary files are made."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from tests.support.draws import integers
@@ -49,21 +48,15 @@ class Gated(Block):
         return x + gate * self.f(x)
 
 
-class GateOfTheFirst(Model):
-    """Block 1 alone is given something that is computed from its state."""
+class WithGates(Model):
+    """Blocks that are given something beside their state."""
 
     def __init__(self):
         super().__init__(Gated)
 
-    def step(self, l: int, x: Tensor) -> Tensor:
-        return self.blocks[l](x, torch.ones_like(x) if l else (4 * self.outside[l](x)).sigmoid())
 
-
-class Mixing(Model):
+class Mixing(WithGates):
     """The first state is mixed in by each block, as a constant."""
-
-    def __init__(self):
-        super().__init__(Gated)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = first = self.embedding(ids)

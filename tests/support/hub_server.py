@@ -79,8 +79,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         self.answer(body=True)
 
-    def do_POST(self):
-        self.answer(body=True)
+    do_POST = do_GET
 
     def answer(self, body: bool):
         request = f"{self.command} {unquote(self.path)}"

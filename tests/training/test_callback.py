@@ -165,7 +165,7 @@ def test_the_probe_is_the_first_batch_of_the_sanity_check_or_of_the_training(che
 
 
 class BatchForward(EncoderModule):
-    def forward(self, batch, temperature):
+    def forward(self, batch, temperature, attention_mask=None):
         return self.model(batch["x"]) / temperature
 
 
@@ -215,10 +215,11 @@ def test_the_part_that_runs_by_itself_on_a_batch(case):
     assert names == "stages.0, stages.1, stages.2"
 
 
-def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step():
+@pytest.mark.parametrize("probe", [None, dict.fromkeys(["x", "attention_mask"], torch.ones(2, 6))])
+def test_batch_that_the_forward_does_not_accept_is_refused_before_the_first_step(probe):
     module = BatchForward()
-    with refused(r"takes batch, temperature, and the batch contains x, label; .*forward=lambda"):
-        trainer([Watch(probe=None)]).fit(module, mappings())
+    with refused(r"takes batch, temperature, .* and the batch contains x, .*; .*forward=lambda"):
+        trainer([Watch(probe=probe)]).fit(module, mappings())
     assert all(parameter.grad is None for parameter in module.parameters())
 
 

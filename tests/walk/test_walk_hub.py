@@ -39,6 +39,13 @@ def test_suspect_revisions_are_left_out_before_any_download(walker, served, caps
     assert "Steps 2 and 8 hold the same weights" in (walker.out / "report.html").read_text()
 
 
+def test_a_repository_without_a_tokenizer_is_refused_before_any_download(walker, served, capsys):
+    for file in served.root.rglob("tokenizer*"):
+        file.unlink()
+    assert walker.main() == 2 and not served.requested("safetensors")
+    assert "block-coupling/nano has no tokenizer; add --tokenizer" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_faults_are_retried_or_reported_and_other_revisions_measured(walker, served, capsys):
     """With room for two checkpoints. More faults: test_fetch."""

@@ -314,11 +314,6 @@ class Witness:
         return copy
 
     @property
-    def _finest(self) -> torch.dtype:
-        """The finest dtype in which a copy runs: code may need another one than float64."""
-        return torch.float64 if self._of_copy(torch.float64) else self.model.replica.dtype
-
-    @property
     def _own(self) -> torch.dtype:
         """The dtype that the model computes in."""
         coarse = model_bytes(self.model.replica) <= 4
@@ -326,20 +321,19 @@ class Witness:
 
     def _rounding(
         self, l: int, part: Callable[[Backward], Tensor], none: Tensor
-    ) -> Float[Tensor, "B *rows"]:
+    ) -> Float[Tensor, "*rows"]:
         """Return the largest of a part of what copies, moved by roundings of the model's dtype, answer about a block."""
         found = [of[l] for k in range(MOVES) if (of := self._of_copy(self._own, 1 + k))]
         # Nothing is explained if its code fails.
         return torch.stack([part(of) for of in found]).amax(0) if found else none
 
-    def _rounded_values(self, l: int) -> Float[Tensor, "B n"]:
+    def _rounded_values(self, l: int) -> Float[Tensor, "*rows"]:
         """Return how much roundings change f at each row of a block."""
-        shape = self.model.calls[0].x[self.model.samples].shape[:2]
-        return self._rounding(l, lambda of: of.values[0], torch.zeros(shape))
+        return self._rounding(l, lambda of: of.values[0], torch.zeros(()))
 
     def _rounded_gradient(self, l: int) -> Float[Tensor, " B"]:
         """Return how far roundings take the model's J^T u of a block from its true value."""
-        true = self._of_copy(self._finest)[l].JTu
+        true = self._of_copy(torch.float64).get(l, self.answers[l]).JTu
         return self._rounding(l, lambda of: norm(of.JTu - true), torch.zeros(len(true)))
 
     def _ask_crowded(self, sample: int) -> None:
@@ -432,22 +426,24 @@ class Witness:
         # Else the sum u + J^T u hides J^T u.
         hidden = not (rounding <= allowed).all()
         agrees = bool((errors <= allowed + rounding).all())
-        finest = {} if agrees and not hidden else self._of_copy(self._finest)
-        if agrees and l not in finest:
+        finer = {} if agrees and not hidden else self._of_copy(torch.float64)
+        if agrees and l not in finer:
             self.findings.note("derivative", error)
             return
-        if l in finest:
-            true = finest[l].JTu[asked]
+        if self._repeats:
+            # Its code may need another dtype than float64
+            true = finer.get(l, answer).JTu[asked]
             of_J, of_model = _ratio(true - JTu, JTu), _ratio(answer.JTu[asked] - true, JTu)
             # Nothing is finer than the copy: its sum u + J^T u rounds, too.
             allowed_J = allowed + CLOSER * EPSILON[8] * _ratio(answer.u[asked], JTu)
             allowed_model = allowed + rounding
-            if (of_J <= allowed_J).all() and (of_model <= allowed_model).all():
+            J_agrees, model_agrees = (of_J <= allowed_J).all(), (of_model <= allowed_model).all()
+            if J_agrees and model_agrees:
                 self.findings.note("derivative", float(of_J.max()))
                 return
-            if not (of_J <= allowed_J).all():
+            if not J_agrees:
                 allowed_J = allowed_J + CLOSER * rounding_of_J()
-            if not (of_model <= allowed_model).all():
+            if not model_agrees:
                 of_rows = self._rounded_gradient(l)[asked] / norm(JTu).clamp_min(TINY)
                 # Few draws find what roundings change most in each row.
                 allowed_model = allowed_model + CLOSER * of_rows.max()
@@ -519,9 +515,9 @@ class Witness:
             return judge(f, x, own, v, error, size, precision, allowed)
 
         verdict = by_values(self.model, answer.bytes)
-        finest = {} if verdict.agree.all() else self._of_copy(self._finest)
-        if l in finest and finest[l].bytes > answer.bytes:
-            verdict = by_values(self._copy_in(self._finest), finest[l].bytes)
+        finer = {} if verdict.agree.all() else self._of_copy(torch.float64)
+        if l in finer and finer[l].bytes > answer.bytes:
+            verdict = by_values(self._copy_in(torch.float64), finer[l].bytes)
         if verdict.agree.all():
             self.findings.note("differences", float(verdict.error.where(seen, 0.0).max()))
             return

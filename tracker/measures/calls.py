@@ -73,11 +73,16 @@ def warn_of_missing_norm(recording: Recording, blocks: Blocks) -> None:
     """Warn if a language model maps its last state to logits without a norm that is known."""
     unknown = blocks.include_final_norm is None and recording.final_norm is None
     if unknown and recording.logits is not None:
+        norm = " or ".join(blocks.final_norms)
+        found = (
+            f"the module {norm} does not take" if norm else "no module was found that normalizes"
+        )
         warn_caller(
-            f"this is a language model ({recording.logits} logits for each token), but no module was found that normalizes the "
-            "last block's output. Its measures are those without a final norm (final_norm='exclude') and not comparable to "
-            "those of models whose norm is found, such as Hugging Face's. If a function computes the norm, call a module "
-            "instead; if a module does, name it: blocks=find_blocks(model, final_norm='NAME')"
+            f"this is a language model ({recording.logits} logits for each token), but {found} the last block's output itself. "
+            "Its measures are those without a final norm (final_norm='exclude') and not comparable to those of models whose norm "
+            "is found, such as Hugging Face's. If a function computes the norm, or the norm is given chosen tokens, let a module "
+            "normalize the output at all tokens; if that module is not found, name it: "
+            "blocks=find_blocks(model, final_norm='NAME')"
         )
 
 

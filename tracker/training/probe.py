@@ -270,7 +270,7 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
         for name, value in batch.items()
         if name in known and (shifted or not name.startswith("label"))
     }
-    if not any(isinstance(value, Tensor) for value in taken.values()):
+    if not any(isinstance(taken[name], Tensor) for name in taken.keys() - {"attention_mask"}):
         raise UsageError(
             f"the forward of {type(model).__name__} takes {', '.join(known) or 'nothing'}, and the batch contains "
             f"{', '.join(batch)}; give a function that runs a batch: forward=lambda module, batch: ..."

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from checkpoints import hub, integrity, scores
 from checkpoints.disk import DiskBudget, missing_files
 from checkpoints.fetch import cached_snapshot, snapshot_dir
+from checkpoints.load import TOKENIZER_FILES, TOKENIZER_REMEDY
 from checkpoints.suites import Checkpoint, Suite
 from tracker.common.errors import CheckpointError
 from tracker.common.files import Lock
@@ -88,6 +89,16 @@ class SelectedCheckpoints(integrity.Examination):
         """Return the files of a listed checkpoint that the cache lacks."""
         directory = snapshot_dir(checkpoint.source, listing.commit, self.suite.cache_dir)
         return missing_files(directory, listing)
+
+    def may_have_tokenizer(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint has a tokenizer, as far as the names of its files are known before any is fetched."""
+        if checkpoint.revision is None:
+            files = Path(checkpoint.source).iterdir()
+        elif listing := self.listings.get(checkpoint.name):
+            files = listing.files
+        else:
+            return True
+        return any(file.name.startswith(TOKENIZER_FILES) for file in files)
 
     def digest(self, checkpoint: Checkpoint) -> str:
         """Return a hash of a checkpoint's weight files; "" if there are none, or they are not known before they are fetched."""
@@ -165,6 +176,9 @@ def make_plan(walk: Walk, suite: Suite, notify: Callable[[str], None] = print) -
     measurement = _measurement(walk)
     disk = DiskBudget(suite.cache_dir, walk.disk_budget)
     selection = _selection(walk, suite, joined, notify)
+    own_tokenizers = walk.inputs is None and walk.tokenizer is None
+    if own_tokenizers and not any(map(selection.may_have_tokenizer, suite.checkpoints)):
+        raise CheckpointError(f"{suite.source} has no tokenizer; {TOKENIZER_REMEDY}")
     output = _output(walk, suite, measurement, joined)
     notices = [suite.notice] if suite.notice else []
     if joined:
