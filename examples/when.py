@@ -57,7 +57,6 @@ class Shuffled(nano.NanoRecipe):
 
 
 CONTROL = "shuffled text"  # planned after the tests, and described only
-TESTED = [name for name in RECIPES if name != "base"]
 RECIPES[CONTROL] = Shuffled(**asdict(BASE))
 # What is varied, and the recipes that show it
 VARIED = {
@@ -132,7 +131,7 @@ def table(numbers: pd.DataFrame) -> str:
     """
     runs: Any = numbers.groupby(["recipe", "seed"], sort=False)
     last, change = runs.last(), runs.last() - runs.first()
-    tested = [(name, of) for of in COUPLINGS for name in TESTED]
+    tested = [(name, of) for of in COUPLINGS for name in RECIPES if name not in ("base", CONTROL)]
     p = [ttest_ind(last[of][name], last[of]["base"], equal_var=False)[1] for name, of in tested]
     corrected = dict(zip(tested, holm(np.array(p)), strict=True))
     columns = ["loss", *DRAWN]
