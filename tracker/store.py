@@ -167,7 +167,8 @@ class Store:
         if of_training != ("weights" in settings):
             kind = "a training run" if of_training else "a walk"
             raise ValueError(
-                f"{self.path} holds results of {kind}; results are never mixed: choose another directory"
+                f"{self.path} holds results of {kind}; results are never mixed: choose another directory (save_dir=, of a walk "
+                "--out)"
             )
         require_same_settings(self.path, stored, settings)
 

@@ -118,7 +118,7 @@ def run(grid: GridCommand, recipe: Recipe) -> int:
             # None, or a directory that can't be used, which is reported when it is trained
             with suppress(OSError):
                 (cell.directory / "failed.json").unlink()  # of an earlier run of the grid
-        print(f"{counts}; results in {out}", flush=True)
+        print(f"{counts}; results in {out}, where log.txt of a cell says how far it is", flush=True)
         with shown(missing):
             for cell, error in failures:
                 record_failure(cell, error)

@@ -50,7 +50,7 @@ def describe(
         cells = math.prod(answering)
         lines.append(
             (
-                "answers",
+                "tests",
                 f"all questions: {decays} weight decays x {rates} rates x {seeds} seeds, {counted(cells, 'cell')}, about "
                 f"{duration(cells * first.epochs * seconds_of_epoch)}",
             )

@@ -224,7 +224,7 @@ def too_few(within: str, decays: int, rates: int, seeds: int, units: int | None 
 
 
 def smallest_grid(decays: int, rates: int, seeds: int) -> tuple[int, int, int]:
-    """Return the smallest numbers, not below these, with which a grid can answer all questions."""
+    """Return the smallest numbers, not below these, with which a grid can test all questions."""
     rates = max(rates, 2)
     return max(decays, FEWEST_POINTS), rates, max(seeds, 2, -(-FEWEST_POINTS // rates))
 

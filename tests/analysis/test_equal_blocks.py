@@ -163,6 +163,16 @@ def with_mean(block: nn.Module) -> nn.Module:
     return block
 
 
+def with_every_third_row_of(block: nn.Module, other: nn.Module) -> nn.Module:
+    """Return a block whose rows are by turns those of another, their opposites, and its own: they have nothing in common."""
+    with torch.no_grad():
+        for name, weight in block.named_parameters():
+            weight[::3], weight[1::3] = (
+                sign * other.get_parameter(name)[at::3] for at, sign in ((0, 1), (1, -1))
+            )
+    return block
+
+
 def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
     torch.manual_seed(0)
     a, b, c, d, again, tied = (layer() for _ in range(6))
@@ -173,6 +183,7 @@ def blocks_that_are_equal() -> dict[str, tuple[list[nn.Module], str]]:
         "a module and its copy": ([a, b, again, a], "one module: 1 4; alike weights (100%): 1 3 4"),
         "a copy that has moved": ([a, b, changed(a, 1)], "alike weights (100%): 1 3"),
         "a copy that has moved far": ([a, b, changed(a, 30)], "none"),
+        "rows by turns": ([a, b, with_every_third_row_of(layer(), a)], "none"),
         "opposite weights": ([a, negated(a), b], "none"),
         "tied weights": ([c, a, tied], "one module: 1 3"),
         "a common mean": ([with_mean(layer()) for _ in range(3)], "none"),

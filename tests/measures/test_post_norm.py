@@ -16,7 +16,7 @@ from tests.support.home_made import WIDTH, Flat
 from tests.support.plain import RootMeanSquare
 from tracker.measures.post_norm import smallest_singular_share
 
-TEXT = "the state enters the blocks of this model through norms alone .*untrained, not with the null level"
+TEXT = "the state enters the blocks of this model through norms alone .*untrained .*, not with the null level"
 
 
 def post_norm(model, inputs, **options):

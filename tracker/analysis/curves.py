@@ -23,8 +23,8 @@ import xarray as xr
 
 from tracker.analysis import variables
 from tracker.analysis.null_levels import levels
-from tracker.analysis.onset import Onset, onset
-from tracker.analysis.pairs import counted_pairs, independent_pairs
+from tracker.analysis.onset import Onset, no_onset, onset
+from tracker.analysis.pairs import counted_pairs, independent_pairs, is_post_norm
 from tracker.analysis.regression import linear_fit
 from tracker.analysis.selections import number_of_blocks, opened, require_names, with_steps
 from tracker.analysis.variables import QUANTILES, gathered, in_float64, labelled, mean
@@ -229,6 +229,8 @@ def onset_of(results: xr.Dataset, by_prompt: xr.DataArray, of_pairs: xr.DataArra
         by_prompt: null level minus mis-coupling (step, prompt), means over pairs of different blocks.
         of_pairs: the same (step, layer, layer_other), means over prompts.
     """
+    if is_post_norm(results):
+        return no_onset("not stated: the null level is no baseline of a post-norm model")
     departure = by_prompt.transpose("step", "prompt").values
     pairs = independent_pairs(of_pairs.transpose("step", ...), results)
     return onset(results["step"].values, departure, pairs, sources(results))

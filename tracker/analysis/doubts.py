@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import xarray as xr
 
-from tracker.analysis.pairs import describe_equal_blocks
+from tracker.analysis.pairs import describe_blocks
 from tracker.common.text import (
     UNTRAINED,
     by_cause,
@@ -71,7 +71,7 @@ def doubts(ds: xr.Dataset, skipped: Mapping[int, str]) -> list[str]:
     lines += [f"{capitalised(describe_repeat(*same))}." for same in find_repeats(prints).items()]
     lines += other_tokens(dict(zip(steps, by_step(ds, "token_ids_sha256"), strict=True)))
     if "layer_other" in ds.dims:
-        lines += describe_equal_blocks(ds)
+        lines += describe_blocks(ds)
     if "jacobians_count" in ds:
         lines += _certificates(ds)
     undefined = (

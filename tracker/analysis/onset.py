@@ -102,7 +102,8 @@ class Onset:
         return bool(np.isfinite(self.later))
 
 
-def _without_steps(words: str) -> Onset:
+def no_onset(words: str) -> Onset:
+    """Return an onset without steps, and why."""
     return Onset(NAN, NAN, NAN, NAN, words)
 
 
@@ -132,14 +133,14 @@ def onset(
     # A prompt that is undefined at some steps would make the mean jump there.
     departure = np.where(np.isfinite(departure).all(0), departure, np.nan)
     if len(steps) < FEWEST:
-        return _without_steps(f"unknown: fewer than {FEWEST} steps")
+        return no_onset(f"unknown: fewer than {FEWEST} steps")
     if not (np.isfinite(pairs).sum(1) >= FEWEST_PAIRS).any():
-        return _without_steps(f"unknown: fewer than {FEWEST_PAIRS} pairs of blocks")
+        return no_onset(f"unknown: fewer than {FEWEST_PAIRS} pairs of blocks")
     mean, error, _ = clustered_mean(departure, clusters)
     peak = int(np.nan_to_num(mean, nan=-np.inf).argmax())
     # Bonferroni: the maximum is over S steps.
     if not coupled(pairs, departure, clusters, (1 - CONFIDENCE) / 2 / len(steps))[peak]:
-        return _without_steps("none beyond chance at 2.5 % / steps")
+        return no_onset("none beyond chance at 2.5 % / steps")
     first = int((mean >= SHARE * mean[peak]).argmax())
     # What is above the tenth at the first measured step has departed at some time since the start.
     before = np.concatenate([[0.0], steps[:-1]])

@@ -94,8 +94,8 @@ def has_alike_weights(results: xr.Dataset) -> bool:
     return not all(group.one_module for group in _groups(results))
 
 
-def describe_equal_blocks(results: xr.Dataset) -> list[str]:
-    """Say in sentences which blocks are one module, and which have equal weights, and at which steps if not at all."""
+def describe_blocks(results: xr.Dataset) -> list[str]:
+    """Say in sentences which blocks are coupled by construction: by one module, alike weights, at which steps, or norms."""
     steps = np.atleast_1d(results["step"].values) if "step" in results.coords else np.zeros(1)
     steps_of: dict[str, list[str]] = {}
     for step, text in zip(steps, by_step(results, ATTRIBUTE), strict=True):
@@ -106,7 +106,17 @@ def describe_equal_blocks(results: xr.Dataset) -> list[str]:
         if len(at) < len(steps):
             sentence = f"At step{'s' * (len(at) > 1)} {join_names(at)}: {sentence}"
         sentences.append(sentence)
+    if is_post_norm(results):
+        sentences.append(
+            "The state enters the blocks through norms alone, so that untrained blocks of this model are not at the null level "
+            "either: compare with the same model untrained."
+        )
     return sentences
+
+
+def is_post_norm(results: xr.Dataset) -> bool:
+    """Whether the state enters the blocks through norms alone, at some step: the null level is no baseline."""
+    return "1" in attribute_values(results, "post_norm")
 
 
 def _sentences(text: str, L: int) -> list[str]:

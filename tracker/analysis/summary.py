@@ -25,11 +25,12 @@ from tracker.analysis.doubts import OF_RECIPE, describe_differences, doubts
 from tracker.analysis.null_levels import READ
 from tracker.analysis.onset import FEWEST_PAIRS, coupled
 from tracker.analysis.pairs import (
-    describe_equal_blocks,
+    describe_blocks,
     has_alike_weights,
     has_one_module,
     independent_pairs,
     is_one_module,
+    is_post_norm,
 )
 from tracker.analysis.reduction import COORDINATES, IN_SUMMARY, PERCENTILES, reduced
 from tracker.analysis.regression import clustered_mean, error_of_sum, t_margin
@@ -53,6 +54,7 @@ BY_DEFINITION = {"miscoupling": "coupling", "offdiag_normalized": "coupling by e
 PAIRS = {"mean_offdiag": "all pairs", "mean_adjacent": "neighbours"}
 COLUMNS = ("value", "null_level", "coupling", "low", "high", "over", "answer")
 ABOVE, UNDEFINED_VALUE = "above 0", "undefined"
+NO_LEVEL = "no test: post-norm"
 OF_WEIGHTS = 'Two runs of one recipe differ as well: tracker.summary({"a": [run, run], "b": [run, run]}) compares recipes.'
 
 
@@ -187,7 +189,7 @@ def _until(result: _Result, step: int | None, name: str) -> _Result:
         return result
     if step not in result.steps:
         raise UsageError(
-            f"step {step} of {name} was not measured; choose from {join_names(result.steps)}"
+            f"step {step!r} of {name} was not measured; choose from {join_names(result.steps)}"
         )
     return replace(result, steps=result.steps[: result.steps.index(step) + 1])
 
@@ -338,6 +340,8 @@ def _answer(unit: xr.Dataset, k: int | None, name: str) -> str:
     # Whatever their weights are, one module is coupled with itself.
     if is_one_module(unit):
         return "no test: the blocks are one module"
+    if is_post_norm(unit):
+        return NO_LEVEL
     pairs = independent_pairs(_departure(unit, k, name), unit)
     if not np.isfinite(pairs).any():
         return f"no test: {UNDEFINED_VALUE}"
@@ -377,7 +381,8 @@ def _of_steps(result: _Result, k: int | None) -> Summary:
     finding = _of_change(units, cells, k) if several else ""
     highest = _highest([result], k)
     if finding and highest and steps[0] < highest[1] < steps[-1]:
-        finding += f" Coupling was highest at step {highest[1]:,}, with {highest[0]:z.3f}."
+        value, at = highest
+        finding += f" At step {at:,} it was highest, by the first definition, with {value:z.3f}."
     return _table(rows, "step" if several else "", title, notes, finding)
 
 
@@ -414,7 +419,8 @@ def _of_change(units: Sequence[xr.Dataset], cells: Sequence[Cells], k: int | Non
         )
         verb = "rises" if rises else "falls" if falls else "goes"
         why = "; no change beyond chance over pairs of blocks" if verb == "goes" else ""
-        if after.answer.startswith("no test"):
+        # A change needs no level.
+        if after.answer.startswith("no test") and after.answer != NO_LEVEL:
             verb, why = "goes", f", {after.answer}"
         verbs.add(verb)
         interval = f" [{low:z.3f}, {high:z.3f}] over {over}, these weights alone" if over else ""
@@ -497,7 +503,7 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
         title += f" ({', '.join(last)})" if "0" not in last else ""
     title += "" if k is None else f"; K = {k}"
     notes = [*_of_rows(every, rows, k), *[OF_WEIGHTS] * (not over_runs)]
-    equal = {name: describe_equal_blocks(unit) for name, unit in of_each.items() if k is not None}
+    equal = {name: describe_blocks(unit) for name, unit in of_each.items() if k is not None}
     notes += [f"{name}: {sentence}" for name, sentences in equal.items() for sentence in sentences]
     notes += [
         f"The results differ in {difference}." for difference in describe_differences(of_each)
@@ -511,7 +517,7 @@ def _side_by_side(recipes: Recipes, runs: Sequence[_Result], k: int | None) -> S
         listed = join_names(
             f"{name} {at[0]:z.3f} at step {at[1]:,}" for name, at in highest.items() if at
         )
-        finding = f"Coupling was highest earlier: {listed}. To compare at another step: summary(..., step=...)."
+        finding = f"Coupling was highest earlier: {listed}. tracker.summary(..., step=...) compares at another step."
     return _table(rows, "result", title, notes, finding)
 
 
@@ -583,14 +589,13 @@ def _of_rows(units: Sequence[xr.Dataset], rows: Rows, k: int | None) -> Iterator
     if all(unit.sizes["layer"] == 1 for unit in units):
         yield "One block makes no pairs, so there is no coupling of blocks."
         return
-    post_norm = any(unit.attrs.get("post_norm") for unit in units)
     if any(str(answer).endswith(ABOVE) for *_, answer in listed):
         rest = ""
         if any(map(has_alike_weights, units)):
             rest = " Blocks with alike weights pass it untrained."
         elif any(map(has_one_module, units)):
             rest = " All pairs of the same two modules are one pair of it."
-        elif not post_norm:
+        else:
             rest = " One in 40 untrained models whose blocks have independent weights passes it by chance."
         prompts = f" and the {kind}s" if overs else ""
         yield f"answer: a t test over the pairs of blocks{prompts}.{rest}"
@@ -600,8 +605,3 @@ def _of_rows(units: Sequence[xr.Dataset], rows: Rows, k: int | None) -> Iterator
                 "Where low is above 0 and the answer is not, pairs of blocks differ too much for their number: the interval is "
                 "of these blocks, and the answer of any blocks like them."
             )
-    if post_norm:
-        yield (
-            "The state enters the blocks through norms alone, so that untrained blocks of this model are not at the null level "
-            "either."
-        )

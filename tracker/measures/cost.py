@@ -148,7 +148,8 @@ class Cost:
         length = f"{longest} tokens" if shortest == longest else f"{shortest} to {longest} tokens"
         rate = f"{self.machine.rate / 1e12:.2g} TFLOP/s"
         operations = (
-            f"{self.operations:.2g} operations; {self.machine.name} makes products at {rate}"
+            f"{self.operations:.2g} operations; {self.machine.name} makes products at {rate}, and Python takes {OVERHEAD} s "
+            "for each block"
         )
         lines = [
             ("blocks", self.blocks),

@@ -71,7 +71,8 @@ def warn_of_norms() -> None:
     warn_caller(
         "the state enters the blocks of this model through norms alone (post-norm, as in BERT, or a residual that starts from "
         "the normed state): I + J is singular, so that their Jacobians have top singular vectors in common and mis-coupling is "
-        "often far below its null level even untrained. Compare with the same architecture untrained, not with the null level. "
+        "often far below its null level even untrained. Compare with the same architecture untrained (step 0, of a walk "
+        "--untrained 0), not with the null level. "
         "Norms also set the lengths of states: read lss, not alpha_mean or expodistance. The section on post-norm models in "
         "docs/measurements.md says more"
     )

@@ -24,7 +24,7 @@ from tracker.provenance import digest
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """Ids of special tokens, as the tokenizer states them, or the model's config where the inputs are ids.
+    """Ids of special tokens, as the tokenizer states them, or the model's config where it states none.
 
     Attributes:
         first: the id of the class token at the beginning of a text, None if it is not stated.
@@ -148,7 +148,7 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
         inputs: one prompt or several, a tensor (batch first), or a mapping of the forward's arguments, which may hold tensors or
             mappings and lists of them; NumPy arrays that the forward does not take are left out. Of a tuple or list that a
             loader yields, the first entry is taken, with a notice.
-        tokenizer: of the prompts, a function of a text; it is checked.
+        tokenizer: of the prompts, a function of a text; it is checked. Of ids it states the special tokens.
         max_tokens: length to which prompts are cut, with a warning; None: prompts are not cut.
 
     Raises:
@@ -170,7 +170,7 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
         inputs = inputs[0]
     max_tokens = _checked_max_tokens(max_tokens, inputs)
     if isinstance(inputs, Tensor):
-        calls = [_batch(model, (inputs,), {}, inputs, None)]
+        calls = [_batch(model, (inputs,), {}, inputs, None, tokenizer)]
     elif isinstance(inputs, Mapping):
         # Of what a tokenizer returns, a dictionary, whose tensors divide into samples
         inputs = {
@@ -189,7 +189,7 @@ def batches(model: nn.Module, inputs: Any, tokenizer: Any, max_tokens: Any) -> l
             for name, value in inputs.items()
             if not isinstance(value, np.ndarray) or _takes(model, name)
         }
-        calls = [_batch(model, (), taken, main, tensors.get("attention_mask"))]
+        calls = [_batch(model, (), taken, main, tensors.get("attention_mask"), tokenizer)]
     elif isinstance(inputs, Sequence) and all(isinstance(prompt, str) for prompt in inputs):
         if tokenizer is None and inputs:
             raise UsageError(
@@ -294,7 +294,7 @@ def _prompt(
     arguments = () if "input_ids" in keywords else (ids,)
     decode = getattr(tokenizer, "decode", None)
     texts = [decode([token]) for token in ids[0].tolist()] if decode else ()
-    batch = _batch(model, arguments, keywords, ids, None, [prompt])
+    batch = _batch(model, arguments, keywords, ids, None, tokenizer, [prompt])
     return replace(batch, token_texts=texts, ids=ids, special=_special_tokens(tokenizer))
 
 
@@ -304,6 +304,7 @@ def _batch(
     keywords: dict,
     main: Tensor,
     mask: Any,
+    tokenizer: Any,
     labels: list[str] | None = None,
 ) -> Batch:
     signature = inspect.signature(model.forward)
@@ -329,7 +330,11 @@ def _batch(
     batch = Batch(arguments, keywords, labels or [""] * len(main), valid)
     if owner is None or main.is_floating_point() or main.dim() > 2:
         return batch
-    return replace(batch, ids=main, special=_special_tokens(owner.config))
+    # Not every config states them
+    stated = _special_tokens(tokenizer)
+    return replace(
+        batch, ids=main, special=stated if stated.ends else _special_tokens(owner.config)
+    )
 
 
 def _check_batch_axis(model: nn.Module, main: Tensor) -> None:

@@ -148,8 +148,8 @@ def claim(store: Store, settings: Mapping[str, Any], step: int, resumed: bool, a
     if steps and not (resumed or again):
         raise UsageError(
             f"{store.path} holds the units of another run (up to step {steps[-1]}); choose another save_dir, remove this one, or "
-            "resume that run from its checkpoint: trainer.fit(..., ckpt_path=...), or in a loop of your own its weights and "
-            "its step"
+            "resume that run from its checkpoint: trainer.fit(..., ckpt_path=...) in Lightning, "
+            "trainer.train(resume_from_checkpoint=...) in transformers, or in a loop of your own its weights and its step"
         )
     try:
         store.check_settings(settings)

@@ -275,7 +275,7 @@ def forward_calls(model: nn.Module, batch: Any, tokenizer: Any) -> list[Batch]:
             f"the forward of {type(model).__name__} takes {', '.join(known) or 'nothing'}, and the batch contains "
             f"{', '.join(batch)}; give a function that runs a batch: forward=lambda module, batch: ..."
         )
-    return batches(model, taken, None, None)
+    return batches(model, taken, tokenizer, None)
 
 
 def refusal(model: nn.Module, probe: Any, error: Exception) -> str:

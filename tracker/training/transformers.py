@@ -94,6 +94,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """Find the blocks, claim the store, and measure before the first step."""
         model, step = context["model"], state.global_step
+        self.run.tokenizer = self.run.tokenizer or context.get("processing_class")
 
         @cache  # the training's data and its collator are asked once
         def take() -> Any:

@@ -172,7 +172,7 @@ def _measured_at(plan: WalkPlan) -> str:
     measurement = plan.measurement
     stated = plan.output.store.shared("tokens") or measurement.settings.tokens
     if stated or (isinstance(measurement.inputs, list) and not measurement.own_code):
-        return at_tokens(stated or "last")
+        return at_tokens(stated) if stated else "last token, in text encoders the last word"
     return "class token, or last token of a model without one"
 
 
