@@ -20,7 +20,7 @@ from tracker.common.errors import UsageError
 from tracker.devices import raise_device_errors
 from tracker.jacobians.slicing import NotSliceable, Rows, concatenate_argument, slice_argument
 from tracker.linalg.jacobian import Linearization, RowFunction, linearize
-from tracker.linalg.linear import FreeBuffers, FrozenLinear
+from tracker.linalg.linear import FrozenLinear
 from tracker.linalg.precision import Roundings
 from tracker.model.attention import OriginalAttention, intercept_attention
 from tracker.model.proposals import BlocksNotFound, chained
@@ -166,40 +166,37 @@ def full_sequence(call: BlockCall, rows: Rows) -> RowFunction:
     return f
 
 
-def linearize_rows(f: RowFunction, x: Tensor, buffers: FreeBuffers | None = None) -> Linearization:
+def linearize_rows(f: RowFunction, x: Tensor) -> Linearization:
     """Linearize a restricted block, its linear layers through `FrozenLinear`.
-
-    Args:
-        buffers: memory for copies of weights.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
-    with running_rows(buffers) as roundings:
+    with running_rows() as roundings:
         block = linearize(f, x)
     return replace(block, rounded=roundings.seen)
 
 
 @contextmanager
-def evaluating_rows(buffers: FreeBuffers | None = None) -> Iterator[None]:
+def evaluating_rows() -> Iterator[None]:
     """Run a restricted block, its linear layers through `FrozenLinear`.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
     # Attention as plain products: the fused kernels have no vmap rule.
-    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear(buffers):
+    with slicing_errors(), sdpa_kernel(SDPBackend.MATH), FrozenLinear():
         yield
 
 
 @contextmanager
-def running_rows(buffers: FreeBuffers | None = None) -> Iterator[Roundings]:
+def running_rows() -> Iterator[Roundings]:
     """Do the same, and observe where the block rounds.
 
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
-    with evaluating_rows(buffers), Roundings() as roundings:
+    with evaluating_rows(), Roundings() as roundings:
         yield roundings
 
 

@@ -57,7 +57,6 @@ from tracker.jacobians.row_attention import by_formula, by_own_code
 from tracker.jacobians.slicing import NotSliceable, Rows
 from tracker.jacobians.witness import Witness
 from tracker.linalg.jacobian import Linearization, RowFunction, dense_jacobian
-from tracker.linalg.linear import FreeBuffers
 from tracker.linalg.precision import FAST, float32_products, relative_error, tolerance
 from tracker.linalg.transfer import moved, read, to_device
 from tracker.model.proposals import BlocksNotFound
@@ -146,7 +145,6 @@ class Jacobians:
         # By layer: the paths whose Jacobians are not those of the model
         self._refused: dict[int, set[str]] = {}
         self._reproduced: dict[int, bool] = {}
-        self._buffers: FreeBuffers = []
 
     def in_float32(self) -> "Jacobians":
         """Return the same with all products in float32."""
@@ -424,7 +422,7 @@ class Jacobians:
         """Use one path; with `rounded`, allow an error that the block's own rounding to float32 explains."""
         x = torch.cat([rows.select_sources(call.x) for call, rows in selections])
         f = restrict(selections, PATHS[path])
-        block = linearize_rows(f, x, self._buffers)
+        block = linearize_rows(f, x)
         y = block.y
         # Keys and values of a float32 pass carry its rounding.
         allowed = selections[0][0].recorded_coarser or (block.rounded and rounded)
@@ -438,7 +436,7 @@ class Jacobians:
         # Checked above; now with bfloat16 products
         if self.precision == "bfloat16" and x.dtype == torch.float32:
             with torch.autocast(x.device.type, torch.bfloat16):
-                block = linearize_rows(f, x, self._buffers)
+                block = linearize_rows(f, x)
         # A cotangent passes through copies of the keys where the model's own code runs.
         copied = _keys_and_values(selections) if path == "own code" else 0
         chunk = _chunk(16 * x.numel() + 2 * copied, x, self.memory)
@@ -446,9 +444,7 @@ class Jacobians:
         products = float32_products("tf32") if self.precision == "tf32" else nullcontext()
         with slicing_errors(), products:
             J = dense_jacobian(block.pullback, block.y, chunk, identity)
-        errors = self._compare(
-            selections, f, J, block.rounded, PATHS[path], evaluating_rows(self._buffers), y
-        )
+        errors = self._compare(selections, f, J, block.rounded, PATHS[path], evaluating_rows(), y)
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
 
