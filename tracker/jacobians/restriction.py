@@ -39,9 +39,8 @@ FAILURES = (
     ValueError,
 )
 CallRows = tuple[BlockCall, Rows]
-RowAttention = Callable[
-    [OriginalAttention, Tensor, Tensor, Tensor, Sequence[tuple[AttentionCall, Rows]]], Any
-]
+# Of the rows, and the recorded attentions, each with those of the rows that belong to it
+RowAttention = Callable[[OriginalAttention, Sequence[tuple[AttentionCall, Rows]]], Any]
 
 
 def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> RowFunction:
@@ -80,21 +79,14 @@ def restrict(selections: Sequence[CallRows], row_attention: RowAttention) -> Row
     def f(x: Float[Tensor, "R d"]) -> Float[Tensor, "R d"]:
         expected = iter(recorded)
 
-        def handler(
-            attention: OriginalAttention,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Any,
-            causal: bool,
-        ) -> Any:
-            frozen = next(expected, [])
+        def handler(attention: OriginalAttention) -> Any:
+            frozen, key = next(expected, []), attention.key
             own_token = bool(frozen) and key.dim() == 4 and key.shape[-2] == 1
             # In the full sequence, too, it attended to the block's own tokens: all of them, and no others.
             recorded_lengths = [past.key.shape[-2] for past, _ in frozen]
             if not own_token or recorded_lengths != lengths:
                 raise NotSliceable("its attention is over something other than its own tokens")
-            return row_attention(attention, query, key, value, frozen)
+            return row_attention(attention, frozen)
 
         with intercept_attention(handler):
             y = call(x[:, None], arguments).squeeze(1)  # not [:, 0], whose derivative is a copy
@@ -120,24 +112,17 @@ def _restrict_to_sources(
     live: list[tuple[Tensor, Tensor]] = []  # keys and values of the sources, by attention
 
     def of_sources(
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        frozen: Sequence[tuple[AttentionCall, Rows]],
+        attention: OriginalAttention, frozen: Sequence[tuple[AttentionCall, Rows]]
     ) -> Any:
-        live.append((key, value))
-        return row_attention(attention, query, key, value, frozen)
+        live.append((attention.key, attention.value))
+        return row_attention(attention, frozen)
 
     def of_targets(
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        frozen: Sequence[tuple[AttentionCall, Rows]],
+        attention: OriginalAttention, frozen: Sequence[tuple[AttentionCall, Rows]]
     ) -> Any:
         pasts = [(past, rows) for (past, _), (_, rows) in zip(frozen, selections, strict=True)]
-        return row_attention(attention, query, *live.pop(0), pasts)
+        key, value = live.pop(0)
+        return row_attention(replace(attention, key=key, value=value), pasts)
 
     run_sources = restrict(
         [(call, Rows(rows.sample, rows.live)) for call, rows in selections], of_sources

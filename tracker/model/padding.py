@@ -123,16 +123,9 @@ class _Blocks:
         """
         call, masks = self.recording.calls[0], []
 
-        def collect(
-            attention: OriginalAttention,
-            query: Tensor,
-            key: Tensor,
-            value: Tensor,
-            mask: Any,
-            causal: bool,
-        ) -> Any:
-            masks.append((key, mask))
-            return attention(query, key, value, mask, causal)
+        def collect(attention: OriginalAttention) -> Any:
+            masks.append((attention.key, attention.mask))
+            return attention()
 
         with call.replica.materialize(call.block), intercept_attention(collect):
             for x in (self.x, self.x + noise_like(self.x)):

@@ -151,20 +151,14 @@ class _Recorder:
             self.copies[key] = value, value.clone()
         return self.copies[key][1]
 
-    def record_attention(
-        self,
-        attention: OriginalAttention,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        causal: bool,
-    ) -> Any:
+    def record_attention(self, attention: OriginalAttention) -> Any:
         """Record an attention's keys, values and mask, and run it."""
         if self.running is not None:
             # Copies: they may be views of a cache that the block writes to at every call.
-            self.running.attention.append(AttentionCall(key.clone(), value.clone(), mask, causal))
-        return attention(query, key, value, mask, causal)
+            key, value = attention.key.clone(), attention.value.clone()
+            recorded = AttentionCall(key, value, attention.mask, attention.causal)
+            self.running.attention.append(recorded)
+        return attention()
 
     def leave_block(self, block: nn.Module, args: tuple, output: Any) -> None:
         """Record a block's output, and check that the block keeps no state between calls."""
