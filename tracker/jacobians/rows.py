@@ -293,7 +293,7 @@ class Jacobians:
         J, value_error, rounded = full_sequence_jacobian(
             call, rows, self.replica.dtype, self.memory
         )
-        J.diagonal(dim1=-2, dim2=-1).sub_(int(rows.source is None))
+        torch.linalg.diagonal(J).sub_(int(rows.source is None))
         if not self.fallbacks:
             n = call.x.shape[1]
             warn_caller(

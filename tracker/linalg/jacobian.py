@@ -165,5 +165,5 @@ def dense_jacobian(
         # (C, d): cotangent c picks output coordinate start + c of every row
         e = cotangents[start : start + chunk]
         J[:, start : start + chunk] = pullback(e[:, None].expand(-1, R, -1)).transpose(0, 1)
-    J.diagonal(dim1=-2, dim2=-1).sub_(int(identity))
+    torch.linalg.diagonal(J).sub_(int(identity))
     return J

@@ -74,7 +74,8 @@ def below_one(G: Tensor) -> Bool[Tensor, " B"]:
     By Cholesky of 1 - G in panels: LAPACK's on the whole matrix is slower and allocates two more matrices.
     """
     d = G.shape[-1]
-    G.neg_().diagonal(dim1=-2, dim2=-1).add_(1)
+    G.neg_()
+    torch.linalg.diagonal(G).add_(1)
     definite = torch.ones(len(G), dtype=torch.bool, device=G.device)
     for start in range(0, d, PANEL):
         stop = min(start + PANEL, d)

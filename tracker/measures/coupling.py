@@ -73,7 +73,7 @@ def release_trace(A: CouplingMatrices, s: SingularValues) -> Values:
 
 def offdiag(A: CouplingMatrices, s: SingularValues) -> Values:
     """Return the norm of the off-diagonal entries."""
-    return frobenius(A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1)))
+    return frobenius(A - torch.diag_embed(torch.linalg.diagonal(A)))
 
 
 def offdiag_normalized(A: CouplingMatrices, s: SingularValues) -> Values:
@@ -359,14 +359,14 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
     """
     scale = torch.where(scale > 0, scale, 1.0)
     unit, d = scale[..., None, None], J.shape[-1]
-    isotropic = J.diagonal(dim1=-2, dim2=-1).mean(-1) / scale
+    isotropic = torch.linalg.diagonal(J).mean(-1) / scale
     height = max(LEAST_ROWS, TILE[J.is_cpu] * d // max(1, J.numel()))
     of_rows = []
     for i in range(0, d, height):
         # Rows from the diagonal on, and the columns that mirror them: each pair of entries is read once.
         across, down = J[..., i : i + height, i:], J[..., i:, i : i + height].mT
         parts = torch.stack([across + down, across - down]).div_(unit)
-        parts[0].diagonal(dim1=-2, dim2=-1).sub_(2 * isotropic[..., None])
+        torch.linalg.diagonal(parts[0]).sub_(2 * isotropic[..., None])
         if i + height < d:
             # Beyond the square on the diagonal, each entry stands for itself and its mirror image.
             parts[..., height:] *= sqrt(2)
@@ -383,7 +383,7 @@ def moments_of_layers(layers: Sequence[Moments]) -> Moments:
 
 def overlap(G: Float[Tensor, "*batch K K"]) -> Overlap:
     """Return the overlap of singular vectors, of which G has the products u_i . v_j."""
-    diagonal = G.diagonal(dim1=-2, dim2=-1)
+    diagonal = torch.linalg.diagonal(G)
     return Overlap(diagonal, ((G - torch.diag_embed(diagonal)) ** 2).sum((-2, -1)))
 
 

@@ -73,7 +73,7 @@ def frames(d: int) -> Float[Tensor, "n d c"]:
     orthonormal, triangle = torch.linalg.qr(
         torch.randn(COLUMNS // c, d, c, generator=generator, dtype=torch.float64)
     )
-    return orthonormal * triangle.diagonal(dim1=-2, dim2=-1).sign()[:, None]
+    return orthonormal * torch.linalg.diagonal(triangle).sign()[:, None]
 
 
 @lru_cache(maxsize=16)
