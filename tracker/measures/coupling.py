@@ -49,7 +49,7 @@ from torch.linalg import vector_norm
 
 from tracker.linalg.precision import frobenius, power_of_two
 from tracker.linalg.svd import above_rounding
-from tracker.measures.declaration import NORMED, OURS, WITH_NORM, Measure
+from tracker.measures.declaration import NORMED, WITH_NORM, Measure
 
 CouplingMatrices = Float[Tensor, "*#pairs K K"]
 SingularValues = Float[Tensor, "*#pairs K"]  # of the Jacobian, broadcast over bases
@@ -296,7 +296,6 @@ def declared_level(of: Measure) -> Measure:
         option=of.option,
         variant=of.variant,
         formula=f"mean over random rotations Q of block l′, U′ → Q U′, V′ → Q V′, of {of.formula}",
-        reference=OURS,
     )
 
 
@@ -485,7 +484,6 @@ def declared_parts(
         "isotropic": ("isotropic part of the Jacobian", "τ = tr J / d", dims),
         "alignment": ("alignment of output and input directions", "uₖ · vₖ, J = U S Vᵀ", (*dims, "rank")),
     }  # fmt: skip
-    shared = {"reference": OURS} | shared
     return tuple(
         Measure(f"{start}{name}{end}", of, f"{label}{text}", formula=formula, **shared)
         for name, (label, formula, of) in declared.items()

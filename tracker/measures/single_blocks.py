@@ -25,7 +25,7 @@ from tracker.linalg.cores import batch_on_cores
 from tracker.linalg.precision import frobenius
 from tracker.linalg.svd import SMALL, Triplets
 from tracker.measures.coupling import Moments
-from tracker.measures.declaration import OURS, of_each_block
+from tracker.measures.declaration import of_each_block
 
 Jacobian = Float[Tensor, "*B d d"]
 Values = Float[Tensor, "*B"]
@@ -81,7 +81,6 @@ DECLARED = (
         option="depth_use",
         compute=lambda block: jacobian_gain(block.layer.moments, block.x.shape[-1]),
         formula="‖J‖ / √d",
-        reference=OURS,
         text="Root mean square singular value of a block's Jacobian: how much it adds to a small random change of the state.",
         axis="logarithmic",
         charts=("depth", "table"),
@@ -92,7 +91,6 @@ DECLARED = (
         option="depth_use",
         compute=lambda block: linear_error(block.Jx, block.f),
         formula="‖J xˡ⁻¹ − f‖ / ‖f‖, f = xˡ − xˡ⁻¹",
-        reference=OURS,
         text="‖J x − f‖ / ‖f‖: 0 if a block's update f is linear in the token's own state x, 1 if the length of x does not "
         "matter to it (J x = 0).",
         charts=("depth", "table"),
@@ -103,9 +101,7 @@ DECLARED = (
         option="normality",
         compute=lambda block: symmetric_share(block.layer.moments, block.x.shape[-1]),
         formula="‖(J + Jᵀ) / 2‖² / ‖J‖²",
-        reference=OURS,
         text="How much of a block's Jacobian J is symmetric: 1 all of it, 0 none, 1/2 for unrelated input and output directions.",
-        axis="linear",
     ),
     of_each_block(
         "mean_alignment",

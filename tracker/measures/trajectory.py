@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tracker.measures.declaration import BLOCK, NORMED, OURS, POSITION, STATE, Measure
+from tracker.measures.declaration import BLOCK, NORMED, POSITION, STATE, Measure
 
 States = Float[Tensor, "depth n d"]
 
@@ -305,7 +305,6 @@ DECLARED = (
         normed=False,
         compute=update_ratio,
         formula="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖",
-        reference=OURS,
         text="‖xˡ − xˡ⁻¹‖ / ‖xˡ⁻¹‖: how far a block moves its state.",
         headline=True,
         main=True,
@@ -335,7 +334,6 @@ DECLARED_USE = (
         normed=False,
         compute=update_cosine,
         formula="cos(f, xˡ⁻¹), f = xˡ − xˡ⁻¹",
-        reference=OURS,
         text="1 if a block's update lengthens the state, 0 if it is at a right angle to it, −1 if it shortens the state.",
         option="depth_use",
         main=True,
