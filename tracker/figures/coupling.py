@@ -108,7 +108,7 @@ def training_curves(results: Results, choices: Choices) -> "Plotted":
         legend_below(lss)
     (first, *_) = results.values()
     figure.suptitle(first.attrs.get("suite", "") if single else "")
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables
 
 
 def _draw_curve(
@@ -160,7 +160,7 @@ def over_training(results: Results, choices: Choices) -> "Plotted":
         of_onset |= {"onset_low": began.low, "onset_high": began.high}
         rows.append(pd.DataFrame({"result": name, **columns, **of_onset}))
     label_y(axes, axis_of_coupling(choices))
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def _onset(ds: xr.Dataset, choices: Choices) -> Onset:
@@ -220,7 +220,7 @@ def layer_graph(results: Results, choices: Choices) -> "Plotted":
     label = f"coupling by {_defined(choices)}: {top:.2f}; thinner: less"
     axes[0].plot([], [], color=BLUE, lw=2.8, label=label)
     axes[0].legend(loc="upper center", bbox_to_anchor=(0.5, 0.02), frameon=False)
-    return figure, table
+    return figure, tables
 
 
 def _around_onset(ds: xr.Dataset, choices: Choices) -> list[int]:
@@ -253,7 +253,7 @@ def by_layer(results: Results, choices: Choices) -> "Plotted":
         rows.append(pd.DataFrame({"result": name, **columns}))
     panel.set(xlabel="Block l", ylabel=axis_of_coupling(choices))
     legend_below(panel)
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def coupling_of_prompts(ds: xr.Dataset, choices: Choices) -> xr.DataArray:

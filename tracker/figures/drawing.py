@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from tracker.figures.choices import Axis
 
-    Plotted = tuple[Figure, pd.DataFrame]  # a figure, and the numbers that it plots
+    Plotted = tuple[
+        Figure, Sequence[pd.DataFrame]
+    ]  # a figure, and tables of the numbers that it plots
 
 Theme = Literal["light", "dark"]
 

@@ -59,7 +59,7 @@ def singular_values(
         values.set(title=at_step(name, ds, i) + norm, ylabel="Singular value of J")
         inverse.set(title=text, xlabel="Block l", ylabel="1 / s₁ (s₁: largest singular value)")
         legend_below(inverse)
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables
 
 
 def _draw_ranks(panel: "Axes", by_layer: xr.DataArray) -> pd.DataFrame:
@@ -103,4 +103,4 @@ def spectra(results: Results, choices: Choices) -> "Plotted":
         title = at_step(name, ds, i)
         values.set(title=title, ylabel="Singular value of\n(I + Jˡ) … (I + J¹)")
         exponents.set(title=title, xlabel="k / d", ylabel="Lyapunov exponent, ln(sₖ) / L")
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables

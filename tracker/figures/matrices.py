@@ -49,7 +49,7 @@ def heatmaps(results: Results, choices: Choices) -> "Plotted":
     ends = _ends([_where_defined(matrix) for matrix in matrices], nulls)
     for panel, matrix, null in zip(axes, matrices, nulls, strict=True):
         _draw_pairs(panel, matrix, null, ends)
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables
 
 
 def coupling_pictures(matrices: xr.DataArray, nulls: Mapping[int, float]) -> dict[int, np.ndarray]:
@@ -254,4 +254,4 @@ def _draw_grids(grids: Sequence[Grid], choices: Choices, label: str) -> "Plotted
         columns |= {**grid.columns, "row": a + 1, "column": b + 1, "value": grid.A.ravel()}
         tables.append(pd.DataFrame(columns))
     figure.colorbar(axes[0].images[0], ax=axes, fraction=0.05, label=label)
-    return figure, pd.concat(tables, ignore_index=True)
+    return figure, tables

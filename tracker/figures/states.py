@@ -79,7 +79,7 @@ def quartile_lines(
         panel.set_title("" if of == "result" else next(iter(group)))
         if panel is axes[0] and panel.get_legend_handles_labels()[1]:
             legend_below(panel)
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def _of_results(group: Results, variable: str, _: Choices) -> Lines:
@@ -145,7 +145,7 @@ def first_and_last(
         panel.set_xticks(places, list(results), rotation=45, ha="right")
         panel.set_ylabel(axis_label(variable))
     legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def principal_planes(results: Results, choices: Choices) -> "Plotted":
@@ -181,7 +181,7 @@ def principal_planes(results: Results, choices: Choices) -> "Plotted":
         panel.set(title=at_step(name, ds, i), xlabel="First principal axis")
     label_y(axes, "Second principal axis")
     legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
 
 
 def noise_response(results: Results, choices: Choices) -> "Plotted":
@@ -200,4 +200,4 @@ def noise_response(results: Results, choices: Choices) -> "Plotted":
         panel.xaxis.set_major_formatter("{x:g}")
     label_y(axes, "Cosine similarity to the state\nwithout noise")
     legend_below(axes[0])
-    return figure, pd.concat(rows, ignore_index=True)
+    return figure, rows
