@@ -171,14 +171,13 @@ class _TensorReplacement(TorchFunctionMode):
 
 
 class InputDependents(TorchFunctionMode):
-    """Number the floating values that depend on the forward's inputs, up to a boundary, and let `change(number, value)` change
-    each: floating inputs, and results of operations on inputs or on such results.
+    """Let `change(value)` change each floating value that depends on the forward's inputs, up to a boundary: floating inputs, and
+    results of operations on inputs or on such results.
     """
 
-    def __init__(self, change: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.change = change
-        self.count = 0
         self.done = False
         self.followed: dict[int, Tensor] = {}  # by identity
 
@@ -215,9 +214,9 @@ class InputDependents(TorchFunctionMode):
         )
 
     def follow(self, value: Any) -> Any:
-        """Number a value that depends on the inputs, and return it changed."""
+        """Return a value that depends on the inputs changed."""
         if isinstance(value, Tensor):
             if value.is_floating_point():
-                value, self.count = self.change(self.count, value), self.count + 1
+                value = self.change(value)
             self.followed[id(value)] = value
         return value

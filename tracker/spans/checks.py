@@ -123,7 +123,7 @@ class WholeStateCheck:
             Tensor
         ] = []  # added to what depends on the inputs; then those that the first state depends on
 
-        def add(i: int, value: Tensor) -> Tensor:
+        def add(value: Tensor) -> Tensor:
             zero = torch.zeros_like(value, memory_format=torch.contiguous_format)
             zeros.append(zero.requires_grad_())
             return value + zeros[-1]
