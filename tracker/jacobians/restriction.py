@@ -157,7 +157,7 @@ def linearize_rows(f: RowFunction, x: Tensor) -> Linearization:
     Raises:
         NotSliceable: if the block's code raises on sequences of length one.
     """
-    with running_rows() as roundings:
+    with evaluating_rows(), Roundings() as roundings:
         block = linearize(f, x)
     return replace(block, rounded=roundings.seen)
 
@@ -174,24 +174,13 @@ def evaluating_rows() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def running_rows() -> Iterator[Roundings]:
-    """Do the same, and observe where the block rounds.
-
-    Raises:
-        NotSliceable: if the block's code raises on sequences of length one.
-    """
-    with evaluating_rows(), Roundings() as roundings:
-        yield roundings
-
-
 def linearize_full_sequence(call: BlockCall, rows: Rows) -> Linearization:
     """Linearize a block at rows within their full sequences, no two of one sample.
 
     Raises:
         UsageError: if the block's code raises when it runs again.
     """
-    with running_full_sequence(call) as roundings:
+    with evaluating_full_sequence(call), Roundings() as roundings:
         block = linearize(full_sequence(call, rows), rows.select_sources(call.x))
     return replace(block, rounded=roundings.seen)
 
@@ -205,17 +194,6 @@ def evaluating_full_sequence(call: BlockCall) -> Iterator[None]:
     """
     with replay_errors(call), sdpa_kernel(SDPBackend.MATH):
         yield
-
-
-@contextmanager
-def running_full_sequence(call: BlockCall) -> Iterator[Roundings]:
-    """Do the same, and observe where the block rounds.
-
-    Raises:
-        UsageError: if the block's code raises when it runs again.
-    """
-    with evaluating_full_sequence(call), Roundings() as roundings:
-        yield roundings
 
 
 @contextmanager
