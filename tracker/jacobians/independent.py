@@ -272,13 +272,12 @@ def judge_rows(
 ) -> Independent:
     """Compare reverse mode with differences of several steps and with forward mode."""
     u, v = _cotangents(x), standard_normal(x.shape, x, seed=1)
-    g = block.pullback(u)
+    products = _Products(u, v, block.pullback(u), residual)
     precision = min(x.itemsize, roundings.least)
-    products = {"u": u, "v": v, "g": g, "residual": residual}
-    error, size = partial(_error, **products), partial(_size, **products)
-    values = judge(f, x, block.y, v, error, size, precision)
-    wrong = values.refuted
-    forward = torch.full((len(x),), nan) if block.tangent is None else error(block.tangent)
+    values = judge(f, x, block.y, v, products.error, products.size, precision)
+    wrong, forward = values.refuted, torch.full((len(x),), nan)
+    if block.tangent is not None:
+        forward = products.error(block.tangent)
     if wrong.any():
         seen, explained = _explained_by_detach(f, x, u, v, residual, precision)
         if not bool(explained[wrong].all()):
@@ -325,13 +324,9 @@ def error_of_products(
 
 def largest_error(g: Tensor, expected: Tensor, residual: bool, u: Tensor) -> float:
     """Return the largest error of products J^T u over the rows, relative to those without the identity."""
-    sizes = (
-        torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))
-        .square()
-        .sum(0)
-        .sqrt()
-    )
-    return float((norm(g - expected).square().sum(0).sqrt() / sizes).max())
+    sizes = torch.maximum(norm(expected - residual * u), FLOOR[torch.float32] * norm(u))
+    errors = norm(g - expected)
+    return float((errors.square().sum(0).sqrt() / sizes.square().sum(0).sqrt()).max())
 
 
 class WithoutDetach(TorchFunctionMode):
@@ -374,41 +369,35 @@ def _explained_by_detach(
 
     try:
         block = linearize(attached, x)
-        products = {"u": u, "v": v, "g": block.pullback(u), "residual": residual}
+        products = _Products(u, v, block.pullback(u), residual)
         if DETACH in seen.names:
-            agree = judge(
-                f,
-                x,
-                block.y,
-                v,
-                partial(_error, **products),
-                partial(_size, **products),
-                precision,
-            ).agree
+            agree = judge(f, x, block.y, v, products.error, products.size, precision).agree
     except FAILURES as failure:  # `detach().numpy()`, among others
         raise_device_errors(failure)
     return seen.names, agree
 
 
-def _error(
-    derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
-) -> Float[Tensor, " R"]:
-    """Return the error of D v in each row, relative to D v without the identity, from products with u."""
-    difference = (u * derivative).sum(-1, dtype=torch.float64) - (g * v).sum(
-        -1, dtype=torch.float64
-    )
-    return (difference.square().mean(0).sqrt() / _size(derivative, u, v, g, residual)).cpu()
+@dataclass(frozen=True)
+class _Products:
+    """Cotangents u, a tangent v and g = J^T u, with which a derivative D v is compared; `residual`: J has the identity."""
 
+    u: Float[Tensor, "P R d"]
+    v: Float[Tensor, "R d"]
+    g: Float[Tensor, "P R d"]
+    residual: bool
 
-def _size(
-    derivative: Tensor, u: Tensor, v: Tensor, g: Tensor, residual: bool
-) -> Float[Tensor, " R"]:
-    """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
-    # |J^T u| has the size of |J|_F, as |J v| has.
-    size = torch.maximum(
-        norm(derivative - residual * v), norm(g - residual * u).square().mean(0).sqrt()
-    )
-    return torch.maximum(size, FLOOR[v.dtype] * norm(v))
+    def error(self, derivative: Tensor) -> Float[Tensor, " R"]:
+        """Return the error of D v in each row, relative to D v without the identity, from products with u."""
+        summed = partial(torch.sum, dim=-1, dtype=torch.float64)
+        difference = summed(self.u * derivative) - summed(self.g * self.v)
+        return (difference.square().mean(0).sqrt() / self.size(derivative)).cpu()
+
+    def size(self, derivative: Tensor) -> Float[Tensor, " R"]:
+        """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
+        # |J^T u| has the size of |J|_F, as |J v| has.
+        of_g = norm(self.g - self.residual * self.u).square().mean(0).sqrt()
+        size = torch.maximum(norm(derivative - self.residual * self.v), of_g)
+        return torch.maximum(size, FLOOR[self.v.dtype] * norm(self.v))
 
 
 def _refusal(
