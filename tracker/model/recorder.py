@@ -129,17 +129,12 @@ class _Recorder:
             return last.y
         if len(streams) > 1:
             raise two_streams(last.name, *(self.states[i] for i in streams[:2]))
-        raise self.changed_between(last.name, name)
-
-    def changed_between(self, before: str, name: str) -> UsageError:
-        """Return the error for blocks between which the model changes the state; it proposes that each begins where the one
-        before ended.
-        """
         finding = (
-            f"the model changes the hidden state between {before} and {name}; name consecutive blocks, so that each takes the "
+            f"the model changes the hidden state between {last.name} and {name}; name consecutive blocks, so that each takes the "
             "output of the one before, or spans that include the change"
         )
-        return BlocksNotFound(finding, chained(self.replica.description))
+        # It proposes that each begins where the one before ended.
+        raise BlocksNotFound(finding, chained(self.replica.description))
 
     def copy_argument(self, value: Any) -> Any:
         """Return a copy of a tensor among the arguments; all blocks that are given it unchanged share one copy."""
