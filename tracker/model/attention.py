@@ -95,16 +95,28 @@ def intercept_attention(handler: AttentionHandler) -> Iterator[None]:
                 _hooks.close()
 
 
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a module or a class another attribute; on exit its own, or the one that it inherited, is visible again."""
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+
 def _install_hooks() -> None:
-    original = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = _hook_sdpa(original)
-    _hooks.callback(setattr, F, "scaled_dot_product_attention", original)
+    sdpa = _hook_sdpa(F.scaled_dot_product_attention)
+    _hooks.enter_context(patched(F, "scaled_dot_product_attention", sdpa))
     # If transformers was never imported, none of its models can be running.
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling:
-        get_interface = modeling.AttentionInterface.get_interface
-        modeling.AttentionInterface.get_interface = _hook_get_interface(get_interface)
-        _hooks.callback(setattr, modeling.AttentionInterface, "get_interface", get_interface)
+    if modeling := sys.modules.get("transformers.modeling_utils"):
+        interface = modeling.AttentionInterface
+        hooked = _hook_get_interface(interface.get_interface)
+        _hooks.enter_context(patched(interface, "get_interface", hooked))
 
 
 def _hand_over(attention: OriginalAttention) -> Any:
