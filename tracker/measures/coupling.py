@@ -386,26 +386,20 @@ def overlap(G: Float[Tensor, "*batch K K"]) -> Overlap:
     return Overlap(diagonal, ((G - torch.diag_embed(diagonal)) ** 2).sum((-2, -1)))
 
 
-def root_mean_square(s: ValuesOfLayers, entries: "Entries") -> Pairs:
-    """Return the root of the expected square of `miscoupling` for every pair of Jacobian and basis; NaN for a Jacobian of zeros.
+def root_mean_squares(s: ValuesOfLayers, entries: "Entries") -> list[Pairs]:
+    """Return the roots of the expected squares of `miscoupling` and `miscoupling_release` for every pair of Jacobian and basis.
+
+    NaN for a Jacobian of zeros.
 
     Args:
         s: top K singular values of the Jacobians.
         entries: of A, by the moments of the Jacobians and the overlap of the vectors of the bases.
     """
-    return _root_mean_square(s, entries, entries.tau * _products(s, entries.g))
-
-
-def root_mean_square_of_release(s: ValuesOfLayers, entries: "Entries") -> Pairs:
-    """Return the same of `miscoupling_release`."""
-    return _root_mean_square(s, entries, (entries.diagonal_size() @ s[..., None])[..., 0])
-
-
-def _root_mean_square(s: ValuesOfLayers, entries: "Entries", along: Pairs) -> Pairs:
-    """Return a root from sum_k s_k E A_kk, or sum_k s_k E|A_kk|."""
     # Of a Jacobian of zeros nothing is defined.
     norm = vector_norm(torch.where(s[..., :1] > 0, s, torch.nan), dim=-1)[..., None]
-    return (1 + (entries.square - 2 * along) / norm**2).clamp_min(0).sqrt()
+    # sum_k s_k E A_kk and sum_k s_k E|A_kk|
+    along = entries.tau * (s @ entries.g.mT), (entries.diagonal_size() @ s[..., None])[..., 0]
+    return [(1 + (entries.square - 2 * one) / norm**2).clamp_min(0).sqrt() for one in along]
 
 
 def simulated(
@@ -469,11 +463,6 @@ class Entries:
         ratio = (mean / deviation.clamp_min(torch.finfo(deviation.dtype).tiny)).div_(sqrt(2))
         size = mean.mul_(ratio.erf())
         return size.add_(deviation.mul_(ratio.square_().neg_().exp_()), alpha=sqrt(2 / pi))
-
-
-def _products(s: ValuesOfLayers, g: Float[Tensor, "*batch M K"]) -> Pairs:
-    """Return sum_k s_k g_k of every pair."""
-    return s @ g.mT
 
 
 def declared_parts(

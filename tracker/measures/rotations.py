@@ -49,8 +49,7 @@ from tracker.measures.coupling import (
     Moments,
     Overlap,
     overlap,
-    root_mean_square,
-    root_mean_square_of_release,
+    root_mean_squares,
     side_by_side,
 )
 
@@ -167,7 +166,7 @@ class _Controls:
 
     def __init__(self, s: Float[Tensor, "R L K"], of: Moments, basis: Overlap, d: int) -> None:
         entries = Entries(of, basis, d)
-        page, release = root_mean_square(s, entries), root_mean_square_of_release(s, entries)
+        page, release = root_mean_squares(s, entries)
         off, square = entries.off_square, entries.square
         # E o, E t and E A_kk^2 may be 0 except for rounding: antisymmetric Jacobians in symmetric bases, or K = 1.
         least = SMALLEST**2 * (entries.a + entries.tau**2)  # (R, L, 1)
