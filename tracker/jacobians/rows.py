@@ -30,7 +30,6 @@ from tracker.jacobians.checks import (
     derivative_error,
     quality,
     reproduces_recorded_output,
-    require_finite,
     require_reproduction,
 )
 from tracker.jacobians.independent import (
@@ -182,7 +181,10 @@ class Jacobians:
                 ((J, checks),) = self._formed(torch.float64, selections[i : i + 1])
                 results[i] = J.to(dtype), checks
                 (answers[i],) = self._read(selections[i : i + 1], results[i : i + 1])
-            require_finite(answers[i].finite, call)
+            if not answers[i].finite:
+                raise FloatingPointError(
+                    f"the Jacobian of block {call.layer} ({call.name}) is not finite (overflow or NaN in {call.x.dtype})"
+                )
         (call, _), (_, first) = selections[0], results[0]
         try:
             for (call, rows), answer, (_, checks) in zip(selections, answers, results, strict=True):
@@ -390,14 +392,11 @@ class Jacobians:
             NotSliceable: if one is too large.
         """
         recorded_dtype = self.replica.dtype
-        outputs = block.y.split([len(rows) for _, rows in selections])
-        # The host waits once for the values of all selections.
-        value_errors = read(
-            [
-                _value_error(call, rows, y, recorded_dtype)
-                for (call, rows), y in zip(selections, outputs, strict=True)
-            ]
-        )
+        outputs, errors = block.y.split([len(rows) for _, rows in selections]), []
+        for (call, rows), y in zip(selections, outputs, strict=True):
+            before, recorded = rows.select(call.x), rows.select(call.y)
+            errors.append(relative_error(y - before, recorded - before, recorded, recorded_dtype))
+        value_errors = read(errors)  # the host waits once for the values of all selections
         derivative_errors = []
         for (call, rows), value_error in zip(selections, value_errors, strict=True):
             if not value_error <= tolerance(recorded_dtype, rounded):
@@ -470,27 +469,15 @@ def _check_failed(check: str, error: float, dtype: torch.dtype, rounds: bool) ->
 
 
 def _chunk(scalars: int, x: Float[Tensor, "R d"], memory: int) -> int:
-    """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d."""
-    d = x.shape[-1]
-    return max(
-        1, min(d, min(memory // x.itemsize, 16 * d * _enough_rows(d, x.device.type)) // scalars)
-    )
+    """Return how many cotangents to run at once if each keeps `scalars` alive; one cotangent of one row keeps about 16 d.
 
-
-def _enough_rows(d: int, device: str) -> int:
-    """Return how many rows (cotangents x token rows) at once let matrix products run at their full rate.
-
-    On a CPU at most some 16 MB: the C library reuses memory of that size for the next layer, and fresh memory can cost as
-    much as the product. Narrow models need many rows, as PyTorch's overhead is large compared with their products.
+    So many rows (cotangents x token rows) that matrix products run at their full rate. Narrow models need many, as PyTorch's
+    overhead is large compared with their products. On a CPU at most some 16 MB: the C library reuses memory of that size for the
+    next layer, and fresh memory can cost as much as the product.
     """
-    return max(256, min(4096, (1 << 20) // d)) if device == "cpu" else 4096
-
-
-def _value_error(
-    call: BlockCall, rows: Rows, y: Float[Tensor, "R d"], recorded_dtype: torch.dtype
-) -> Tensor:
-    before, recorded = rows.select(call.x), rows.select(call.y)
-    return relative_error(y - before, recorded - before, recorded, recorded_dtype)
+    d = x.shape[-1]
+    rows = max(256, min(4096, (1 << 20) // d)) if x.is_cpu else 4096
+    return max(1, min(d, min(memory // x.itemsize, 16 * d * rows) // scalars))
 
 
 def full_sequence_jacobian(
