@@ -56,9 +56,11 @@ def alignment(triplets: Triplets) -> Float[Tensor, "B K"]:
 
 def departure(J: Jacobian) -> Values:
     """Return Henrici's departure from normality relative to |J|_F, in float64; NaN for a zero matrix."""
-    zero = J.abs().amax((-2, -1)) == 0
+    zero, wide = J.abs().amax((-2, -1)) == 0, J.double()
+    # Squares of tiny entries underflow.
+    wide = wide / wide.abs().amax((-2, -1), keepdim=True)
     # LAPACK may end the process if it is given NaN
-    unit = torch.where(zero[..., None, None], 0, _unit(J.double()))
+    unit = torch.where(zero[..., None, None], 0, wide / frobenius(wide)[..., None, None])
     if unit.shape[-1] > SMALL:
         eigenvalues = torch.linalg.eigvals(unit)
     else:
@@ -66,12 +68,6 @@ def departure(J: Jacobian) -> Values:
     normal = (eigenvalues.real**2 + eigenvalues.imag**2).sum(-1)
     # Of a normal matrix the sum is 1, and rounding may make it more.
     return torch.where(zero, torch.nan, (1 - normal).clamp_min(0).sqrt()).to(J)
-
-
-def _unit(J: Jacobian) -> Jacobian:
-    """Return J / |J|_F: squares of tiny entries underflow."""
-    J = J / J.abs().amax((-2, -1), keepdim=True)
-    return J / frobenius(J)[..., None, None]
 
 
 DECLARED = (
