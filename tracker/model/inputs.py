@@ -285,8 +285,7 @@ def _prompt(
     except UsageError as error:
         raise UsageError(f"prompt {i} ({shortened(prompt)}): {error}") from error
     known = inspect.signature(model.forward).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    if passes_on and "input_ids" not in known:
+    if "input_ids" not in known and _takes(model, "input_ids"):
         # A model around the Hugging Face model, to which the keywords go.
         known = inspect.signature((huggingface_owner(model) or model).forward).parameters
     # Some tokenizers return more than their model takes; some forwards have another name for their tokens.
