@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
     from matplotlib.figure import Figure
 
+    from tracker.analysis.across_models import Results
     from tracker.figures.choices import Axis
 
     Plotted = tuple[
@@ -153,6 +154,13 @@ def at_step(name: str, ds: xr.Dataset, i: int) -> str:
     """Return the name of a result, with the training step of its unit i if it is known."""
     step = ds["step"].values[i]
     return name if np.isnan(step) else f"{name}, step {step:,}"
+
+
+def first_and_last_steps(results: "Results") -> list[tuple[str, xr.Dataset, int]]:
+    """Return the name of each result, the result, and the index of its first and of its last step: an entry for each step."""
+    return [
+        (name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})
+    ]
 
 
 def training_axis(

@@ -16,6 +16,7 @@ from tracker.figures.drawing import (
     ORANGE,
     at_step,
     banded_line,
+    first_and_last_steps,
     legend_below,
     logarithmic_y,
     of_quartiles,
@@ -83,9 +84,7 @@ def spectra(results: Results, choices: Choices) -> "Plotted":
 
     At the first and the last step. Lines are medians over prompts and tokens. Exponents are drawn against k / d, with quartiles.
     """
-    shown = [
-        (name, ds, i) for name, ds in results.items() for i in sorted({0, ds.sizes["step"] - 1})
-    ]
+    shown = first_and_last_steps(results)
     figure, axes = panels(2 * len(shown), choices.ax)
     tables = []
     for values, exponents, (name, ds, i) in zip(axes[::2], axes[1::2], shown, strict=True):

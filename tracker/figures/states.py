@@ -22,6 +22,7 @@ from tracker.figures.drawing import (
     at_step,
     axis_label,
     banded_line,
+    first_and_last_steps,
     label_y,
     legend_below,
     of_means,
@@ -154,9 +155,7 @@ def principal_planes(results: Results, choices: Choices) -> "Plotted":
     Raises:
         UsageError: for a result whose first prompt has too few tokens to span a plane.
     """
-    shown = [
-        (name, ds, i) for name, ds in results.items() for i in evenly_spaced(ds.sizes["step"], 2)
-    ]
+    shown = first_and_last_steps(results)
     figure, axes = panels(len(shown), choices.ax)
     rows = []
     for panel, (name, ds, i) in zip(axes, shown, strict=True):
