@@ -73,22 +73,25 @@ def preserve_global_state(device: torch.device) -> Iterator[None]:
     Most of this state belongs to the process, not to a thread: two threads that set and restore the same switches could
     leave them set, so a lock lets one measurement run at a time.
     """
-    with _ONE_AT_A_TIME, ExitStack() as stack:
-        stack.callback(
-            torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled()
-        )
-        stack.enter_context(float32_products("ieee"))
-        stack.enter_context(checkpointing_disabled())
-        # The fused encoder layer never calls attention
-        torch.backends.mha.set_fastpath_enabled(False)
+    fused = torch.backends.mha
+    with (
+        _ONE_AT_A_TIME,
+        ExitStack() as stack,
+        float32_products("ieee"),
+        checkpointing_disabled(),
         # Else nothing is compiled, and importing it costs seconds
-        if "torch._dynamo" in sys.modules:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(preserve_random_state(device))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(_inference_mode_as_no_grad())
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext(),
+        preserve_random_state(device),
+        torch.inference_mode(False),
+        _inference_mode_as_no_grad(),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        # The fused encoder layer never calls attention
+        stack.callback(fused.set_fastpath_enabled, fused.get_fastpath_enabled())
+        fused.set_fastpath_enabled(False)
         yield
 
 

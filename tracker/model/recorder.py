@@ -7,7 +7,6 @@ kept in files (`recording.Spill`).
 import inspect
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -51,11 +50,12 @@ def record(
         FloatingPointError: if a block returned a value that is not finite.
     """
     recorder = _Recorder(replica, Spill(memory))
-    with ExitStack() as stack:
-        stack.enter_context(replica.stream_blocks(recorder.enter_block, recorder.leave_block))
-        stack.enter_context(recording_kernels(replica.dtype))
-        stack.enter_context(recorder.head.watch(recorder.is_last_state))
-        stack.enter_context(intercept_attention(recorder.record_attention))
+    with (
+        replica.stream_blocks(recorder.enter_block, recorder.leave_block),
+        recording_kernels(replica.dtype),
+        recorder.head.watch(recorder.is_last_state),
+        intercept_attention(recorder.record_attention),
+    ):
         output = replica.forward(arguments, keywords)
         seed = replica.generators.drawn_seed()
     return recorder.recording(seed, output)

@@ -312,15 +312,13 @@ class ModuleCopier:
             if get_ident() == thread and isinstance(self.memo.get(id(module)), nn.Module):
                 raise refusal(names.get(id(module)) or type(module).__name__, "itself")
 
-        handle = register_module_forward_pre_hook(refuse)
-        try:
-            yield
-        except KeyError as error:
-            if any(isinstance(key, MODULES) for key in error.args):
-                raise refusal("what belongs to a module", "by the module itself") from error
-            raise
-        finally:
-            handle.remove()
+        with register_module_forward_pre_hook(refuse):
+            try:
+                yield
+            except KeyError as error:
+                if any(isinstance(key, MODULES) for key in error.args):
+                    raise refusal("what belongs to a module", "by the module itself") from error
+                raise
 
     def copy_nested(self, value: Any) -> Any:
         """Copy what a module or a function holds."""
