@@ -238,7 +238,7 @@ def _amplified_rounding(
             move_weights(call.block.modules(), x.itemsize, generator)
             block = linearize(f, x.lerp(moved(x, x.itemsize, generator), times))
             # As it is formed: products with random vectors round more than those with unit vectors.
-            J = dense_jacobian(block.pullback, block.y, PROBES, residual)
+            J = dense_jacobian(block, PROBES, residual)
             changes.append(error_of_products(J, x, expected, residual) / times)
     return max(changes)
 

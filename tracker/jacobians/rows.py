@@ -442,7 +442,7 @@ class Jacobians:
         identity = selections[0][1].source is None
         products = float32_products("tf32") if self.precision == "tf32" else nullcontext()
         with slicing_errors(), products:
-            J = dense_jacobian(block.pullback, block.y, chunk, identity)
+            J = dense_jacobian(block, chunk, identity)
         errors = self._compare(selections, f, J, block.rounded, PATHS[path], evaluating_rows(), y)
         of_selections = zip(value_errors, derivative_errors, errors, strict=True)
         return J, [CheckResults(path, *of_selection) for of_selection in of_selections]
@@ -498,7 +498,7 @@ def full_sequence_jacobian(
     for index, group in rows.disjoint_groups():
         block, (at,) = linearize_full_sequence(call, group), to_device(x.device, index)
         with replay_errors(call):
-            J[at] = dense_jacobian(block.pullback, block.y, _chunk(16 * B * n * d, x, memory))
+            J[at] = dense_jacobian(block, _chunk(16 * B * n * d, x, memory))
         y[at], rounded = block.y, rounded or block.rounded
     return (
         J,
