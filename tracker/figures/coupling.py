@@ -18,7 +18,6 @@ from tracker.analysis.curves import (
     curves,
     labelled_over_pairs,
     onset_of,
-    sources,
 )
 from tracker.analysis.null_levels import null_level
 from tracker.analysis.onset import Onset, pairs_of_blocks
@@ -147,7 +146,7 @@ def over_training(results: Results, choices: Choices) -> "Plotted":
             _of_prompts(values, ds, choices) for values in _of_pairs(ds, choices)
         )
         began = _onset(ds, choices)
-        columns = of_means(coupling, "step", sources(ds), coupling_word(choices))
+        columns = of_means(coupling, "step", ds, coupling_word(choices))
         banded_line(panel, columns, BLUE)
         columns["unrelated"] = unrelated.mean("prompt").values
         panel.plot("step", "unrelated", data=columns, color=GREY, ls=":", label="unrelated blocks")
@@ -248,7 +247,7 @@ def by_layer(results: Results, choices: Choices) -> "Plotted":
         apart = matrices.where(matrices["layer"] != matrices["layer_other"])
         counted = apart if choices.paper else where_counted(matrices, ds)
         of_layers = counted.mean("token").mean("layer_other")
-        columns = of_means(of_layers, "layer", sources(ds), coupling_word(choices))
+        columns = of_means(of_layers, "layer", ds, coupling_word(choices))
         banded_line(panel, columns, colour, name)
         rows.append(pd.DataFrame({"result": name, **columns}))
     panel.set(xlabel="Block l", ylabel=axis_of_coupling(choices))

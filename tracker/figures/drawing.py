@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from tracker.analysis.curves import evenly_measured, quartiles
+from tracker.analysis.curves import evenly_measured, quartiles, sources
 from tracker.analysis.regression import FEWEST_POINTS, clustered_mean, mean_interval
 from tracker.common.errors import UsageError
 from tracker.common.text import capitalised
@@ -272,11 +272,11 @@ def of_quartiles(values: xr.DataArray, along: str) -> dict[str, np.ndarray]:
 
 
 def of_means(
-    by_prompt: xr.DataArray, along: str, sources: np.ndarray | None, name: str = "mean"
+    by_prompt: xr.DataArray, along: str, results: xr.Dataset, name: str = "mean"
 ) -> dict[str, np.ndarray]:
     """Return means over prompts, by this name, with their 95 % intervals, as the columns of a `banded_line`."""
     values = by_prompt.transpose(along, "prompt").values
-    (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources)
+    (mean, *_), (low, high) = clustered_mean(values), mean_interval(values, sources(results))
     return {along: by_prompt[along].values, name: mean, "low": low, "high": high}
 
 

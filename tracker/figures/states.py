@@ -11,7 +11,7 @@ import pandas as pd
 import xarray as xr
 
 from tracker.analysis.across_models import Results
-from tracker.analysis.curves import quartiles, sources
+from tracker.analysis.curves import quartiles
 from tracker.analysis.selections import require_labels
 from tracker.analysis.variables import evenly_spaced
 from tracker.common.errors import UsageError
@@ -192,7 +192,7 @@ def noise_response(results: Results, choices: Choices) -> "Plotted":
         require_labels(at, "depth", (0, 1), "the response to noise")
         for depth, colour in ((1, BLUE), (int(at["depth"][-1]), ORANGE)):
             by_prompt = at.sel(depth=depth, drop=True).mean("position")
-            columns = of_means(by_prompt, "noise", sources(ds))
+            columns = of_means(by_prompt, "noise", ds)
             banded_line(panel, columns, colour, f"after block {depth}")
             rows.append(pd.DataFrame({"result": name, "depth": depth, **columns}))
         panel.set(title=name, xlabel="Length of the noise / length of the embedding", xscale="log")
