@@ -31,7 +31,7 @@ from tracker.measures.block_products import Products
 from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.layers import Layer, kept_arrays, layers_of
-from tracker.measures.plan import Plan, measured_calls
+from tracker.measures.plan import Plan
 from tracker.measures.post_norm import SHARES, most_are_singular, singular_shares
 from tracker.measures.rotations import frames, mean_levels, turned
 from tracker.measures.settings import OF_PAIRS
@@ -63,7 +63,7 @@ def _couplings(
 ) -> dict[str, np.ndarray]:
     """Return the coupling measures of rows that are measured together, by row."""
     L, measures = plan.L, plan.measures
-    calls = [[(call, rows) for call in measured_calls(recording)] for recording, rows in group]
+    calls = [[(call, rows) for call in recording.measured] for recording, rows in group]
     blocks = [list(selections) for selections in zip(*calls, strict=True)]
     layers = layers_of(jacobians, blocks, plan)
     values = pairs(layers, plan.ks, measures, L=L)
