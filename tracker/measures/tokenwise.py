@@ -208,7 +208,12 @@ def _couplings(
             add("jacobians", l, layers)
             basis = basis_layers.get(l)
             if basis == l:
-                waiting |= layers if file is None else _in_file(layers, file)
+                waiting |= {
+                    link: layer
+                    if file is None
+                    else replace(layer, jacobian=file.keep(layer.jacobian()))
+                    for link, layer in layers.items()
+                }
             elif basis is not None:
                 add("pairs", l, layers)
             # Before the next are formed: two sets of Jacobians would exceed the memory.
@@ -283,13 +288,6 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
 
 def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
     return Js[0] if len(Js) == 1 else torch.cat([*Js])
-
-
-def _in_file(layers: Mapping[Link, Layer], file: JacobianFile) -> dict[Link, Layer]:
-    """Return the layers with their Jacobians in a file."""
-    return {
-        link: replace(layer, jacobian=file.keep(layer.jacobian())) for link, layer in layers.items()
-    }
 
 
 def _selections(l: int, samples: Sequence[Selected], links: Sequence[Link]) -> list[CallRows]:
