@@ -398,11 +398,7 @@ def modules_outside(block: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Mo
 
 
 class StopForward(BaseException):
-    """Raised by a hook to end a forward pass (`Replica.run`) with a value. A model's code may catch any Exception."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__()
-        self.value = value
+    """Raised by a hook, with a value, to end a forward pass (`Replica.run`) with it. A model's code may catch any Exception."""
 
 
 class Replica:
@@ -484,7 +480,7 @@ class Replica:
             try:
                 return self.module(*arguments, **keywords)
             except StopForward as stopped:
-                return stopped.value
+                return stopped.args[0]
 
     @contextmanager
     def watch_writes(self, module: nn.Module) -> Iterator[None]:
