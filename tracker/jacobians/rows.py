@@ -110,6 +110,7 @@ OWN_ATTENTION = (
 PATHS: dict[Any, RowAttention] = {"formula": by_formula, "own code": by_own_code}
 
 
+@dataclass(eq=False)
 class Jacobians:
     """Jacobians of a replica's recorded blocks. Keeps the results of checks, and why layers used the full sequence.
 
@@ -122,19 +123,13 @@ class Jacobians:
         derivative: "autograd" leaves out the comparison with differences of values (`independent`).
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        precision: Precision = "float32",
-        memory: int = 1 << 30,
-        advance: Callable[[int], None] = lambda _: None,
-        derivative: Derivative = "checked",
-    ) -> None:
-        self.replica = replica
-        self.precision: Precision = precision
-        self.memory = memory
-        self.advance = advance
-        self.derivative: Derivative = derivative
+    replica: Replica
+    precision: Precision = "float32"
+    memory: int = 1 << 30
+    advance: Callable[[int], None] = lambda _: None
+    derivative: Derivative = "checked"
+
+    def __post_init__(self) -> None:
         # Layer -> the check, where differences do not agree or can't be used.
         self.independent: dict[int, Independent] = {}
         self.fallbacks: dict[int, str] = {}  # layer -> why the full sequence was used
