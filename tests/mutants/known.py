@@ -66,7 +66,6 @@ SPEED = {
 # By file: mutants that survive, and why.
 KNOWN = {
     "tracker/measures/coupling.py": {
-        "depth_means: m.shape[-1] -> m.shape[-2]": "as many layers along both axes",
         "Entries.__init__: max(1, (d - 1) * (d + 2)) -> max(2, (d - 1) * (d + 2))": "at d = 1 it divides 0, and at d = 2 the other is 4",
         "moments: torch.where(scale > 0, scale, 1.0) -> torch.where(scale > 0, scale, 2.0)": "of a matrix of zeros",
     },

@@ -191,25 +191,16 @@ def miscouplings(
 
 
 def depth_means(
-    m: Float[Tensor, "*batch L L"], distance: Int[Tensor, "L L"] | None = None
-) -> dict[str, Float[Tensor, "*batch"]]:
+    m: Float[Tensor, "*batch L L"], distance: Int[Tensor, "L L"]
+) -> Float[Tensor, "*batch 3"]:
     """Return the means over all, off-diagonal and adjacent layer pairs. They leave out NaN entries (undefined pairs).
 
     Args:
-        distance: |l - l'| of the pairs that count in the last two, 0 of others; None: all count.
+        distance: |l - l'| of the pairs that count in the last two, 0 of others.
     """
-    if distance is None:
-        l = torch.arange(m.shape[-1], device=m.device)
-        distance = (l[:, None] - l).abs()
-    return {
-        "mean": _mean_where(m, distance >= 0),
-        "mean_offdiag": _mean_where(m, distance > 0),
-        "mean_adjacent": _mean_where(m, distance == 1),
-    }
-
-
-def _mean_where(m: Tensor, chosen: Tensor) -> Tensor:
-    return torch.where(chosen, m, torch.nan).nanmean((-2, -1))
+    counted = distance >= 0, distance > 0, distance == 1
+    means = [torch.where(pairs, m, torch.nan).nanmean((-2, -1)) for pairs in counted]
+    return torch.stack(means, -1)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
