@@ -79,7 +79,7 @@ KNOWN = {
         ": WIDE_DEPTHS, DEPTHS = (4, 8) -> WIDE_DEPTHS, DEPTHS = (5, 8)": "the doctest of `depths` fails",
     },
     "tracker/measures/single_blocks.py": {
-        "departure: torch.where(zero[..., None, None], 0, _unit(J.double())) -> torch.where(zero[..., None, None], 1, _unit(J.double()))": "of a matrix of zeros, where nothing is defined",
+        "departure: torch.where(zero[..., None, None], 0, wide / frobenius(wide)[..., None, None]) -> torch.where(zero[..., None, None], 1, wide / frobenius(wide)[..., None, None])": "of a matrix of zeros, where nothing is defined",
     },
     "tracker/measures/tokenwise.py": {
         "_measuring_order: basis > l -> basis >= l": "no block is its own basis",
