@@ -37,8 +37,8 @@ The first is exact; in the second E|A_kk| is that of a normal variable. They nee
 `Moments` of its Jacobian and the `Overlap` of its singular vectors. Derivation: docs/measurements.md.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import pi, sqrt
 from typing import Any
 
@@ -363,12 +363,6 @@ def moments(J: Jacobian, scale: Float[Tensor, "*batch"]) -> Moments:
         of_rows.append(vector_norm(parts, dim=-1))
     symmetric, antisymmetric = vector_norm(torch.cat(of_rows, -1), dim=-1) / 2 * scale
     return Moments(isotropic * scale, symmetric, antisymmetric)
-
-
-def moments_of_layers(layers: Sequence[Moments]) -> Moments:
-    """Return the moments of several layers' Jacobians, (R,) each, as (R, L)."""
-    parts = ([getattr(of, part.name) for of in layers] for part in fields(Moments))
-    return Moments(*(torch.stack(values, 1) for values in parts))
 
 
 def overlap(G: Float[Tensor, "*batch K K"]) -> Overlap:

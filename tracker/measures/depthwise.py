@@ -24,11 +24,11 @@ from torch import Tensor
 from tracker.jacobians.restriction import CallRows
 from tracker.jacobians.rows import Jacobians
 from tracker.jacobians.slicing import Rows
-from tracker.linalg.svd import Triplets
+from tracker.linalg.svd import Triplets, each
 from tracker.linalg.transfer import to_arrays
 from tracker.measures import coupling, single_blocks
 from tracker.measures.block_products import Products
-from tracker.measures.coupling import LEVEL, MISCOUPLINGS, moments_of_layers
+from tracker.measures.coupling import LEVEL, MISCOUPLINGS
 from tracker.measures.declaration import DIAGNOSTICS, NORMED
 from tracker.measures.layers import Layer, kept_arrays, layers_of
 from tracker.measures.plan import Plan
@@ -181,7 +181,8 @@ def _measures(
             {name: torch.stack([values[name] for values in by_k], 1) for name in MISCOUPLINGS}
         )
     values = {name: torch.cat([part[name] for part in parts]) for name in MISCOUPLINGS}
-    of_layers = moments_of_layers([layer.moments for layer in layers])
+    moments = [layer.moments for layer in layers]  # (R,) each
+    of_layers = each(lambda *of_all: torch.stack(of_all, 1), *moments)
     for name, level in mean_levels(in_frames, S, of_layers, U, V, ks).items():
         values[f"{name}{LEVEL}"] = torch.where(values[name].isnan(), torch.nan, level)
     return values

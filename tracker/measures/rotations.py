@@ -37,12 +37,14 @@ multiplications; to form J takes d products with a block of about 12 d^2 weights
 
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import itemgetter
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from tracker.linalg.svd import each
 from tracker.measures.coupling import (
     BY_ROTATIONS,
     Entries,
@@ -115,17 +117,7 @@ def mean_levels(
     of_row = T.shape[1] * U.shape[1] * max(ks) ** 2
     at_once = max(1, AT_ONCE // of_row) if T.is_cpu else len(T)
     rows = [slice(start, start + at_once) for start in range(0, len(T), at_once)]
-    parts = [
-        _of_rows(
-            T[r],
-            s[r],
-            Moments(of.isotropic[r], of.symmetric[r], of.antisymmetric[r]),
-            U[r],
-            V[r],
-            ks,
-        )
-        for r in rows
-    ]
+    parts = [_of_rows(T[r], s[r], each(itemgetter(r), of), U[r], V[r], ks) for r in rows]
     return {name: torch.cat([part[name] for part in parts]) for name in BY_ROTATIONS}
 
 
@@ -139,7 +131,7 @@ def _of_rows(
     # The squares of tiny entries underflow
     scale = torch.where(s[..., 0] > 0, s[..., 0], torch.nan)
     unit_s, unit_T = s / scale[..., None], T / scale[..., None, None, None]
-    unit_of = Moments(of.isotropic / scale, of.symmetric / scale, of.antisymmetric / scale)
+    unit_of = each(lambda part: part / scale, of)
     products = signed_U.mT @ signed_V
     of_ks: list[Tensor] = []
     for k in ks:

@@ -270,8 +270,7 @@ def _layers(
     Js = [J for of_link in by_link.values() for J in of_link]
     triplets = iter(triplets_of_jacobians(Js, plan, jacobians.advance))
     of_links = {
-        link: joined(Triplets, [next(triplets) for _ in of_link])
-        for link, of_link in by_link.items()
+        link: joined([next(triplets) for _ in of_link]) for link, of_link in by_link.items()
     }
     return {
         link: Layer(of_links[link], partial(_together, of_link), _moments(of_link, of_links[link]))
@@ -283,7 +282,7 @@ def _moments(Js: Sequence[Float[Tensor, "_ d d"]], triplets: Triplets) -> Moment
     """Return the moments of Jacobians in several tensors."""
     scales = triplets.S[:, 0].split([len(J) for J in Js])
     parts = [moments(J, scale) for J, scale in zip(Js, scales, strict=True)]
-    return joined(Moments, parts)
+    return joined(parts)
 
 
 def _together(Js: Sequence[Float[Tensor, "_ d d"]]) -> Float[Tensor, "R d d"]:
