@@ -37,8 +37,11 @@ def find_unembedding(model: nn.Module, block: str) -> str | None:
     owner = huggingface_owner(model, block)
     if owner is None or (token_embedding(owner) is not None and not in_text_tower(model, block)):
         return None
-    if is_encoder_decoder(owner) and _in_encoder(owner, model, block):
-        return None
+    if is_encoder_decoder(owner):
+        decoder = owner.get_decoder()  # type: ignore[operator]
+        decodes = decoder.modules() if isinstance(decoder, nn.Module) else ()
+        if not any(part is model.get_submodule(block) for part in decodes):
+            return None
     head = owner.get_output_embeddings()  # type: ignore[operator]
     if isinstance(head, nn.ModuleList):  # one for each codebook
         return None
@@ -149,14 +152,6 @@ def _tower_role(owner: nn.Module) -> str | None:
     if {"cache", "past_key_values"} & set(inspect.signature(owner.forward).parameters):
         return "gives the last hidden state"
     return None
-
-
-def _in_encoder(owner: nn.Module, model: nn.Module, block: str) -> bool:
-    """Whether a block of an encoder-decoder belongs to its encoder."""
-    decoder = owner.get_decoder()  # type: ignore[operator]
-    return not isinstance(decoder, nn.Module) or not any(
-        part is model.get_submodule(block) for part in decoder.modules()
-    )
 
 
 def _name_of(model: nn.Module, part: nn.Module) -> str:
