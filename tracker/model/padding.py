@@ -129,7 +129,7 @@ class _Blocks:
 
         with call.replica.materialize(call.block), intercept_attention(collect):
             for x in (self.x, self.x + noise_like(self.x)):
-                call.to(call.replica.dtype, call.replica.device)(x)
+                call.on_device()(x)
         (keys, mask), (other_keys, other_mask) = masks[i], masks[len(masks) // 2 + i]
         return (
             keys.shape == other_keys.shape
@@ -161,7 +161,7 @@ class _Blocks:
         if rows is not None:
             x = torch.where(rows[..., None], x + noise_like(x), x)
         for recorded in self.recording.calls:
-            call = recorded.to(recorded.replica.dtype, recorded.replica.device)
+            call = recorded.on_device()
             with call.replica.materialize(call.block):
                 x = call(x)
         if rows is None:

@@ -209,7 +209,7 @@ class _Recorder:
 
     def check_function(self, call: BlockCall, draws: bool, changes: bool) -> None:
         """Check that the output of a block that draws random numbers, or changes its attributes, is a function of its input."""
-        call = call.to(self.replica.dtype, self.replica.device)  # from a file
+        call = call.on_device()  # from a file
         block, description = f"block {call.layer} ({call.name})", self.replica.description
         with self.replica.materialize(call.block):
             if draws and id(call.block) not in self.replica.draws_for_nothing:

@@ -151,6 +151,10 @@ class BlockCall:
         other.y = convert(self.y)
         return other
 
+    def on_device(self) -> "BlockCall":
+        """Return the same call as the replica measures: in its dtype, and on its device."""
+        return self.to(self.replica.dtype, self.replica.device)
+
     def __call__(self, x: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor:
         """Run the block, and the final norm if it is folded in, on a hidden state (B, n, d). The block has its weights.
 
