@@ -26,6 +26,7 @@ from tracker.linalg.precision import frobenius
 from tracker.linalg.svd import SMALL, Triplets
 from tracker.measures.coupling import Moments
 from tracker.measures.declaration import of_each_block
+from tracker.measures.trajectory import positive
 
 Jacobian = Float[Tensor, "*B d d"]
 Values = Float[Tensor, "*B"]
@@ -40,7 +41,7 @@ def jacobian_gain(of: Moments, d: int) -> Values:
 def linear_error(Jx: Vectors, f: Vectors) -> Values:
     """Return |J x - f| / |f|."""
     length = torch.linalg.vector_norm(f, dim=-1)
-    return torch.linalg.vector_norm(Jx - f, dim=-1) / torch.where(length > 0, length, torch.nan)
+    return torch.linalg.vector_norm(Jx - f, dim=-1) / positive(length)
 
 
 def symmetric_share(of: Moments, d: int) -> Values:
