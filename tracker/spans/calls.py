@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from tracker.common.errors import UsageError
 from tracker.model.boundaries import Boundary, Span
 from tracker.model.guard import clone_if_tensor, copy_nested
-from tracker.model.hidden_state import hidden_state
+from tracker.model.hidden_state import hidden_state, tensors_in
 from tracker.model.recording import BlockCall
 from tracker.model.replica import Replica, StopForward
 
@@ -200,9 +200,7 @@ class InputDependents(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         output = function(*arguments, **(keywords or {}))
-        tensors = [
-            value for value in tree_leaves((arguments, keywords)) if isinstance(value, Tensor)
-        ]
+        tensors = tensors_in((arguments, keywords))
         if self.done or not any(id(value) in self.followed for value in tensors):
             return output
         # In place: the model holds this tensor under other names, which a changed copy would not replace.
