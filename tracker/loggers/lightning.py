@@ -41,7 +41,7 @@ class TensorBoard(Logger):
     """
 
     writer: Any
-    prefix: str = ""
+    prefix: str
 
     def images(self, row: Row) -> None:
         """Write the heat maps of a step."""
@@ -62,7 +62,7 @@ class LightningAdapter(Logger):
         prefix: put before the name of each metric, such as "val/".
     """
 
-    def __init__(self, logger: Any, prefix: str = ""):
+    def __init__(self, logger: Any, prefix: str):
         self.logger, self.prefix = logger, prefix
         self.to_csv = is_lightning(logger, "loggers.CSVLogger")
 

@@ -150,7 +150,7 @@ class FunctionLogger(Logger):
     """
 
     function: LogTo
-    prefix: str = ""
+    prefix: str
 
     def log(self, row: Row) -> None:
         """Pass the scalars on."""

@@ -156,7 +156,7 @@ class OpenRun(Logger):
         prefix: put before the name of each metric, such as "val/".
     """
 
-    def __init__(self, run: "wandb.Run", prefix: str = ""):
+    def __init__(self, run: "wandb.Run", prefix: str):
         self.run, self.prefix = run, prefix
         self.defined: set[str] = set()  # metrics with an axis
         self.steps = measured_steps.setdefault(run, {})

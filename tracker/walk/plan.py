@@ -115,7 +115,7 @@ class Measurement:
     max_tokens: int | None
     device: "torch.device"
     own_code: bool  # whether the user's code loads
-    blocks: str | list[str] | None = None
+    blocks: str | list[str] | None
 
 
 @dataclass(frozen=True)
