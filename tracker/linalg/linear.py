@@ -5,9 +5,9 @@ calls BLAS. Measured on an AMD EPYC at d = 4096 (`benchmarks/`), MKL takes three
 times as long for a thousand. Both multiply in float32.
 
 A product of few rows is bound by reading the weights, so it is computed as (W x^T)^T: for 16 rows that takes three quarters
-of the time of x W^T. With W^T it needs rows that are not contiguous. A contiguous copy takes as long as six products, the first
-copy, into fresh memory, as long as thirty; it halves the time of the products that follow. So iterations copy
-(`row_products`). Cotangents of a Jacobian pass in larger groups.
+of the time of x W^T. With W^T it needs rows that are not contiguous. A contiguous copy takes as long as four to six
+products, and halves the time of those that follow. So iterations copy (`row_products`). Cotangents of a Jacobian pass in larger
+groups.
 
 Identity matrices are recognised after autograd has passed them on: e_c W is row c of W, without arithmetic. The cotangents of a
 dense Jacobian are the rows of an identity. The derivative of a residual sum passes them on unchanged to both terms, so they
@@ -17,6 +17,8 @@ address, so a copy of them is not.
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -64,23 +66,6 @@ FEW = range(
 LARGE = 1 << 21  # a weight's scalars (8 MB) from which it does not fit a core's own cache
 # Products of few rows before a copy is made: the second one is a sign of an iteration
 COPY_AFTER = 2
-STRIPE = 16  # columns copied at once, one cache line: a third of the time of copying all at once
-
-
-class _CopiedRows:
-    """A contiguous copy of a matrix that is a transposed view; None until it was used often enough."""
-
-    def __init__(self) -> None:
-        self.uses = 0
-        self.copy: Tensor | None = None
-
-    def __call__(self, weight: Float[Tensor, "o i"]) -> Float[Tensor, "o i"] | None:
-        self.uses += 1
-        if self.copy is None and self.uses >= COPY_AFTER:
-            self.copy = weight.new_empty(weight.shape)
-            for mine, its in zip(self.copy.split(STRIPE, 1), weight.split(STRIPE, 1), strict=True):
-                mine.copy_(its)
-        return self.copy
 
 
 def signed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -148,12 +133,12 @@ class FrozenProduct(torch.autograd.Function):
 def multiply(
     x: Float[Tensor, "*B i"],
     weight: Float[Tensor, "o i"],
-    copied: Callable[[Tensor], Tensor | None] = lambda _: None,
+    copied: Callable[[], Tensor | None] = lambda: None,
 ) -> Tensor:
     """Compute x W^T into memory of its own.
 
     Args:
-        copied: returns the rows of a weight that is not contiguous in contiguous memory, if they were copied.
+        copied: returns the rows of the weight in contiguous memory, if they were copied; asked if it is not contiguous itself.
     """
     if (picked := rows_of_identity(x)) is not None:
         columns = weight.mT[picked].view(len(x), *[1] * (x.dim() - 2), -1).expand(*x.shape[:-1], -1)
@@ -162,7 +147,7 @@ def multiply(
     if not uses_onednn(x):
         return torch.nn.functional.linear(x, weight)
     if weight.numel() >= LARGE and x.numel() // x.shape[-1] in FEW:
-        rows = weight if weight.is_contiguous() else copied(weight)
+        rows = weight if weight.is_contiguous() else copied()
         if rows is not None:
             product = onednn_linear(rows, x.reshape(-1, x.shape[-1])).mT
             return product.contiguous().view(*x.shape[:-1], len(rows))
@@ -191,7 +176,11 @@ def row_products(
     M: Float[Tensor, "o i"],
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
     """Return x -> x M^T and y -> y M for rows x (m, i) and y (m, o), for repeated use; not differentiable."""
-    copied = _CopiedRows()
+    uses, copy = count(1), cache(M.mT.contiguous)
+
+    def copied() -> Tensor | None:
+        return copy() if next(uses) >= COPY_AFTER else None
+
     return lambda x: multiply(x, M), lambda y: multiply(y, M.mT, copied)
 
 
