@@ -91,7 +91,7 @@ KNOWN = {
     },
     "tracker/measures/rotations.py": {
         "mean_levels: max(ks) ** 2 -> max(ks) * 2": "rows at once, which change no number",
-        "_Controls.__init__: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
+        "_controlled_sums: SMALLEST ** 2 -> SMALLEST ** 3": "any weight leaves the mean as it is",
         "_coordinates: ROUNDINGS * k -> ROUNDINGS / k": "a margin above rounding",
     },
     "tracker/analysis/onset.py": {
