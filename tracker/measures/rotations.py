@@ -141,9 +141,7 @@ def _of_rows(
         entries = _entries(d, k).to(T.device)
         # An accelerator takes all at once.
         at_once = max(1, AT_ONCE // (of_frame * k**2)) if T.is_cpu else len(entries)
-        sums = [
-            sums_of(_matrices(_at(unit_T, some), left, right)) for some in entries.split(at_once)
-        ]
+        sums = [sums_of(_matrices(unit_T, some, left, right)) for some in entries.split(at_once)]
         of_ks.append(torch.stack(sums).sum(0) / len(entries))
     levels = dict(zip(BY_ROTATIONS, torch.stack(of_ks, 2), strict=True))
     return levels | {"offdiag": levels["offdiag"] * scale[:, None, :, None]}
@@ -210,10 +208,6 @@ def _entries(d: int, K: int) -> Int[Tensor, "m rows r"]:
     return (which[:, None, None] * c + rows[..., None]) * c + columns[:, None]
 
 
-def _at(T: Turned, entries: Int[Tensor, "m rows r"]) -> Float[Tensor, "R L m rows r"]:
-    return T.flatten(2).index_select(-1, entries.flatten()).unflatten(-1, entries.shape)
-
-
 def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p K"]]:
     """Return U and V in the columns of their frame; None for U where these are its first ones."""
     d, k = U.shape[-2:]
@@ -228,10 +222,11 @@ def _coordinates(U: Bases, V: Bases) -> tuple[Bases | None, Float[Tensor, "R M p
 
 
 def _matrices(
-    T: Float[Tensor, "R L n rows r"], left: Bases | None, right: Bases
-) -> Float[Tensor, "R L n K M K"]:
+    T: Turned, entries: Int[Tensor, "m rows r"], left: Bases | None, right: Bases
+) -> Float[Tensor, "R L m K M K"]:
     """Return A of every pair and frame."""
-    products = (T.flatten(1, 3) @ side_by_side(right)).unflatten(1, T.shape[1:4])
+    chosen = T.flatten(2).index_select(-1, entries.flatten()).unflatten(-1, entries.shape)
+    products = (chosen.flatten(1, 3) @ side_by_side(right)).unflatten(1, chosen.shape[1:4])
     products = products.unflatten(-1, (right.shape[1], -1))  # (R, L, n, rows, M, K)
     return products if left is None else torch.einsum("rmdi,rlndmj->rlnimj", left, products)
 
