@@ -44,6 +44,12 @@ SPECTRA = {  # variable -> part of the triplets
     f"{DIAGNOSTICS}residual": "residual",
     f"{DIAGNOSTICS}complete": "complete",
 }
+CHECKS = {  # variable -> type
+    "sliced": bool,
+    "value_error": np.float32,
+    "derivative_error": np.float32,
+    "independent_error": np.float32,
+}
 AT_ONCE = 1 << 20  # entries of coupling matrices that are reduced to mis-couplings at once
 
 
@@ -102,12 +108,13 @@ def _stacked(triplets: Sequence[Triplets], part: str) -> Tensor:
 
 def _checks(layers: Sequence[Layer]) -> dict[str, np.ndarray]:
     """Return the checks of the Jacobians of every row, by layer."""
-    R = len(layers[0].checks)
-    values = {"sliced": np.array([[layer.checks[r].sliced for layer in layers] for r in range(R)])}
-    for name in ("value_error", "derivative_error", "independent_error"):
-        errors = [[getattr(layer.checks[r], name) for layer in layers] for r in range(R)]
-        values[name] = np.array(errors, np.float32)
-    return {f"{DIAGNOSTICS}{name}": value for name, value in values.items()}
+    by_row = list(zip(*(layer.checks for layer in layers), strict=True))
+    return {
+        f"{DIAGNOSTICS}{name}": np.array(
+            [[getattr(check, name) for check in of_row] for of_row in by_row], dtype
+        )
+        for name, dtype in CHECKS.items()
+    }
 
 
 def pairs(
