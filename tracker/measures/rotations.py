@@ -162,7 +162,7 @@ def _controlled_sums(
     of_share = off_square / square
     weights = SLOPE * s[..., None, :] / diagonal_squares.clamp_min(least[..., None]).sqrt()
     # With an axis of frames: (R, L, 1, M), and those of each singular vector (R, L, 1, M, K)
-    E_t, E_o, E_squares, w, r, page_0, release_0, by_page, by_release, by_off, by_share = (
+    E_t, E_o, E_squares, w, r, page_0, by_page, by_release, by_off, by_share = (
         one.unsqueeze(2)
         for one in (
             entries.square,
@@ -170,7 +170,7 @@ def _controlled_sums(
             diagonal_squares,
             weights,
             of_share,
-            *roots,
+            roots[0],
             *(1 / (2 * root.clamp_min(SMALLEST)) for root in roots),
             1 / (2 * off_square.clamp_min(least).sqrt()),
             1 / (2 * of_share.sqrt().clamp_min(SMALLEST) * square),
