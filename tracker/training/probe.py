@@ -78,7 +78,7 @@ def find_target(
     part = ""
     owner = huggingface_owner(module, names[0])
     if forward is None and owner is not None:
-        part = next(name for name, other in module.named_modules() if other is owner)
+        part = names_by_id(module)[id(owner)]
     elif forward is None and not runs(module):
         part = names[0].partition(".")[0]
         if not runs(module.get_submodule(part)):
