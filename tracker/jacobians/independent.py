@@ -272,12 +272,12 @@ def judge_rows(
 ) -> Independent:
     """Compare reverse mode with differences of several steps and with forward mode."""
     u, v = _cotangents(x), standard_normal(x.shape, x, seed=1)
-    products = _Products(u, v, block.pullback(u), residual)
+    error, size = _compared(u, v, block.pullback(u), residual)
     precision = min(x.itemsize, roundings.least)
-    values = judge(f, x, block.y, v, products.error, products.size, precision)
+    values = judge(f, x, block.y, v, error, size, precision)
     wrong, forward = values.refuted, torch.full((len(x),), nan)
     if block.tangent is not None:
-        forward = products.error(block.tangent)
+        forward = error(block.tangent)
     if wrong.any():
         seen, explained = _explained_by_detach(f, x, u, v, residual, precision)
         if not bool(explained[wrong].all()):
@@ -369,35 +369,39 @@ def _explained_by_detach(
 
     try:
         block = linearize(attached, x)
-        products = _Products(u, v, block.pullback(u), residual)
         if DETACH in seen.names:
-            agree = judge(f, x, block.y, v, products.error, products.size, precision).agree
+            measures = _compared(u, v, block.pullback(u), residual)
+            agree = judge(f, x, block.y, v, *measures, precision).agree
     except FAILURES as failure:  # `detach().numpy()`, among others
         raise_device_errors(failure)
     return seen.names, agree
 
 
-@dataclass(frozen=True)
-class _Products:
-    """Cotangents u, a tangent v and g = J^T u, with which a derivative D v is compared; `residual`: J has the identity."""
+def _compared(
+    u: Float[Tensor, "P R d"], v: Float[Tensor, "R d"], g: Float[Tensor, "P R d"], residual: bool
+) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Return functions of a derivative D v: its error and its size in each row.
 
-    u: Float[Tensor, "P R d"]
-    v: Float[Tensor, "R d"]
-    g: Float[Tensor, "P R d"]
-    residual: bool
+    Args:
+        u, v: cotangents and a tangent.
+        g: J^T u.
+        residual: whether J has the identity.
+    """
 
-    def error(self, derivative: Tensor) -> Float[Tensor, " R"]:
-        """Return the error of D v in each row, relative to D v without the identity, from products with u."""
-        summed = partial(torch.sum, dim=-1, dtype=torch.float64)
-        difference = summed(self.u * derivative) - summed(self.g * self.v)
-        return (difference.square().mean(0).sqrt() / self.size(derivative)).cpu()
-
-    def size(self, derivative: Tensor) -> Float[Tensor, " R"]:
+    def size(derivative: Tensor) -> Float[Tensor, " R"]:
         """Return the size of D v without the identity in each row, or of J^T u if that is larger."""
         # |J^T u| has the size of |J|_F, as |J v| has.
-        of_g = norm(self.g - self.residual * self.u).square().mean(0).sqrt()
-        size = torch.maximum(norm(derivative - self.residual * self.v), of_g)
-        return torch.maximum(size, FLOOR[self.v.dtype] * norm(self.v))
+        of_g = norm(g - residual * u).square().mean(0).sqrt()
+        size = torch.maximum(norm(derivative - residual * v), of_g)
+        return torch.maximum(size, FLOOR[v.dtype] * norm(v))
+
+    def error(derivative: Tensor) -> Float[Tensor, " R"]:
+        """Return the error of D v in each row, relative to D v without the identity, from products with u."""
+        summed = partial(torch.sum, dim=-1, dtype=torch.float64)
+        difference = summed(u * derivative) - summed(g * v)
+        return (difference.square().mean(0).sqrt() / size(derivative)).cpu()
+
+    return error, size
 
 
 def _refusal(
